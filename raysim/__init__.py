@@ -1,0 +1,1 @@
+"""raysim: asynchronous, cluster-scale federated-learning simulation."""

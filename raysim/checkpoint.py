@@ -1,0 +1,99 @@
+"""Checkpoints: everything a run is, written atomically, verified on reading, without pickle.
+
+A checkpoint is a folder `round-000050` of `run.json` (numbers), `server.safetensors` and `clients.safetensors`
+(named tensors) and `manifest.json` (SHA-256 of the others). It appears under its name only when it is complete.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors.numpy import load_file, save_file
+
+_KEEP = 2  # the last one, and one more in case it is damaged
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """A run between two aggregations."""
+
+    numbers: Mapping[str, Any]  # JSON
+    server: Mapping[str, np.ndarray]
+    clients: Mapping[str, np.ndarray]
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def write(folder: Path, version: int, snapshot: Snapshot) -> Path:
+    """Write a checkpoint below `folder`, then delete all but the newest two. Returns its path."""
+    folder.mkdir(parents=True, exist_ok=True)
+    final = folder / f"round-{version:06d}"
+    draft = folder / f".{final.name}.{os.getpid()}"
+    shutil.rmtree(draft, ignore_errors=True)
+    draft.mkdir()
+    (draft / "run.json").write_text(json.dumps(snapshot.numbers))
+    for name, arrays in (("server", snapshot.server), ("clients", snapshot.clients)):
+        save_file({key: np.ascontiguousarray(value) for key, value in arrays.items()}, draft / f"{name}.safetensors")
+    (draft / "manifest.json").write_text(json.dumps({path.name: _digest(path) for path in sorted(draft.iterdir())}))
+    for path in (*draft.iterdir(), draft):
+        _sync(path)
+    shutil.rmtree(final, ignore_errors=True)
+    draft.rename(final)
+    _sync(folder)
+    for old in available(folder)[:-_KEEP]:
+        shutil.rmtree(old)
+    return final
+
+
+def available(folder: Path) -> list[Path]:
+    """Complete checkpoints, oldest first."""
+    return sorted(folder.glob("round-*")) if folder.is_dir() else []
+
+
+def damage(path: Path) -> str:
+    """What is wrong with a checkpoint, or ""."""
+    try:
+        manifest = json.loads((path / "manifest.json").read_text())
+        for name, digest in manifest.items():
+            if _digest(path / name) != digest:
+                return f"{name} does not have the checksum of its manifest"
+    except (OSError, ValueError) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def read(path: Path) -> Snapshot:
+    """Read and verify a checkpoint.
+
+    Raises ValueError if it is missing or damaged; the sentence names the last good one beside it.
+    """
+    if not path.is_dir():
+        raise ValueError(f"resume={path}: no checkpoint there; give the path of a checkpoint folder, or latest")
+    if wrong := damage(path):
+        good = next((str(other) for other in reversed(available(path.parent)) if other != path and not damage(other)), "")
+        instead = f"resume={good} continues from the last good one" if good else "no other checkpoint is left"
+        raise ValueError(f"checkpoint {path} is damaged ({wrong}); {instead}")
+    return Snapshot(
+        json.loads((path / "run.json").read_text()),
+        load_file(path / "server.safetensors"),
+        load_file(path / "clients.safetensors"),
+    )

@@ -1,0 +1,303 @@
+"""A client at work: its plan of batches, and the one local-training loop."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from raysim.data.batches import Pipeline
+from raysim.data.partition import CSR
+from raysim.messages import Job
+from raysim.methods.method import Method, Stage, Task, at_least, owner, owners
+from raysim.models.classifier import is_stochastic
+from raysim.step import Batch, Context, Optimizer, Step
+from raysim.streams import stream, torch_seed
+from raysim.vector import Layout, Vector
+
+# Floats that are gathered and normalised at once: enough to amortise the calls, small enough for the cache.
+_CHUNK = 1 << 20
+
+
+@dataclass(frozen=True)
+class Local:
+    """How a client trains: `local.*` of the configuration.
+
+    Either `epochs` passes over the client's samples or `steps` batches. lr_decay multiplies the rate once per version.
+    sampling: "shuffle" reshuffles every pass and keeps the smaller last batch; "replacement" draws full batches.
+    phases: into how many parts a budget of steps is cut for methods that select samples per epoch.
+    """
+
+    optimizer: Literal["sgd", "adam"] = "sgd"
+    lr: float = 0.1
+    momentum: float = 0.0
+    nesterov: bool = False
+    weight_decay: float = 0.0
+    clip: float = 0.0
+    lr_decay: float = 1.0
+    epochs: int | None = 1
+    steps: int | None = None
+    batch: int = 32
+    sampling: Literal["shuffle", "replacement"] = "shuffle"
+    phases: int = 10
+
+    def __post_init__(self) -> None:
+        if not self.lr > 0:
+            raise ValueError(f"local.lr={self.lr} must be above 0")
+        if (self.epochs is None) == (self.steps is None):
+            raise ValueError(
+                f"local.epochs={self.epochs} and local.steps={self.steps}: give exactly one, and null for the other"
+            )
+        at_least("local.epochs", self.epochs if self.epochs is not None else 1, 1)
+        at_least("local.steps", self.steps if self.steps is not None else 1, 1)
+        at_least("local.batch", self.batch, 1)
+        at_least("local.clip", self.clip, 0.0)
+        at_least("local.phases", self.phases, 1)
+        if not 0 < self.lr_decay <= 1:
+            raise ValueError(f"local.lr_decay={self.lr_decay} must be above 0 and at most 1")
+        self.settings()
+
+    def settings(self) -> Optimizer:
+        """The optimiser's part."""
+        return Optimizer(self.optimizer, self.momentum, self.nesterov, self.weight_decay)
+
+    def budget(self, samples: int) -> float:
+        """Samples that a client with so many will train on, all passes counted."""
+        return samples * self.epochs if self.epochs else (self.steps or 0) * min(self.batch, samples)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The batches of one job, decided before its first step: positions in the client's samples, and batch sizes."""
+
+    positions: np.ndarray  # int64 [sum of sizes]
+    sizes: tuple[int, ...]  # rows of each step's batch
+    samples: int
+
+    @property
+    def steps(self) -> int:
+        """Number of iterations."""
+        return len(self.sizes)
+
+
+def _cut(order: np.ndarray, batch: int, drop_single: bool) -> list[np.ndarray]:
+    """Consecutive batches; a last one of a single sample is dropped if asked and if there is another."""
+    parts = [order[i : i + batch] for i in range(0, len(order), batch)]
+    if drop_single and len(parts) > 1 and len(parts[-1]) == 1:
+        parts.pop()
+    return parts
+
+
+def make_plan(
+    local: Local, samples: int, chosen: Sequence[np.ndarray], generator: np.random.Generator, drop_single: bool
+) -> Plan:
+    """Shuffle and cut. `chosen` holds the positions of each epoch (or phase); order within it does not matter."""
+    batches: list[np.ndarray] = []
+    for index, positions in enumerate(chosen):
+        positions = np.sort(positions)
+        if local.epochs is not None:
+            goal = -(-len(positions) // local.batch)
+        else:  # phase `index` of the step budget, as even as possible
+            goal = local.steps * (index + 1) // len(chosen) - local.steps * index // len(chosen)  # type: ignore[operator]
+        part: list[np.ndarray] = []
+        while len(part) < goal:
+            if local.sampling == "replacement":
+                part.append(positions[generator.integers(len(positions), size=min(local.batch, len(positions)))])
+            else:
+                part += _cut(generator.permutation(positions), local.batch, drop_single)
+                if local.epochs is not None:
+                    break
+        batches += part[:goal]
+    return Plan(np.concatenate(batches), tuple(len(part) for part in batches), samples)
+
+
+@dataclass(frozen=True)
+class Contribution:
+    """What a method's `contribute` sees of a client, before round 0: normalised inputs [n, ...] and labels [n]."""
+
+    client: int
+    inputs: Tensor
+    labels: Tensor
+    generator: np.random.Generator
+    num_classes: int
+
+
+class Trainer:
+    """The networks, the data and the loop of one host; trains one client after another.
+
+    images: uint8 [n, c, h, w] and labels: int64 [n], on the device. partition: client to training rows.
+    """
+
+    def __init__(
+        self,
+        task: Task,
+        vector: Vector,
+        methods: Sequence[Method],
+        local: Local,
+        images: Tensor,
+        labels: Tensor,
+        partition: CSR,
+        pipeline: Pipeline,
+        seed: int,
+    ):
+        self.task, self.vector, self.methods, self.local, self.seed = task, vector, methods, local, seed
+        self.images, self.labels, self.partition, self.pipeline = images, labels, partition, pipeline
+        self.step = Step(vector, methods, local.settings(), local.clip)
+        self.selector = owner(methods, "select")
+        self.stager = owner(methods, "stages")
+        self.drawers = owners(methods, "draws")
+        self.receivers = owners(methods, "receive")
+        self.finishers = owners(methods, "finish")
+        modules = [m for network in vector.networks.values() for m in network.modules()]
+        self.batchnorm = any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in modules)
+        self.tracking = [m for m in modules if getattr(m, "track_running_stats", False)]
+        self.stochastic = any(is_stochastic(network) for network in vector.networks.values())
+        self._frozen: Vector | None = None
+        self._frozen_for: Context | None = None
+        self._row = int(np.prod(task.shape))
+
+    # --- data ----------------------------------------------------------------------------------------------------
+    def gather(self, rows: np.ndarray, generator: np.random.Generator | None = None) -> tuple[Tensor, Tensor]:
+        """Normalised inputs (augmented if a generator is given) and labels of some rows of the data set."""
+        index = torch.from_numpy(rows).to(self.images.device)
+        pixels = self.images.index_select(0, index)
+        if generator is not None:
+            pixels = self.pipeline.augmented(pixels, generator)
+        return self.pipeline.normalise(pixels, self.task.dtype), self.labels.index_select(0, index)
+
+    def own(self, client: int, positions: np.ndarray | None = None) -> Iterator[tuple[Tensor, Tensor]]:
+        """A client's own training samples, in order, in batches fit for evaluation."""
+        rows = self.partition.rows(client)
+        rows = rows if positions is None else rows[positions]
+        size = max(1, min(1024, _CHUNK // self._row))
+        for start in range(0, len(rows), size):
+            yield self.gather(rows[start : start + size])
+
+    def _batches(self, plan: Plan, client: int, turn: int) -> Iterator[Batch]:
+        """The plan's batches; several are gathered and normalised at once."""
+        rows = self.partition.rows(client)[plan.positions]
+        generator = stream(self.seed, "augment", client, turn) if self.pipeline.augment else None
+        start = first = 0
+        while first < plan.steps:
+            last, stop = first, start
+            while last < plan.steps and (last == first or (stop - start + plan.sizes[last]) * self._row <= _CHUNK):
+                stop += plan.sizes[last]
+                last += 1
+            inputs, labels = self.gather(rows[start:stop], generator)
+            sizes = plan.sizes[first:last]
+            for x, y in zip(inputs.split(sizes), labels.split(sizes), strict=True):
+                yield Batch(x, y, x, y)
+            start, first = stop, last
+
+    def contribution(self, client: int) -> Contribution:
+        """What `contribute` sees."""
+        inputs, labels = zip(*self.own(client), strict=True)
+        generator = stream(self.seed, "contribute", client)
+        return Contribution(client, torch.cat(inputs), torch.cat(labels), generator, self.task.num_classes)
+
+    # --- one participation ---------------------------------------------------------------------------------------
+    def load(self, base: Tensor, counters: Tensor, state: Mapping[str, Tensor]) -> None:
+        """Shared prefix from the broadcast, personal suffix from private state."""
+        load(self.vector, base, counters, state)
+
+    def frozen(self, ctx: Context) -> Mapping[str, nn.Module]:
+        """A second set of networks, as they were when the job began; loaded on first demand."""
+        if self._frozen is None:
+            networks = {name: copy.deepcopy(module).eval() for name, module in self.vector.networks.items()}
+            self._frozen = Vector(networks, self.vector.layout, self.vector.data.device, self.vector.data.dtype)
+            for parameter in self._frozen.parameters.values():
+                parameter.requires_grad_(False)
+        if self._frozen_for is not ctx:
+            load(self._frozen, ctx.base, self.vector.counters[: self.vector.layout.shared_counters], self._start)
+            self._frozen_for = ctx
+        return self._frozen.networks
+
+    def train(
+        self,
+        job: Job,
+        base: Tensor,
+        counters: Tensor,
+        published: Mapping[str, Tensor],
+        extras: Mapping[str, Tensor],
+        state: Mapping[str, Tensor],
+    ) -> Context:
+        """Train one client; afterwards the vector holds y, the context its state, upload and losses.
+
+        base: [layout.shared] the received vector. Errors of hooks and of the model propagate.
+        """
+        samples = len(self.partition.rows(job.client))
+        rate = self.local.lr * self.local.lr_decay**job.version
+        ctx = Context(
+            self, self.seed, job.client, job.turn, job.version, samples, rate, self.vector, base, published, extras, dict(state)
+        )
+        self._start = state
+        self._frozen_for = None
+        self.load(base, counters, state)
+        if self.stochastic:
+            torch.manual_seed(torch_seed(self.seed, "torch", job.client, job.turn))
+        for network in self.vector.networks.values():
+            network.train()
+        for method in self.receivers:
+            method.receive(ctx)
+        plan = ctx.plan = self._plan(ctx)
+        ctx.draws = {
+            key: values
+            for method in self.drawers
+            for key, values in method.draws(plan, ctx.stream(f"draws.{method.name}")).items()
+        }
+        cycle: Sequence[tuple[Stage, ...]] = ((Stage(),),) if self.stager is None else self.stager.stages(plan)
+        self.step.begin()
+        losses = []
+        for index, batch in enumerate(self._batches(plan, job.client, job.turn)):
+            ctx.step = index
+            losses.append(self.step(ctx, batch, cycle[index % len(cycle)]))
+        ctx.losses = torch.stack(losses)
+        for method in self.finishers:
+            method.finish(ctx)
+        if self.vector.layout.personal or len(self.vector.counters) > len(counters):
+            ctx.state["personal"] = self.vector.personal.clone()
+            ctx.state["personal.counters"] = self.vector.counters[len(counters) :].clone()
+        return ctx
+
+    def _plan(self, ctx: Context) -> Plan:
+        everything = np.arange(ctx.samples)
+        chosen: list[np.ndarray] = [everything] * (self.local.epochs or 1)
+        if self.selector is not None:
+            parts = self.local.epochs or min(self.local.phases, self.local.steps or 1)
+            first = self.selector.select(ctx, 1, parts)
+            if first is not None:
+                chosen = [first, *(self._selected(ctx, part, parts) for part in range(2, parts + 1))]
+        return make_plan(
+            self.local, ctx.samples, chosen, stream(self.seed, "batches", ctx.client, ctx.turn), self.batchnorm
+        )
+
+    def _selected(self, ctx: Context, part: int, parts: int) -> np.ndarray:
+        assert self.selector is not None
+        positions = self.selector.select(ctx, part, parts)
+        assert positions is not None, "a method selects in all epochs of a job or in none"
+        return positions
+
+
+def load(vector: Vector, base: Tensor, counters: Tensor, state: Mapping[str, Tensor]) -> None:
+    """Put a received prefix and a client's personal suffix into a vector."""
+    vector.shared.copy_(base)
+    vector.counters[: len(counters)].copy_(counters)
+    if "personal" in state:
+        vector.personal.copy_(state["personal"])
+        vector.counters[len(counters) :].copy_(state["personal.counters"])
+
+
+def initial_personal(vector: Vector) -> dict[str, Tensor]:
+    """The personal entries of a client that never trained: the common initial values."""
+    layout: Layout = vector.layout
+    if not layout.personal and layout.total_counters == layout.shared_counters:
+        return {}
+    return {
+        "personal": vector.personal.clone(),
+        "personal.counters": vector.counters[layout.shared_counters :].clone(),
+    }

@@ -1,0 +1,217 @@
+"""Command-line words to one checked configuration: the folder `conf`, the overrides, and Hydra, which is used here alone.
+
+Hydra composes files; overrides are checked and applied here, because its own rules for them are too lenient (a misspelt
+key with `+` creates a new one) and its messages speak of its internals.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeAlias, cast
+
+from hydra import compose as hydra_compose
+from hydra import initialize_config_dir
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from raysim.errors import Refused, instead, nearest
+
+Node: TypeAlias = dict[str, Any]
+
+LISTS = ("method",)  # groups of which any number of options is chosen
+ALTERNATIVES = (("local.epochs", "local.steps"),)  # setting one empties the other, unless it is set too
+_QUOTE = "put a value with special characters into quotes, such as 'out=\"a=b\"'"
+
+
+def conf_folder() -> Path:
+    """Where the configuration files lie: inside an installed package, or beside it in a checkout."""
+    inside = Path(__file__).resolve().parent / "conf"
+    return inside if inside.is_dir() else Path(__file__).resolve().parent.parent / "conf"
+
+
+@dataclass(frozen=True)
+class Groups:
+    """The options of every group, and the files they are in; a folder given later wins."""
+
+    files: Mapping[str, Mapping[str, Path]]
+
+
+def groups(folders: Sequence[Path] = ()) -> Groups:
+    """All groups of `conf` and of the user's own folders."""
+    files: dict[str, dict[str, Path]] = {}
+    for root in (conf_folder(), *folders):
+        if not root.is_dir():
+            raise Refused(f"the configuration folder {root} does not exist: name one that does, or leave it out")
+        for path in sorted(root.glob("*/**/*.yaml")):
+            group, *rest = path.relative_to(root).with_suffix("").parts
+            files.setdefault(group, {})["/".join(rest)] = path
+    return Groups(files)
+
+
+def compose(overrides: Sequence[str] = (), folders: Sequence[str | Path] = ()) -> DictConfig:
+    """One resolved configuration; `choices` in it names the option of every group.
+
+    folders: the user's own, laid out like `conf`. Raises Refused, in one sentence, for whatever does not exist.
+    """
+    roots = [Path(folder).expanduser().resolve() for folder in folders]
+    known = groups(roots)
+    parsed = [_parsed(text) for text in overrides]
+    chosen = {o.key_or_group: _options(o, known) for o in parsed if o.key_or_group in known.files}
+    values = {o.key_or_group: (o.value(), o.input_line) for o in parsed if o.key_or_group not in known.files}
+    config = _composed(chosen, known, roots)
+    for key, (value, text) in values.items():
+        _check_key(config, key, known)
+        _assign(config, key, value, text)
+    for pair in ALTERNATIVES:
+        for one, other in (pair, pair[::-1]):
+            if one in values and other not in values and values[one][0] is not None:
+                OmegaConf.update(config, other, None)
+    try:
+        OmegaConf.resolve(config)
+    except OmegaConfBaseException as error:
+        raise Refused(f"a ${{...}} in the configuration cannot be resolved: {_first_line(error)}") from error
+    return config
+
+
+# --- overrides ----------------------------------------------------------------------------------------------------
+def _parsed(text: str) -> Override:
+    """One override `key=value`; anything else that Hydra knows is refused."""
+    try:
+        override: Override = OverridesParser.create().parse_override(text)
+        if not override.is_delete() and not override.is_sweep_override():
+            override.value()
+    except (HydraException, ValueError, TypeError) as error:
+        raise Refused(f"'{text}' cannot be read as key=value: {_QUOTE}") from error
+    key = override.key_or_group
+    if override.is_delete():
+        raise Refused(f"'{text}' would remove a setting, but every setting stays: give it a value, such as {key}=null")
+    if override.is_add() or override.is_force_add():
+        plain = text.lstrip("+")
+        raise Refused(f"'{text}' would add a setting, but all that exist are there already: write {plain}")
+    if override.is_sweep_override():
+        raise Refused(f"'{text}' gives several values, but a run takes one: write {key}=VALUE, or {key}=[a,b] for a list")
+    if override.package is not None:
+        raise Refused(f"'{text}' moves a group with '@', but groups keep their names: write {key}=VALUE")
+    return override
+
+
+def _options(override: Override, known: Groups) -> list[str]:
+    """The options that an override of a group chooses."""
+    group, value = override.key_or_group, override.value()
+    options = known.files[group]
+    if group in LISTS:
+        names = list(value) if isinstance(value, list) else [value] if value not in (None, "") else []
+    else:
+        names = [value]
+    for name in names:
+        if not isinstance(name, str) or name not in options:
+            raise Refused(f"{group}={name if name is not None else 'null'} does not exist: {instead(str(name), options)}")
+        if names.count(name) > 1:
+            raise Refused(f"{group}=[{','.join(names)}] names {name} {names.count(name)} times: keep one of them")
+    return names
+
+
+def _composed(chosen: Mapping[str, list[str]], known: Groups, roots: Sequence[Path]) -> DictConfig:
+    """The files put together. Of what a preset says about a group whose option the user chose, common keys remain."""
+    words = [f"{group}=[{','.join(names)}]" if group in LISTS else f"{group}={names[0]}" for group, names in chosen.items()]
+    places = ",".join(f'"file://{root}"' for root in roots)
+    search = [f"hydra.searchpath=[{places}]"] if roots else []
+    try:
+        with initialize_config_dir(str(conf_folder()), version_base="1.3"):
+            config = hydra_compose("config", overrides=[*words, *search], return_hydra_config=True)
+            own = {group: _keys(group, names, search) for group, names in chosen.items()} if "experiment" in chosen else {}
+    except (HydraException, OmegaConfBaseException) as error:
+        raise Refused(f"the configuration files do not fit together ({_first_line(error)}): check your own files") from error
+    choices = {group: name for group, name in config.hydra.runtime.choices.items() if "/" not in group}
+    OmegaConf.set_struct(config, False)
+    for key in ("hydra", "experiment"):
+        config.pop(key, None)
+    for group, keys in own.items():
+        # Hydra keeps a preset's list when the user's is empty, and a preset's keys whatever option is chosen.
+        if group in config:
+            config[group] = {key: config[group][key] for key in keys}
+    for group in LISTS:
+        choices[group] = chosen[group] if group in chosen else list(config[group])
+    config["choices"] = choices
+    return cast(DictConfig, config)
+
+
+def _keys(group: str, names: Sequence[str], search: Sequence[str]) -> list[str]:
+    """The keys of some options of a group, in the order of the options."""
+    return [str(key) for name in names for key in hydra_compose(f"{group}/{name}", overrides=list(search)).get(group, ())]
+
+
+def _check_key(config: DictConfig, key: str, known: Groups) -> None:
+    """Refuse a key that the composed configuration does not have."""
+    node: Any = config
+    path: list[str] = []
+    for part in key.split("."):
+        if isinstance(node, DictConfig) and part in node and (path or part != "choices"):
+            node, path = node[part], [*path, part]
+            continue
+        raise Refused(_unknown(config, node, path, part, key, known))
+
+
+def _unknown(config: DictConfig, node: Any, path: list[str], part: str, key: str, known: Groups) -> str:
+    where = ".".join(path)
+    if not isinstance(node, DictConfig):
+        return f"{key} does not exist: {where} is a single value, so write {where}=VALUE"
+    if not path:
+        return f"{key} does not exist: {_anywhere(config, key, known)}"
+    option = config.choices.get(path[0])
+    if path[0] in LISTS and len(path) == 1:
+        if part in known.files[path[0]]:
+            both = ",".join([*option, part])
+            return f"{key} has no effect because {part} is not in {where}=[{','.join(option)}]: write {where}=[{both}]"
+        return f"{key} does not exist: {instead(part, known.files[path[0]])}"
+    has = f"{path[0]}={option} has" if len(path) == 1 and option not in (None, "default") else f"{where} has"
+    return f"{where}.{part} does not exist: {instead(part, [str(name) for name in node if name != '_target_'], has)}"
+
+
+def _anywhere(config: DictConfig, key: str, known: Groups) -> str:
+    """What an unknown first part may have meant: a group, a key at the top, or the last part of a longer key."""
+    head, _, rest = key.partition(".")
+    top = [str(name) for name in config if name != "choices"] + ["experiment"]
+    if near := nearest(head, top):
+        return f"did you mean {near}{'.' + rest if rest else ''}?"
+    inner = [f"{name}.{leaf}" for name in config if isinstance(config[name], DictConfig) for leaf in config[name]]
+    matches = [name for name in inner if name.endswith(f".{key}")]
+    return f"did you mean {' or '.join(matches)}?" if matches else f"the valid ones are {', '.join(top)}"
+
+
+def _assign(config: DictConfig, key: str, value: Any, text: str) -> None:
+    try:
+        OmegaConf.update(config, key, value, merge=True)
+    except OmegaConfBaseException as error:
+        raise Refused(f"'{text}' cannot be set: {_first_line(error)}") from error
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).strip().splitlines()), type(error).__name__).rstrip(".:")
+
+
+# --- a run folder's own configuration -----------------------------------------------------------------------------
+def plain(config: DictConfig | Mapping[str, Any]) -> Node:
+    """The configuration as dictionaries and lists; "???" stands for a value that is still missing."""
+    if isinstance(config, DictConfig):
+        return cast(Node, OmegaConf.to_container(config, resolve=True, throw_on_missing=False))
+    return dict(config)
+
+
+def to_yaml(config: Node) -> str:
+    """As it is stored in a run folder."""
+    return str(OmegaConf.to_yaml(OmegaConf.create(config)))
+
+
+def load_yaml(path: str | os.PathLike[str]) -> Node:
+    """A stored configuration. Raises Refused where the file is broken."""
+    try:
+        return cast(Node, OmegaConf.to_container(OmegaConf.load(path)))
+    except Exception as error:  # a damaged file fails in the YAML reader in many ways
+        raise Refused(f"{path} cannot be read ({_first_line(error)}): restore it, or start in a new folder") from error

@@ -1,0 +1,611 @@
+"""The event loop: sample, dispatch, collect, aggregate, evaluate, record, checkpoint; the same for every schedule.
+
+Virtual time decides every order. Hosts get work as soon as the vector it starts from exists; the loop waits for results
+only when an aggregation needs them, so later events are looked at before earlier work is done.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import heapq
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Protocol, TypeAlias
+
+import numpy as np
+import torch
+from safetensors.torch import save_file
+
+from raysim import checkpoint
+from raysim.fleet import Fleet
+from raysim.host import Recipe, build_networks
+from raysim.messages import Failure, Job, Outcome, Published, Report, Sum, Task, Trained, Update
+from raysim.methods.method import owner, owners
+from raysim.metrics import peak_memory
+from raysim.schedule import Aggregate, Dispatch, Schedule, View
+from raysim.server import Server, Weighting
+from raysim.streams import stream
+from raysim.vector import Vector
+
+Ref: TypeAlias = Any  # a runtime's handle on a result that may not exist yet
+Row: TypeAlias = dict[str, float | int | None]
+
+# Deltas that one call to a host may hold back until it returns, in floats (256 MiB).
+_CALL = 1 << 26
+
+
+class Runtime(Protocol):
+    """How a coordinator reaches its hosts. Calls to one host run in the order in which they were made."""
+
+    @property
+    def hosts(self) -> int:
+        """How many there are."""
+        ...
+
+    def put(self, value: object) -> Ref:
+        """Store a value once for all hosts; a Ref may be an argument of `call`."""
+        ...
+
+    def call(self, host: int, method: str, *args: object, returns: int = 1) -> list[Ref]:
+        """Start a method of `Host`; a Ref per returned value."""
+        ...
+
+    def get(self, ref: Ref) -> Any:
+        """Wait for a value."""
+        ...
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a coordinator needs besides the recipe."""
+
+    rounds: int
+    weighting: Weighting = "samples"
+    group: int = 5
+    evaluate_every: int = 1
+    evaluate_clients: int | None = None  # None: all
+    checkpoint_every: int = 0  # 0: none
+    tolerate: float = 0.1  # share of an aggregation's clients that may fail
+    folder: str = ""  # where model and checkpoints go; "": nowhere
+    resume: str = ""  # a checkpoint
+
+
+# --- what a run tells its driver ----------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class Started:
+    """Rows of the rounds that a resumed run already has."""
+
+    rows: list[Row]
+
+
+@dataclass(frozen=True)
+class Round:
+    """One finished aggregation."""
+
+    row: Row
+    failures: tuple[Failure, ...]
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A checkpoint was written."""
+
+    version: int
+    path: str
+
+
+@dataclass(frozen=True)
+class Finished:
+    """The end of a run."""
+
+    model_sha256: str
+    state_sha256: str
+    peak_memory_bytes: int
+
+
+Event: TypeAlias = Started | Round | Saved | Finished
+
+
+class TooManyFailures(RuntimeError):
+    """More clients failed in one aggregation than `faults.tolerate` allows."""
+
+
+@dataclass
+class Flight:
+    """A job between its dispatch and its aggregation."""
+
+    job: Job
+    finish: float
+    work: float  # samples, extra passes counted
+    up: int
+    call: _Call | None = None  # once it is submitted
+    staleness: int = 0  # once it has arrived
+
+
+@dataclass
+class _Call:
+    """A call to a host, and what it returned once that is known."""
+
+    ref: Ref
+    outcomes: dict[int, Outcome] = field(default_factory=dict)
+    sums: tuple[Sum, ...] = ()
+
+
+@dataclass
+class _Pending:
+    """A round whose evaluation may still run."""
+
+    row: Row
+    failures: tuple[Failure, ...]
+    reports: list[Ref] = field(default_factory=list)
+    clients: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
+
+
+class Coordinator:
+    """One run. `run()` yields its events and ends with `Finished`."""
+
+    def __init__(self, recipe: Recipe, schedule: Schedule, fleet: Fleet, runtime: Runtime, settings: Settings):
+        self.recipe, self.schedule, self.fleet, self.runtime, self.settings = recipe, schedule, fleet, runtime, settings
+        networks, self.layout = build_networks(recipe)
+        self.initial = Vector(networks, self.layout, torch.device("cpu"), recipe.dtype)
+        self.counts = recipe.data.partition.train.counts
+        self.server = Server(
+            self.layout,
+            self.initial.shared.clone(),
+            self.initial.counters[: self.layout.shared_counters].clone(),
+            recipe.methods,
+            self.counts,
+            recipe.seed,
+            settings.weighting,
+            settings.group,
+        )
+        self.eligible = np.flatnonzero(self.counts)
+        if schedule.concurrency > len(self.eligible):
+            raise ValueError(
+                f"the schedule keeps {schedule.concurrency} clients at work but only {len(self.eligible)} of "
+                f"{len(self.counts)} have samples: lower schedule.cohort (or schedule.concurrency) to {len(self.eligible)}"
+            )
+        personal = self.layout.personal or self.layout.total_counters > self.layout.shared_counters
+        self.personal = bool(personal)
+        self.stateful = self.personal or bool(owners(recipe.methods, "state"))
+        self._costers = owners(recipe.methods, "cost")
+        self._broadcasters = owners(recipe.methods, "broadcast")
+
+        self.now = 0.0
+        self.draw = 0  # cohorts drawn so far
+        self.number = 0  # jobs dispatched so far
+        self.turns: dict[int, int] = {}  # by client: dispatches so far
+        self.flights: dict[int, Flight] = {}  # dispatched, not aggregated; by number
+        self.running: list[tuple[float, int, int]] = []  # heap of (finish, client, number)
+        self.arrived: list[int] = []
+        self.floats = {"down": 0, "up": 0}
+        self.wall = 0.0  # of earlier sessions of this run
+        self.rows: list[Row] = []
+
+        self._published: dict[int, tuple[Published, Ref]] = {}
+        self._accepted: dict[int, int] = {}  # by client: the job that made its accepted state
+        self._latest: dict[int, int] = {}  # by client: its last job, accepted or not
+        self._states: dict[int, Ref] = {}  # by job: the state it left
+        self._held: dict[int, tuple[int, int]] = {}  # by client: its host, and the last job submitted there
+        self._pending: list[_Pending] = []
+
+    # --- the loop ------------------------------------------------------------------------------------------------
+    def run(self) -> Iterator[Event]:
+        """Run to the last round. Raises TooManyFailures after writing a checkpoint."""
+        self._since = time.monotonic()
+        if self.settings.resume:
+            self._restore(checkpoint.read(Path(self.settings.resume)))
+        else:
+            self._contribute()
+        yield Started(list(self.rows))
+        self._publish()
+        while self.server.version < self.settings.rounds:
+            taken = self._look_ahead()
+            self._submit(taken)
+            yield from self._report()
+            row, failures = self._aggregate(taken)
+            self._publish()
+            self._evaluate(row, failures)
+            version, every = self.server.version, self.settings.checkpoint_every
+            if every and version % every == 0 and version < self.settings.rounds:
+                yield from self._report()
+                yield self._save()
+        yield from self._report()
+        if self.settings.checkpoint_every and (not self.rows or self.settings.folder):
+            yield self._save()
+        yield self._finish()
+
+    def _look_ahead(self) -> list[Flight]:
+        """Follow the schedule on virtual time until it aggregates; the flights it takes, in order of acceptance."""
+        while True:
+            idle = len(self.eligible) - len(self.running)
+            action = self.schedule.decide(View(len(self.running), tuple(self.arrived), idle))
+            if isinstance(action, Aggregate):
+                self.arrived = self.arrived[len(action.jobs) :]
+                return [self.flights.pop(number) for number in action.jobs]
+            if isinstance(action, Dispatch):
+                self._dispatch(action.count)
+            else:
+                self._next_instant()
+
+    def _next_instant(self) -> None:
+        """Advance the clock to the next arrival and take all arrivals of that instant, ties by client id."""
+        self.now = self.running[0][0]
+        while self.running and self.running[0][0] == self.now:
+            _, _, number = heapq.heappop(self.running)
+            flight = self.flights[number]
+            flight.staleness = self.server.version - flight.job.version
+            self.floats["up"] += flight.up
+            self.arrived.append(number)
+
+    def _dispatch(self, count: int) -> None:
+        """Send so many idle clients off with the current version."""
+        published, _ = self._published[self.server.version]
+        for client in self._sample(count):
+            turn = self.turns.get(client, 0)
+            self.turns[client] = turn + 1
+            samples = int(self.counts[client])
+            trained = self.recipe.local.budget(samples)
+            costs = [method.cost(self.server, samples, trained, turn) for method in self._costers]
+            extras = {k: v for m in self._broadcasters for k, v in m.broadcast(self.server, client).items()}
+            job = Job(
+                number=self.number,
+                client=client,
+                turn=turn,
+                version=self.server.version,
+                state=self._latest.get(client, -1) if self.stateful else -1,
+                weight=self.server.weight(client),
+                extras=extras,
+            )
+            self.number += 1
+            self._latest[client] = job.number
+            work = trained + sum(cost.samples for cost in costs)
+            down = published.floats + sum(a.size for a in extras.values()) + sum(cost.down for cost in costs)
+            up = self.layout.shared + sum(cost.up for cost in costs)
+            finish = self.now + self.fleet.duration(self.recipe.seed, client, work, down, up)
+            self.floats["down"] += down
+            self.flights[job.number] = Flight(job, finish, work, up)
+            heapq.heappush(self.running, (finish, client, job.number))
+
+    def _sample(self, count: int) -> list[int]:
+        """Idle clients, uniformly without replacement, ascending; its cost grows with the cohort."""
+        busy = np.searchsorted(self.eligible, np.sort(np.array([client for _, client, _ in self.running], np.int64)))
+        generator = stream(self.recipe.seed, "cohort", self.draw)
+        self.draw += 1
+        ranks = generator.choice(len(self.eligible) - len(busy), size=count, replace=False)
+        places = ranks + np.searchsorted(busy - np.arange(len(busy)), ranks, side="right")  # step over the busy ones
+        return [int(client) for client in np.sort(self.eligible[places])]
+
+    # --- hosts ---------------------------------------------------------------------------------------------------
+    def _contribute(self) -> None:
+        """Collect what clients send before round 0, and let the methods assemble it."""
+        methods = owners(self.recipe.methods, "contribute")
+        if not methods:
+            return
+        shares = np.array_split(self.eligible, self.runtime.hosts)
+        refs = [self.runtime.call(host, "contribute", share.tolist())[0] for host, share in enumerate(shares)]
+        parts = [part for ref in refs for part in self.runtime.get(ref)]
+        self.floats["up"] += sum(array.size for part in parts for array in part.values())
+        for method in methods:
+            method.assemble({key: [part[key] for part in parts] for key in parts[0]}, self.server)
+
+    def _publish(self) -> None:
+        """Store the current version for all hosts; forget versions that no job needs."""
+        version = self.server.version
+        published = self.server.published()
+        if version not in self._published:
+            self._published[version] = (published, self.runtime.put(published))
+        needed = {flight.job.version for flight in self.flights.values()} | {version}
+        for old in [v for v in self._published if v not in needed]:
+            del self._published[old]
+
+    def _submit(self, taken: Sequence[Flight]) -> None:
+        """Give every flight that is not under way to a host: those in `taken` first, long ones first."""
+        waiting = [flight for flight in (*taken, *self.flights.values()) if flight.call is None]
+        whole = self.server.summable and not self.stateful and all(flight.call is None for flight in taken)
+        units = self._units(taken if whole else [], waiting)
+        groups = {flight.job.number for unit in units if len(unit) > 1 for flight in unit} if whole else set()
+        per_host: dict[int, list[list[Flight]]] = {}
+        for unit, host in zip(units, self._assign(units), strict=True):
+            per_host.setdefault(host, []).append(unit)
+        urgent = {flight.job.number for flight in taken}
+        for host, own in per_host.items():
+            for chunk in self._chunks(own, urgent, groups):
+                self._send(host, chunk, groups)
+
+    def _units(self, taken: Sequence[Flight], waiting: Sequence[Flight]) -> list[list[Flight]]:
+        """What must go to one host: groups to be summed there, and jobs of one client. Groups only if they balance."""
+        group = self.server.group
+        grouped = [list(taken[i : i + group]) for i in range(0, len(taken), group)]
+        if grouped and _makespan(grouped, self.runtime.hosts) <= 1.1 * _makespan([[f] for f in taken], self.runtime.hosts):
+            rest = [[flight] for flight in waiting if flight not in taken]
+            return sorted(grouped, key=_work, reverse=True) + rest
+        by_client: dict[int, list[Flight]] = {}
+        for flight in waiting:
+            by_client.setdefault(flight.job.client, []).append(flight)
+        for chain in by_client.values():
+            chain.sort(key=lambda flight: flight.job.number)
+        return sorted(by_client.values(), key=_work, reverse=True)
+
+    def _assign(self, units: Sequence[Sequence[Flight]]) -> list[int]:
+        """A host per unit: the least loaded one, but where a client's state lies if that costs at most a tenth."""
+        loads = [0.0] * self.runtime.hosts
+        fair = 1.1 * sum(map(_work, units)) / self.runtime.hosts
+        chosen = []
+        for unit in units:
+            host = min(range(len(loads)), key=loads.__getitem__)
+            home, last = self._held.get(unit[0].job.client, (host, -1))
+            if self.stateful and (loads[home] + _work(unit) <= fair or last in self.flights):
+                host = home
+            loads[host] += _work(unit)
+            chosen.append(host)
+        return chosen
+
+    def _chunks(
+        self, units: Sequence[list[Flight]], urgent: set[int], groups: set[int]
+    ) -> Iterator[list[Flight]]:
+        """Calls to one host: urgent jobs apart from others, versions apart, and not too many deltas in one."""
+        most = max(1, _CALL // max(1, self.layout.shared))
+        open_: dict[tuple[bool, int], list[Flight]] = {}
+        for unit in units:
+            key = (unit[0].job.number not in urgent, unit[0].job.version)
+            for flight in unit:
+                # Jobs of one client may start from different versions; its earlier call is closed before.
+                key = (key[0], flight.job.version)
+                open_.setdefault(key, []).append(flight)
+        for _, flights in sorted(open_.items()):
+            if flights[0].job.number in groups:
+                yield flights
+            else:
+                yield from (flights[i : i + most] for i in range(0, len(flights), most))
+
+    def _send(self, host: int, flights: Sequence[Flight], groups: set[int]) -> None:
+        jobs = [flight.job for flight in flights]
+        published = self._published[jobs[0].version][1]
+        members = [job.number for job in jobs if job.number in groups]
+        size = self.server.group
+        sums = [tuple(members[i : i + size]) for i in range(0, len(members), size)]
+        states: list[Ref] = []
+        if self.stateful:
+            for job in jobs:
+                states.append(self._state_for(job.client, job.state, host))
+                self._held[job.client] = (host, job.number)
+        returns = 1 + len(jobs) if self.stateful else 1
+        first, *rest = self.runtime.call(host, "train", jobs, sums, published, *states, returns=returns)
+        call = _Call(first)
+        for flight in flights:
+            flight.call = call
+        self._states.update({job.number: ref for job, ref in zip(jobs, rest, strict=False)})
+
+    def _state_for(self, client: int, number: int, host: int) -> Ref | None:
+        """What to send along with a job or a task: nothing if the host will hold that state by then."""
+        return None if number < 0 or self._held.get(client) == (host, number) else self._states[number]
+
+    def _collect(self, flights: Sequence[Flight]) -> tuple[list[Outcome], list[Sum]]:
+        """Outcomes in the order of the flights; waits."""
+        outcomes, sums = [], {}
+        for flight in flights:
+            call = flight.call
+            assert call is not None
+            if not call.outcomes:
+                trained: Trained = self.runtime.get(call.ref)
+                call.outcomes, call.sums = {outcome.job: outcome for outcome in trained.outcomes}, trained.sums
+                call.ref = None
+            outcomes.append(call.outcomes.pop(flight.job.number))
+            sums |= {part.jobs: part for part in call.sums}
+        return outcomes, list(sums.values())
+
+    # --- aggregation and scoring ---------------------------------------------------------------------------------
+    def _aggregate(self, flights: Sequence[Flight]) -> tuple[Row, tuple[Failure, ...]]:
+        outcomes, sums = self._collect(flights)
+        failures = tuple(outcome for outcome in outcomes if isinstance(outcome, Failure))
+        if len(failures) > self.settings.tolerate * len(flights):
+            raise self._too_many(failures, flights)
+        updates = [outcome if isinstance(outcome, Update) else None for outcome in outcomes]
+        bases = {version: published for version, (published, _) in self._published.items()}
+        self.server.step(updates, sums, [flight.staleness for flight in flights], bases)
+        if self.stateful:
+            for flight in flights:
+                self._states.pop(self._accepted.get(flight.job.client, -1), None)
+                self._accepted[flight.job.client] = flight.job.number
+        present = [update for update in updates if update is not None]
+        row: Row = {
+            "round": self.server.version,
+            "virtual_seconds": self.now,
+            "wall_seconds": self.wall + time.monotonic() - self._since,
+            "floats_down": self.floats["down"],
+            "floats_up": self.floats["up"],
+            "train_loss": float(np.mean([update.loss for update in present])) if present else None,
+            "accuracy": None,
+            "accuracy_worst": None,
+            "accuracy_global": None,
+            "loss_global": None,
+            "clients": len(present),
+            "failures": len(failures),
+            "samples": sum(update.trained for update in present),
+            "host_seconds": sum(update.seconds for update in present),
+            "staleness": float(np.mean([flight.staleness for flight in flights])),
+        }
+        return row, failures
+
+    def _too_many(self, failures: tuple[Failure, ...], flights: Sequence[Flight]) -> TooManyFailures:
+        share = len(failures) / len(flights)
+        text = (
+            f"{len(failures)} of {len(flights)} clients failed in round {self.server.version + 1}, first: "
+            f"{f'method {failures[0].method!r}, ' if failures[0].method else ''}{failures[0].error}. "
+            f"faults.tolerate={self.settings.tolerate} allows fewer; set it to {share:g} to leave them out and go on"
+        )
+        if self.settings.folder:
+            for flight in reversed(flights):  # back to before the aggregation, for the checkpoint
+                self.flights[flight.job.number] = flight
+                self.arrived.insert(0, flight.job.number)
+            self.flights = dict(sorted(self.flights.items()))
+            text += f"; resume continues from {self._save().path}"
+        return TooManyFailures(text + "\n" + failures[0].traceback)
+
+    def _evaluate(self, row: Row, failures: tuple[Failure, ...]) -> None:
+        """Start scoring the current version; hosts do it before they train the next."""
+        pending = _Pending(row, failures)
+        self._pending.append(pending)
+        version, every = self.server.version, self.settings.evaluate_every
+        if version % every and version != self.settings.rounds:
+            return
+        published, ref = self._published[version]
+        if self.server.scored() is not self.server.vector:
+            published = Published(version, self.server.scored().numpy(), self.server.counters.numpy())
+            ref = self.runtime.put(published)
+        tests = self.recipe.data.partition.test
+        clients = np.flatnonzero(tests.counts)
+        if (some := self.settings.evaluate_clients) is not None and some < len(clients):
+            clients = np.sort(self.server.stream("evaluate").choice(clients, size=some, replace=False))
+        pending.clients = clients
+        size = self.recipe.score_batch
+        central = self.recipe.data.central if not self.personal else np.empty(0, np.int64)
+        if self.personal:
+            tasks = [Task(int(c), tests.rows(c), self._accepted.get(int(c), -1)) for c in clients]
+        else:  # one model for all: whole batches across clients
+            own = np.concatenate([tests.rows(c) for c in clients]) if len(clients) else np.empty(0, np.int64)
+            tasks = [Task(-1, rows[i : i + size]) for rows in (own, central) for i in range(0, len(rows), size)]
+        self._score(tasks, ref, pending)
+
+    def _score(self, tasks: Sequence[Task], published: Ref, pending: _Pending) -> None:
+        shares: dict[int, list[Task]] = {}
+        for index, task in enumerate(tasks):
+            host = self._held.get(task.client, (index * self.runtime.hosts // len(tasks), 0))[0]
+            shares.setdefault(host, []).append(task)
+        for host, own in sorted(shares.items()):
+            states = [self._state_for(t.client, t.state, host) for t in own] if self.personal else []
+            pending.reports.append(self.runtime.call(host, "evaluate", own, published, *states)[0])
+
+    def _report(self) -> Iterator[Round]:
+        """Complete the rows of scored rounds."""
+        for pending in self._pending:
+            reports: list[Report] = [report for ref in pending.reports for report in self.runtime.get(ref)]
+            if reports:
+                pending.row |= self._scores(reports, pending.clients)
+            self.rows.append(pending.row)
+            yield Round(pending.row, pending.failures)
+        self._pending = []
+
+    def _scores(self, reports: list[Report], clients: np.ndarray) -> Row:
+        """Accuracies per client, and on the central test set."""
+        tests = self.recipe.data.partition.test
+        if self.personal:
+            own = np.array([r.correct.mean() for r in sorted(reports, key=lambda report: report.client)])
+            correct = losses = np.empty(0)
+        else:
+            hits = np.concatenate([report.correct for report in reports])
+            ends = np.cumsum([len(tests.rows(c)) for c in clients], dtype=np.int64)
+            local, correct = np.split(hits, [ends[-1] if len(ends) else 0])
+            own = np.array([part.mean() for part in np.split(local, ends[:-1])]) if len(clients) else np.empty(0)
+            losses = np.concatenate([report.losses for report in reports])[len(local) :]
+        return {
+            "accuracy": float(own.mean()) if len(own) else None,
+            "accuracy_worst": float(own.min()) if len(own) else None,
+            "accuracy_global": float(correct.mean()) if len(correct) else None,
+            "loss_global": float(losses.mean(dtype=np.float64)) if len(losses) else None,
+        }
+
+    # --- the end, and what a run is --------------------------------------------------------------------------------
+    def _finish(self) -> Finished:
+        model = hashlib.sha256(self.server.vector.numpy().tobytes() + self.server.counters.numpy().tobytes())
+        rest = hashlib.sha256()
+        for key, array in sorted(self._client_states().items()):
+            rest.update(key.encode() + np.ascontiguousarray(array).tobytes())
+        for name, tensor in sorted(self.server.state.items()):
+            rest.update(name.encode() + tensor.contiguous().numpy().tobytes())
+        if self.settings.folder:
+            shared = self.initial.named(self.server.vector, self.server.counters)
+            path = Path(self.settings.folder) / "model.safetensors"
+            save_file({name: tensor.clone() for name, tensor in shared.items()}, path)
+        return Finished(model.hexdigest(), rest.hexdigest(), peak_memory())
+
+    def _client_states(self) -> dict[str, np.ndarray]:
+        """Accepted private states, "client/name"."""
+        return {
+            f"{client}/{key}": np.asarray(array)
+            for client, number in self._accepted.items()
+            for key, array in self.runtime.get(self._states[number]).items()
+        }
+
+    def _save(self) -> Saved:
+        """Write a checkpoint. Jobs under way are in it as jobs: they run again from their base versions."""
+        server: dict[str, np.ndarray] = {
+            "vector": self.server.vector.numpy(),
+            "counters": self.server.counters.numpy(),
+            **{f"state/{name}": tensor.numpy() for name, tensor in self.server.state.items()},
+        }
+        for version in {flight.job.version for flight in self.flights.values()}:
+            published = self._published[version][0]
+            server |= {f"published/{version}/vector": published.vector, f"published/{version}/counters": published.counters}
+            server |= {f"published/{version}/extras/{key}": value for key, value in published.extras.items()}
+        for number, flight in self.flights.items():
+            server |= {f"job/{number}/{key}": value for key, value in flight.job.extras.items()}
+        numbers = {
+            "version": self.server.version,
+            "now": self.now,
+            "draw": self.draw,
+            "number": self.number,
+            "turns": list(self.turns.items()),
+            "arrived": self.arrived,
+            "floats": self.floats,
+            "wall": self.wall + time.monotonic() - self._since,
+            "accepted": list(self._accepted.items()),
+            "flights": [
+                {"finish": f.finish, "work": f.work, "up": f.up, "staleness": f.staleness} | asdict(f.job) | {"extras": {}}
+                for f in self.flights.values()
+            ],
+            "rows": self.rows,
+        }
+        snapshot = checkpoint.Snapshot(numbers, server, self._client_states())
+        path = checkpoint.write(Path(self.settings.folder) / "checkpoints", self.server.version, snapshot)
+        return Saved(self.server.version, str(path))
+
+    def _restore(self, snapshot: checkpoint.Snapshot) -> None:
+        numbers, arrays = snapshot.numbers, snapshot.server
+        self.server.version = numbers["version"]
+        self.server.vector = torch.from_numpy(arrays["vector"])
+        self.server.counters = torch.from_numpy(arrays["counters"])
+        self.server.state = {k.removeprefix("state/"): torch.from_numpy(v) for k, v in arrays.items() if k.startswith("state/")}
+        self.now, self.draw, self.number, self.wall = (numbers[key] for key in ("now", "draw", "number", "wall"))
+        self.turns, self._accepted = dict(map(tuple, numbers["turns"])), dict(map(tuple, numbers["accepted"]))
+        self._latest = dict(self._accepted)
+        self.arrived, self.floats, self.rows = numbers["arrived"], numbers["floats"], numbers["rows"]
+        states: dict[int, dict[str, np.ndarray]] = {client: {} for client in self._accepted}
+        for key, array in snapshot.clients.items():
+            client, _, name = key.partition("/")
+            states[int(client)][name] = array
+        self._states = {self._accepted[client]: self.runtime.put(state) for client, state in states.items()}
+        for entry in numbers["flights"]:
+            extras = _under(arrays, f"job/{entry['number']}/")
+            job = Job(**{key: entry[key] for key in ("number", "client", "turn", "version", "state", "weight")}, extras=extras)
+            flight = Flight(job, entry["finish"], entry["work"], entry["up"], staleness=entry["staleness"])
+            self.flights[job.number] = flight
+            self._latest[job.client] = job.number
+            if job.number not in self.arrived:
+                self.running.append((flight.finish, job.client, job.number))
+            if job.version not in self._published:
+                held = _under(arrays, f"published/{job.version}/")
+                published = Published(job.version, held["vector"], held["counters"], _under(held, "extras/"))
+                self._published[job.version] = (published, self.runtime.put(published))
+        heapq.heapify(self.running)
+
+
+def _under(arrays: Mapping[str, np.ndarray], prefix: str) -> dict[str, np.ndarray]:
+    """The entries below a prefix, without it."""
+    return {key.removeprefix(prefix): value for key, value in arrays.items() if key.startswith(prefix)}
+
+
+def _work(unit: Sequence[Flight]) -> float:
+    return sum(flight.work for flight in unit)
+
+
+def _makespan(units: Sequence[Sequence[Flight]], hosts: int) -> float:
+    """How long the busiest host works when long units are given out first."""
+    loads = [0.0] * hosts
+    for work in sorted(map(_work, units), reverse=True):
+        index = min(range(hosts), key=loads.__getitem__)
+        loads[index] += work
+    return max(loads)

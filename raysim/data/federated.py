@@ -1,0 +1,325 @@
+"""A source, its corruptions and a partition become one federated data set; its statistics and its picture."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import textwrap
+from dataclasses import MISSING, asdict, dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from raysim.data.batches import Pipeline
+from raysim.data.corruption import (
+    Rotation,
+    client_turns,
+    image_turns,
+    pool_images,
+    rotate_images,
+    symmetric_label_noise,
+)
+from raysim.data.dataset import Dataset, Samples, cached
+from raysim.data.partition import CSR, Floats, Ints, Partition, Partitioner, guarded_floor, leading
+from raysim.data.sources import Source
+from raysim.streams import stream
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+CHUNK = 8192  # images corrupted at once
+UNTOLD = frozenset(("root", "cache", "download", "mean", "std", "augment", "crop_padding"))  # left out of titles
+BARS, LEGEND, COLUMNS, BINS = 50, 20, 1000, 30  # most clients as bars, classes in a legend, columns, bars of sizes
+
+
+@dataclass(frozen=True, eq=False)
+class FederatedData:
+    """What a run trains and evaluates on; pickles as a path and a few integer arrays."""
+
+    dataset_path: Path
+    partition: Partition
+    central: Ints  # rows of the central test set
+    pipeline: Pipeline
+    title: str  # data set and partitioner, for plots and summaries
+
+    def open(self) -> Dataset:
+        """The memory-mapped data set, opened once per process."""
+        return _opened(self.dataset_path)
+
+
+@functools.lru_cache(maxsize=8)
+def _opened(path: Path) -> Dataset:
+    return Dataset(path)
+
+
+def federate(source: Source, partitioner: Partitioner, seed: int) -> FederatedData:
+    """Split the source's training rows over clients, then corrupt: label noise, rotation, pooling.
+
+    Rows in no client stay in the file unused. A corrupted data set is a cached file of its own. Where images are
+    rotated and the source has one domain, the angle becomes the domain. Raises ValueError with the key to change.
+    """
+    clean = source.build()
+    _check(source, clean)
+    rows = clean.train_rows
+    partition = partitioner.split(clean.labels[:rows], clean.domains[:rows], clean.num_classes, seed)
+    dataset = _corrupted(source, clean, partition, seed)
+    return FederatedData(
+        dataset_path=dataset.path,
+        partition=partition,
+        central=np.arange(dataset.train_rows, len(dataset)),
+        pipeline=Pipeline(
+            None if source.mean is None else tuple(source.mean),
+            None if source.std is None else tuple(source.std),
+            tuple(source.augment),
+            source.crop_padding,
+        ),
+        title=f"{_described(source)}, {_described(partitioner)}",
+    )
+
+
+def _check(source: Source, clean: Dataset) -> None:
+    channels, height, width = clean.shape
+    for key, values in (("mean", source.mean), ("std", source.std)):
+        if values is not None and len(values) not in (1, channels):
+            raise ValueError(
+                f"data.{key}={values} has {len(values)} values, the images have {channels} channels: give one each."
+            )
+    if height % source.pool or width % source.pool:
+        raise ValueError(
+            f"data.pool={source.pool} does not divide images of {height} x {width} pixels: choose a divisor."
+        )
+    if source.label_noise and clean.num_classes < 2:
+        raise ValueError(
+            f"data.label_noise={source.label_noise} needs at least two classes, the data has one: set it to 0."
+        )
+
+
+# ---- corruptions ---------------------------------------------------------------------------------------------------
+
+
+def _corrupted(source: Source, clean: Dataset, partition: Partition, seed: int) -> Dataset:
+    turned = source.rotation.per != "none"
+    if not (source.label_noise or turned or source.pool > 1):
+        return clean
+    content: dict[str, object] = {"clean": clean.path.name, "pool": source.pool}
+    if source.label_noise or turned:
+        content |= {"noise": source.label_noise, "rotation": asdict(source.rotation) if turned else None}
+        content |= {"seed": seed, "partition": _digest(partition)}
+    name = f"{type(source).__name__.lower()}-corrupted"
+    return cached(source.cache, name, content, lambda: _corrupt(source, clean, partition, seed))
+
+
+def _corrupt(source: Source, clean: Dataset, partition: Partition, seed: int) -> Samples:
+    labels = _noisy(clean, partition.train, source.label_noise, seed)
+    rows = np.arange(len(clean))
+    domains, names = clean.domains, clean.domain_names
+    angles = np.zeros(len(clean))
+    if source.rotation.per != "none":
+        rows, turns = _turns(source, clean, partition, seed)
+        used = turns >= 0
+        angles = np.where(used, np.array(source.rotation.angles)[turns], 0.0)
+        domains = clean.domains[rows]
+        if len(names) == 1:
+            domains, names = np.maximum(turns, 0), [f"{angle:g} degrees" for angle in source.rotation.angles]
+    images = _drawn(source, clean.images, rows, angles)
+    return Samples(images, labels[rows], domains, clean.train_rows, clean.class_names, names)
+
+
+def _noisy(clean: Dataset, train: CSR, ratio: float, seed: int) -> Ints:
+    """All labels, with exactly floor(ratio * n_k) wrong ones among each client's training rows."""
+    rng = stream(seed, "noise")
+    order = rng.permutation(clean.train_rows)
+    shifts = rng.integers(1, max(clean.num_classes, 2), len(clean))
+    hit = train.indices[leading(train, guarded_floor(train.counts * ratio), order)]
+    labels = clean.labels.copy()
+    labels[hit] = symmetric_label_noise(
+        labels=labels[hit], ratio=1.0, num_classes=clean.num_classes, order=np.arange(len(hit)), shifts=shifts[hit]
+    )
+    return labels
+
+
+def _turns(source: Source, clean: Dataset, partition: Partition, seed: int) -> tuple[Ints, Ints]:
+    """For each image of the new file: its row in the clean one, and the number of its angle (-1 in no client)."""
+    rotation, rng = source.rotation, stream(seed, "rotation")
+    angles = len(rotation.angles)
+    turns = np.full(clean.train_rows, -1)
+    if rotation.per == "image":
+        preferences = rng.dirichlet(np.full(angles, rotation.concentration), size=len(partition))
+        uniforms = rng.random(clean.train_rows)
+    for part in (partition.train, partition.test):
+        if rotation.per == "client":
+            turns[part.indices] = client_turns(part.owners, angles)
+        else:
+            turns[part.indices] = image_turns(preferences[part.owners], uniforms[part.indices])
+    central = np.arange(clean.train_rows, len(clean))
+    if rotation.test == "all":
+        central_turns = np.repeat(np.arange(angles), len(central))
+        central = np.tile(central, angles)
+    else:
+        central_turns = np.arange(len(central)) % angles
+    return np.concatenate((np.arange(clean.train_rows), central)), np.concatenate((turns, central_turns))
+
+
+def _drawn(source: Source, images: NDArray[np.uint8], rows: Ints, angles: Floats) -> NDArray[np.uint8]:
+    """The images of `rows`, turned and then pooled."""
+    _, channels, height, width = images.shape
+    drawn = np.empty((len(rows), channels, height // source.pool, width // source.pool), dtype=np.uint8)
+    for start in range(0, len(rows), CHUNK):
+        part = slice(start, start + CHUNK)
+        pixels = rotate_images(
+            images=images[rows[part]], angles=angles[part], interpolation=source.rotation.interpolation
+        ).astype(np.uint8, copy=False)
+        drawn[part] = pool_images(pixels, source.pool) if source.pool > 1 else pixels
+    return drawn
+
+
+def _digest(partition: Partition) -> str:
+    digest = hashlib.blake2b(digest_size=16)
+    for part in (partition.train, partition.test):
+        digest.update(part.indices.tobytes())
+        digest.update(part.offsets.tobytes())
+    return digest.hexdigest()
+
+
+# ---- what one wants to see -----------------------------------------------------------------------------------------
+
+
+def class_counts(data: FederatedData) -> Ints:
+    """Training samples of each client and class, [N, C]."""
+    dataset, train = data.open(), data.partition.train
+    cells = train.owners * dataset.num_classes + dataset.labels[train.indices]
+    return np.bincount(cells, minlength=len(train) * dataset.num_classes).reshape(len(train), dataset.num_classes)
+
+
+def statistics(data: FederatedData) -> dict[str, object]:
+    """Numbers that describe the split: sizes, classes per client, label entropy in nats, the [N, C] count matrix.
+
+    Means and medians of classes and entropy are over clients with samples; `mean_entropy` is the mean over clients,
+    `pooled_entropy` that of all clients' labels together.
+    """
+    counts = class_counts(data)
+    sizes = counts.sum(axis=1)
+    filled = counts[sizes > 0]
+    classes = (filled > 0).sum(axis=1)
+    test_sizes = data.partition.test.counts
+    return {
+        "clients": len(sizes),
+        "empty_clients": int((sizes == 0).sum()),
+        "samples": int(sizes.sum()),
+        "unused": data.open().train_rows - int(sizes.sum() + test_sizes.sum()),
+        "central_test": len(data.central),
+        "sizes": _spread(sizes),
+        "test_sizes": _spread(test_sizes),
+        "classes_per_client": _spread(classes),
+        "mean_entropy": float(_entropy(filled).mean()),
+        "pooled_entropy": float(_entropy(counts.sum(axis=0, keepdims=True))[0]),
+        "counts": counts,
+    }
+
+
+def _spread(values: Ints) -> dict[str, float]:
+    return {"min": int(values.min()), "median": float(np.median(values)), "max": int(values.max())}
+
+
+def _entropy(counts: Ints) -> Floats:
+    shares = counts / counts.sum(axis=1, keepdims=True)
+    return -(shares * np.log(np.where(shares > 0, shares, 1.0))).sum(axis=1)
+
+
+def draw_partition(data: FederatedData, path: str | Path) -> None:
+    """A PNG: the classes of every client, as bars or (many clients or classes) as a heat map, and the client sizes."""
+    from matplotlib.figure import Figure
+
+    counts = class_counts(data)
+    names = data.open().class_names
+    bars = len(counts) <= BARS and len(names) <= LEGEND
+    height = max(4.8, 2 + 0.17 * len(counts)) if bars else 6.0
+    figure = Figure(figsize=(13, height), layout="constrained")
+    left, right = figure.subplots(1, 2, width_ratios=(2.4, 1))
+    (_draw_bars if bars else _draw_heat_map)(left, counts, names)
+    _draw_sizes(right, counts.sum(axis=1))
+    if bars:
+        columns = min(len(names), 10 if max(map(len, names)) < 10 else 7)
+        figure.legend(*left.get_legend_handles_labels(), loc="outside lower left", ncols=columns, frameon=False)
+    figure.suptitle("\n".join(textwrap.wrap(data.title, 110)), fontsize=13)
+    figure.savefig(path, dpi=130, format="png")
+
+
+def _draw_bars(axes: Axes, counts: Ints, names: list[str]) -> None:
+    from matplotlib import colormaps
+    from matplotlib.ticker import MaxNLocator, PercentFormatter
+
+    sizes = counts.sum(axis=1)
+    shares = counts / np.maximum(sizes, 1)[:, None]
+    colours = colormaps["tab10" if len(names) <= 10 else "tab20"].colors  # type: ignore[attr-defined]
+    for number, name in enumerate(names):
+        before = shares[:, :number].sum(axis=1)
+        axes.barh(
+            np.arange(len(counts)), shares[:, number], left=before, height=0.86, color=colours[number], label=name
+        )
+    for client in np.flatnonzero(sizes == 0).tolist():
+        axes.text(0.01, client, "no samples", va="center", color="0.4", fontsize=8)
+    axes.set(
+        xlim=(0, 1), ylim=(len(counts) - 0.5, -0.5), ylabel="client", title="classes of each client's training samples"
+    )
+    axes.xaxis.set_major_formatter(PercentFormatter(1))
+    axes.yaxis.set_major_locator(MaxNLocator(12, integer=True, steps=[1, 2, 5, 10]))
+    for side in ("top", "right", "left"):
+        axes.spines[side].set_visible(False)
+
+
+def _draw_heat_map(axes: Axes, counts: Ints, names: list[str]) -> None:
+    from matplotlib.ticker import MaxNLocator, PercentFormatter
+
+    shown = np.unique(np.linspace(0, len(counts) - 1, min(len(counts), COLUMNS)).astype(np.int64))
+    shares = counts[shown] / np.maximum(counts[shown].sum(axis=1), 1)[:, None]
+    image = axes.imshow(
+        shares.T,
+        aspect="auto",
+        cmap="Blues",
+        vmin=0,
+        vmax=max(0.05, float(shares.max())),
+        interpolation="nearest",
+        extent=(0, len(shown), len(names), 0),
+    )
+    some = "" if len(shown) == len(counts) else f" ({len(shown)} of {len(counts)} clients)"
+    axes.set(xlabel="client", ylabel="class", title=f"share of each class in a client's training samples{some}")
+    if len(names) <= 30:
+        axes.set_yticks(np.arange(len(names)) + 0.5, names)
+    axes.xaxis.set_major_locator(MaxNLocator(8, integer=True))
+    axes.xaxis.set_major_formatter(lambda place, _: str(shown[int(place)]) if 0 <= place < len(shown) else "")
+    axes.figure.colorbar(image, ax=axes, format=PercentFormatter(1), pad=0.02)
+
+
+def _draw_sizes(axes: Axes, sizes: Ints) -> None:
+    from matplotlib.ticker import MaxNLocator
+
+    low, high = int(sizes.min()), int(sizes.max())
+    empty = f", {int((sizes == 0).sum())} empty" if low == 0 else ""
+    title = f"sizes {low} to {high}, median {np.median(sizes):g}{empty}"
+    width = (high - low) // BINS + 1  # whole numbers of samples, or bins would hold unequal counts of them
+    edges = np.arange(low, high + width + 1, width) - 0.5
+    if high == low:
+        edges = low + np.arange(-4.5, 5) * max(1, low // 40)  # one bar in the middle
+    axes.hist(sizes, bins=edges.tolist(), color="tab:blue", rwidth=0.92)
+    if high > low:
+        axes.axvline(float(np.median(sizes)), color="0.25", linestyle="--", linewidth=1.2)
+    axes.set(xlabel="training samples", ylabel="clients", title=title if high > low else f"every client has {high}")
+    axes.ticklabel_format(axis="x", useOffset=False)
+    axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
+    axes.yaxis.set_major_locator(MaxNLocator(8, integer=True))
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+
+
+def _described(settings: Source | Partitioner) -> str:
+    """The name and what differs from the defaults, without where data lie and how they are normalised."""
+    told = []
+    for entry in fields(settings):
+        value = getattr(settings, entry.name)
+        default = entry.default_factory() if entry.default_factory is not MISSING else entry.default
+        if value != default and entry.name not in UNTOLD:
+            told.append(f"{entry.name}={f'per {value.per}' if isinstance(value, Rotation) else value}")
+    return f"{type(settings).__name__}({', '.join(told)})" if told else type(settings).__name__

@@ -1,0 +1,125 @@
+"""From stored pictures to one uint8 array: decode, make grey or RGB, resize; and how label names become numbers."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from raysim.data.partition import Ints, guarded_floor
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+Pixels = NDArray[np.uint8]
+
+
+@dataclass(frozen=True, eq=False)
+class Picture:
+    """An encoded picture: its file, or its bytes and a place to name in messages."""
+
+    place: str
+    content: Path | bytes | None
+
+    def open(self) -> Image:
+        """Raises ValueError with the place when it cannot be decoded to 8 bits per channel."""
+        from PIL import Image
+
+        try:
+            if self.content is None:
+                raise OSError("it is empty")
+            picture = Image.open(self.content if isinstance(self.content, Path) else io.BytesIO(self.content))
+            picture.load()
+        except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+            reason = str(error).replace(f" {str(self.content)!r}", "")
+            raise ValueError(
+                f"{self.place} is not a readable picture ({reason}): remove it or fetch it again."
+            ) from error
+        if picture.mode.startswith(("I", "F")):
+            raise ValueError(
+                f"{self.place} has more than 8 bits per pixel (mode {picture.mode}): convert it to 8 bits."
+            )
+        return picture
+
+
+def stacked(images: Pixels | Iterable[Picture], count: int, size: int | None, channels: Literal[1, 3] | None) -> Pixels:
+    """All images as uint8 [count, c, h, w]; they must end with one shape, which `size` and `channels` can enforce."""
+    if isinstance(images, np.ndarray):
+        height, width = images.shape[2:]
+        if channels in (None, images.shape[1]) and (size is None or size == height == width):
+            return images
+        named = ((f"image {row}", picture) for row, picture in enumerate(_as_pictures(images)))
+    else:
+        named = ((picture.place, picture.open()) for picture in images)
+    whole: Pixels | None = None
+    for row, (place, picture) in enumerate(named):
+        pixels = fitted(picture, size, channels)
+        if whole is None:
+            whole = np.empty((count, *pixels.shape), dtype=np.uint8)
+        if pixels.shape != whole.shape[1:]:
+            raise ValueError(
+                f"{place} has the shape {pixels.shape} (channels, height, width), the images before it "
+                f"{whole.shape[1:]}: set data.size and data.channels to bring all to one shape."
+            )
+        whole[row] = pixels
+    assert whole is not None, "callers check that there are images"
+    return whole
+
+
+def fitted(picture: Image, size: int | None, channels: Literal[1, 3] | None) -> Pixels:
+    """One picture as uint8 [c, h, w]: converted first, then resized (bilinear, antialiased) to size x size."""
+    from PIL import Image
+
+    grey = picture.mode in ("1", "L", "LA") if channels is None else channels == 1
+    picture = picture.convert("L" if grey else "RGB")
+    if size is not None and picture.size != (size, size):
+        picture = picture.resize((size, size), Image.Resampling.BILINEAR)
+    pixels = np.asarray(picture)
+    return pixels[None] if grey else pixels.transpose(2, 0, 1)
+
+
+def spread_test(groups: Ints, fraction: float) -> NDArray[np.bool_]:
+    """Mask of test rows: `fraction` of each group, rounded down and evenly spread over the group's rows."""
+    order = np.argsort(groups, kind="stable")
+    sizes = np.bincount(groups)
+    rank = np.empty(len(groups), dtype=np.int64)
+    rank[order] = np.arange(len(groups)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
+    return guarded_floor((rank + 1) * fraction) > guarded_floor(rank * fraction)
+
+
+def train_first(test: NDArray[np.bool_]) -> tuple[Ints, int]:
+    """The order that puts training rows before test rows, and the number of training rows."""
+    return np.argsort(test, kind="stable"), int((~test).sum())
+
+
+def numbered(values: NDArray[np.generic], names: list[str] | None, place: str) -> tuple[Ints, list[str]]:
+    """Labels as numbers 0..C-1 and the names of the C classes; text is numbered by `names`, or alphabetically."""
+    if values.dtype.kind in "OU":
+        found = sorted(set(values.tolist()))
+        names = names or found
+        if unknown := sorted(set(found) - set(names)):
+            raise ValueError(
+                f"{place} has the label {unknown[0]}, its class names are {', '.join(names)}: correct one."
+            )
+        number = {name: index for index, name in enumerate(names)}
+        return np.array([number[value] for value in values.tolist()], dtype=np.int64), names
+    if values.dtype.kind not in "iu":
+        raise ValueError(f"{place} has labels of type {values.dtype}: they must be integers or text.")
+    labels = values.astype(np.int64)
+    classes = len(names) if names else int(labels.max()) + 1
+    if labels.min() < 0 or labels.max() >= classes:
+        worst = int(labels.min()) if labels.min() < 0 else int(labels.max())
+        raise ValueError(f"{place} has the label {worst}, its classes are 0 to {classes - 1}: correct it.")
+    return labels, names or [str(label) for label in range(classes)]
+
+
+def _as_pictures(images: Pixels) -> Iterator[Image]:
+    from PIL import Image
+
+    for pixels in images:
+        yield Image.fromarray(pixels[0] if len(pixels) == 1 else np.ascontiguousarray(pixels.transpose(1, 2, 0)))

@@ -1,0 +1,38 @@
+"""What a user sees instead of a traceback, and the nearest valid name to a misspelt one."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+
+class Refused(ValueError):
+    """A study that cannot be run as asked: one sentence with the value, its place and what to do."""
+
+
+@contextmanager
+def refusing() -> Iterator[None]:
+    """Turns the errors that a wrong setting causes into `Refused`; whatever else is raised is our own mistake."""
+    try:
+        yield
+    except Refused:
+        raise
+    except (ValueError, OSError) as error:
+        # An error that crossed a process carries its original, without the other side's traceback, in `cause`.
+        cause = getattr(error, "cause", None)
+        text = str(cause if isinstance(cause, Exception) else error)
+        raise Refused(" ".join(text.split())) from error
+
+
+def nearest(name: str, valid: Iterable[str]) -> str:
+    """The most similar valid name, or ""."""
+    return next(iter(difflib.get_close_matches(name, list(valid), 1, 0.5)), "")
+
+
+def instead(name: str, valid: Iterable[str], what: str = "the valid ones are") -> str:
+    """The end of a sentence about a wrong name: the nearest one if any is similar, and all of them."""
+    names = list(valid)
+    near = nearest(name, names)
+    meant = f"did you mean {near}? " if near else ""
+    return f"{meant}({what} {', '.join(names)})" if meant else f"{what} {', '.join(names)}"

@@ -1,0 +1,264 @@
+"""A host: trains and evaluates many clients on one device, and keeps their private state there."""
+
+from __future__ import annotations
+
+import os
+import time
+import traceback
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from raysim.client import Local, Trainer, initial_personal, load
+from raysim.data.federated import FederatedData
+from raysim.messages import Arrays, Failure, Job, Outcome, Published, Report, Sum, Task as Score, Trained, Update
+from raysim.methods.method import Method, Task, owner, owners
+from raysim.models import ModelRecipe
+from raysim.streams import torch_seed
+from raysim.vector import Layout, Vector, plan_layout
+
+# Arrays out of an object store are read-only; tensors over them are only read.
+warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """All that a host or a coordinator of a run is built from; plain values and NumPy arrays."""
+
+    model: ModelRecipe
+    methods: tuple[Method, ...]
+    local: Local
+    data: FederatedData
+    seed: int
+    device: str = "cpu"
+    threads: int = 1
+    dtype: torch.dtype = torch.float32
+    score_batch: int = 1024
+
+    @property
+    def task(self) -> Task:
+        """What is learnt."""
+        dataset = self.data.open()
+        return Task(dataset.shape, dataset.num_classes, len(self.data.partition.train), self.dtype)
+
+
+def settle(threads: int) -> None:
+    """Pin what bits depend on besides config and seed: threads, and deterministic algorithms."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.set_num_threads(threads)
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # else every torch.empty is a write
+    torch.backends.cudnn.benchmark = False
+    torch.backends.cudnn.deterministic = True
+    torch.backends.cuda.matmul.allow_tf32 = False
+    torch.backends.cudnn.allow_tf32 = False
+
+
+def build_networks(recipe: Recipe) -> tuple[dict[str, nn.Module], Layout]:
+    """Model and extra networks with their initial values, and the layout; the same in every process."""
+    task, methods = recipe.task, recipe.methods
+    with torch.random.fork_rng(devices=[]):
+        model: nn.Module = recipe.model.build(task.shape, task.num_classes, recipe.seed)
+        if (wrapper := owner(methods, "model")) is not None:
+            torch.manual_seed(torch_seed(recipe.seed, f"model.{wrapper.name}"))
+            model = wrapper.model(task, model)
+        networks = {"model": model}
+        stays: set[str] = set()
+        for method in owners(methods, "networks"):
+            torch.manual_seed(torch_seed(recipe.seed, f"networks.{method.name}"))
+            for name, network in method.networks(task, model).items():
+                if name in networks:
+                    raise ValueError(f"method '{method.name}' adds network '{name}', which exists already; rename one")
+                networks[name] = network.module
+                if network.personal:
+                    stays |= {f"{name}.{leaf}" for leaf, _ in network.module.named_parameters()}
+                    stays |= {f"{name}.{leaf}" for leaf, _ in network.module.named_buffers()}
+    for method in owners(methods, "personal"):
+        stays |= set(method.personal(networks))
+    return networks, plan_layout(networks, stays)
+
+
+class Host:
+    """Many clients on one device. Between jobs it keeps each client's private state, tagged with the job that made it."""
+
+    def __init__(self, recipe: Recipe, name: str = "host-0"):
+        settle(recipe.threads)
+        self.recipe, self.name = recipe, name
+        self.device = torch.device(recipe.device)
+        networks, self.layout = build_networks(recipe)
+        self.vector = Vector(networks, self.layout, self.device, recipe.dtype)
+        self._initial = initial_personal(self.vector)
+        dataset = recipe.data.open()
+        self.trainer = Trainer(
+            recipe.task,
+            self.vector,
+            recipe.methods,
+            recipe.local,
+            torch.from_numpy(dataset.images).to(self.device),
+            torch.from_numpy(dataset.labels).to(self.device),
+            recipe.data.partition.train,
+            recipe.data.pipeline,
+            recipe.seed,
+        )
+        self._stateful = owners(recipe.methods, "state")
+        self._predictor = owner(recipe.methods, "predict")
+        self._resident: dict[int, tuple[int, dict[str, Tensor]]] = {}
+        self._received: tuple[int, Tensor, Tensor, dict[str, Tensor]] | None = None
+
+    def ready(self) -> str:
+        """Its name, once it can work."""
+        return self.name
+
+    # --- before round 0 ------------------------------------------------------------------------------------------
+    def contribute(self, clients: Sequence[int]) -> list[dict[str, np.ndarray]]:
+        """What these clients send before round 0, by full name."""
+        parts = []
+        for client in clients:
+            seen = self.trainer.contribution(client)
+            parts.append({k: v for m in owners(self.recipe.methods, "contribute") for k, v in m.contribute(seen).items()})
+        return parts
+
+    # --- training ------------------------------------------------------------------------------------------------
+    def train(
+        self, jobs: Sequence[Job], groups: Sequence[tuple[int, ...]], published: Published, *states: Arrays | None
+    ) -> tuple[Trained | Arrays, ...]:
+        """Train the jobs in order. Returns a `Trained`, then (for stateful runs) each job's new private state.
+
+        groups: numbers of jobs, consecutive here, whose deltas are summed on this host.
+        states: for each job the accepted state to start from, or None if it is resident; nothing in stateless runs.
+        """
+        member = {number: group for group in groups for number in group}
+        totals: dict[tuple[int, ...], np.ndarray] = {}
+        outcomes: list[Outcome] = []
+        after: list[Arrays] = []
+        base, counters, extras = self._receive(published)
+        for index, job in enumerate(jobs):
+            state = self._state(job.client, job.state, states[index] if states else None)
+            group = member.get(job.number)
+            outcome, new = self._train(job, base, counters, extras, state, keep=group is None)
+            if group is not None and isinstance(outcome, Update):
+                self._add(totals, group, job.weight)
+            outcomes.append(outcome)
+            if states:
+                self._resident[job.client] = (job.number, new)
+                after.append({key: value.cpu().numpy() for key, value in new.items()})
+        sums = tuple(Sum(group, total) for group, total in totals.items())
+        return Trained(tuple(outcomes), sums), *after
+
+    def _receive(self, published: Published) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        """The broadcast as tensors on the device; on a CPU views of the very array that was published."""
+        if self._received is None or self._received[0] != published.version or self.device.type == "cpu":
+            extras = {key: torch.from_numpy(value).to(self.device) for key, value in published.extras.items()}
+            base, counters = torch.from_numpy(published.vector), torch.from_numpy(published.counters)
+            self._received = (published.version, base.to(self.device), counters.to(self.device), extras)
+        return self._received[1:]
+
+    def _state(self, client: int, number: int, sent: Arrays | None) -> dict[str, Tensor]:
+        """The private state that job `number` left: resident, or as sent, or (number -1) the initial one."""
+        if number < 0:
+            state = dict(self._initial)
+            samples = len(self.recipe.data.partition.train.rows(client))
+            for method in self._stateful:
+                state |= {key: value.to(self.device) for key, value in method.state(self.layout, samples).items()}
+            return state
+        resident = self._resident.get(client)
+        if resident is not None and resident[0] == number:
+            return resident[1]
+        assert sent is not None, f"client {client}: the state of job {number} is neither on {self.name} nor sent"
+        return {key: torch.from_numpy(value).to(self.device) for key, value in sent.items()}
+
+    def _train(
+        self,
+        job: Job,
+        base: Tensor,
+        counters: Tensor,
+        published: Mapping[str, Tensor],
+        state: dict[str, Tensor],
+        keep: bool,
+    ) -> tuple[Outcome, dict[str, Tensor]]:
+        """One job. The delta is left in the vector's shared part, and copied into the update if `keep`."""
+        started = time.perf_counter()
+        own = {key: torch.from_numpy(value).to(self.device) for key, value in job.extras.items()}
+        try:
+            ctx = self.trainer.train(job, base, counters, published, own, state)
+            plan, losses = ctx.plan, ctx.losses
+            assert plan is not None and losses is not None
+            loss = float(losses.mean())
+            delta = self.vector.shared.sub_(base)
+            # One pass: the sum is finite only if every entry is.
+            if not (np.isfinite(loss) and np.isfinite(float(delta.sum()))):
+                raise FloatingPointError(self._diverged(losses, job))
+            update = Update(
+                job=job.number,
+                client=job.client,
+                version=job.version,
+                samples=plan.samples,
+                trained=len(plan.positions),
+                steps=plan.steps,
+                loss=loss,
+                seconds=time.perf_counter() - started,
+                delta=delta.to("cpu", copy=True).numpy() if keep else None,
+                counters=self.vector.counters[: self.layout.shared_counters].to("cpu", copy=True).numpy(),
+                extras={key: value.cpu().numpy() for key, value in ctx.upload.items()},
+            )
+            return update, ctx.state
+        except Exception as error:  # a client must not take the others down
+            where = f"client {job.client}, version {job.version}, host {self.name}"
+            text = f"{where}: {type(error).__name__}: {error}"
+            blamed = _blame(error)
+            return Failure(job.number, job.client, job.version, self.name, blamed, text, traceback.format_exc()), state
+
+    def _diverged(self, losses: Tensor, job: Job) -> str:
+        bad = (~torch.isfinite(losses)).nonzero().flatten().tolist()
+        rate = self.recipe.local.lr * self.recipe.local.lr_decay**job.version
+        at = f"the loss is not finite from step {bad[0] + 1} of {len(losses)}" if bad else "the parameters are not finite"
+        return f"{at} (learning rate {rate:g}); lower local.lr or set local.clip"
+
+    def _add(self, totals: dict[tuple[int, ...], np.ndarray], group: tuple[int, ...], weight: float) -> None:
+        """Fold the delta that `_train` left in the vector into the group's sum; on the CPU, as the coordinator would."""
+        delta = self.vector.shared.cpu()
+        if group in totals:
+            torch.from_numpy(totals[group]).add_(delta, alpha=weight)
+        else:
+            totals[group] = (delta * weight).numpy()
+
+    # --- scoring -------------------------------------------------------------------------------------------------
+    def evaluate(self, tasks: Sequence[Score], published: Published, *states: Arrays | None) -> list[Report]:
+        """Score rows of the data set with the shared model or a client's own. Touches no stream and no statistics."""
+        base, counters, _ = self._receive(published)
+        for network in self.vector.networks.values():
+            network.eval()
+        reports = []
+        with torch.no_grad():
+            for index, task in enumerate(tasks):
+                sent = states[index] if states else None
+                state = self._initial if task.client < 0 else self._state(task.client, task.state, sent)
+                load(self.vector, base, counters, state)
+                reports.append(self._score(task))
+        return reports
+
+    def _score(self, task: Score) -> Report:
+        model = self.vector.networks["model"]
+        correct, losses = [], []
+        for start in range(0, len(task.rows), self.recipe.score_batch):
+            inputs, labels = self.trainer.gather(task.rows[start : start + self.recipe.score_batch])
+            logits = model(inputs)
+            losses.append(cross_entropy(logits, labels, reduction="none"))
+            scores = logits if self._predictor is None else self._predictor.predict(logits)
+            correct.append(scores.argmax(1) == labels)
+        return Report(task.client, torch.cat(correct).cpu().numpy(), torch.cat(losses).float().cpu().numpy())
+
+
+def _blame(error: BaseException) -> str:
+    """The name of the innermost method whose code was running when the error was raised, or ""."""
+    name, frame = "", error.__traceback__
+    while frame is not None:
+        if isinstance(owner_ := frame.tb_frame.f_locals.get("self"), Method):
+            name = owner_.name
+        frame = frame.tb_next
+    return name

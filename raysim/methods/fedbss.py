@@ -1,0 +1,171 @@
+"""FedBSS: after some plain rounds, train on the easy samples first and let the hard ones in, epoch by epoch.
+
+Xu, Li, Wu and Ren, "Federated Learning with Sample-level Client Drift Mitigation" (AAAI 2025). Of the received model:
+
+    S_i = -log p_{i, y_i}                                 (3)   the order: ascending loss
+    alpha_i = 1 - (max_c p_ic - min_c p_ic)               (4)   uncertainty
+    unbiased = {i: S_i <= S_m}, m = argmax_i alpha_i      (5)   a prefix of the order; the other b are biased
+    a_e = (1 - cos(pi e / E)) / 2                         (6)   epoch e = 1..E takes the nearest a_e b of them as well
+
+Choices where the paper is silent or inconsistent
+- a_e is the fraction of the biased samples that take part, nearest to the split first, not a weight on their loss.
+- It is rounded down after adding 1e-9: in float64, half of two samples by (6) would otherwise be none.
+- Epochs count from 1, so the last one sees every sample.
+- Ties: equal losses keep the client's order, the most uncertain sample is the first in that order, and losses equal to
+  the border's are unbiased. Non-finite losses sort last; an uncertainty that is nan never marks the border.
+- The models are averaged uniformly, in both stages.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
+from typing import TYPE_CHECKING, Literal, TypedDict
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from raysim.methods.method import FORWARD, Cost, Method, at_least
+
+if TYPE_CHECKING:
+    from raysim.client import Local
+    from raysim.server import Server
+    from raysim.step import Context
+    from raysim.vector import Layout
+
+KINDS = ("cosine", "linear", "filter", "all")
+
+
+class Split(TypedDict):
+    """A client's samples by ascending loss ("order", int64 [N]); the first "num_unbiased" of them are the easy ones."""
+
+    order: Tensor
+    num_unbiased: int
+
+
+def uncertainty(*, probabilities: Tensor) -> Tensor:
+    """1 - (largest - smallest class probability) of each row, eq. (4): [N, C] -> [N]; uniform gives 1, one-hot 0."""
+    return 1.0 - (probabilities.amax(dim=-1) - probabilities.amin(dim=-1))
+
+
+def split_by_uncertainty(*, losses: Tensor, uncertainties: Tensor) -> Split:
+    """Order a client's samples by ``losses`` [N] and cut at the one of largest ``uncertainties`` [N], eqs. (3) and (5).
+
+    The unbiased part is never empty, the biased one may be. Needs at least one sample.
+    """
+    comparable = torch.where(losses.isfinite(), losses, torch.inf)
+    ranked, order = torch.sort(comparable, stable=True)
+    # argmax returns the first of equal maxima, here the one of lowest loss.
+    border = uncertainties.nan_to_num(nan=-torch.inf)[order].argmax()
+    return {"order": order, "num_unbiased": int((ranked <= ranked[border]).sum())}
+
+
+def inclusion_fraction(*, epoch: int, total_epochs: int, kind: str = "cosine") -> float:
+    """a_e: the part of the biased samples in ``epoch`` (counted from 1) of ``total_epochs``, eq. (6) and its ablations.
+
+    "cosine" (6), "linear" e/E, "filter" 0, "all" 1. Raises ValueError for another kind or an epoch outside 1..E.
+    """
+    if not 1 <= epoch <= total_epochs:
+        raise ValueError(f"fedbss has no epoch {epoch} of {total_epochs}: epochs count from 1 to local.epochs.")
+    if kind == "cosine":
+        return (1.0 - math.cos(math.pi * epoch / total_epochs)) / 2.0
+    if kind == "linear":
+        return epoch / total_epochs
+    if kind in KINDS:
+        return 1.0 if kind == "all" else 0.0
+    nearest = get_close_matches(kind, KINDS, n=1, cutoff=0.0)[0]
+    raise ValueError(f"method.fedbss.kind={kind!r} is none of {', '.join(KINDS)}; did you mean {nearest!r}?")
+
+
+def included_count(*, num_biased: int, fraction: float) -> int:
+    """How many of ``num_biased`` samples a ``fraction`` of them is: rounded down, with a guard of 1e-9."""
+    return math.floor(fraction * num_biased + 1e-9)
+
+
+def selected_indices(
+    *, losses: Tensor, uncertainties: Tensor, epoch: int, total_epochs: int, kind: str = "cosine"
+) -> Tensor:
+    """The samples of one epoch: int64 positions in the client's own list, by ascending loss (the loop shuffles)."""
+    split = split_by_uncertainty(losses=losses, uncertainties=uncertainties)
+    fraction = inclusion_fraction(epoch=epoch, total_epochs=total_epochs, kind=kind)
+    num_biased = len(losses) - split["num_unbiased"]
+    return split["order"][: split["num_unbiased"] + included_count(num_biased=num_biased, fraction=fraction)]
+
+
+class FedBSS(Method):
+    """Losses and uncertainties are private state per sample; refreshed at every `refresh`-th stage-2 participation.
+
+    A job is in stage 2 if the version it received is at least `warmup_rounds`, however late it arrives.
+    """
+
+    name = "fedbss"
+    paper = "Xu et al., AAAI 2025"
+    weighting = "uniform"
+
+    def __init__(
+        self,
+        warmup_rounds: int = 50,
+        refresh: int = 1,
+        kind: Literal["cosine", "linear", "filter", "all"] = "cosine",
+    ):
+        self.warmup_rounds = int(at_least("method.fedbss.warmup_rounds", warmup_rounds, 0))
+        self.refresh = int(at_least("method.fedbss.refresh", refresh, 1))
+        inclusion_fraction(epoch=1, total_epochs=1, kind=kind)
+        self.kind = kind
+
+    def check(self, local: Local, networks: Mapping[str, nn.Module]) -> Sequence[str]:
+        """With one epoch (or phase) the last one, which sees every sample, is the only one."""
+        key, parts = ("epochs", local.epochs) if local.epochs else ("phases", min(local.phases, local.steps or 1))
+        if parts == 1 and self.kind != "filter":
+            return (f"method 'fedbss' with local.{key}=1 trains on every sample, as FedAvg does: raise local.{key}",)
+        return ()
+
+    def state(self, layout: Layout, samples: int) -> Mapping[str, Tensor]:
+        """Nothing is known of a sample yet: version -1. `count`: stage-2 participations."""
+        return {
+            "fedbss.losses": torch.zeros(samples),
+            "fedbss.uncertainties": torch.zeros(samples),
+            "fedbss.version": torch.full((1,), -1),
+            "fedbss.count": torch.zeros(1, dtype=torch.int64),
+        }
+
+    def cost(self, server: Server, samples: int, trained: float, turn: int) -> Cost:
+        """The ranking pass; virtual time knows nothing of how many samples it will leave."""
+        return Cost(samples=FORWARD * samples if self._selects(server.version) else 0.0)
+
+    def receive(self, ctx: Context) -> None:
+        """Rank the client's samples with the received model: eval mode, no augmentation, raw logits, given labels."""
+        if not self._selects(ctx.version):
+            return
+        count = int(ctx.state["fedbss.count"])
+        if count % self.refresh == 0:
+            ctx.model.eval()
+            with torch.no_grad():
+                ranked = [self._rank(ctx.model(inputs), labels) for inputs, labels in ctx.data()]
+            ctx.model.train()
+            losses, uncertainties = (torch.cat(column) for column in zip(*ranked, strict=True))
+            if not bool(losses.isfinite().any()):
+                raise FloatingPointError("the received model has no finite loss on any sample; lower local.lr")
+            ctx.state["fedbss.losses"], ctx.state["fedbss.uncertainties"] = losses, uncertainties
+            ctx.state["fedbss.version"] = torch.full((1,), ctx.version)
+        ctx.state["fedbss.count"] = torch.full((1,), count + 1)
+
+    def select(self, ctx: Context, epoch: int, epochs: int) -> np.ndarray | None:
+        """Easy samples first."""
+        if not self._selects(ctx.version):
+            return None
+        losses, uncertainties = ctx.state["fedbss.losses"].cpu(), ctx.state["fedbss.uncertainties"].cpu()
+        chosen = selected_indices(
+            losses=losses, uncertainties=uncertainties, epoch=epoch, total_epochs=epochs, kind=self.kind
+        )
+        return chosen.numpy()
+
+    def _selects(self, version: int) -> bool:
+        return version >= self.warmup_rounds and self.kind != "all"
+
+    @staticmethod
+    def _rank(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        return cross_entropy(logits, labels, reduction="none"), uncertainty(probabilities=logits.softmax(1))

@@ -1,0 +1,228 @@
+"""FedOpt: the mean client update as a gradient for a server optimiser (FedAvgM, FedAdagrad, FedAdam, FedYogi).
+
+Reddi, Charles, Zaheer, Garrett, Rush, Konečný, Kumar and McMahan, "Adaptive Federated Optimization" (ICLR 2021),
+Algorithms 1 and 2; FedAvgM: Hsu, Qi and Brown (arXiv 1909.06335). With D the mean update (new minus old),
+
+    FedAvgM      u <- beta u + D               x <- x + eta u       (Nesterov: x + eta (D + beta u))
+    adaptive     m <- beta1 m + (1 - beta1) D  x <- x + eta m / (sqrt(v) + tau)
+      FedAdagrad v <- v + D^2
+      FedAdam    v <- beta2 v + (1 - beta2) D^2
+      FedYogi    v <- v - (1 - beta2) D^2 sign(v - D^2)
+
+Choices where paper and code disagree or are silent
+- No bias correction (Algorithm 2); ``step`` asks for the TensorFlow form, which leaves tau uncorrected. PyTorch's Adam
+  divides sqrt(v) before adding epsilon and is a different rule.
+- v starts at tau^2 (the paper allows any v0 >= tau^2); the code starts at 0.
+- beta2 = 0.99 (paper; the code has 0.999). FedAvgM is the plain heavy ball unless ``nesterov``.
+- No weight decay on the server, and buffers never pass through the optimiser.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from raysim.methods.method import Method, at_least, between
+
+if TYPE_CHECKING:
+    from raysim.server import Server
+
+
+def fedavgm_step(
+    *,
+    params: Tensor,
+    delta: Tensor,
+    momentum_buffer: Tensor,
+    server_lr: float,
+    momentum: float,
+    nesterov: bool = False,
+) -> dict[str, Tensor]:
+    """One step of server momentum, all [D]: {"params", "momentum_buffer"}; ``delta`` points towards improvement."""
+    buffer = momentum * momentum_buffer + delta
+    direction = delta + momentum * buffer if nesterov else buffer
+    return {"params": params + server_lr * direction, "momentum_buffer": buffer}
+
+
+def fedadagrad_step(
+    *,
+    params: Tensor,
+    delta: Tensor,
+    first_moment: Tensor,
+    second_moment: Tensor,
+    server_lr: float,
+    beta1: float = 0.0,
+    tau: float = 1e-3,
+) -> dict[str, Tensor]:
+    """One FedAdagrad step, all [D]: {"params", "first_moment", "second_moment"}."""
+    return _adaptive_step(params, delta, first_moment, second_moment + delta.square(), server_lr, beta1, tau)
+
+
+def fedadam_step(
+    *,
+    params: Tensor,
+    delta: Tensor,
+    first_moment: Tensor,
+    second_moment: Tensor,
+    server_lr: float,
+    beta1: float = 0.9,
+    beta2: float = 0.99,
+    tau: float = 1e-3,
+    step: int | None = None,
+) -> dict[str, Tensor]:
+    """One FedAdam step, as ``fedadagrad_step``; ``step`` (the server's, counted from 1) asks for bias correction."""
+    second = beta2 * second_moment + (1.0 - beta2) * delta.square()
+    return _adaptive_step(params, delta, first_moment, second, server_lr, beta1, tau, beta2, step)
+
+
+def fedyogi_step(
+    *,
+    params: Tensor,
+    delta: Tensor,
+    first_moment: Tensor,
+    second_moment: Tensor,
+    server_lr: float,
+    beta1: float = 0.9,
+    beta2: float = 0.99,
+    tau: float = 1e-3,
+    step: int | None = None,
+) -> dict[str, Tensor]:
+    """One FedYogi step, as ``fedadam_step``; v moves by at most (1 - beta2) delta^2."""
+    square = delta.square()
+    second = second_moment - (1.0 - beta2) * square * (second_moment - square).sign()
+    return _adaptive_step(params, delta, first_moment, second, server_lr, beta1, tau, beta2, step)
+
+
+def _adaptive_step(
+    params: Tensor,
+    delta: Tensor,
+    first_moment: Tensor,
+    second: Tensor,
+    server_lr: float,
+    beta1: float,
+    tau: float,
+    beta2: float = 0.0,
+    step: int | None = None,
+) -> dict[str, Tensor]:
+    """What the adaptive rules share: all but ``second``, the new second moment."""
+    if step is not None:
+        server_lr *= math.sqrt(1.0 - beta2**step) / (1.0 - beta1**step)
+    first = beta1 * first_moment + (1.0 - beta1) * delta
+    return {
+        "params": params + server_lr * first / (second.sqrt() + tau),
+        "first_moment": first,
+        "second_moment": second,
+    }
+
+
+class FedAvgM(Method):
+    """Server momentum."""
+
+    name = "fedavgm"
+    paper = "Hsu et al. 2019"
+
+    def __init__(self, server_lr: float = 1.0, momentum: float = 0.9, nesterov: bool = False):
+        self.server_lr = at_least("method.fedavgm.server_lr", server_lr, 0.0)
+        self.momentum = between("method.fedavgm.momentum", momentum, 0.0, 1.0)
+        self.nesterov = nesterov
+
+    def start(self, server: Server) -> None:
+        """No momentum yet."""
+        server.state["fedavgm.momentum"] = torch.zeros_like(server.params)
+
+    def apply(self, params: Tensor, direction: Tensor, server: Server) -> Tensor:
+        """One step of `fedavgm_step`."""
+        after = fedavgm_step(
+            params=params,
+            delta=direction,
+            momentum_buffer=server.state["fedavgm.momentum"],
+            server_lr=self.server_lr,
+            momentum=self.momentum,
+            nesterov=self.nesterov,
+        )
+        server.state["fedavgm.momentum"] = after["momentum_buffer"]
+        return after["params"]
+
+
+class _Adaptive(Method):
+    """Two moments on the server; subclasses say how the second one moves."""
+
+    paper = "Reddi et al., ICLR 2021"
+    server_lr: float
+    tau: float
+
+    def _check(self, server_lr: float, tau: float, **decays: float) -> None:
+        self.server_lr = at_least(f"method.{self.name}.server_lr", server_lr, 0.0)
+        if not tau > 0:
+            raise ValueError(f"method.{self.name}.tau={tau} must be above 0: it keeps the divisor away from 0")
+        self.tau = tau
+        for key, value in decays.items():
+            setattr(self, key, between(f"method.{self.name}.{key}", value, 0.0, 1.0))
+
+    def start(self, server: Server) -> None:
+        """m = 0, v = tau^2."""
+        server.state[f"{self.name}.first_moment"] = torch.zeros_like(server.params)
+        server.state[f"{self.name}.second_moment"] = torch.full_like(server.params, self.tau**2)
+
+    def apply(self, params: Tensor, direction: Tensor, server: Server) -> Tensor:
+        """One step of the rule."""
+        moments = {key: server.state[f"{self.name}.{key}"] for key in ("first_moment", "second_moment")}
+        after = self._step(params, direction, moments, server.version + 1)
+        for key in moments:
+            server.state[f"{self.name}.{key}"] = after[key]
+        return after["params"]
+
+    def _step(self, params: Tensor, delta: Tensor, moments: dict[str, Tensor], step: int) -> dict[str, Tensor]:
+        raise NotImplementedError
+
+
+class FedAdagrad(_Adaptive):
+    """The second moment is a sum of squares."""
+
+    name = "fedadagrad"
+
+    def __init__(self, server_lr: float = 0.1, beta1: float = 0.0, tau: float = 1e-3):
+        self._check(server_lr, tau, beta1=beta1)
+
+    def _step(self, params: Tensor, delta: Tensor, moments: dict[str, Tensor], step: int) -> dict[str, Tensor]:
+        own = {key: value for key, value in vars(self).items()}
+        return fedadagrad_step(params=params, delta=delta, **moments, **own)
+
+
+class _Decaying(_Adaptive):
+    """The second moment forgets. bias_correction: the TensorFlow form."""
+
+    def __init__(
+        self,
+        server_lr: float = 0.1,
+        beta1: float = 0.9,
+        beta2: float = 0.99,
+        tau: float = 1e-3,
+        bias_correction: bool = False,
+    ):
+        self._check(server_lr, tau, beta1=beta1, beta2=beta2)
+        self.bias_correction = bias_correction
+
+    def _own(self, step: int) -> dict[str, float | int | None]:
+        own = {key: value for key, value in vars(self).items() if key != "bias_correction"}
+        return own | {"step": step if self.bias_correction else None}
+
+
+class FedAdam(_Decaying):
+    """The second moment is a moving average of squares."""
+
+    name = "fedadam"
+
+    def _step(self, params: Tensor, delta: Tensor, moments: dict[str, Tensor], step: int) -> dict[str, Tensor]:
+        return fedadam_step(params=params, delta=delta, **moments, **self._own(step))  # type: ignore[arg-type]
+
+
+class FedYogi(_Decaying):
+    """The second moment moves by at most a part of the square."""
+
+    name = "fedyogi"
+
+    def _step(self, params: Tensor, delta: Tensor, moments: dict[str, Tensor], step: int) -> dict[str, Tensor]:
+        return fedyogi_step(params=params, delta=delta, **moments, **self._own(step))  # type: ignore[arg-type]

@@ -1,0 +1,286 @@
+"""What a method may do: the hooks, the stages of an iteration, and the check that a list of methods fits together.
+
+A method overrides the hooks that it needs. Every default does nothing, and a hook that no method of a run overrides
+is never called. Hooks that run once per batch keep to tensors: no `.item()`, no `if tensor`, no fresh random numbers.
+Constructors store their arguments under their own names, after checking them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from raysim.client import Contribution, Local, Plan
+    from raysim.server import Server
+    from raysim.messages import Update
+    from raysim.step import Batch, Context, Outputs
+    from raysim.vector import Layout
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is learnt: shape of an input [channels, height, width], number of classes, floats in use."""
+
+    shape: tuple[int, ...]
+    num_classes: int
+    clients: int
+    dtype: torch.dtype = torch.float32
+
+
+@dataclass(frozen=True)
+class Network:
+    """A network besides the model; a personal one never travels."""
+
+    module: nn.Module
+    personal: bool = False
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One optimiser step within an iteration.
+
+    trains: networks or modules whose parameters it steps ("model", "model.head", "fedbr.projector").
+    loss: its own loss; None is the task loss, to which all methods' terms are added.
+    ascend: step uphill; the gradient that hooks see is that of the negated loss.
+    rate: factor on the run's learning rate. modes: networks that are in train (True) or eval (False) mode meanwhile.
+    """
+
+    name: str = "task"
+    trains: tuple[str, ...] = ("model",)
+    loss: Callable[[Context, Outputs, Batch], Tensor] | None = None
+    ascend: bool = False
+    rate: float = 1.0
+    modes: Mapping[str, bool] = field(default_factory=dict)
+
+    @property
+    def task(self) -> bool:
+        """Whether it minimises the task loss."""
+        return self.loss is None
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a participation costs besides plain training; known at dispatch.
+
+    samples: extra forward-and-backward passes, in samples; down, up: extra floats that travel.
+    """
+
+    samples: float = 0.0
+    down: int = 0
+    up: int = 0
+
+
+# A forward pass alone, in units of a forward and backward pass.
+FORWARD = 1 / 3
+
+
+class Method:
+    """One part of a federated algorithm. `ctx` is the job at work, `server` the coordinator's side."""
+
+    name: ClassVar[str]
+    paper: ClassVar[str]
+    weighting: ClassVar[str] = "samples"  # the raw weights it asks for, unless the configuration names others
+    excludes: ClassVar[Mapping[str, str]] = {}  # other method -> why the two do not combine
+
+    def __repr__(self) -> str:
+        return f"{self.name}({', '.join(f'{key}={value!r}' for key, value in parameters(self).items())})"
+
+    # --- declared once -------------------------------------------------------------------------------------------
+    def model(self, task: Task, model: nn.Module) -> nn.Module:
+        """Exclusive. Replace or wrap the model; it keeps `features` and `head`."""
+        return model
+
+    def networks(self, task: Task, model: nn.Module) -> Mapping[str, Network]:
+        """Networks besides the model, by full name ("fedbr.projector"). torch's generator is seeded for them."""
+        return {}
+
+    def personal(self, networks: Mapping[str, nn.Module]) -> Sequence[str]:
+        """Names of tensors ("model.bn1.weight") that stay on the client."""
+        return ()
+
+    def state(self, layout: Layout, samples: int) -> Mapping[str, Tensor]:
+        """Initial private state of a client with so many training samples, by full name. Never changed in place."""
+        return {}
+
+    def stages(self, plan: Plan) -> Sequence[tuple[Stage, ...]]:
+        """Exclusive. A cycle of iterations, each some stages; exactly one of them has the task loss."""
+        return ((Stage(),),)
+
+    def draws(self, plan: Plan, generator: np.random.Generator) -> Mapping[str, Sequence[object]]:
+        """Random values drawn before the first step, one per step, by full name; read with `ctx.drawn(name)`."""
+        return {}
+
+    def cost(self, server: Server, samples: int, trained: float, turn: int) -> Cost:
+        """What a job costs besides training on `trained` samples (all passes) and moving the vector.
+
+        samples: what the client holds; turn: its participations so far. What `publish` sends is counted already.
+        """
+        return Cost()
+
+    def check(self, local: Local, networks: Mapping[str, nn.Module]) -> Sequence[str]:
+        """Sentences to warn with before the run starts; raises ValueError to refuse it."""
+        return ()
+
+    # --- before round 0 ------------------------------------------------------------------------------------------
+    def contribute(self, client: Contribution) -> Mapping[str, np.ndarray]:
+        """What each client sends once, before round 0, by full name."""
+        return {}
+
+    def assemble(self, parts: Mapping[str, Sequence[np.ndarray]], server: Server) -> None:
+        """Turn the contributions (a list per name, by client id) into server state."""
+
+    # --- once per job --------------------------------------------------------------------------------------------
+    def receive(self, ctx: Context) -> None:
+        """After the broadcast was loaded, before training."""
+
+    def select(self, ctx: Context, epoch: int, epochs: int) -> np.ndarray | None:
+        """Exclusive. Positions in the client's samples that epoch 1..epochs trains on; None: all, in this job."""
+        return None
+
+    def finish(self, ctx: Context) -> None:
+        """After training: fill `ctx.upload` and replace entries of `ctx.state`."""
+
+    # --- once per batch: tensors in, tensors out -----------------------------------------------------------------
+    def transform(self, ctx: Context, batch: Batch) -> Batch:
+        """Change inputs and targets."""
+        return batch
+
+    def logits(self, ctx: Context, logits: Tensor, batch: Batch) -> Tensor:
+        """Exclusive. Change the logits of the task loss; everything else sees the raw ones."""
+        return logits
+
+    def loss(self, ctx: Context, out: Outputs, batch: Batch) -> Tensor:
+        """Exclusive. Replace the task loss."""
+        raise NotImplementedError
+
+    def term(self, ctx: Context, out: Outputs, batch: Batch) -> Tensor:
+        """A scalar that is added to the task loss."""
+        raise NotImplementedError
+
+    # The order of kinds in which corrections apply: "add" to the gradient, "shift" it, "mix" it.
+    correction: ClassVar[str] = "add"
+
+    def gradient(self, ctx: Context, grad: Tensor, part: slice) -> None:
+        """Correct, in place, the gradient of the shared parameters `ctx.vector.data[part]` that `ctx.stage` trains."""
+
+    # --- scoring -------------------------------------------------------------------------------------------------
+    def predict(self, logits: Tensor) -> Tensor:
+        """Exclusive. Logits [B, C'] to the scores [B, C] that evaluation ranks."""
+        return logits
+
+    # --- on the server -------------------------------------------------------------------------------------------
+    def start(self, server: Server) -> None:
+        """Create the method's entries in `server.state`."""
+
+    def publish(self, server: Server) -> Mapping[str, Tensor]:
+        """What every client of this version receives beside the vector, by full name."""
+        return {}
+
+    def broadcast(self, server: Server, client: int) -> Mapping[str, np.ndarray]:
+        """What this client alone receives, by full name."""
+        return {}
+
+    def weigh(self, weights: list[float], updates: Sequence[Update], server: Server) -> list[float]:
+        """Change the raw weights; chains."""
+        return weights
+
+    def divisor(self, weights: Sequence[float], server: Server) -> float:
+        """Exclusive. What the weighted sum of updates is divided by; by default the sum of weights."""
+        return float(sum(weights))
+
+    def combine(self, updates: Sequence[Update], weights: Sequence[float], divisor: float, server: Server) -> Tensor:
+        """Exclusive. Updates to one direction [layout.trained]."""
+        raise NotImplementedError
+
+    def mix(self, direction: Tensor, server: Server) -> Tensor:
+        """Change the combined direction; chains."""
+        return direction
+
+    def apply(self, params: Tensor, direction: Tensor, server: Server) -> Tensor:
+        """Exclusive. The next shared parameters [layout.trained]."""
+        return params + direction
+
+    def absorb(self, updates: Sequence[Update], server: Server) -> None:
+        """Update `server.state` after the step."""
+
+    def scored(self, server: Server) -> Tensor:
+        """Exclusive. The shared vector [layout.shared] that evaluation uses."""
+        return server.vector
+
+
+EXCLUSIVE = ("model", "stages", "select", "logits", "loss", "predict", "divisor", "combine", "apply", "scored")
+SLOTS = tuple(name for name, value in vars(Method).items() if callable(value) and not name.startswith("_"))
+
+
+def overrides(method: Method, slot: str) -> bool:
+    """Whether the method fills the slot."""
+    return getattr(type(method), slot) is not getattr(Method, slot)
+
+
+def owners(methods: Sequence[Method], slot: str) -> list[Method]:
+    """The methods that fill a slot, in the order of the list."""
+    return [method for method in methods if overrides(method, slot)]
+
+
+def owner(methods: Sequence[Method], slot: str) -> Method | None:
+    """The one method that owns an exclusive slot, if any."""
+    return next(iter(owners(methods, slot)), None)
+
+
+def parameters(method: Method) -> dict[str, object]:
+    """A method's hyperparameters, by name."""
+    return {key: value for key, value in vars(method).items() if not key.startswith("_")}
+
+
+_DOES = {
+    "model": "replace the model",
+    "stages": "decide the stages of an iteration",
+    "select": "choose the samples of an epoch",
+    "logits": "change the logits of the training loss",
+    "loss": "replace the training loss",
+    "predict": "turn logits into predictions",
+    "divisor": "decide what the sum of updates is divided by",
+    "combine": "combine the updates",
+    "apply": "own the server's step",
+    "scored": "decide which vector is evaluated",
+}
+
+
+def check_composition(methods: Sequence[Method]) -> None:
+    """Refuse a list in which two methods own one slot, exclude each other, or appear twice.
+
+    Raises ValueError with a sentence that names both.
+    """
+    names = [method.name for method in methods]
+    for name in names:
+        if names.count(name) > 1:
+            raise ValueError(f"method '{name}' appears {names.count(name)} times in method={names}; keep one of them")
+    for slot in EXCLUSIVE:
+        if len(both := owners(methods, slot)) > 1:
+            raise ValueError(
+                f"method '{both[0].name}' and method '{both[1].name}' both {_DOES[slot]} (slot '{slot}'); keep one of them"
+            )
+    for method in methods:
+        for other, why in method.excludes.items():
+            if other in names:
+                raise ValueError(f"method '{method.name}' does not combine with method '{other}': {why}; keep one of them")
+
+
+def at_least(name: str, value: float, least: float) -> float:
+    """The value, if it is a number >= least; else ValueError."""
+    if not value >= least:
+        raise ValueError(f"{name}={value!r} must be at least {least}")
+    return value
+
+
+def between(name: str, value: float, low: float, high: float) -> float:
+    """The value, if low <= value <= high; else ValueError."""
+    if not low <= value <= high:
+        raise ValueError(f"{name}={value!r} must lie between {low} and {high}")
+    return value

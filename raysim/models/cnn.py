@@ -1,0 +1,131 @@
+"""The small networks: two multilayer perceptron and CNN classics, FedBR's, FRAug's and our own for 8x8 images."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import nn
+
+from raysim.models.classifier import ModelRecipe, Shape, one_of
+
+
+@dataclass(frozen=True)
+class Mlp(ModelRecipe):
+    """Flatten, then Linear and ReLU per width (benchmark W2: 64; W3: 2700, 2700)."""
+
+    widths: list[int] | tuple[int, ...] = (64,)
+
+    def __post_init__(self) -> None:
+        if not self.widths or min(self.widths) < 1:
+            raise ValueError(f"model.widths={list(self.widths)} needs at least one width, each 1 or more, such as [64]")
+
+    def extractor(self, input_shape: Shape) -> tuple[nn.Module, int]:
+        layers: list[nn.Module] = [nn.Flatten()]
+        size = input_shape[0] * input_shape[1] * input_shape[2]
+        for width in self.widths:
+            layers += [nn.Linear(size, width), nn.ReLU()]
+            size = width
+        return nn.Sequential(*layers), size
+
+
+@dataclass(frozen=True)
+class Cnn(ModelRecipe):
+    """The CNN of McMahan et al. 2017: two 5x5 convolutions and 512 units; `pool=3` as FedBSS, `pool=2` as W1.
+
+    `padding` belongs to the convolutions, `stride` to the pools. A 3x3 pool is padded by 1 exactly where it has to
+    halve a padded map (padding 2, stride 2), which gives the parameter count usual in the literature.
+    """
+
+    pool: Literal[2, 3] = 3
+    padding: Literal[0, 2] = 2
+    stride: Literal[2, 3] = 2
+
+    def __post_init__(self) -> None:
+        one_of("model.pool", self.pool, (2, 3))
+        one_of("model.padding", self.padding, (0, 2))
+        one_of("model.stride", self.stride, (2, 3))
+
+    def extractor(self, input_shape: Shape) -> tuple[nn.Module, int]:
+        margin = int((self.pool, self.padding, self.stride) == (3, 2, 2))
+        size = flat_size("cnn", input_shape, 64, 2 * [(5, 1, self.padding), (self.pool, self.stride, margin)])
+        layers = [
+            *(nn.Conv2d(input_shape[0], 32, 5, padding=self.padding), nn.ReLU()),
+            nn.MaxPool2d(self.pool, self.stride, margin),
+            *(nn.Conv2d(32, 64, 5, padding=self.padding), nn.ReLU()),
+            nn.MaxPool2d(self.pool, self.stride, margin),
+            *(nn.Flatten(), nn.Linear(size, 512), nn.ReLU()),
+        ]
+        return nn.Sequential(*layers), 512
+
+
+@dataclass(frozen=True)
+class MnistCnn(ModelRecipe):
+    """FedBR's network for RotatedMNIST: four convolutions, the normalisation after the ReLU, global average."""
+
+    def extractor(self, input_shape: Shape) -> tuple[nn.Module, int]:
+        layers: list[nn.Module] = []
+        channels = input_shape[0]
+        for width, stride in ((64, 1), (128, 2), (128, 1), (128, 1)):
+            layers += [nn.Conv2d(channels, width, 3, stride, padding=1), nn.ReLU(), nn.GroupNorm(8, width)]
+            channels = width
+        return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten()), channels
+
+
+@dataclass(frozen=True)
+class DigitsCnn(ModelRecipe):
+    """The network for the digit domains; FRAug's overlapping pools or FedBN's plain ones. Train on batches >= 2."""
+
+    variant: Literal["fraug", "fedbn"] = "fraug"
+
+    def __post_init__(self) -> None:
+        one_of("model.variant", self.variant, ("fraug", "fedbn"))
+
+    def extractor(self, input_shape: Shape) -> tuple[nn.Module, int]:
+        pool = (3, 2, 1) if self.variant == "fraug" else (2, 2, 0)
+        size = flat_size("digits_cnn", input_shape, 128, [(5, 1, 2), pool, (5, 1, 2), pool, (5, 1, 2)])
+        layers = [
+            *(nn.Conv2d(input_shape[0], 64, 5, padding=2), nn.BatchNorm2d(64), nn.ReLU(), nn.MaxPool2d(*pool)),
+            *(nn.Conv2d(64, 64, 5, padding=2), nn.BatchNorm2d(64), nn.ReLU(), nn.MaxPool2d(*pool)),
+            *(nn.Conv2d(64, 128, 5, padding=2), nn.BatchNorm2d(128), nn.ReLU(), nn.Flatten()),
+            *(nn.Linear(size, 2048), nn.BatchNorm1d(2048), nn.ReLU()),
+            *(nn.Linear(2048, 512), nn.BatchNorm1d(512), nn.ReLU()),
+        ]
+        return nn.Sequential(*layers), 512
+
+
+@dataclass(frozen=True)
+class SmallCnn(ModelRecipe):
+    """Our own, for 8x8 digits: two 3x3 convolutions and 64 units; normalisation (groups of 2 or 4) as asked for."""
+
+    norm: Literal["none", "batch", "group"] = "none"
+
+    def __post_init__(self) -> None:
+        one_of("model.norm", self.norm, ("none", "batch", "group"))
+
+    def extractor(self, input_shape: Shape) -> tuple[nn.Module, int]:
+        size = flat_size("small_cnn", input_shape, 32, 2 * [(3, 1, 1), (2, 2, 0)])
+        layers = [
+            *(nn.Conv2d(input_shape[0], 16, 3, padding=1), *self._norm(16), nn.ReLU(), nn.MaxPool2d(2)),
+            *(nn.Conv2d(16, 32, 3, padding=1), *self._norm(32), nn.ReLU(), nn.MaxPool2d(2)),
+            *(nn.Flatten(), nn.Linear(size, 64), nn.ReLU()),
+        ]
+        return nn.Sequential(*layers), 64
+
+    def _norm(self, channels: int) -> list[nn.Module]:
+        if self.norm == "none":
+            return []
+        return [nn.BatchNorm2d(channels) if self.norm == "batch" else nn.GroupNorm(8, channels)]
+
+
+def flat_size(name: str, input_shape: Shape, channels: int, windows: list[tuple[int, int, int]]) -> int:
+    """Values per image after windows of (size, stride, padding), ending in `channels` maps."""
+    height, width = input_shape[1:]
+    for window, stride, padding in windows:
+        height, width = ((side + 2 * padding - window) // stride + 1 for side in (height, width))
+        if min(height, width) < 1:
+            raise ValueError(
+                f"model={name} has nothing left of images of {input_shape[1]}x{input_shape[2]} pixels: "
+                "use larger images, or model=mlp, which takes any size"
+            )
+    return channels * height * width

@@ -1,0 +1,95 @@
+"""Schedules: when to dispatch and when to aggregate, decided on virtual time alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol, TypeAlias
+
+
+@dataclass(frozen=True)
+class View:
+    """What a schedule sees after all events of one instant."""
+
+    running: int  # jobs that have not arrived
+    arrived: tuple[int, ...]  # numbers of jobs that have, in order of arrival (ties by client id)
+    idle: int  # clients that could be dispatched
+
+
+@dataclass(frozen=True)
+class Dispatch:
+    """Sample and start so many clients with the current version."""
+
+    count: int
+
+
+@dataclass(frozen=True)
+class Aggregate:
+    """Take these arrived jobs and step."""
+
+    jobs: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Wait:
+    """Go on to the next event."""
+
+
+Action: TypeAlias = Dispatch | Aggregate | Wait
+
+
+class Schedule(Protocol):
+    """Decides the next action; asked again until it says Wait, then after the next instant's events."""
+
+    @property
+    def concurrency(self) -> int:
+        """Most jobs that are under way at once."""
+        ...
+
+    def decide(self, view: View) -> Action:
+        """The next action."""
+        ...
+
+
+def _at_least_one(key: str, value: int) -> None:
+    if value < 1:
+        raise ValueError(f"schedule.{key}={value} must be at least 1")
+
+
+@dataclass(frozen=True)
+class Synchronous:
+    """Rounds: dispatch a cohort, wait for all of it, aggregate."""
+
+    cohort: int = 10
+
+    def __post_init__(self) -> None:
+        _at_least_one("cohort", self.cohort)
+
+    @property
+    def concurrency(self) -> int:
+        """See `Schedule`."""
+        return self.cohort
+
+    def decide(self, view: View) -> Action:
+        """See `Schedule`."""
+        if view.running:
+            return Wait()
+        return Aggregate(view.arrived) if view.arrived else Dispatch(self.cohort)
+
+
+@dataclass(frozen=True)
+class Buffered:
+    """Aggregate whenever `size` results have arrived; keep `concurrency` clients at work (FedBuff)."""
+
+    concurrency: int = 20
+    size: int = 10
+
+    def __post_init__(self) -> None:
+        _at_least_one("concurrency", self.concurrency)
+        _at_least_one("size", self.size)
+
+    def decide(self, view: View) -> Action:
+        """See `Schedule`."""
+        if len(view.arrived) >= self.size:
+            return Aggregate(view.arrived[: self.size])
+        free = min(self.concurrency - view.running, view.idle)
+        return Dispatch(free) if free > 0 else Wait()

@@ -1,0 +1,158 @@
+"""The server's side of a run: the shared vector, what methods keep there, and the step from updates to the next vector."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from raysim.messages import Published, Sum, Update
+from raysim.methods.method import Method, owner, owners
+from raysim.streams import stream
+from raysim.vector import Layout
+
+Weighting = Literal["samples", "uniform"]
+
+
+class Server:
+    """x, and the rule x + sum(w_i * delta_i) / divisor, with every method's part in it.
+
+    Sums are folded in the order of acceptance, in groups of `group` consecutive clients, wherever they are made.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        vector: Tensor,
+        counters: Tensor,
+        methods: Sequence[Method],
+        counts: np.ndarray,
+        seed: int,
+        weighting: Weighting = "samples",
+        group: int = 5,
+    ):
+        self.layout, self.methods, self.seed, self.weighting, self.group = layout, methods, seed, weighting, group
+        self.vector, self.counters = vector, counters  # [layout.shared], [layout.shared_counters]
+        self.counts = counts  # int64 [clients] training samples
+        self.state: dict[str, Tensor] = {}  # what methods keep, by "method.name"; all of it is in a checkpoint
+        self.version = 0
+        # The combination at hand, for the hooks of one step:
+        self.weights: list[float] = []
+        self.staleness: list[int] = []  # of each update, at its arrival
+        self.bases: Mapping[int, Published] = {}  # base versions of the updates
+        self._weighers, self._mixers = owners(methods, "weigh"), owners(methods, "mix")
+        self._combiner, self._applier = owner(methods, "combine"), owner(methods, "apply")
+        self._divider, self._scorer = owner(methods, "divisor"), owner(methods, "scored")
+        for method in methods:
+            method.start(self)
+
+    @property
+    def clients(self) -> int:
+        """All clients of the run, sampled or not."""
+        return len(self.counts)
+
+    @property
+    def params(self) -> Tensor:
+        """[layout.trained] the shared trainable parameters."""
+        return self.vector[: self.layout.trained]
+
+    @property
+    def summable(self) -> bool:
+        """Whether hosts may sum updates: weights are known beforehand and nobody needs single updates."""
+        return not self._weighers and self._combiner is None
+
+    def stream(self, purpose: str) -> np.random.Generator:
+        """The random stream of this purpose and version."""
+        return stream(self.seed, purpose, self.version)
+
+    def weight(self, client: int) -> float:
+        """A client's raw weight before any method changes it."""
+        return float(self.counts[client]) if self.weighting == "samples" else 1.0
+
+    def scored(self) -> Tensor:
+        """[layout.shared] the vector that evaluation uses."""
+        return self.vector if self._scorer is None else self._scorer.scored(self)
+
+    def published(self) -> Published:
+        """What the clients of this version receive."""
+        extras = {k: v.numpy() for m in owners(self.methods, "publish") for k, v in m.publish(self).items()}
+        return Published(self.version, self.vector.numpy(), self.counters.numpy(), extras)
+
+    def step(
+        self, updates: Sequence[Update | None], sums: Sequence[Sum], staleness: Sequence[int], bases: Mapping[int, Published]
+    ) -> None:
+        """One aggregation. updates: in the order of acceptance; None where a client failed, which keeps its place in a group."""
+        present = [update for update in updates if update is not None]
+        if present:
+            self.staleness = [late for update, late in zip(updates, staleness, strict=True) if update is not None]
+            self._move(updates, present, bases, {job: part for part in sums for job in part.jobs})
+        self.version += 1
+
+    def _move(
+        self,
+        updates: Sequence[Update | None],
+        present: list[Update],
+        bases: Mapping[int, Published],
+        sums: Mapping[int, Sum],
+    ) -> None:
+        self.bases = bases
+        weights = [self.weight(update.client) for update in present]
+        for method in self._weighers:
+            weights = method.weigh(weights, present, self)
+        self.weights = weights
+        divisor = float(sum(weights)) if self._divider is None else self._divider.divisor(weights, self)
+        trained = self.layout.trained
+        if self._combiner is None:
+            total = self._fold(updates, dict(zip((u.job for u in present), weights, strict=True)), sums)
+            direction = total[:trained].div_(divisor)
+            buffers = total[trained:]
+        else:
+            direction = self._combiner.combine(present, weights, divisor, self)
+            buffers = torch.zeros(self.layout.shared - trained, dtype=self.vector.dtype)
+            for update, weight in zip(present, weights, strict=True):
+                buffers.add_(torch.from_numpy(update.delta[trained:]), alpha=weight)  # type: ignore[index]
+        for update, weight in zip(present, weights, strict=True):
+            if update.version != self.version:
+                # Clients' statistics are averaged, not their changes: a stale change can make a variance negative.
+                lag = torch.from_numpy(bases[update.version].vector)[trained:] - self.vector[trained:]
+                buffers.add_(lag, alpha=weight)
+        for method in self._mixers:
+            direction = method.mix(direction, self)
+        following = torch.empty_like(self.vector)
+        if self._applier is None:
+            torch.add(self.params, direction, out=following[:trained])
+        else:
+            following[:trained] = self._applier.apply(self.params, direction, self)
+        # Buffers are statistics: their weights sum to 1, and no server rate or momentum touches them.
+        torch.add(self.vector[trained:], buffers.div_(float(sum(weights))), out=following[trained:])
+        if len(self.counters):
+            self.counters = torch.from_numpy(np.max([update.counters for update in present], axis=0))
+        self.vector = following
+        for method in owners(self.methods, "absorb"):
+            method.absorb(present, self)
+
+    def _fold(
+        self, updates: Sequence[Update | None], weights: Mapping[int, float], sums: Mapping[int, Sum]
+    ) -> Tensor:
+        """Sum of w * delta over groups of consecutive updates, then over the groups."""
+        parts: list[Tensor] = []
+        for start in range(0, len(updates), self.group):
+            members = [update for update in updates[start : start + self.group] if update is not None]
+            if not members:
+                continue
+            if (made := sums.get(members[0].job)) is not None:
+                parts.append(torch.from_numpy(made.total))
+                continue
+            part = torch.from_numpy(members[0].delta) * weights[members[0].job]
+            for update in members[1:]:
+                part.add_(torch.from_numpy(update.delta), alpha=weights[update.job])
+            parts.append(part)
+        if len(parts) == 1:
+            return parts[0].clone()  # a sum from a host is read-only
+        total = parts[0] + parts[1]
+        for part in parts[2:]:
+            total.add_(part)
+        return total

@@ -1,0 +1,309 @@
+"""The step: one batch through the model, the losses of all methods, one gradient, one optimiser step per stage."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from raysim.methods.method import Method, Stage, at_least, owner, owners
+from raysim.streams import stream
+from raysim.vector import Vector
+
+if TYPE_CHECKING:
+    from raysim.client import Plan, Trainer
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """A batch as the model sees it, and as it was before any method changed it.
+
+    inputs [B, ...]; targets int64 [B] or rows of probabilities [B, C]; pair: Mixup's (y, y_permuted, weight of y).
+    """
+
+    inputs: Tensor
+    targets: Tensor
+    raw_inputs: Tensor
+    raw_targets: Tensor
+    pair: tuple[Tensor, Tensor, Tensor] | None = None
+
+
+@dataclass(slots=True)
+class Context:
+    """What a method's hooks see of the job at work."""
+
+    trainer: Trainer
+    seed: int
+    client: int
+    turn: int  # participations of this client before this one
+    version: int  # aggregations behind the received vector
+    samples: int
+    rate: float  # learning rate of this job
+    vector: Vector
+    base: Tensor  # [layout.shared] the received vector
+    published: Mapping[str, Tensor]  # what all clients of this version received
+    extras: Mapping[str, Tensor]  # what this client alone received
+    state: dict[str, Tensor]  # private; replace entries, never change them in place
+    upload: dict[str, Tensor] = field(default_factory=dict)
+    draws: Mapping[str, Sequence[object]] = field(default_factory=dict)
+    plan: Plan | None = None
+    step: int = 0
+    stage: Stage = field(default_factory=Stage)
+    kept: dict[str, Tensor] = field(default_factory=dict)  # what hooks keep for the rest of the job, by full name
+    losses: Tensor | None = None  # [steps] the task loss without added terms, once training is over
+
+    @property
+    def model(self) -> nn.Module:
+        """The model that is trained."""
+        return self.vector.networks["model"]
+
+    @property
+    def networks(self) -> Mapping[str, nn.Module]:
+        """All networks that are trained."""
+        return self.vector.networks
+
+    @property
+    def num_classes(self) -> int:
+        """Classes of the task."""
+        return self.trainer.task.num_classes
+
+    def drawn(self, name: str) -> object:
+        """This step's entry of what a method's `draws` returned."""
+        return self.draws[name][self.step]
+
+    def frozen(self) -> Mapping[str, nn.Module]:
+        """The networks as received (with this client's own personal part), in eval mode, without gradients."""
+        return self.trainer.frozen(self)
+
+    def stream(self, purpose: str) -> np.random.Generator:
+        """A random stream of this participation's own."""
+        return stream(self.seed, purpose, self.client, self.turn)
+
+    def data(self, positions: np.ndarray | None = None) -> Iterator[tuple[Tensor, Tensor]]:
+        """Normalised inputs and labels of the client's own training samples, in order, unaugmented, in batches."""
+        return self.trainer.own(self.client, positions)
+
+    @contextmanager
+    def statistics_kept(self) -> Iterator[None]:
+        """Forward passes inside normalise with their own batch but leave running statistics alone."""
+        for layer in self.trainer.tracking:
+            layer.track_running_stats = False
+        try:
+            yield
+        finally:
+            for layer in self.trainer.tracking:
+                layer.track_running_stats = True
+
+
+class Outputs:
+    """What the model makes of a batch, each computed at most once however many methods ask."""
+
+    __slots__ = ("batch", "ctx", "_kept")
+
+    def __init__(self, ctx: Context, batch: Batch):
+        self.ctx, self.batch = ctx, batch
+        self._kept: dict[str, Tensor] = {}
+
+    def once(self, name: str, compute: Callable[[], Tensor]) -> Tensor:
+        """The value of that name, computed on first demand and kept for the rest of the iteration."""
+        value = self._kept.get(name)
+        if value is None:
+            value = self._kept[name] = compute()
+        return value
+
+    @property
+    def features(self) -> Tensor:
+        """[B, F] of the model in training."""
+        return self.once("features", lambda: self.ctx.model.features(self.batch.inputs))
+
+    @property
+    def logits(self) -> Tensor:
+        """[B, C] raw logits of the model in training."""
+        return self.once("logits", lambda: self.ctx.model.head(self.features))
+
+    @property
+    def base_features(self) -> Tensor:
+        """[B, F] of the received model, without gradient."""
+
+        def compute() -> Tensor:
+            with torch.no_grad():
+                return self.ctx.frozen()["model"].features(self.batch.inputs)  # type: ignore[operator, no-any-return]
+
+        return self.once("base_features", compute)
+
+
+@dataclass(frozen=True)
+class Optimizer:
+    """The local optimiser's settings. Its buffers start at zero in every job."""
+
+    kind: Literal["sgd", "adam"] = "sgd"
+    momentum: float = 0.0
+    nesterov: bool = False
+    weight_decay: float = 0.0
+
+    def __post_init__(self) -> None:
+        at_least("local.momentum", self.momentum, 0.0)
+        at_least("local.weight_decay", self.weight_decay, 0.0)
+        if self.nesterov and not self.momentum:
+            raise ValueError("local.nesterov=true needs momentum: set local.momentum above 0")
+        if self.kind == "adam" and self.momentum:
+            raise ValueError(f"local.momentum={self.momentum} has no meaning for local.optimizer=adam: set it to 0")
+
+
+class Descent:
+    """One optimiser at work; equal to torch.optim.SGD, bit for bit, on views or on one flat tensor."""
+
+    def __init__(self, settings: Optimizer):
+        self.settings = settings
+        self.first: list[Tensor] = []
+        self.second: list[Tensor] = []
+        self.steps = 0
+
+    def step(self, params: list[Tensor], grads: list[Tensor], rate: float) -> None:
+        """Move `params` in place, downhill along `grads`."""
+        own = self.settings
+        self.steps += 1
+        if own.weight_decay:
+            grads = list(torch._foreach_add(grads, params, alpha=own.weight_decay))
+        if own.kind == "adam":
+            return self._adam(params, grads, rate)
+        if own.momentum:
+            if not self.first:
+                self.first = [grad.clone() for grad in grads]
+            else:
+                torch._foreach_mul_(self.first, own.momentum)
+                torch._foreach_add_(self.first, grads)
+            grads = list(torch._foreach_add(grads, self.first, alpha=own.momentum)) if own.nesterov else self.first
+        torch._foreach_add_(params, grads, alpha=-rate)
+
+    def _adam(self, params: list[Tensor], grads: list[Tensor], rate: float) -> None:
+        """Kingma and Ba 2015 with their defaults (0.9, 0.999, 1e-8), bias-corrected."""
+        if not self.first:
+            self.first = [torch.zeros_like(grad) for grad in grads]
+            self.second = [torch.zeros_like(grad) for grad in grads]
+        scale = (1 - 0.999**self.steps) ** 0.5
+        for param, grad, m, v in zip(params, grads, self.first, self.second, strict=True):
+            m.lerp_(grad, 0.1)
+            v.mul_(0.999).addcmul_(grad, grad, value=0.001)
+            param.addcdiv_(m, (v.sqrt() / scale).add_(1e-8), value=-rate / (1 - 0.9**self.steps))
+
+
+@dataclass(frozen=True)
+class _Group:
+    """What a stage trains: parameters, plain views of them, and the stretches of the vector that they cover."""
+
+    params: list[nn.Parameter]
+    views: list[Tensor]
+    runs: tuple[slice, ...]
+    shared: tuple[bool, ...]
+
+
+_KINDS = {"add": 0, "shift": 1, "mix": 2}
+
+
+class Step:
+    """One iteration on one batch, for every method and every stage."""
+
+    def __init__(self, vector: Vector, methods: Sequence[Method], optimizer: Optimizer, clip: float = 0.0):
+        self.vector, self.optimizer, self.clip = vector, optimizer, clip
+        self.transforms = owners(methods, "transform")
+        self.terms = owners(methods, "term")
+        self.corrections = sorted(owners(methods, "gradient"), key=lambda method: _KINDS[method.correction])
+        self.logits = owner(methods, "logits")
+        self.loss = owner(methods, "loss")
+        self.flat = bool(self.corrections) or clip > 0
+        self._groups: dict[tuple[str, ...], _Group] = {}
+        self._descents: dict[str, tuple[Stage, Descent]] = {}
+        self._grad: Tensor | None = None
+
+    def begin(self) -> None:
+        """A new job: fresh optimisers."""
+        self._descents = {}
+
+    def __call__(self, ctx: Context, batch: Batch, stages: Sequence[Stage]) -> Tensor:
+        """Do all stages on one batch; returns the task loss without added terms (detached)."""
+        for method in self.transforms:
+            batch = method.transform(ctx, batch)
+        out = Outputs(ctx, batch)
+        reported: Tensor | None = None
+        for stage in stages:
+            ctx.stage = stage
+            for network, training in stage.modes.items():
+                ctx.networks[network].train(training)
+            if stage.loss is not None:
+                loss = stage.loss(ctx, out, batch)
+            else:
+                loss = self.task_loss(ctx, out, batch)
+                reported = loss.detach()
+                for method in self.terms:
+                    loss = loss + method.term(ctx, out, batch)
+            self._descend(ctx, stage, -loss if stage.ascend else loss)
+        assert reported is not None, "one stage of every iteration has the task loss"
+        return reported
+
+    def movements(self) -> list[tuple[slice, int, float]]:
+        """What moved in this job: stretches of the shared parameters, steps made there, factor on the learning rate."""
+        return [
+            (run, descent.steps, stage.rate)
+            for stage, descent in self._descents.values()
+            for run, shared in zip(self._group(stage.trains).runs, self._group(stage.trains).shared, strict=True)
+            if shared
+        ]
+
+    def task_loss(self, ctx: Context, out: Outputs, batch: Batch) -> Tensor:
+        """Cross-entropy, mean over the batch, unless a method replaces it. The one place that sees changed logits."""
+        if self.loss is not None:
+            return self.loss.loss(ctx, out, batch)
+        logits = out.logits if self.logits is None else self.logits.logits(ctx, out.logits, batch)
+        return cross_entropy(logits, batch.targets)
+
+    def _descend(self, ctx: Context, stage: Stage, loss: Tensor) -> None:
+        group = self._group(stage.trains)
+        grads = list(torch.autograd.grad(loss, group.params, materialize_grads=True))
+        if (known := self._descents.get(stage.name)) is None:
+            known = self._descents[stage.name] = (stage, Descent(self.optimizer))
+        descent = known[1]
+        rate = ctx.rate * stage.rate
+        if not self.flat:
+            descent.step(group.views, grads, rate)
+            return
+        flat = self._flatten(grads)
+        parts, position = [], 0
+        for run, shared in zip(group.runs, group.shared, strict=True):
+            part = flat[position : position + run.stop - run.start]
+            position += len(part)
+            parts.append(part)
+            if shared:
+                for method in self.corrections:
+                    method.gradient(ctx, part, run)
+        if self.clip:
+            flat.mul_((self.clip / (flat.norm() + 1e-6)).clamp(max=1.0))
+        descent.step([self.vector.data[run] for run in group.runs], parts, rate)
+
+    def _flatten(self, grads: list[Tensor]) -> Tensor:
+        size = sum(grad.numel() for grad in grads)
+        if self._grad is None or len(self._grad) < size:
+            self._grad = torch.empty(size, dtype=self.vector.data.dtype, device=self.vector.data.device)
+        return torch.cat([grad.reshape(-1) for grad in grads], out=self._grad[:size])
+
+    def _group(self, trains: tuple[str, ...]) -> _Group:
+        group = self._groups.get(trains)
+        if group is None:
+            layout = self.vector.layout
+            entries = layout.within(trains)
+            if not entries:
+                raise ValueError(f"nothing to train in {list(trains)}: all parameters there are frozen or missing")
+            runs = layout.runs(entries)
+            group = self._groups[trains] = _Group(
+                params=self.vector.tensors(entries),
+                views=[self.vector.data[e.start : e.stop].view(e.shape) for e in entries],
+                runs=runs,
+                shared=tuple(run.stop <= layout.trained for run in runs),
+            )
+        return group

@@ -1,0 +1,540 @@
+"""What the specifications promise of the methods' pure functions, on tensors small enough to check by hand."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from raysim.methods import fedavg, fedbn, fedbr, fedbss, fedbuff, fedopt, fedprox, mixup, scaffold
+
+
+def tensor(*values: float) -> Tensor:
+    """A float64 vector."""
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def random(*shape: int, seed: int = 0) -> Tensor:
+    """Reproducible normal numbers in float64."""
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def close(got: Tensor | float | None, want: Tensor | float) -> None:
+    """Equal in shape, and in value up to rounding in float64."""
+    got, want = (torch.as_tensor(value, dtype=torch.float64) for value in (got, want))
+    assert got.shape == want.shape and torch.allclose(got, want, rtol=1e-12, atol=1e-12), f"{got} is not {want}"
+
+
+class TestFedAvg:
+    def test_a_common_factor_of_the_weights_changes_nothing(self) -> None:
+        vectors, weights = random(4, 5), tensor(1, 2, 3, 4)
+        assert torch.equal(fedavg.weighted_average(vectors, weights), fedavg.weighted_average(vectors, 8 * weights))
+
+    def test_a_client_of_weight_zero_has_no_influence_even_if_it_diverged(self) -> None:
+        vectors = torch.stack([tensor(1, 2), tensor(math.nan, math.inf), tensor(3, 6)])
+        assert torch.equal(fedavg.weighted_average(vectors, tensor(1, 0, 1)), tensor(2, 4))
+
+    def test_identical_clients_return_their_common_state(self) -> None:
+        close(fedavg.weighted_average(random(5).expand(7, 5), torch.arange(1, 8)), random(5))
+
+    def test_the_result_keeps_the_dtype_whatever_that_of_the_weights(self) -> None:
+        vectors = torch.ones(2, 3, dtype=torch.float32)
+        assert fedavg.weighted_average(vectors, tensor(0.1, 0.2)).dtype == torch.float32
+        assert fedavg.weighted_average(vectors, torch.tensor([1, 2])).dtype == torch.float32
+
+    def test_the_inputs_are_left_as_they_were(self) -> None:
+        vectors = random(3, 4)
+        before = vectors.clone()
+        fedavg.weighted_average(vectors, tensor(1, 1, 1))
+        assert torch.equal(vectors, before)
+
+    @pytest.mark.parametrize("weights", [(0.0, 0.0), (2.0, -1.0), (1.0, math.nan), (1.0, math.inf)])
+    def test_weights_without_a_mean_are_refused(self, weights: tuple[float, float]) -> None:
+        with pytest.raises(ValueError, match="cannot weigh a mean"):
+            fedavg.weighted_average(random(2, 3), tensor(*weights))
+
+    def test_the_sum_is_folded_in_row_order(self) -> None:
+        vectors = torch.tensor([[1e8], [1.0], [-1e8]], dtype=torch.float32)
+        ones = torch.ones(3)
+        assert fedavg.weighted_sum(vectors, ones).item() == 0.0
+        assert fedavg.weighted_sum(vectors[[0, 2, 1]], ones).item() == 1.0
+
+
+class TestFedProx:
+    def test_the_gradient_of_the_term_is_the_proximal_gradient(self) -> None:
+        params, anchor = random(6).requires_grad_(), random(6, seed=1)
+        fedprox.proximal_term(params, anchor, 0.3).backward()
+        close(params.grad, fedprox.proximal_gradient(params.detach(), anchor, 0.3))
+
+    def test_at_the_received_model_the_gradient_is_exactly_zero(self) -> None:
+        assert torch.equal(fedprox.proximal_gradient(random(6), random(6), 10.0), torch.zeros(6, dtype=torch.float64))
+
+    def test_no_gradient_reaches_the_received_model(self) -> None:
+        params, anchor = random(3).requires_grad_(), random(3, seed=1).requires_grad_()
+        fedprox.proximal_term(params, anchor, 1.0).backward()
+        assert anchor.grad is None
+
+    def test_half_precision_vectors_are_compared_in_float32(self) -> None:
+        params = torch.full((1000,), 1.0, dtype=torch.bfloat16)
+        term = fedprox.proximal_term(params, torch.zeros_like(params), 2.0)
+        assert term.dtype == torch.float32 and term.item() == 1000.0
+
+    def test_gradient_descent_ends_between_the_optimum_and_the_anchor(self) -> None:
+        optimum, anchor, mu = tensor(2, -4), tensor(1, 1), 3.0
+        w = anchor.clone()
+        for _ in range(200):
+            w = w - 0.2 * (w - optimum + fedprox.proximal_gradient(w, anchor, mu))
+        close(w, (optimum + mu * anchor) / (1 + mu))
+
+
+class TestScaffold:
+    @staticmethod
+    def trained(start: Tensor, gradient: Tensor, lr: float, num_steps: int, momentum: float) -> Tensor:
+        params, buffer = start, torch.zeros_like(start)
+        for _ in range(num_steps):
+            buffer = momentum * buffer + gradient
+            params = params - lr * buffer
+        return params
+
+    @pytest.mark.parametrize("momentum", [0.0, 0.5, 0.9])
+    @pytest.mark.parametrize("num_steps", [1, 2, 30])
+    def test_a_constant_gradient_is_its_own_control_variate(self, num_steps: int, momentum: float) -> None:
+        start, gradient, zero = random(4), random(4, seed=1), torch.zeros(4, dtype=torch.float64)
+        local = self.trained(start, gradient, 0.1, num_steps, momentum)
+        close(scaffold.updated_control_variate(zero, zero, start, local, 0.1, num_steps, momentum), gradient)
+
+    def test_one_plain_step_makes_the_batch_gradient_the_control_variate(self) -> None:
+        start, gradient, client, server = random(4), random(4, seed=1), random(4, seed=2), random(4, seed=3)
+        local = start - 0.1 * scaffold.corrected_gradient(gradient, client, server)
+        close(scaffold.updated_control_variate(client, server, start, local, 0.1, 1), gradient)
+
+    def test_without_momentum_every_step_counts_once(self) -> None:
+        assert scaffold.effective_steps(50, 0.0) == 50.0
+        assert scaffold.effective_steps(1, 0.9) == 1.0
+
+    def test_equal_control_variates_leave_the_gradient(self) -> None:
+        assert torch.equal(scaffold.corrected_gradient(tensor(1, 2), tensor(0, 0), tensor(0, 0)), tensor(1, 2))
+
+    def test_the_server_keeps_the_mean_over_all_clients_while_some_are_idle(self) -> None:
+        controls, server = torch.zeros(5, 3, dtype=torch.float64), torch.zeros(3, dtype=torch.float64)
+        for turn, cohort in enumerate(([0, 3], [1], [0, 1, 4])):
+            fresh = random(len(cohort), 3, seed=turn)
+            server = scaffold.server_control_variate(server, fresh - controls[cohort], 5)
+            controls[cohort] = fresh
+            close(server, controls.mean(dim=0))
+
+    def test_quadratic_clients_stay_at_the_global_minimum(self) -> None:
+        h, a = tensor(1, 4), tensor(0, 1)
+        minimum = (h * a).sum() / h.sum()
+        controls = h * (minimum - a)
+        y = minimum.repeat(2)
+        for _ in range(10):
+            y = y - 0.05 * scaffold.corrected_gradient(h * (y - a), controls, tensor(0, 0))
+        close(y, minimum.repeat(2))
+
+    @pytest.mark.parametrize(("lr", "num_steps", "momentum"), [(0.1, 0, 0.0), (0.1, 3, 1.0), (0.0, 3, 0.0)])
+    def test_a_client_that_cannot_have_moved_is_refused(self, lr: float, num_steps: int, momentum: float) -> None:
+        with pytest.raises(ValueError, match="scaffold"):
+            scaffold.updated_control_variate(*random(4, 3).unbind(), lr, num_steps, momentum)
+
+
+class TestFedBN:
+    names = ["bn1_projection.weight", "layer.1.weight", "layer.1.running_mean", "fc.bias"]
+
+    def test_only_the_scope_of_a_normalisation_layer_is_personal(self) -> None:
+        def personal(scope: str) -> list[str]:
+            split = fedbn.split_parameter_names(names=self.names, norm_modules=["layer.1"], scope=scope)
+            assert sorted(split["shared"] + split["personal"]) == sorted(self.names)
+            return split["personal"]
+
+        assert personal("all") == ["layer.1.weight", "layer.1.running_mean"]
+        assert personal("affine") == ["layer.1.weight"]
+        assert personal("statistics") == ["layer.1.running_mean"]
+        assert personal("none") == []
+
+    def test_a_model_that_is_itself_a_normalisation_layer_is_personal(self) -> None:
+        split = fedbn.split_parameter_names(names=["weight", "bias"], norm_modules=[""])
+        assert split == {"shared": [], "personal": ["weight", "bias"]}
+
+    def test_an_unknown_scope_is_refused_with_the_nearest_name(self) -> None:
+        with pytest.raises(ValueError, match="did you mean 'statistics'"):
+            fedbn.split_parameter_names(names=self.names, norm_modules=[], scope="statistic")
+
+
+class TestMixup:
+    inputs, labels, permutation = random(5, 2, 3), torch.tensor([0, 2, 1, 1, 0]), torch.tensor([3, 0, 4, 2, 1])
+
+    def test_lambda_one_is_the_plain_batch_bit_for_bit(self) -> None:
+        batch = mixup.mixed_batch(self.inputs, self.labels, 3, 1.0, self.permutation)
+        assert torch.equal(batch["inputs"], self.inputs)
+        assert torch.equal(batch["targets"], F.one_hot(self.labels, 3).double())
+        logits = random(5, 3, seed=1)
+        loss = mixup.mixed_loss(logits, self.labels, 1.0, self.permutation)
+        assert torch.equal(loss, F.cross_entropy(logits, self.labels))
+
+    def test_the_identity_permutation_leaves_the_batch(self) -> None:
+        batch = mixup.mixed_batch(self.inputs, self.labels, 3, 0.3, torch.arange(5))
+        close(batch["inputs"], self.inputs)
+
+    def test_lambda_zero_is_the_batch_in_the_order_of_its_partners(self) -> None:
+        batch = mixup.mixed_batch(self.inputs, self.labels, 3, 0.0, self.permutation)
+        assert torch.equal(batch["inputs"], self.inputs[self.permutation])
+        logits = random(5, 3, seed=1)
+        loss = mixup.mixed_loss(logits[self.permutation], self.labels, 0.0, self.permutation)
+        close(loss, F.cross_entropy(logits, self.labels))
+
+    @pytest.mark.parametrize("lam", [0.2, torch.tensor(0.7, dtype=torch.float64)])
+    def test_the_loss_is_the_cross_entropy_with_the_mixed_targets(self, lam: float | Tensor) -> None:
+        logits = random(5, 3, seed=1)
+        targets = mixup.mixed_batch(self.inputs, self.labels, 3, lam, self.permutation)["targets"]
+        close(mixup.mixed_loss(logits, self.labels, lam, self.permutation), F.cross_entropy(logits, targets))
+
+    def test_targets_sum_to_one_and_inputs_stay_between_the_pair(self) -> None:
+        batch = mixup.mixed_batch(self.inputs, self.labels, 3, 0.35, self.permutation)
+        close(batch["targets"].sum(dim=1), torch.ones(5))
+        pair = torch.stack([self.inputs, self.inputs[self.permutation]])
+        assert (batch["inputs"] >= pair.amin(0) - 1e-12).all() and (batch["inputs"] <= pair.amax(0) + 1e-12).all()
+
+    def test_soft_labels_are_mixed_like_hard_ones(self) -> None:
+        hard = mixup.mixed_batch(self.inputs, self.labels, 3, 0.35, self.permutation)
+        soft = mixup.mixed_batch(self.inputs, F.one_hot(self.labels, 3).double(), 3, 0.35, self.permutation)
+        assert torch.equal(hard["targets"], soft["targets"])
+
+
+class TestFedBSS:
+    losses, uncertainties = tensor(1.2, 0.1, 0.4, 0.4, 3.0, 0.2, 2.0, 0.9), tensor(0.1, 0.2, 0.9, 0.9, 0.3, 0.5, 0.6, 0)
+
+    def chosen(self, epoch: int, total: int, kind: str = "cosine", losses: Tensor | None = None) -> list[int]:
+        chosen: list[int] = fedbss.selected_indices(
+            losses=self.losses if losses is None else losses,
+            uncertainties=self.uncertainties,
+            epoch=epoch,
+            total_epochs=total,
+            kind=kind,
+        ).tolist()
+        return chosen
+
+    def test_inclusion_rises_to_one_and_both_ramps_have_the_same_sum(self) -> None:
+        ramps = {
+            kind: [fedbss.inclusion_fraction(epoch=e, total_epochs=10, kind=kind) for e in range(1, 11)]
+            for kind in fedbss.KINDS
+        }
+        for kind in ("cosine", "linear"):
+            assert all(a < b for a, b in zip(ramps[kind], ramps[kind][1:], strict=False)) and ramps[kind][-1] == 1.0
+            assert sum(ramps[kind]) == pytest.approx(11 / 2, abs=1e-12)
+        assert all(a < b for a, b in zip(ramps["cosine"][:4], ramps["linear"][:4], strict=True))
+        assert all(a > b for a, b in zip(ramps["cosine"][5:9], ramps["linear"][5:9], strict=True))
+        assert set(ramps["filter"]) == {0.0} and set(ramps["all"]) == {1.0}
+
+    def test_half_of_two_samples_is_one(self) -> None:
+        half = fedbss.inclusion_fraction(epoch=5, total_epochs=10)
+        assert half < 0.5 and fedbss.included_count(num_biased=2, fraction=half) == 1
+
+    @pytest.mark.parametrize("kind", ["cosine", "linear"])
+    def test_every_epoch_extends_the_one_before_until_all_are_in(self, kind: str) -> None:
+        epochs = [self.chosen(epoch, 7, kind) for epoch in range(1, 8)]
+        for earlier, later in zip(epochs, epochs[1:], strict=False):
+            assert later[: len(earlier)] == earlier and earlier[0] == 1
+        assert sorted(epochs[-1]) == list(range(8)) and len(epochs[0]) < 8
+
+    def test_every_selected_loss_is_at_most_every_other(self) -> None:
+        inside = self.chosen(3, 7)
+        outside = sorted(set(range(8)) - set(inside))
+        assert self.losses[inside].max() <= self.losses[outside].min()
+
+    def test_a_constant_added_to_all_losses_changes_nothing(self) -> None:
+        assert self.chosen(3, 7, losses=self.losses + 1.0) == self.chosen(3, 7)
+
+    def test_renaming_samples_only_renames_the_selection(self) -> None:
+        losses = tensor(1.2, 0.1, 0.4, 0.5, 3.0, 0.2, 2.0, 0.9)
+        names = torch.tensor([5, 2, 7, 0, 1, 6, 4, 3])
+        chosen = fedbss.selected_indices(losses=losses, uncertainties=self.uncertainties, epoch=3, total_epochs=7)
+        renamed = fedbss.selected_indices(
+            losses=losses[names], uncertainties=self.uncertainties[names], epoch=3, total_epochs=7
+        )
+        assert torch.equal(names[renamed], chosen)
+
+    def test_ties_take_the_first_border_and_all_samples_of_its_loss(self) -> None:
+        split = fedbss.split_by_uncertainty(losses=self.losses, uncertainties=self.uncertainties)
+        assert split["order"].tolist() == [1, 5, 2, 3, 7, 0, 6, 4] and split["num_unbiased"] == 4
+
+    def test_losses_that_are_not_finite_sort_last(self) -> None:
+        losses, doubts = tensor(math.nan, 2.0, -math.inf, 1.0, math.inf), tensor(math.nan, 0.1, math.nan, 0.5, 0.2)
+        split = fedbss.split_by_uncertainty(losses=losses, uncertainties=doubts)
+        assert split["order"].tolist() == [3, 1, 0, 2, 4] and split["num_unbiased"] == 1
+
+    def test_uncertainty_is_one_for_uniform_and_zero_for_certain_predictions(self) -> None:
+        probabilities = torch.stack([tensor(0.25, 0.25, 0.25, 0.25), tensor(0, 1, 0, 0)])
+        assert fedbss.uncertainty(probabilities=probabilities).tolist() == [1.0, 0.0]
+
+    def test_uncertainty_lies_between_zero_and_one_and_ignores_the_order_of_classes(self) -> None:
+        probabilities = (5 * random(50, 4)).softmax(dim=1)
+        values = fedbss.uncertainty(probabilities=probabilities)
+        assert values.min() >= 0 and values.max() <= 1
+        assert torch.equal(values, fedbss.uncertainty(probabilities=probabilities[:, [2, 0, 3, 1]]))
+
+    def test_with_two_classes_uncertainty_is_one_minus_their_difference(self) -> None:
+        probabilities = random(9, 2).softmax(dim=1)
+        close(fedbss.uncertainty(probabilities=probabilities), 1 - (probabilities[:, 0] - probabilities[:, 1]).abs())
+
+    def test_unknown_kinds_and_epochs_are_refused(self) -> None:
+        with pytest.raises(ValueError, match="did you mean 'cosine'"):
+            fedbss.inclusion_fraction(epoch=1, total_epochs=2, kind="cosin")
+        with pytest.raises(ValueError, match="epoch 0 of 2"):
+            fedbss.inclusion_fraction(epoch=0, total_epochs=2)
+
+
+class TestFedBR:
+    local_pseudo, global_pseudo, local = random(3, 6, 4).unbind()
+
+    def loss(self, *temperatures: float, mode: str = "multiply") -> Tensor:
+        return fedbr.contrastive_loss(self.local_pseudo, self.global_pseudo, self.local, *temperatures, mode)
+
+    def test_equal_local_and_global_features_pull_no_longer(self) -> None:
+        z = random(6, 4).requires_grad_()
+        positive_only = fedbr.contrastive_loss(z, z.detach(), self.local, 2.0, 0.0)
+        positive_only.backward()
+        close(z.grad, torch.zeros(6, 4))
+        close(positive_only.detach(), math.log1p(math.exp(-2.0)))
+
+    def test_temperature_zero_leaves_only_the_attraction(self) -> None:
+        other = fedbr.contrastive_loss(self.local_pseudo, self.global_pseudo, random(6, 4, seed=9), 2.0, 0.0)
+        assert torch.equal(self.loss(2.0, 0.0), other)
+        assert math.log1p(math.exp(-2.0)) <= other.item() <= math.log1p(math.exp(2.0))
+
+    def test_identical_positives_and_negatives_cost_log_two(self) -> None:
+        loss = fedbr.contrastive_loss(self.local_pseudo, self.local, self.local, 2.0, 2.0)
+        close(loss, math.log(2.0))
+
+    def test_dividing_is_multiplying_by_the_inverse(self) -> None:
+        close(self.loss(0.5, 4.0, mode="divide"), self.loss(2.0, 0.25))
+
+    def test_the_length_of_embeddings_does_not_matter(self) -> None:
+        scaled = fedbr.contrastive_loss(3 * self.local_pseudo, 0.1 * self.global_pseudo, 7 * self.local, 2.0, 1.0)
+        close(scaled, self.loss(2.0, 1.0))
+
+    def test_small_temperatures_do_not_overflow(self) -> None:
+        z = self.local_pseudo.float().requires_grad_()
+        loss = fedbr.contrastive_loss(z, -z.detach(), z.detach(), 1e-3, 1e-3, "divide")
+        loss.backward()
+        assert loss.item() == pytest.approx(2000.0, rel=1e-5) and z.grad is not None and z.grad.isfinite().all()
+
+    def test_a_dead_embedding_has_a_finite_gradient(self) -> None:
+        z = torch.zeros(2, 3, requires_grad=True)
+        fedbr.contrastive_loss(z, torch.ones(2, 3), torch.ones(2, 3), 2.0, 1.0).backward()
+        assert z.grad is not None and z.grad.isfinite().all()
+
+    def test_wrong_temperatures_are_refused(self) -> None:
+        with pytest.raises(ValueError, match="divide by a temperature"):
+            self.loss(2.0, 0.0, mode="divide")
+        with pytest.raises(ValueError, match="temperature_mode"):
+            self.loss(2.0, 2.0, mode="times")
+
+    def test_uniform_targets_cost_at_least_log_of_the_classes(self) -> None:
+        assert fedbr.pseudo_label_loss(random(6, 5)).item() > math.log(5)
+        close(fedbr.pseudo_label_loss(random(6, 1).expand(6, 5)), math.log(5))
+
+    def test_the_gradient_of_the_uniform_loss_is_the_distance_from_uniform(self) -> None:
+        logits = random(6, 5).requires_grad_()
+        fedbr.pseudo_label_loss(logits).backward()
+        close(logits.grad, (logits.detach().softmax(dim=1) - 1 / 5) / 6)
+
+    def test_no_targets_means_uniform_targets(self) -> None:
+        uniform = torch.full((6, 5), 0.2, dtype=torch.float64)
+        close(fedbr.pseudo_label_loss(random(6, 5), uniform), fedbr.pseudo_label_loss(random(6, 5)))
+
+    def test_the_mean_of_one_sample_is_the_sample(self) -> None:
+        inputs, indices = random(4, 2, 3), torch.tensor([[2], [0], [2]])
+        assert torch.equal(fedbr.random_sample_mean(inputs, indices), inputs[[2, 0, 2]])
+
+    def test_mixing_no_samples_returns_the_means_with_uniform_targets(self) -> None:
+        means, none = random(3, 2), torch.zeros(3, 0, dtype=torch.int64)
+        mixed = fedbr.mixture_pseudo_data(means, random(4, 2, seed=1), torch.tensor([0, 1, 2, 3]), none, 4)
+        assert torch.equal(mixed["inputs"], means)
+        assert torch.equal(mixed["targets"], torch.full((3, 4), 0.25, dtype=torch.float64))
+
+    @pytest.mark.parametrize("per_mean", [0, 1, 3])
+    def test_mixed_targets_sum_to_one(self, per_mean: int) -> None:
+        indices = torch.arange(2 * per_mean).reshape(2, per_mean) % 4
+        soft = random(4, 5, seed=2).softmax(dim=1)
+        for labels in (torch.tensor([4, 1, 0, 1]), soft):
+            mixed = fedbr.mixture_pseudo_data(random(2, 3), random(4, 3, seed=1), labels, indices, 5)
+            close(mixed["targets"].sum(dim=1), torch.ones(2))
+
+
+class TestFedBuff:
+    deltas, staleness = random(4, 3), torch.tensor([0, 3, 8, 0])
+
+    def test_without_an_exponent_the_buffer_is_averaged(self) -> None:
+        direction = fedbuff.buffered_aggregate(deltas=self.deltas, staleness=self.staleness, exponent=0.0)
+        close(direction, self.deltas.mean(dim=0))
+
+    def test_equal_staleness_shrinks_the_mean_only_when_counting(self) -> None:
+        equal = torch.full((4,), 3)
+        close(fedbuff.buffered_aggregate(deltas=self.deltas, staleness=equal), self.deltas.mean(dim=0) / 2)
+        normalised = fedbuff.buffered_aggregate(deltas=self.deltas, staleness=equal, normalization="weights")
+        close(normalised, self.deltas.mean(dim=0))
+
+    def test_a_buffer_of_one_is_the_update_times_its_weight(self) -> None:
+        one = fedbuff.buffered_aggregate(deltas=self.deltas[:1], staleness=torch.tensor([8]))
+        close(one, self.deltas[0] / 3)
+
+    def test_the_direction_is_linear_and_ignores_the_order(self) -> None:
+        def direction(deltas: Tensor, staleness: Tensor) -> Tensor:
+            return fedbuff.buffered_aggregate(deltas=deltas, staleness=staleness)
+
+        other = random(4, 3, seed=1)
+        both = direction(self.deltas, self.staleness) + 2 * direction(other, self.staleness)
+        close(direction(self.deltas + 2 * other, self.staleness), both)
+        turned = torch.tensor([2, 0, 3, 1])
+        close(direction(self.deltas[turned], self.staleness[turned]), direction(self.deltas, self.staleness))
+
+    def test_no_server_rate_leaves_the_model(self) -> None:
+        params = random(3, seed=2)
+        step = fedbuff.buffered_step(params=params, deltas=self.deltas, staleness=self.staleness, server_lr=0.0)
+        assert torch.equal(step, params)
+
+    def test_a_synchronous_buffer_is_fedavg_bit_for_bit(self) -> None:
+        params, deltas = random(3, seed=2).float(), self.deltas.float()
+        step = fedbuff.buffered_step(
+            params=params, deltas=deltas, staleness=torch.zeros(4, dtype=torch.int64), server_lr=1
+        )
+        assert torch.equal(step, params + fedavg.weighted_average(deltas, torch.ones(4)))
+
+    def test_sample_weights_multiply_those_of_staleness(self) -> None:
+        weights = fedbuff.arrival_weights(staleness=torch.tensor([0, 3]), sample_weights=torch.tensor([5, 8]))
+        assert weights.tolist() == [5.0, 4.0]
+        assert fedbuff.buffer_divisor(weights=weights, normalization="weights") == 9.0
+        assert fedbuff.buffer_divisor(weights=weights) == 2.0
+        assert fedbuff.buffer_divisor(weights=weights, normalization="none") == 1.0
+
+    def test_an_unknown_normalization_is_refused_with_the_nearest_name(self) -> None:
+        with pytest.raises(ValueError, match="did you mean 'weights'"):
+            fedbuff.buffered_aggregate(deltas=self.deltas, staleness=self.staleness, normalization="weight")
+
+
+ADAPTIVE: list[Callable[..., dict[str, Tensor]]] = [
+    fedopt.fedadagrad_step,
+    fedopt.fedadam_step,
+    fedopt.fedyogi_step,
+]
+
+
+class TestFedOpt:
+    params, delta = random(6).float(), random(6, seed=1).float()
+    zero = torch.zeros(6)
+
+    def adaptive(
+        self, rule: Callable[..., dict[str, Tensor]], delta: Tensor, v: Tensor, **more: float
+    ) -> dict[str, Tensor]:
+        settings = {"server_lr": 0.1, "beta1": 0.9, "tau": 1e-3} | more
+        return rule(params=self.params, delta=delta, first_moment=self.zero, second_moment=v, **settings)
+
+    @pytest.mark.parametrize("nesterov", [False, True])
+    def test_without_momentum_and_at_rate_one_it_is_fedavg_bit_for_bit(self, nesterov: bool) -> None:
+        step = fedopt.fedavgm_step(
+            params=self.params,
+            delta=self.delta,
+            momentum_buffer=self.zero,
+            server_lr=1.0,
+            momentum=0.0,
+            nesterov=nesterov,
+        )
+        assert torch.equal(step["params"], self.params + self.delta)
+
+    @pytest.mark.parametrize("rule", ADAPTIVE)
+    def test_without_movement_the_model_stays(self, rule: Callable[..., dict[str, Tensor]]) -> None:
+        v = torch.full((6,), 0.5)
+        step = self.adaptive(rule, self.zero, v)
+        assert torch.equal(step["params"], self.params)
+        kept = 0.99 if rule is fedopt.fedadam_step else 1.0
+        assert torch.equal(step["second_moment"], kept * v)
+
+    def test_moments_decay_without_movement(self) -> None:
+        ones = torch.ones(6)
+        step = fedopt.fedadam_step(
+            params=self.params, delta=self.zero, first_moment=ones, second_moment=ones, server_lr=0.1
+        )
+        assert torch.equal(step["first_moment"], 0.9 * ones)
+        momentum = fedopt.fedavgm_step(
+            params=self.params, delta=self.zero, momentum_buffer=ones, server_lr=0.1, momentum=0.5
+        )
+        assert torch.equal(momentum["momentum_buffer"], 0.5 * ones)
+
+    def test_adam_and_yogi_agree_bit_for_bit_from_an_empty_second_moment(self) -> None:
+        adam, yogi = (self.adaptive(rule, self.delta, self.zero) for rule in ADAPTIVE[1:])
+        assert all(torch.equal(adam[key], yogi[key]) for key in adam)
+
+    def test_yogi_moves_slowly_and_never_below_zero(self) -> None:
+        v = random(6, seed=2).float().square()
+        for turn in range(5):
+            delta = random(6, seed=turn).float()
+            new = self.adaptive(fedopt.fedyogi_step, delta, v)["second_moment"]
+            assert ((new - v).abs() <= 0.01 * delta.square() + 1e-6).all() and (new >= 0).all()
+            v = new
+
+    @pytest.mark.parametrize("rule", ADAPTIVE)
+    def test_the_first_step_follows_the_update_and_is_bounded(self, rule: Callable[..., dict[str, Tensor]]) -> None:
+        moved = self.adaptive(rule, self.delta, torch.full((6,), 1e-6))["params"] - self.params
+        assert torch.equal(moved.sign(), self.delta.sign())
+        assert (moved.abs() <= 0.1 * 0.1 * self.delta.abs() / 1e-3 + 1e-6).all()
+
+    @pytest.mark.parametrize("rule", ADAPTIVE)
+    def test_coordinates_are_independent_and_inputs_are_left_alone(
+        self, rule: Callable[..., dict[str, Tensor]]
+    ) -> None:
+        order, v = torch.tensor([4, 1, 5, 0, 3, 2]), random(6, seed=3).float().square()
+        inputs = {"params": self.params, "delta": self.delta, "first_moment": self.zero, "second_moment": v}
+        before = {key: value.clone() for key, value in inputs.items()}
+        straight = rule(**inputs, server_lr=0.1)
+        turned = rule(**{key: value[order] for key, value in inputs.items()}, server_lr=0.1)
+        assert all(torch.equal(straight[key][order], turned[key]) for key in straight)
+        assert all(torch.equal(inputs[key], before[key]) for key in inputs)
+
+    @pytest.mark.parametrize("rule", ADAPTIVE[1:])
+    def test_bias_correction_only_scales_the_rate(self, rule: Callable[..., dict[str, Tensor]]) -> None:
+        v = torch.full((6,), 0.04)
+        plain = self.adaptive(rule, self.delta, v, server_lr=0.1 * math.sqrt(1 - 0.99**3) / (1 - 0.9**3))
+        assert torch.equal(self.adaptive(rule, self.delta, v, step=3)["params"], plain["params"])
+
+
+LABELS, PARTNERS = torch.tensor([[0, 1, 2, 0], [1, 1, 0, 2]]), torch.tensor([[1, 0, 3, 2], [3, 2, 1, 0]])
+SAMPLES, LAMBDAS = torch.tensor([[[1], [2]], [[0], [3]]]), tensor(0.2, 0.9)
+LANES: dict[str, tuple[Callable[..., Tensor], list[Tensor]]] = {
+    "proximal_term": (lambda p, g: fedprox.proximal_term(p, g, 0.1), [random(2, 6), random(2, 6, seed=1)]),
+    "proximal_gradient": (lambda p, g: fedprox.proximal_gradient(p, g, 0.1), [random(2, 6), random(2, 6, seed=1)]),
+    "corrected_gradient": (scaffold.corrected_gradient, [random(2, 6), random(2, 6, seed=1), random(2, 6, seed=2)]),
+    "mixed_inputs": (
+        lambda x, y, lam, partners: mixup.mixed_batch(x, y, 3, lam, partners)["inputs"],
+        [random(2, 4, 5), LABELS, LAMBDAS, PARTNERS],
+    ),
+    "mixed_targets": (
+        lambda x, y, lam, partners: mixup.mixed_batch(x, y, 3, lam, partners)["targets"],
+        [random(2, 4, 5), LABELS, LAMBDAS, PARTNERS],
+    ),
+    "mixed_loss": (mixup.mixed_loss, [random(2, 4, 3), LABELS, LAMBDAS, PARTNERS]),
+    "contrastive_loss": (
+        lambda p, g, z: fedbr.contrastive_loss(p, g, z, 2.0, 1.0),
+        [random(2, 5, 4), random(2, 5, 4, seed=1), random(2, 5, 4, seed=2)],
+    ),
+    "pseudo_label_loss": (fedbr.pseudo_label_loss, [random(2, 5, 4)]),
+    "mixture_inputs": (
+        lambda means, x, y, i: fedbr.mixture_pseudo_data(means, x, y, i, 3)["inputs"],
+        [random(2, 2, 5), random(2, 4, 5, seed=1), LABELS, SAMPLES],
+    ),
+    "mixture_targets": (
+        lambda means, x, y, i: fedbr.mixture_pseudo_data(means, x, y, i, 3)["targets"],
+        [random(2, 2, 5), random(2, 4, 5, seed=1), LABELS, SAMPLES],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LANES)
+def test_several_clients_at_once_give_what_a_loop_gives(name: str) -> None:
+    function, arguments = LANES[name]
+    lanes = torch.func.vmap(function)(*arguments)
+    close(lanes, torch.stack([function(*rows) for rows in zip(*arguments, strict=True)]))
