@@ -54,7 +54,8 @@ def arguments(cls: Callable[..., object], node: Mapping[str, Any], path: str) ->
     given = {key: value for key, value in node.items() if key != TARGET}
     for key in given:
         if key not in parameters:
-            raise Refused(f"{_join(path, key)} does not exist: {instead(key, parameters, f'{path or "a run"} has')}")
+            has = instead(key, parameters, f"{path or 'a run'} has")
+            raise Refused(f"{_join(path, key)} does not exist: {has}")
     for key, parameter in parameters.items():
         if given.get(key, MISSING if parameter.default is parameter.empty else None) == MISSING:
             raise Refused(f"{_join(path, key)} has no default: set it to {described(hints.get(key, object))}")
@@ -64,6 +65,8 @@ def arguments(cls: Callable[..., object], node: Mapping[str, Any], path: str) ->
 def checked(value: Any, kind: Any, path: str) -> Any:
     """The value as the annotation wants it (an integer becomes a float, a mapping a dataclass), or Refused."""
     if dataclasses.is_dataclass(kind) and isinstance(kind, type) and isinstance(value, Mapping):
+        if (target := value.get(TARGET, named := f"{kind.__module__}.{kind.__qualname__}")) != named:
+            raise Refused(f"{path}.{TARGET}={shown(target)} cannot be chosen: it is {named}")
         return build(kind, value, path)
     if get_origin(kind) in (list, tuple, Sequence) and isinstance(value, (list, tuple)):
         inner = get_args(kind)[0]
@@ -137,7 +140,7 @@ def shown(value: object) -> str:
 def _hints(cls: Callable[..., object]) -> dict[str, Any]:
     if dataclasses.is_dataclass(cls):
         return get_type_hints(cls)  # along the classes that it extends, each in its own module
-    return get_type_hints(cls.__init__ if isinstance(cls, type) else cls)
+    return get_type_hints(getattr(cls, "__init__") if isinstance(cls, type) else cls)  # noqa: B009
 
 
 def _join(path: str, key: str) -> str:
@@ -146,7 +149,9 @@ def _join(path: str, key: str) -> str:
 
 def _placed(message: str, path: str) -> str:
     """A constructor's message with the place in the configuration, unless it names it already."""
-    return message if not path or path in message or message.startswith(path.rpartition(".")[2]) else f"{path}: {message}"
+    return (
+        message if not path or path in message or message.startswith(path.rpartition(".")[2]) else f"{path}: {message}"
+    )
 
 
 def defaults(cls: Callable[..., object]) -> dict[str, Any]:
@@ -158,11 +163,9 @@ def _default(parameter: inspect.Parameter, cls: Callable[..., object]) -> Any:
     value = parameter.default
     if value is parameter.empty:
         return MISSING
-    for field in dataclasses.fields(cls) if dataclasses.is_dataclass(cls) else ():  # type: ignore[arg-type]
+    for field in dataclasses.fields(cls) if dataclasses.is_dataclass(cls) else ():
         if field.name == parameter.name and field.default_factory is not dataclasses.MISSING:
             value = field.default_factory()
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return dataclasses.asdict(value)
     return list(value) if isinstance(value, tuple) else value
-
-

@@ -1,4 +1,4 @@
-"""Command-line words to one checked configuration: the folder `conf`, the overrides, and Hydra, which is used here alone.
+"""Command-line words to one checked configuration: the folder `conf`, the overrides, and Hydra, used here alone.
 
 Hydra composes files; overrides are checked and applied here, because its own rules for them are too lenient (a misspelt
 key with `+` creates a new one) and its messages speak of its internals.
@@ -6,14 +6,13 @@ key with `+` creates a new one) and its messages speak of its internals.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias, cast
 
-from hydra import compose as hydra_compose
-from hydra import initialize_config_dir
+import yaml
+from hydra import compose as hydra_compose, initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
@@ -50,7 +49,8 @@ def groups(folders: Sequence[Path] = ()) -> Groups:
             raise Refused(f"the configuration folder {root} does not exist: name one that does, or leave it out")
         for path in sorted(root.glob("*/**/*.yaml")):
             group, *rest = path.relative_to(root).with_suffix("").parts
-            files.setdefault(group, {})["/".join(rest)] = path
+            if not path.name.startswith("_"):  # what several options have in common
+                files.setdefault(group, {})["/".join(rest)] = path
     return Groups(files)
 
 
@@ -63,10 +63,11 @@ def compose(overrides: Sequence[str] = (), folders: Sequence[str | Path] = ()) -
     known = groups(roots)
     parsed = [_parsed(text) for text in overrides]
     chosen = {o.key_or_group: _options(o, known) for o in parsed if o.key_or_group in known.files}
-    values = {o.key_or_group: (o.value(), o.input_line) for o in parsed if o.key_or_group not in known.files}
+    values = {o.key_or_group: (o.value(), str(o.input_line)) for o in parsed if o.key_or_group not in known.files}
     config = _composed(chosen, known, roots)
     for key, (value, text) in values.items():
         _check_key(config, key, known)
+        _refuse_plus(text)
         _assign(config, key, value, text)
     for pair in ALTERNATIVES:
         for one, other in (pair, pair[::-1]):
@@ -75,7 +76,8 @@ def compose(overrides: Sequence[str] = (), folders: Sequence[str | Path] = ()) -
     try:
         OmegaConf.resolve(config)
     except OmegaConfBaseException as error:
-        raise Refused(f"a ${{...}} in the configuration cannot be resolved: {_first_line(error)}") from error
+        named = next((text for _, text in values.values() if "${" in text), "a ${...} in the configuration")
+        raise Refused(f"{named} refers to something that does not exist: write the value itself") from error
     return config
 
 
@@ -87,31 +89,41 @@ def _parsed(text: str) -> Override:
         if not override.is_delete() and not override.is_sweep_override():
             override.value()
     except (HydraException, ValueError, TypeError) as error:
-        raise Refused(f"'{text}' cannot be read as key=value: {_QUOTE}") from error
+        hint = _QUOTE if "=" in text else "write the name of a setting, '=' and its value"
+        raise Refused(f"'{text}' cannot be read as key=value: {hint}") from error
     key = override.key_or_group
     if override.is_delete():
-        raise Refused(f"'{text}' would remove a setting, but every setting stays: give it a value, such as {key}=null")
-    if override.is_add() or override.is_force_add():
-        plain = text.lstrip("+")
-        raise Refused(f"'{text}' would add a setting, but all that exist are there already: write {plain}")
+        raise Refused(f"'{text}' would remove a setting, but every setting stays: give it another value instead")
     if override.is_sweep_override():
-        raise Refused(f"'{text}' gives several values, but a run takes one: write {key}=VALUE, or {key}=[a,b] for a list")
+        raise Refused(
+            f"'{text}' gives several values, but a run takes one: write {key}=VALUE, or {key}=[a,b] for a list"
+        )
     if override.package is not None:
         raise Refused(f"'{text}' moves a group with '@', but groups keep their names: write {key}=VALUE")
     return override
+
+
+def _refuse_plus(text: str) -> None:
+    """With '+' Hydra adds what does not exist; here all that is known exists."""
+    if text.startswith("+"):
+        raise Refused(f"'{text}' would add a setting that exists already: write {text.lstrip('+')}")
 
 
 def _options(override: Override, known: Groups) -> list[str]:
     """The options that an override of a group chooses."""
     group, value = override.key_or_group, override.value()
     options = known.files[group]
+    _refuse_plus(str(override.input_line))
     if group in LISTS:
-        names = list(value) if isinstance(value, list) else [value] if value not in (None, "") else []
+        found = list(value) if isinstance(value, list) else [value] if value not in (None, "") else []
     else:
-        names = [value]
-    for name in names:
+        found = [value]
+    names = [name for name in found if isinstance(name, str)]
+    for name in found:
         if not isinstance(name, str) or name not in options:
-            raise Refused(f"{group}={name if name is not None else 'null'} does not exist: {instead(str(name), options)}")
+            raise Refused(
+                f"{group}={'null' if name is None else str(name)} does not exist: {instead(str(name), options)}"
+            )
         if names.count(name) > 1:
             raise Refused(f"{group}=[{','.join(names)}] names {name} {names.count(name)} times: keep one of them")
     return names
@@ -119,15 +131,23 @@ def _options(override: Override, known: Groups) -> list[str]:
 
 def _composed(chosen: Mapping[str, list[str]], known: Groups, roots: Sequence[Path]) -> DictConfig:
     """The files put together. Of what a preset says about a group whose option the user chose, common keys remain."""
-    words = [f"{group}=[{','.join(names)}]" if group in LISTS else f"{group}={names[0]}" for group, names in chosen.items()]
+    words = [
+        f"{group}=[{','.join(names)}]" if group in LISTS else f"{group}={names[0]}" for group, names in chosen.items()
+    ]
     places = ",".join(f'"file://{root}"' for root in roots)
     search = [f"hydra.searchpath=[{places}]"] if roots else []
     try:
         with initialize_config_dir(str(conf_folder()), version_base="1.3"):
             config = hydra_compose("config", overrides=[*words, *search], return_hydra_config=True)
-            own = {group: _keys(group, names, search) for group, names in chosen.items()} if "experiment" in chosen else {}
-    except (HydraException, OmegaConfBaseException) as error:
-        raise Refused(f"the configuration files do not fit together ({_first_line(error)}): check your own files") from error
+            own = (
+                {group: _keys(group, names, search) for group, names in chosen.items()}
+                if "experiment" in chosen
+                else {}
+            )
+    except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
+        raise Refused(
+            f"the configuration files do not fit together ({_first_line(error)}): check your own files"
+        ) from error
     choices = {group: name for group, name in config.hydra.runtime.choices.items() if "/" not in group}
     OmegaConf.set_struct(config, False)
     for key in ("hydra", "experiment"):
@@ -139,12 +159,14 @@ def _composed(chosen: Mapping[str, list[str]], known: Groups, roots: Sequence[Pa
     for group in LISTS:
         choices[group] = chosen[group] if group in chosen else list(config[group])
     config["choices"] = choices
-    return cast(DictConfig, config)
+    return config
 
 
 def _keys(group: str, names: Sequence[str], search: Sequence[str]) -> list[str]:
     """The keys of some options of a group, in the order of the options."""
-    return [str(key) for name in names for key in hydra_compose(f"{group}/{name}", overrides=list(search)).get(group, ())]
+    return [
+        str(key) for name in names for key in hydra_compose(f"{group}/{name}", overrides=list(search)).get(group, ())
+    ]
 
 
 def _check_key(config: DictConfig, key: str, known: Groups) -> None:
@@ -180,7 +202,7 @@ def _anywhere(config: DictConfig, key: str, known: Groups) -> str:
     top = [str(name) for name in config if name != "choices"] + ["experiment"]
     if near := nearest(head, top):
         return f"did you mean {near}{'.' + rest if rest else ''}?"
-    inner = [f"{name}.{leaf}" for name in config if isinstance(config[name], DictConfig) for leaf in config[name]]
+    inner = [f"{name!s}.{leaf!s}" for name in config if isinstance(config[name], DictConfig) for leaf in config[name]]
     matches = [name for name in inner if name.endswith(f".{key}")]
     return f"did you mean {' or '.join(matches)}?" if matches else f"the valid ones are {', '.join(top)}"
 
@@ -189,7 +211,7 @@ def _assign(config: DictConfig, key: str, value: Any, text: str) -> None:
     try:
         OmegaConf.update(config, key, value, merge=True)
     except OmegaConfBaseException as error:
-        raise Refused(f"'{text}' cannot be set: {_first_line(error)}") from error
+        raise Refused(f"'{text}' does not fit there: {key} takes a single value") from error
 
 
 def _first_line(error: Exception) -> str:
@@ -209,7 +231,7 @@ def to_yaml(config: Node) -> str:
     return str(OmegaConf.to_yaml(OmegaConf.create(config)))
 
 
-def load_yaml(path: str | os.PathLike[str]) -> Node:
+def load_yaml(path: Path) -> Node:
     """A stored configuration. Raises Refused where the file is broken."""
     try:
         return cast(Node, OmegaConf.to_container(OmegaConf.load(path)))

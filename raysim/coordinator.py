@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 
 from raysim import checkpoint
 from raysim.fleet import Fleet
-from raysim.host import Recipe, build_networks
+from raysim.host import Recipe, build_networks, settle
 from raysim.messages import Failure, Job, Outcome, Published, Report, Sum, Task, Trained, Update
 from raysim.methods.method import owner, owners
 from raysim.metrics import peak_memory
@@ -62,7 +62,7 @@ class Settings:
     """What a coordinator needs besides the recipe."""
 
     rounds: int
-    weighting: Weighting = "samples"
+    weighting: Weighting | None = None  # None: by samples, unless a method asks for uniform
     group: int = 5
     evaluate_every: int = 1
     evaluate_clients: int | None = None  # None: all
@@ -148,6 +148,7 @@ class Coordinator:
 
     def __init__(self, recipe: Recipe, schedule: Schedule, fleet: Fleet, runtime: Runtime, settings: Settings):
         self.recipe, self.schedule, self.fleet, self.runtime, self.settings = recipe, schedule, fleet, runtime, settings
+        settle(recipe.threads)
         networks, self.layout = build_networks(recipe)
         self.initial = Vector(networks, self.layout, torch.device("cpu"), recipe.dtype)
         self.counts = recipe.data.partition.train.counts
@@ -158,7 +159,7 @@ class Coordinator:
             recipe.methods,
             self.counts,
             recipe.seed,
-            settings.weighting,
+            settings.weighting or _asked_weighting(recipe),
             settings.group,
         )
         self.eligible = np.flatnonzero(self.counts)
@@ -305,29 +306,24 @@ class Coordinator:
         """Give every flight that is not under way to a host: those in `taken` first, long ones first."""
         waiting = [flight for flight in (*taken, *self.flights.values()) if flight.call is None]
         whole = self.server.summable and not self.stateful and all(flight.call is None for flight in taken)
-        units = self._units(taken if whole else [], waiting)
-        groups = {flight.job.number for unit in units if len(unit) > 1 for flight in unit} if whole else set()
+        groups = self._groups(taken) if whole else []
+        summed = {flight.job.number: tuple(f.job.number for f in unit) for unit in groups for flight in unit}
+        units = groups + _chains([flight for flight in waiting if flight.job.number not in summed])
         per_host: dict[int, list[list[Flight]]] = {}
         for unit, host in zip(units, self._assign(units), strict=True):
             per_host.setdefault(host, []).append(unit)
         urgent = {flight.job.number for flight in taken}
         for host, own in per_host.items():
-            for chunk in self._chunks(own, urgent, groups):
-                self._send(host, chunk, groups)
+            for chunk in self._chunks(own, urgent, summed):
+                self._send(host, chunk, summed)
 
-    def _units(self, taken: Sequence[Flight], waiting: Sequence[Flight]) -> list[list[Flight]]:
-        """What must go to one host: groups to be summed there, and jobs of one client. Groups only if they balance."""
-        group = self.server.group
-        grouped = [list(taken[i : i + group]) for i in range(0, len(taken), group)]
-        if grouped and _makespan(grouped, self.runtime.hosts) <= 1.1 * _makespan([[f] for f in taken], self.runtime.hosts):
-            rest = [[flight] for flight in waiting if flight not in taken]
-            return sorted(grouped, key=_work, reverse=True) + rest
-        by_client: dict[int, list[Flight]] = {}
-        for flight in waiting:
-            by_client.setdefault(flight.job.client, []).append(flight)
-        for chain in by_client.values():
-            chain.sort(key=lambda flight: flight.job.number)
-        return sorted(by_client.values(), key=_work, reverse=True)
+    def _groups(self, taken: Sequence[Flight]) -> list[list[Flight]]:
+        """The groups of an aggregation, long ones first, for hosts to sum; none if the hosts would idle more that way."""
+        size, hosts = self.server.group, self.runtime.hosts
+        groups = [list(taken[i : i + size]) for i in range(0, len(taken), size)]
+        if _makespan(groups, hosts) > 1.1 * _makespan([[flight] for flight in taken], hosts):
+            return []
+        return sorted(groups, key=_work, reverse=True)
 
     def _assign(self, units: Sequence[Sequence[Flight]]) -> list[int]:
         """A host per unit: the least loaded one, but where a client's state lies if that costs at most a tenth."""
@@ -343,30 +339,20 @@ class Coordinator:
             chosen.append(host)
         return chosen
 
-    def _chunks(
-        self, units: Sequence[list[Flight]], urgent: set[int], groups: set[int]
-    ) -> Iterator[list[Flight]]:
-        """Calls to one host: urgent jobs apart from others, versions apart, and not too many deltas in one."""
+    def _chunks(self, units: Sequence[list[Flight]], urgent: set[int], summed: Mapping[int, tuple[int, ...]]) -> Iterator[list[Flight]]:
+        """Calls to one host: urgent jobs first, one version and not too many deltas in each."""
         most = max(1, _CALL // max(1, self.layout.shared))
-        open_: dict[tuple[bool, int], list[Flight]] = {}
-        for unit in units:
-            key = (unit[0].job.number not in urgent, unit[0].job.version)
-            for flight in unit:
-                # Jobs of one client may start from different versions; its earlier call is closed before.
-                key = (key[0], flight.job.version)
-                open_.setdefault(key, []).append(flight)
-        for _, flights in sorted(open_.items()):
-            if flights[0].job.number in groups:
-                yield flights
-            else:
-                yield from (flights[i : i + most] for i in range(0, len(flights), most))
+        calls: dict[tuple[bool, int], list[Flight]] = {}
+        for flight in (flight for unit in units for flight in unit):
+            calls.setdefault((flight.job.number not in urgent, flight.job.version), []).append(flight)
+        for _, flights in sorted(calls.items()):
+            together = len(flights) if flights[0].job.number in summed else most
+            yield from (flights[i : i + together] for i in range(0, len(flights), together))
 
-    def _send(self, host: int, flights: Sequence[Flight], groups: set[int]) -> None:
+    def _send(self, host: int, flights: Sequence[Flight], summed: Mapping[int, tuple[int, ...]]) -> None:
         jobs = [flight.job for flight in flights]
         published = self._published[jobs[0].version][1]
-        members = [job.number for job in jobs if job.number in groups]
-        size = self.server.group
-        sums = [tuple(members[i : i + size]) for i in range(0, len(members), size)]
+        sums = list(dict.fromkeys(summed[job.number] for job in jobs if job.number in summed))
         states: list[Ref] = []
         if self.stateful:
             for job in jobs:
@@ -598,8 +584,21 @@ def _under(arrays: Mapping[str, np.ndarray], prefix: str) -> dict[str, np.ndarra
     return {key.removeprefix(prefix): value for key, value in arrays.items() if key.startswith(prefix)}
 
 
+def _asked_weighting(recipe: Recipe) -> Weighting:
+    """Uniform if any method asks for it."""
+    return "uniform" if any(method.weighting == "uniform" for method in recipe.methods) else "samples"
+
+
 def _work(unit: Sequence[Flight]) -> float:
     return sum(flight.work for flight in unit)
+
+
+def _chains(flights: Sequence[Flight]) -> list[list[Flight]]:
+    """Jobs of one client, in order, which must go to one host; long chains first."""
+    chains: dict[int, list[Flight]] = {}
+    for flight in sorted(flights, key=lambda flight: flight.job.number):
+        chains.setdefault(flight.job.client, []).append(flight)
+    return sorted(chains.values(), key=_work, reverse=True)
 
 
 def _makespan(units: Sequence[Sequence[Flight]], hosts: int) -> float:

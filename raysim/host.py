@@ -126,8 +126,8 @@ class Host:
     # --- training ------------------------------------------------------------------------------------------------
     def train(
         self, jobs: Sequence[Job], groups: Sequence[tuple[int, ...]], published: Published, *states: Arrays | None
-    ) -> tuple[Trained | Arrays, ...]:
-        """Train the jobs in order. Returns a `Trained`, then (for stateful runs) each job's new private state.
+    ) -> Trained | tuple[Trained | Arrays, ...]:
+        """Train the jobs in order. Returns a `Trained`; in stateful runs a tuple of it and each job's new private state.
 
         groups: numbers of jobs, consecutive here, whose deltas are summed on this host.
         states: for each job the accepted state to start from, or None if it is resident; nothing in stateless runs.
@@ -148,7 +148,8 @@ class Host:
                 self._resident[job.client] = (job.number, new)
                 after.append({key: value.cpu().numpy() for key, value in new.items()})
         sums = tuple(Sum(group, total) for group, total in totals.items())
-        return Trained(tuple(outcomes), sums), *after
+        trained = Trained(tuple(outcomes), sums)
+        return (trained, *after) if states else trained
 
     def _receive(self, published: Published) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         """The broadcast as tensors on the device; on a CPU views of the very array that was published."""

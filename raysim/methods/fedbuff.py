@@ -103,6 +103,14 @@ class FedBuff(Method):
         buffer_divisor(weights=torch.ones(1), normalization=normalization)
         self.normalization = normalization
 
+    def start(self, server: Server) -> None:
+        """Sample counts only make sense where they are divided out again."""
+        if server.weighting == "samples" and self.normalization != "weights":
+            raise ValueError(
+                f"weighting=samples multiplies FedBuff's step by the clients' samples under method.fedbuff.normalization="
+                f"{self.normalization}; set weighting=uniform or method.fedbuff.normalization=weights"
+            )
+
     def weigh(self, weights: list[float], updates: Sequence[Update], server: Server) -> list[float]:
         """Old updates count less."""
         staleness, raw = torch.tensor(server.staleness), torch.tensor(weights, dtype=torch.float64)

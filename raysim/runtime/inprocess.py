@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
+import torch
+
+from raysim.coordinator import Coordinator, Event, Settings
+from raysim.fleet import Fleet
 from raysim.host import Host, Recipe
+from raysim.schedule import Schedule
 
 
 class InProcess:
@@ -21,8 +27,18 @@ class InProcess:
     def call(self, host: int, method: str, *args: object, returns: int = 1) -> list[Any]:
         """Run it now."""
         result = getattr(self._host, method)(*args)
-        return list(result) if method == "train" else [result]
+        return [result] if returns == 1 else list(result)
 
     def get(self, ref: Any) -> Any:
         """The value itself."""
         return ref
+
+
+def run(recipe: Recipe, schedule: Schedule, fleet: Fleet, settings: Settings) -> Iterator[Event]:
+    """Run here; afterwards torch's global settings are as they were."""
+    threads, deterministic = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
+    try:
+        yield from Coordinator(recipe, schedule, fleet, InProcess(recipe), settings).run()
+    finally:
+        torch.set_num_threads(threads)
+        torch.use_deterministic_algorithms(deterministic)

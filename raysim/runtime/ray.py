@@ -1,0 +1,143 @@
+"""The runtime on Ray: hosts as actors, the coordinator as an actor, events streamed to the driver.
+
+The only file besides the sweep that imports Ray.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+# Read when Ray is imported: the driver's environment is the workers' environment, and tokens stay on.
+os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
+os.environ.setdefault("RAY_AUTH_MODE", "token")
+
+import ray
+
+from raysim.coordinator import Coordinator, Event, Settings
+from raysim.fleet import Fleet
+from raysim.host import Host, Recipe
+from raysim.schedule import Schedule
+
+
+@dataclass(frozen=True)
+class RayOptions:
+    """`runtime.*`: how many hosts, and what each of them gets. None: raysim picks what fits.
+
+    address: "local" starts a cluster on this machine; "auto" or HOST:PORT joins one.
+    """
+
+    hosts: int | None = None
+    cpus: float | None = None  # per host; the thread count unless given
+    gpus: float | None = None  # per host
+    address: str = "local"
+
+    def __post_init__(self) -> None:
+        if self.hosts is not None and self.hosts < 1:
+            raise ValueError(f"runtime.hosts={self.hosts} must be at least 1")
+        for key in ("cpus", "gpus"):
+            value = getattr(self, key)
+            if value is not None and value < 0:
+                raise ValueError(f"runtime.{key}={value} must not be negative")
+
+
+class RayRuntime:
+    """Hosts as actors of class `Host`, calls as actor tasks, values in the object store."""
+
+    def __init__(self, hosts: Sequence[Any]):
+        self._hosts, self.hosts = hosts, len(hosts)
+
+    def put(self, value: object) -> ray.ObjectRef[Any]:
+        """Into the object store, once; hosts of one node map the same memory."""
+        return ray.put(value)
+
+    def call(self, host: int, method: str, *args: object, returns: int = 1) -> list[Any]:
+        """An actor task; its results belong to the caller."""
+        refs = getattr(self._hosts[host], method).options(num_returns=returns).remote(*args)
+        return [refs] if returns == 1 else list(refs)
+
+    def get(self, ref: Any) -> Any:
+        """Wait for a result; arrays in it are read-only views into the object store."""
+        return ray.get(ref)
+
+
+class RayCoordinator:
+    """The actor that runs a `Coordinator`."""
+
+    def __init__(self, recipe: Recipe, schedule: Schedule, fleet: Fleet, settings: Settings, hosts: Sequence[Any]):
+        self._coordinator = Coordinator(replace(recipe, device="cpu"), schedule, fleet, RayRuntime(hosts), settings)
+
+    def events(self) -> Iterator[Event]:
+        """The run's events, as they happen."""
+        yield from self._coordinator.run()
+
+
+def fit(options: RayOptions, recipe: Recipe, concurrency: int) -> tuple[int, float, float]:
+    """Hosts, CPUs and GPUs per host: what was asked for if it is there, else what fits.
+
+    Raises ValueError with the number that would fit.
+    """
+    cluster = ray.cluster_resources()
+    gpus = options.gpus if options.gpus is not None else (1.0 if recipe.device.startswith("cuda") else 0.0)
+    cpus = options.cpus if options.cpus is not None else float(recipe.threads)
+    room = []
+    for name, each, unit in (("CPU", cpus, "runtime.cpus"), ("GPU", gpus, "runtime.gpus")):
+        if each:
+            have = cluster.get(name, 0.0)
+            fits = int(have / each + 1e-9)
+            if (options.hosts or 1) > fits:
+                lower = f"set runtime.hosts={fits}" if fits else f"lower {unit}, or use runtime=inprocess"
+                raise ValueError(
+                    f"runtime.hosts={options.hosts or 1} needs {options.hosts or 1} x {each:g} {name}, "
+                    f"the cluster has {have:g}: {lower}"
+                )
+            room.append(fits)
+    return options.hosts or max(1, min([concurrency, *room])), cpus, gpus
+
+
+def connect(options: RayOptions) -> bool:
+    """Start or join a cluster, unless this process already has one; whether it did."""
+    if ray.is_initialized():
+        return False
+    try:
+        ray.init(
+            address=options.address,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+            include_dashboard=False if options.address == "local" else None,
+        )
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        first = str(error).strip().splitlines()[0]
+        raise ValueError(
+            f"runtime.address={options.address}: no Ray cluster could be reached or started there ({first}); "
+            "start one with `ray start --head`, or use runtime=local"
+        ) from error
+    return True
+
+
+def run(
+    recipe: Recipe, schedule: Schedule, fleet: Fleet, settings: Settings, size: tuple[int, float, float]
+) -> Iterator[Event]:
+    """Run on the connected cluster with (hosts, CPUs, GPUs per host) as `fit` gave them; errors arrive as they were raised."""
+    count, cpus, gpus = size
+    shared = ray.put(recipe)
+    # All start at once; the coordinator makes every call to the hosts, so it owns what they return.
+    host = ray.remote(num_cpus=cpus, num_gpus=gpus)(Host)
+    hosts = [host.remote(shared, f"host-{index}") for index in range(count)]
+    coordinator = ray.remote(num_cpus=0)(RayCoordinator).remote(shared, schedule, fleet, settings, hosts)
+    try:
+        for ref in coordinator.events.options(num_returns="streaming").remote():
+            yield ray.get(ref)
+    except ray.exceptions.RayTaskError as error:
+        raise error.cause from None
+    finally:
+        for actor in (coordinator, *hosts):
+            ray.kill(actor)
+
+
+def disconnect() -> None:
+    """Leave the cluster; one that `connect` started ends."""
+    ray.shutdown()

@@ -1,0 +1,154 @@
+"""A federated data set: which pixels and labels a corruption touches, and that the clean parts stay clean."""
+
+from __future__ import annotations
+
+import pickle
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from raysim.data.corruption import Rotation, rotate_images
+from raysim.data.federated import class_counts, draw_partition, federate, statistics
+from raysim.data.partition import IID, Dirichlet, Domain, Partitioner, Quantity
+from raysim.data.sources import Synthetic
+
+SOURCE = Synthetic(samples=300, test_samples=20, shape=[1, 8, 8])
+ANGLES = [0.0, 90.0, 135.0]
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("RAYSIM_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def test_without_corruption_there_is_no_second_file(cache: Path) -> None:
+    data = federate(SOURCE, IID(5), 0)
+    assert data.dataset_path == SOURCE.build().path and len(list(cache.glob("*.arrow"))) == 1
+    assert data.central.tolist() == list(range(300, 320))
+    assert data.open() is data.open()
+    assert data.title == "Synthetic(samples=300, test_samples=20), IID(clients=5)"
+
+
+def test_federated_data_travel_as_a_path_and_arrays() -> None:
+    data = federate(replace(SOURCE, mean=[0.5], std=[0.25], augment=["flip"]), IID(5), 0)
+    copy = pickle.loads(pickle.dumps(data))
+    assert copy.pipeline == data.pipeline and copy.pipeline.mean == (0.5,) and copy.pipeline.augment == ("flip",)
+    assert np.array_equal(copy.open().images, data.open().images)
+    assert np.array_equal(copy.partition.train.rows(3), data.partition.train.rows(3))
+
+
+def test_noise_hits_exactly_the_stated_number_of_each_clients_training_labels_and_nothing_else() -> None:
+    source, partitioner = replace(SOURCE, label_noise=0.3), Quantity(6, 2.0, test_fraction=0.25)
+    data, clean = federate(source, partitioner, 1), SOURCE.build()
+    wrong = data.open().labels != clean.labels
+    for client in range(6):
+        rows = data.partition.train.rows(client)
+        assert wrong[rows].sum() == int(len(rows) * 0.3 + 1e-9)
+        assert not wrong[data.partition.test.rows(client)].any()
+    assert not wrong[data.central].any()
+    assert np.array_equal(data.open().images, clean.images)
+    assert not np.array_equal(federate(source, partitioner, 2).open().labels, data.open().labels)
+
+
+def test_rotation_per_client_turns_train_and_test_rows_of_a_client_by_one_angle() -> None:
+    source = replace(SOURCE, rotation=Rotation(per="client", angles=ANGLES))
+    data, clean = federate(source, IID(4), 0), SOURCE.build()
+    for client, angle in enumerate([0.0, 90.0, 135.0, 0.0]):
+        for rows in (data.partition.train.rows(client), data.partition.test.rows(client)):
+            turned = rotate_images(images=clean.images[rows], angles=np.full(len(rows), angle), interpolation="nearest")
+            assert np.array_equal(data.open().images[rows], turned)
+            assert set(data.open().domains[rows].tolist()) == {client % 3}
+    assert data.open().domain_names == ["0 degrees", "90 degrees", "135 degrees"]
+
+
+def test_the_central_test_set_is_spread_over_the_angles_or_there_once_per_angle() -> None:
+    clean = SOURCE.build()
+    spread = federate(replace(SOURCE, rotation=Rotation(per="client", angles=[0.0, 90.0])), IID(4), 0)
+    assert np.array_equal(spread.open().images[300::2], clean.images[300::2])
+    assert np.array_equal(spread.open().images[301::2], np.rot90(clean.images[301::2], axes=(2, 3)))
+    every = federate(replace(SOURCE, rotation=Rotation(per="client", angles=[0.0, 90.0], test="all")), IID(4), 0)
+    assert every.central.tolist() == list(range(300, 340))
+    assert np.array_equal(every.open().images[300:320], clean.images[300:])
+    assert np.array_equal(every.open().images[320:], np.rot90(clean.images[300:], axes=(2, 3)))
+    assert np.array_equal(every.open().labels[300:], np.tile(clean.labels[300:], 2))
+
+
+def test_rotation_per_image_follows_each_clients_own_preferences() -> None:
+    rotation = Rotation(per="image", angles=ANGLES, concentration=0.05)
+    data = federate(replace(SOURCE, rotation=rotation), IID(10), 0)
+    turns = data.open().domains
+    most = []
+    for client in range(10):
+        rows = np.concatenate((data.partition.train.rows(client), data.partition.test.rows(client)))
+        most.append(np.bincount(turns[rows], minlength=3).max() / len(rows))
+    assert np.median(most) > 0.8  # a small concentration: nearly one angle per client, not one angle for all
+    assert len(set(turns.tolist())) == 3
+
+
+def test_the_domains_of_a_multi_domain_source_survive_rotation() -> None:
+    source = replace(SOURCE, domains=3, rotation=Rotation(per="client", angles=ANGLES))
+    data = federate(source, Domain(2), 0)
+    assert np.array_equal(data.open().domains, replace(SOURCE, domains=3).build().domains)
+
+
+def test_pooling_comes_after_rotation() -> None:
+    source = replace(SOURCE, pool=2, rotation=Rotation(per="client", angles=[135.0]))
+    data, clean = federate(source, IID(1), 0), SOURCE.build()
+    turned = rotate_images(images=clean.images, angles=np.full(320, 135.0), interpolation="nearest")
+    sums = turned.reshape(320, 1, 4, 2, 4, 2).astype(int).sum(axis=(3, 5))
+    assert np.array_equal(data.open().images, (sums + 2) // 4)
+
+
+def test_rows_of_no_client_stay_as_they_are() -> None:
+    source = replace(SOURCE, label_noise=1.0, rotation=Rotation(per="client", angles=[90.0]))
+    data, clean = federate(source, IID(5, fraction=0.5), 0), SOURCE.build()
+    used = np.concatenate((data.partition.train.indices, data.partition.test.indices, data.central))
+    unused = np.setdiff1d(np.arange(320), used)
+    assert len(unused) == 120
+    assert np.array_equal(data.open().images[unused], clean.images[unused])
+    assert np.array_equal(data.open().labels[unused], clean.labels[unused])
+
+
+def test_a_corrupted_set_is_built_once_per_partition(cache: Path) -> None:
+    noisy = replace(SOURCE, label_noise=0.1)
+    paths = [federate(noisy, IID(clients), seed).dataset_path for clients, seed in ((5, 0), (5, 0), (4, 0), (5, 1))]
+    assert paths[0] == paths[1] and len(set(paths)) == 3
+    pooled = [federate(replace(SOURCE, pool=2), IID(5), seed).dataset_path for seed in (0, 1)]
+    assert pooled[0] == pooled[1]
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"mean": [0.5, 0.5], "std": [0.5, 0.5]}, r"data.mean=\[0.5, 0.5\] has 2 values, the images have 1 channel"),
+        ({"pool": 3}, r"data.pool=3 does not divide images of 8 x 8"),
+        ({"classes": 1, "label_noise": 0.5}, r"data.label_noise=0.5 needs at least two classes"),
+    ],
+)
+def test_settings_that_do_not_fit_the_images_are_refused(settings: dict, sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        federate(replace(SOURCE, **settings), IID(5), 0)
+
+
+def test_statistics_describe_the_split() -> None:
+    data = federate(SOURCE, Dirichlet(20, 0.05, minimum=0), 0)
+    numbers = statistics(data)
+    counts = class_counts(data)
+    assert numbers["clients"] == 20 and numbers["empty_clients"] == (counts.sum(axis=1) == 0).sum() > 0
+    assert numbers["samples"] + data.partition.test.counts.sum() + numbers["unused"] == 300
+    assert numbers["sizes"]["max"] == data.partition.train.counts.max()
+    assert 0 < numbers["mean_entropy"] < numbers["pooled_entropy"] <= np.log(10) + 1e-12
+    one_class = federate(replace(SOURCE, classes=1), IID(3), 0)
+    assert statistics(one_class)["mean_entropy"] == 0.0
+
+
+@pytest.mark.parametrize("partitioner", [IID(3), Dirichlet(30, 0.05, minimum=0), Dirichlet(1500, 0.5, minimum=0)])
+def test_a_partition_is_drawn_as_a_png(partitioner: Partitioner, tmp_path: Path) -> None:
+    from PIL import Image
+
+    draw_partition(federate(SOURCE, partitioner, 0), tmp_path / "partition.png")
+    with Image.open(tmp_path / "partition.png") as image:
+        assert image.format == "PNG" and min(image.size) > 500

@@ -1,0 +1,227 @@
+"""Partitioners: who gets which samples, what is refused, and that a split is a function of the seed."""
+
+from __future__ import annotations
+
+import pickle
+
+import numpy as np
+import pytest
+import torch
+
+from raysim.data.partition import (
+    CSR,
+    IID,
+    Dirichlet,
+    DirichletClient,
+    Domain,
+    DomainClass,
+    Partition,
+    Partitioner,
+    Quantity,
+    Shards,
+    dirichlet_client_split,
+    dirichlet_label_split,
+    domain_class_split,
+    fraction_count,
+    held_out,
+    iid_split,
+    quantity_split,
+    shard_split,
+    subsample,
+)
+
+LABELS = np.random.default_rng(0).permutation(np.repeat(np.arange(10), 200))
+DOMAINS = np.random.default_rng(1).integers(0, 4, len(LABELS))
+
+WHOLE = [
+    IID(7),
+    Dirichlet(20, 0.5),
+    Dirichlet(20, 0.3, balance=True),
+    Dirichlet(25, 0.3, balance=True, grouping=10),
+    Dirichlet(20, 0.5, per="client"),
+    DirichletClient(20, 0.1),
+    DirichletClient(20, 0.1, concentration="prior_scaled"),
+    DirichletClient(20, 0.1, concentration="prior_scaled", remaining=True, turns="sequential"),
+    Shards(20, 3),
+    Quantity(20, 0.5),
+    Domain(3),
+    DomainClass([[0, 1, 2, 3], [4, 5, 6, 7, 8, 9]]),
+]
+
+
+def split(partitioner: Partitioner, seed: int = 3) -> Partition:
+    return partitioner.split(LABELS, DOMAINS, 10, seed)
+
+
+def histograms(csr: CSR) -> np.ndarray:
+    return np.stack([np.bincount(LABELS[csr.rows(client)], minlength=10) for client in range(len(csr))])
+
+
+def all_rows(partition: Partition) -> list[int]:
+    return sorted([*partition.train.indices.tolist(), *partition.test.indices.tolist()])
+
+
+@pytest.mark.parametrize("partitioner", WHOLE, ids=repr)
+def test_every_sample_goes_to_exactly_one_client(partitioner: Partitioner) -> None:
+    partition = split(partitioner)
+    assert all_rows(partition) == list(range(len(LABELS)))
+    for csr in (partition.train, partition.test):
+        assert csr.indices.dtype == csr.offsets.dtype == np.int64
+        assert csr.offsets[0] == 0 and csr.offsets[-1] == len(csr.indices) and (csr.counts >= 0).all()
+
+
+@pytest.mark.parametrize("partitioner", WHOLE, ids=repr)
+def test_the_same_seed_gives_the_same_split_and_another_seed_another(partitioner: Partitioner) -> None:
+    first, again, other = split(partitioner), split(partitioner), split(partitioner, seed=4)
+    assert np.array_equal(first.train.indices, again.train.indices)
+    assert np.array_equal(first.test.offsets, again.test.offsets)
+    assert not np.array_equal(first.train.indices, other.train.indices)
+
+
+def test_each_client_holds_out_the_stated_share_but_keeps_its_last_sample() -> None:
+    csr = CSR(np.arange(12), np.array([0, 0, 1, 2, 12]))
+    parts = held_out(csr, 0.25, np.random.default_rng(0).permutation(12))
+    assert parts.test.counts.tolist() == [0, 0, 0, 2]
+    assert parts.train.counts.tolist() == [0, 1, 1, 8]
+    assert held_out(csr, 0.0, np.arange(12)).test.counts.tolist() == [0, 0, 0, 0]
+
+
+def test_fractions_are_nested_and_leave_the_held_out_rows_alone() -> None:
+    small, large, whole = (split(Domain(2, fraction=f, test_fraction=0.1)) for f in (0.1, 0.5, 1.0))
+    for client in range(8):
+        rows = [set(part.train.rows(client).tolist()) for part in (small, large, whole)]
+        assert rows[0] < rows[1] < rows[2]
+        total = len(rows[2]) + len(whole.test.rows(client))
+        assert len(rows[0]) == fraction_count(total=total - total // 10, fraction=0.1)
+    assert np.array_equal(small.test.indices, whole.test.indices)
+
+
+def test_the_count_rule_forgives_what_floating_point_loses() -> None:
+    assert fraction_count(total=100, fraction=0.29) == 29
+
+
+def test_pure_functions_take_tensors_as_well_as_arrays() -> None:
+    labels, order = torch.tensor([0, 1, 0, 1]), torch.tensor([3, 2, 1, 0])
+    rows = dirichlet_label_split(labels=labels, proportions=torch.tensor([[0.5, 0.5], [0.0, 1.0]]), order=order)
+    assert rows["indices"].tolist() == [2, 0, 3, 1] and rows["offsets"].tolist() == [0, 1, 4]
+
+
+def test_a_large_alpha_gives_every_client_the_global_class_shares() -> None:
+    for partitioner in (Dirichlet(10, 1e6, test_fraction=0), DirichletClient(10, 1e6, test_fraction=0)):
+        shares = histograms(split(partitioner).train) / 200
+        assert np.abs(shares - 0.1).max() < 0.06, partitioner
+
+
+def test_with_the_remaining_prior_a_small_alpha_gives_most_clients_one_class() -> None:
+    settings = {"concentration": "prior_scaled", "remaining": True, "turns": "sequential", "test_fraction": 0}
+    counts = histograms(split(DirichletClient(10, 0.01, **settings)).train)
+    assert np.median(counts.max(axis=1)) > 180
+
+
+def test_dirichlet_clients_all_have_the_same_size_and_leave_the_remainder_unused() -> None:
+    partition = split(DirichletClient(30, 0.5, test_fraction=0))
+    assert set(partition.train.counts.tolist()) == {len(LABELS) // 30}
+    assert len(set(partition.train.indices.tolist())) == 30 * (len(LABELS) // 30)
+
+
+def test_a_client_whose_classes_are_used_up_takes_what_is_left() -> None:
+    rows = dirichlet_client_split(
+        labels=[0, 1, 1, 1],
+        proportions=[[1.0, 0.0]],
+        turns=[0, 0, 0, 0],
+        uniforms=[0.0, 0.999, 0.0, 1 - 2**-53],
+        order=[0, 3, 2, 1],
+    )
+    assert rows["indices"].tolist() == [0, 3, 2, 1]
+
+
+def test_balancing_stops_a_client_at_its_equal_share_plus_one_class() -> None:
+    sizes = split(Dirichlet(10, 0.1, balance=True, minimum=0, test_fraction=0)).train.counts
+    assert sizes.max() <= len(LABELS) // 10 + 200
+    assert sizes.max() < split(Dirichlet(10, 0.1, minimum=0, test_fraction=0)).train.counts.max()
+
+
+def test_redraws_go_on_until_every_client_has_the_minimum() -> None:
+    # at this setting about one draw in ten satisfies the minimum
+    assert split(Dirichlet(20, 0.3, minimum=20, test_fraction=0)).train.counts.min() >= 20
+    assert split(Dirichlet(20, 0.3, minimum=0, test_fraction=0), seed=0).train.counts.min() < 20
+
+
+def test_groups_split_their_own_consecutive_share_of_the_data() -> None:
+    partition = split(Dirichlet(25, 0.3, balance=True, grouping=10, test_fraction=0))
+    groups = np.add.reduceat(partition.train.counts, [0, 10, 20])
+    assert groups.tolist() == [800, 800, 400]
+    assert partition.train.counts.min() >= len(LABELS) // 50
+
+
+def test_a_client_with_s_shards_sees_at_most_two_classes_per_shard() -> None:
+    counts = histograms(split(Shards(20, 2, test_fraction=0)).train)
+    assert (counts > 0).sum(axis=1).max() <= 4 and set(counts.sum(axis=1).tolist()) == {100}
+
+
+def test_shards_keep_all_samples_when_sizes_do_not_divide() -> None:
+    rows = shard_split(
+        labels=np.zeros(7, int), num_clients=2, shards_per_client=2, order=np.arange(7), assignment=[3, 0, 2, 1]
+    )
+    assert rows["indices"].tolist() == [6, 0, 1, 4, 5, 2, 3] and rows["offsets"].tolist() == [0, 3, 7]
+
+
+def test_domains_and_class_groups_define_clients() -> None:
+    counts = split(Domain(2, test_fraction=0)).train
+    assert [set(DOMAINS[counts.rows(client)].tolist()) for client in range(8)] == [
+        {d} for d in (0, 0, 1, 1, 2, 2, 3, 3)
+    ]
+    rows = domain_class_split(domains=[0, 1, 0, 1], labels=[0, 1, 2, 0], num_domains=2, class_groups=[[0], [1]])
+    assert rows["indices"].tolist() == [0, 3, 1] and rows["offsets"].tolist() == [0, 1, 1, 2, 3]
+
+
+def test_subsampling_everything_keeps_every_row() -> None:
+    rows = subsample(indices=[4, 1, 0, 3], offsets=[0, 3, 4], fraction=1.0, order=[0, 1, 2, 3, 4])
+    assert rows["indices"].tolist() == [0, 1, 4, 3] and rows["offsets"].tolist() == [0, 3, 4]
+
+
+def test_cuts_cover_all_samples_even_with_more_clients_than_samples() -> None:
+    assert iid_split(order=np.arange(3), num_clients=5)["offsets"].tolist() == [0, 1, 2, 3, 3, 3]
+    shares = np.full(1000, 1 / 1000)
+    assert quantity_split(order=np.arange(1000), proportions=shares)["offsets"].tolist() == list(range(1001))
+
+
+@pytest.mark.parametrize("kind", [IID(100_000), Dirichlet(100_000, 0.5, minimum=0), Quantity(100_000, 0.5, minimum=0)])
+def test_a_hundred_thousand_clients_are_two_arrays(kind: Partitioner) -> None:
+    labels = np.arange(60_000) % 10
+    partition = kind.split(labels, np.zeros_like(labels), 10, 0)
+    assert len(partition) == 100_000 and all_rows(partition) == list(range(60_000))
+
+
+def test_a_partition_survives_pickling_and_its_rows_are_views() -> None:
+    partition = split(IID(4))
+    copy = pickle.loads(pickle.dumps(partition))
+    assert np.array_equal(copy.train.rows(2), partition.train.rows(2))
+    assert partition.train.rows(2).base is partition.train.indices
+    assert np.array_equal(partition.train.owners[partition.train.offsets[2] :][:3], [2, 2, 2])
+
+
+@pytest.mark.parametrize(
+    ("make", "sentence"),
+    [
+        (lambda: IID(0), r"partition.clients=0 .* at least 1"),
+        (lambda: IID(3, fraction=0.0), r"partition.fraction=0.0 .* above 0 and at most 1"),
+        (lambda: IID(3, test_fraction=1.0), r"partition.test_fraction=1.0 .* below 1"),
+        (lambda: Dirichlet(3, 0.0), r"partition.alpha=0.0 .* above 0"),
+        (lambda: Dirichlet(3, 0.1, minimum=-1), r"partition.minimum=-1"),
+        (lambda: DirichletClient(3, 0.1, remaining=True), r"partition.remaining=true needs .*prior_scaled"),
+        (lambda: DirichletClient(3, 0.1, turns="random"), r"partition.turns=random .* rotating or sequential"),
+        (lambda: DomainClass([[0, 1], [1]]), r"partition.groups=\[\[0, 1\], \[1\]\]"),
+        (lambda: split(DomainClass([[0], [10]])), r"names class 10, .* classes 0 to 9"),
+        (lambda: split(Shards(1001, 2)), r"needs 2002 samples, .* has 2000: set partition.clients=1000 or less"),
+        (lambda: split(DirichletClient(2001, 0.1)), r"set partition.clients=2000 or less"),
+        (lambda: split(Dirichlet(300, 0.5, minimum=10)), r"needs 3000 samples, .* set partition.clients=200 or less"),
+        (
+            lambda: split(Quantity(100, 0.05, minimum=2)),
+            r"alpha=0.05 over .*clients=100 .* partition.minimum=2 .* 10000 attempts, .* set partition.minimum=0",
+        ),
+    ],
+)
+def test_what_cannot_be_split_is_refused_with_a_setting_that_can(make, sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        make()
