@@ -89,7 +89,9 @@ def read(path: Path) -> Snapshot:
     if not path.is_dir():
         raise ValueError(f"resume={path}: no checkpoint there; give the path of a checkpoint folder, or latest")
     if wrong := damage(path):
-        good = next((str(other) for other in reversed(available(path.parent)) if other != path and not damage(other)), "")
+        good = next(
+            (str(other) for other in reversed(available(path.parent)) if other != path and not damage(other)), ""
+        )
         instead = f"resume={good} continues from the last good one" if good else "no other checkpoint is left"
         raise ValueError(f"checkpoint {path} is damaged ({wrong}); {instead}")
     return Snapshot(

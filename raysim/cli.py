@@ -6,8 +6,6 @@ Exit status: 0 done, 1 the run failed, 2 refused as asked (one sentence on stder
 from __future__ import annotations
 
 import argparse
-import importlib
-import importlib.util
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -45,8 +43,9 @@ examples:
   raysim report runs/a runs/b --out page  a table, overlaid curves, and page/report.html"""
 BENCH = """\
 examples:
-  raysim bench            time against a bare PyTorch loop
-  raysim bench -h         its own options"""
+  raysim bench                              all workloads
+  raysim bench W2 W3 --blocks 3             some of them, sooner
+  raysim bench W1 --data DIR --out w1.json  DIR holds FashionMNIST"""
 MAIN = """\
 examples:
   raysim run                          train the default study
@@ -75,14 +74,18 @@ def call(words: Sequence[str]) -> int:
     # Ray reads both when it is imported; a user's own values stay.
     os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
     os.environ.setdefault("RAY_AUTH_MODE", "token")
-    if words and words[0] == "bench":
-        return _guarded(lambda: _bench(words[1:]))
     if words and not words[0].startswith("-") and words[0] not in COMMANDS:
         sys.stderr.write(f"raysim: there is no command {words[0]}: {instead(words[0], COMMANDS)}\n")
         return 2
     given, unknown = (parser := _parser()).parse_known_args(words)
+    if dashed := [word for word in unknown if word.startswith("-")]:
+        parser.error(f"there is no option {dashed[0]}")
+    for words_of in ("overrides", "runs"):  # argparse stops collecting them at the first option
+        if unknown and hasattr(given, words_of):
+            getattr(given, words_of).extend(unknown)
+            unknown = []
     if unknown:
-        parser.error(f"there is no option {unknown[0]}")
+        parser.error(f"'{unknown[0]}' has no meaning here")
     if not given.command:
         parser.print_help()
         return 0
@@ -137,7 +140,12 @@ def _parser() -> Parser:
     report = add("report", "compare runs: one table, overlaid curves, one HTML page", REPORT)
     report.add_argument("runs", nargs="+", metavar="RUN", help="folders that runs wrote")
     report.add_argument("--out", default="report", metavar="DIR", help="where the pictures and the page go (report)")
-    add("bench", "measure speed against a bare PyTorch loop", BENCH)
+    bench = add("bench", "measure speed against a bare PyTorch loop", BENCH)
+    bench.add_argument("runs", nargs="*", metavar="WORKLOAD", help="W1, W2 and W3 unless given")
+    bench.add_argument("--data", metavar="DIR", help="where FashionMNIST is; downloaded if nowhere")
+    bench.add_argument("--out", default="bench.json", metavar="FILE", help="the results (bench.json)")
+    bench.add_argument("--blocks", type=int, default=7, help="blocks of rounds, each beside one of the bare loop (7)")
+    bench.add_argument("--hosts", type=int, default=2, help="processes of one thread, on both sides (2)")
     return parser
 
 
@@ -178,8 +186,9 @@ def _methods(given: argparse.Namespace) -> int:
     from rich.table import Table
 
     table = Table("name", "paper", "slots", "parameters", box=box.SIMPLE_HEAD)
+    table.columns[-1].overflow = "fold"
     for entry in entries:
-        values = ", ".join(f"{key}={value}" for key, value in entry["parameters"].items())
+        values = "\n".join(f"{key}={value}" for key, value in entry["parameters"].items())
         table.add_row(entry["name"], entry["paper"], ", ".join(entry["slots"]), values)
     Console().print(table)
     return 0
@@ -222,13 +231,14 @@ def _report(given: argparse.Namespace) -> int:
     return 0
 
 
-def _bench(words: Sequence[str]) -> int:
-    if importlib.util.find_spec("raysim.bench") is None:
-        raise Refused("the benchmarks are not part of this installation: run them from a checkout")
-    bench = importlib.import_module("raysim.bench")
+def _bench(given: argparse.Namespace) -> int:
+    from raysim import bench
+
     with refusing():
-        status = bench.main(list(words))
-    return int(status or 0)
+        if min(given.blocks, given.hosts) < 1:
+            raise Refused(f"--blocks {given.blocks} and --hosts {given.hosts} must be at least 1")
+        bench.main(given.runs or list(bench.WORKLOADS), given.data, Path(given.out), given.blocks, given.hosts)
+    return 0
 
 
 COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
@@ -236,5 +246,5 @@ COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "methods": _methods,
     "partition": _partition,
     "report": _report,
-    "bench": lambda given: _bench([]),
+    "bench": _bench,
 }

@@ -157,8 +157,7 @@ class Trainer:
         self.batchnorm = any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in modules)
         self.tracking = [m for m in modules if getattr(m, "track_running_stats", False)]
         self.stochastic = any(is_stochastic(network) for network in vector.networks.values())
-        self._frozen: Vector | None = None
-        self._frozen_for: Context | None = None
+        self._frozen: dict[str, tuple[Vector, Context | None]] = {}
         self._row = int(np.prod(task.shape))
 
     # --- data ----------------------------------------------------------------------------------------------------
@@ -200,22 +199,32 @@ class Trainer:
         generator = stream(self.seed, "contribute", client)
         return Contribution(client, torch.cat(inputs), torch.cat(labels), generator, self.task.num_classes)
 
+    def training(self, mode: bool) -> None:
+        """All networks into train or eval mode."""
+        for network in self.vector.networks.values():
+            network.train(mode)
+
     # --- one participation ---------------------------------------------------------------------------------------
     def load(self, base: Tensor, counters: Tensor, state: Mapping[str, Tensor]) -> None:
         """Shared prefix from the broadcast, personal suffix from private state."""
         load(self.vector, base, counters, state)
 
-    def frozen(self, ctx: Context) -> Mapping[str, nn.Module]:
-        """A second set of networks, as they were when the job began; loaded on first demand."""
-        if self._frozen is None:
-            networks = {name: copy.deepcopy(module).eval() for name, module in self.vector.networks.items()}
-            self._frozen = Vector(networks, self.vector.layout, self.vector.data.device, self.vector.data.dtype)
-            for parameter in self._frozen.parameters.values():
+    def frozen(self, ctx: Context, name: str, values: Tensor | None) -> Mapping[str, nn.Module]:
+        """See `Context.frozen`; the networks are made on first demand and reused by later jobs."""
+        if name not in self._frozen:
+            networks = {key: copy.deepcopy(module).eval() for key, module in self.vector.networks.items()}
+            second = Vector(networks, self.vector.layout, self.vector.data.device, self.vector.data.dtype)
+            for parameter in second.parameters.values():
                 parameter.requires_grad_(False)
-        if self._frozen_for is not ctx:
-            load(self._frozen, ctx.base, self.vector.counters[: self.vector.layout.shared_counters], self._start)
-            self._frozen_for = ctx
-        return self._frozen.networks
+            self._frozen[name] = (second, None)
+        vector, loaded_for = self._frozen[name]
+        if loaded_for is not ctx:
+            if values is None:
+                load(vector, ctx.base, self.vector.counters[: self.vector.layout.shared_counters], self._start)
+            else:
+                vector.data.copy_(values)
+            self._frozen[name] = (vector, ctx)
+        return vector.networks
 
     def train(
         self,
@@ -233,15 +242,25 @@ class Trainer:
         samples = len(self.partition.rows(job.client))
         rate = self.local.lr * self.local.lr_decay**job.version
         ctx = Context(
-            self, self.seed, job.client, job.turn, job.version, samples, rate, self.vector, base, published, extras, dict(state)
+            self,
+            self.seed,
+            job.client,
+            job.turn,
+            job.version,
+            samples,
+            rate,
+            self.vector,
+            base,
+            published,
+            extras,
+            dict(state),
         )
         self._start = state
-        self._frozen_for = None
         self.load(base, counters, state)
         if self.stochastic:
             torch.manual_seed(torch_seed(self.seed, "torch", job.client, job.turn))
-        for network in self.vector.networks.values():
-            network.train()
+        self.training(True)
+        self.step.begin()
         for method in self.receivers:
             method.receive(ctx)
         plan = ctx.plan = self._plan(ctx)
@@ -251,7 +270,6 @@ class Trainer:
             for key, values in method.draws(plan, ctx.stream(f"draws.{method.name}")).items()
         }
         cycle: Sequence[tuple[Stage, ...]] = ((Stage(),),) if self.stager is None else self.stager.stages(plan)
-        self.step.begin()
         losses = []
         for index, batch in enumerate(self._batches(plan, job.client, job.turn)):
             ctx.step = index

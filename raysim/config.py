@@ -131,19 +131,15 @@ def _options(override: Override, known: Groups) -> list[str]:
 
 def _composed(chosen: Mapping[str, list[str]], known: Groups, roots: Sequence[Path]) -> DictConfig:
     """The files put together. Of what a preset says about a group whose option the user chose, common keys remain."""
-    words = [
-        f"{group}=[{','.join(names)}]" if group in LISTS else f"{group}={names[0]}" for group, names in chosen.items()
-    ]
+    words = {group: f"{group}=[{','.join(names)}]" for group, names in chosen.items()}
+    words |= {group: f"{group}={names[0]}" for group, names in chosen.items() if group not in LISTS}
     places = ",".join(f'"file://{root}"' for root in roots)
     search = [f"hydra.searchpath=[{places}]"] if roots else []
     try:
         with initialize_config_dir(str(conf_folder()), version_base="1.3"):
-            config = hydra_compose("config", overrides=[*words, *search], return_hydra_config=True)
-            own = (
-                {group: _keys(group, names, search) for group, names in chosen.items()}
-                if "experiment" in chosen
-                else {}
-            )
+            config = hydra_compose("config", overrides=[*words.values(), *search], return_hydra_config=True)
+            words["experiment"] = "~experiment"
+            bare = hydra_compose("config", overrides=[*words.values(), *search])
     except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
         raise Refused(
             f"the configuration files do not fit together ({_first_line(error)}): check your own files"
@@ -152,21 +148,14 @@ def _composed(chosen: Mapping[str, list[str]], known: Groups, roots: Sequence[Pa
     OmegaConf.set_struct(config, False)
     for key in ("hydra", "experiment"):
         config.pop(key, None)
-    for group, keys in own.items():
+    for group in chosen if "experiment" in chosen else ():
         # Hydra keeps a preset's list when the user's is empty, and a preset's keys whatever option is chosen.
         if group in config:
-            config[group] = {key: config[group][key] for key in keys}
+            config[group] = {key: config[group][key] for key in bare[group]}
     for group in LISTS:
         choices[group] = chosen[group] if group in chosen else list(config[group])
     config["choices"] = choices
     return config
-
-
-def _keys(group: str, names: Sequence[str], search: Sequence[str]) -> list[str]:
-    """The keys of some options of a group, in the order of the options."""
-    return [
-        str(key) for name in names for key in hydra_compose(f"{group}/{name}", overrides=list(search)).get(group, ())
-    ]
 
 
 def _check_key(config: DictConfig, key: str, known: Groups) -> None:

@@ -169,7 +169,7 @@ class Coordinator:
                 f"{len(self.counts)} have samples: lower schedule.cohort (or schedule.concurrency) to {len(self.eligible)}"
             )
         personal = self.layout.personal or self.layout.total_counters > self.layout.shared_counters
-        self.personal = bool(personal)
+        self.personal = bool(personal) or bool(owners(recipe.methods, "personalise"))
         self.stateful = self.personal or bool(owners(recipe.methods, "state"))
         self._costers = owners(recipe.methods, "cost")
         self._broadcasters = owners(recipe.methods, "broadcast")
@@ -250,7 +250,7 @@ class Coordinator:
             samples = int(self.counts[client])
             trained = self.recipe.local.budget(samples)
             costs = [method.cost(self.server, samples, trained, turn) for method in self._costers]
-            extras = {k: v for m in self._broadcasters for k, v in m.broadcast(self.server, client).items()}
+            extras = self._extras(client)
             job = Job(
                 number=self.number,
                 client=client,
@@ -269,6 +269,10 @@ class Coordinator:
             self.floats["down"] += down
             self.flights[job.number] = Flight(job, finish, work, up)
             heapq.heappush(self.running, (finish, client, job.number))
+
+    def _extras(self, client: int) -> dict[str, np.ndarray]:
+        """What this client alone receives."""
+        return {k: v for m in self._broadcasters for k, v in m.broadcast(self.server, client).items()}
 
     def _sample(self, count: int) -> list[int]:
         """Idle clients, uniformly without replacement, ascending; its cost grows with the cohort."""
@@ -305,7 +309,8 @@ class Coordinator:
     def _submit(self, taken: Sequence[Flight]) -> None:
         """Give every flight that is not under way to a host: those in `taken` first, long ones first."""
         waiting = [flight for flight in (*taken, *self.flights.values()) if flight.call is None]
-        whole = self.server.summable and not self.stateful and all(flight.call is None for flight in taken)
+        fresh = all(flight.call is None for flight in taken) and len({flight.job.version for flight in taken}) == 1
+        whole = fresh and self.server.summable and not self.stateful  # one call holds one version, and a group one call
         groups = self._groups(taken) if whole else []
         summed = {flight.job.number: tuple(f.job.number for f in unit) for unit in groups for flight in unit}
         units = groups + _chains([flight for flight in waiting if flight.job.number not in summed])
@@ -339,7 +344,9 @@ class Coordinator:
             chosen.append(host)
         return chosen
 
-    def _chunks(self, units: Sequence[list[Flight]], urgent: set[int], summed: Mapping[int, tuple[int, ...]]) -> Iterator[list[Flight]]:
+    def _chunks(
+        self, units: Sequence[list[Flight]], urgent: set[int], summed: Mapping[int, tuple[int, ...]]
+    ) -> Iterator[list[Flight]]:
         """Calls to one host: urgent jobs first, one version and not too many deltas in each."""
         most = max(1, _CALL // max(1, self.layout.shared))
         calls: dict[tuple[bool, int], list[Flight]] = {}
@@ -450,7 +457,7 @@ class Coordinator:
         size = self.recipe.score_batch
         central = self.recipe.data.central if not self.personal else np.empty(0, np.int64)
         if self.personal:
-            tasks = [Task(int(c), tests.rows(c), self._accepted.get(int(c), -1)) for c in clients]
+            tasks = [Task(c, tests.rows(c), self._accepted.get(c, -1), self._extras(c)) for c in clients.tolist()]
         else:  # one model for all: whole batches across clients
             own = np.concatenate([tests.rows(c) for c in clients]) if len(clients) else np.empty(0, np.int64)
             tasks = [Task(-1, rows[i : i + size]) for rows in (own, central) for i in range(0, len(rows), size)]
@@ -525,7 +532,10 @@ class Coordinator:
         }
         for version in {flight.job.version for flight in self.flights.values()}:
             published = self._published[version][0]
-            server |= {f"published/{version}/vector": published.vector, f"published/{version}/counters": published.counters}
+            server |= {
+                f"published/{version}/vector": published.vector,
+                f"published/{version}/counters": published.counters,
+            }
             server |= {f"published/{version}/extras/{key}": value for key, value in published.extras.items()}
         for number, flight in self.flights.items():
             server |= {f"job/{number}/{key}": value for key, value in flight.job.extras.items()}
@@ -540,7 +550,9 @@ class Coordinator:
             "wall": self.wall + time.monotonic() - self._since,
             "accepted": list(self._accepted.items()),
             "flights": [
-                {"finish": f.finish, "work": f.work, "up": f.up, "staleness": f.staleness} | asdict(f.job) | {"extras": {}}
+                {"finish": f.finish, "work": f.work, "up": f.up, "staleness": f.staleness}
+                | asdict(f.job)
+                | {"extras": {}}
                 for f in self.flights.values()
             ],
             "rows": self.rows,
@@ -554,7 +566,9 @@ class Coordinator:
         self.server.version = numbers["version"]
         self.server.vector = torch.from_numpy(arrays["vector"])
         self.server.counters = torch.from_numpy(arrays["counters"])
-        self.server.state = {k.removeprefix("state/"): torch.from_numpy(v) for k, v in arrays.items() if k.startswith("state/")}
+        self.server.state = {
+            k.removeprefix("state/"): torch.from_numpy(v) for k, v in arrays.items() if k.startswith("state/")
+        }
         self.now, self.draw, self.number, self.wall = (numbers[key] for key in ("now", "draw", "number", "wall"))
         self.turns, self._accepted = dict(map(tuple, numbers["turns"])), dict(map(tuple, numbers["accepted"]))
         self._latest = dict(self._accepted)
@@ -566,7 +580,9 @@ class Coordinator:
         self._states = {self._accepted[client]: self.runtime.put(state) for client, state in states.items()}
         for entry in numbers["flights"]:
             extras = _under(arrays, f"job/{entry['number']}/")
-            job = Job(**{key: entry[key] for key in ("number", "client", "turn", "version", "state", "weight")}, extras=extras)
+            job = Job(
+                **{key: entry[key] for key in ("number", "client", "turn", "version", "state", "weight")}, extras=extras
+            )
             flight = Flight(job, entry["finish"], entry["work"], entry["up"], staleness=entry["staleness"])
             self.flights[job.number] = flight
             self._latest[job.client] = job.number

@@ -64,5 +64,7 @@ class Lognormal:
         normal = stream(seed, "fleet", client).standard_normal(2)
         speed = self.speed * float(np.exp(self.sigma * normal[0]))
         network = float(np.exp(self.bandwidth_sigma * normal[1]))
-        seconds = down * FLOAT_BYTES / (self.bandwidth_down * network) + up * FLOAT_BYTES / (self.bandwidth_up * network)
+        seconds = down * FLOAT_BYTES / (self.bandwidth_down * network) + up * FLOAT_BYTES / (
+            self.bandwidth_up * network
+        )
         return seconds + samples / speed

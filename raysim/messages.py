@@ -103,7 +103,8 @@ class Task:
 
     client: int
     rows: np.ndarray  # int64
-    state: int = -1
+    state: int = -1  # the job whose private state counts
+    extras: Arrays = field(default_factory=dict)  # what this client alone would receive
 
 
 @dataclass(frozen=True)

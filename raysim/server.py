@@ -82,7 +82,11 @@ class Server:
         return Published(self.version, self.vector.numpy(), self.counters.numpy(), extras)
 
     def step(
-        self, updates: Sequence[Update | None], sums: Sequence[Sum], staleness: Sequence[int], bases: Mapping[int, Published]
+        self,
+        updates: Sequence[Update | None],
+        sums: Sequence[Sum],
+        staleness: Sequence[int],
+        bases: Mapping[int, Published],
     ) -> None:
         """One aggregation. updates: in the order of acceptance; None where a client failed, which keeps its place in a group."""
         present = [update for update in updates if update is not None]
@@ -107,18 +111,16 @@ class Server:
         trained = self.layout.trained
         if self._combiner is None:
             total = self._fold(updates, dict(zip((u.job for u in present), weights, strict=True)), sums)
-            direction = total[:trained].div_(divisor)
-            buffers = total[trained:]
+            direction, buffers = total[:trained].div_(divisor), total[trained:]
+            decided = False
         else:
-            direction = self._combiner.combine(present, weights, divisor, self)
-            buffers = torch.zeros(self.layout.shared - trained, dtype=self.vector.dtype)
-            for update, weight in zip(present, weights, strict=True):
-                buffers.add_(torch.from_numpy(update.delta[trained:]), alpha=weight)  # type: ignore[index]
-        for update, weight in zip(present, weights, strict=True):
-            if update.version != self.version:
-                # Clients' statistics are averaged, not their changes: a stale change can make a variance negative.
-                lag = torch.from_numpy(bases[update.version].vector)[trained:] - self.vector[trained:]
-                buffers.add_(lag, alpha=weight)
+            combined = self._combiner.combine(present, weights, divisor, self)
+            direction, buffers = combined[:trained], combined[trained:]
+            decided = len(combined) == self.layout.shared
+            if not decided:
+                buffers = weighted_sum([update.delta[trained:] for update in present], weights)  # type: ignore[index]
+        if not decided:
+            self._average(buffers, present, weights)
         for method in self._mixers:
             direction = method.mix(direction, self)
         following = torch.empty_like(self.vector)
@@ -126,17 +128,27 @@ class Server:
             torch.add(self.params, direction, out=following[:trained])
         else:
             following[:trained] = self._applier.apply(self.params, direction, self)
-        # Buffers are statistics: their weights sum to 1, and no server rate or momentum touches them.
-        torch.add(self.vector[trained:], buffers.div_(float(sum(weights))), out=following[trained:])
+        # Buffers are statistics: no server rate or momentum touches them.
+        torch.add(self.vector[trained:], buffers, out=following[trained:])
         if len(self.counters):
             self.counters = torch.from_numpy(np.max([update.counters for update in present], axis=0))
         self.vector = following
         for method in owners(self.methods, "absorb"):
             method.absorb(present, self)
 
-    def _fold(
-        self, updates: Sequence[Update | None], weights: Mapping[int, float], sums: Mapping[int, Sum]
-    ) -> Tensor:
+    def _average(self, buffers: Tensor, present: Sequence[Update], weights: Sequence[float]) -> None:
+        """Turn the weighted sum of the buffers' changes into the step to the weighted mean of the clients' buffers.
+
+        Of the buffers, not of their changes: a stale change can make a variance negative.
+        """
+        trained = self.layout.trained
+        for update, weight in zip(present, weights, strict=True):
+            if update.version != self.version:
+                lag = torch.from_numpy(self.bases[update.version].vector)[trained:] - self.vector[trained:]
+                buffers.add_(lag, alpha=weight)
+        buffers.div_(float(sum(weights)))
+
+    def _fold(self, updates: Sequence[Update | None], weights: Mapping[int, float], sums: Mapping[int, Sum]) -> Tensor:
         """Sum of w * delta over groups of consecutive updates, then over the groups."""
         parts: list[Tensor] = []
         for start in range(0, len(updates), self.group):
@@ -146,13 +158,22 @@ class Server:
             if (made := sums.get(members[0].job)) is not None:
                 parts.append(torch.from_numpy(made.total))
                 continue
-            part = torch.from_numpy(members[0].delta) * weights[members[0].job]
-            for update in members[1:]:
-                part.add_(torch.from_numpy(update.delta), alpha=weights[update.job])
-            parts.append(part)
+            parts.append(
+                weighted_sum([update.delta for update in members], [weights[update.job] for update in members])
+            )
         if len(parts) == 1:
             return parts[0].clone()  # a sum from a host is read-only
         total = parts[0] + parts[1]
         for part in parts[2:]:
             total.add_(part)
         return total
+
+
+def weighted_sum(arrays: Sequence[np.ndarray | None], weights: Sequence[float]) -> Tensor:
+    """w_1 a_1 + w_2 a_2 + ..., in order; the arithmetic of every sum of updates, on hosts and here."""
+    assert arrays[0] is not None
+    total = torch.from_numpy(arrays[0]) * weights[0]
+    for array, weight in zip(arrays[1:], weights[1:], strict=True):
+        assert array is not None, "this update is in a sum already"
+        total.add_(torch.from_numpy(array), alpha=weight)
+    return total

@@ -77,9 +77,13 @@ class Context:
         """This step's entry of what a method's `draws` returned."""
         return self.draws[name][self.step]
 
-    def frozen(self) -> Mapping[str, nn.Module]:
-        """The networks as received (with this client's own personal part), in eval mode, without gradients."""
-        return self.trainer.frozen(self)
+    def frozen(self, name: str = "received", values: Tensor | None = None) -> Mapping[str, nn.Module]:
+        """A second set of networks in eval mode, without gradients; loaded once per job and name.
+
+        By default as received, with this client's own personal part; else with `values` [layout.total], e.g. a vector
+        that a method kept from an earlier participation.
+        """
+        return self.trainer.frozen(self, name, values)
 
     def stream(self, purpose: str) -> np.random.Generator:
         """A random stream of this participation's own."""
@@ -219,12 +223,12 @@ class Step:
         self.loss = owner(methods, "loss")
         self.flat = bool(self.corrections) or clip > 0
         self._groups: dict[tuple[str, ...], _Group] = {}
-        self._descents: dict[str, tuple[Stage, Descent]] = {}
+        self.descents: dict[str, tuple[Stage, Descent]] = {}
         self._grad: Tensor | None = None
 
     def begin(self) -> None:
-        """A new job: fresh optimisers."""
-        self._descents = {}
+        """A new job: fresh optimisers. A method may fill `descents` in `receive` with what it kept of an earlier one."""
+        self.descents = {}
 
     def __call__(self, ctx: Context, batch: Batch, stages: Sequence[Stage]) -> Tensor:
         """Do all stages on one batch; returns the task loss without added terms (detached)."""
@@ -251,7 +255,7 @@ class Step:
         """What moved in this job: stretches of the shared parameters, steps made there, factor on the learning rate."""
         return [
             (run, descent.steps, stage.rate)
-            for stage, descent in self._descents.values()
+            for stage, descent in self.descents.values()
             for run, shared in zip(self._group(stage.trains).runs, self._group(stage.trains).shared, strict=True)
             if shared
         ]
@@ -265,9 +269,10 @@ class Step:
 
     def _descend(self, ctx: Context, stage: Stage, loss: Tensor) -> None:
         group = self._group(stage.trains)
-        grads = list(torch.autograd.grad(loss, group.params, materialize_grads=True))
-        if (known := self._descents.get(stage.name)) is None:
-            known = self._descents[stage.name] = (stage, Descent(self.optimizer))
+        found = torch.autograd.grad(loss, group.params, allow_unused=True)
+        grads = [torch.zeros_like(p) if g is None else g for g, p in zip(found, group.params, strict=True)]
+        if (known := self.descents.get(stage.name)) is None:
+            known = self.descents[stage.name] = (stage, Descent(self.optimizer))
         descent = known[1]
         rate = ctx.rate * stage.rate
         if not self.flat:

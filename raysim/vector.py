@@ -151,5 +151,7 @@ class Vector:
     def named(self, flat: Tensor, counters: Tensor) -> dict[str, Tensor]:
         """Views into a vector laid out like this one (or like its shared prefix), by entry name."""
         found = {e.name: flat[e.start : e.stop].view(e.shape) for e in self.layout.entries if e.stop <= len(flat)}
-        found |= {e.name: counters[e.start : e.stop].view(e.shape) for e in self.layout.counters if e.stop <= len(counters)}
+        found |= {
+            e.name: counters[e.start : e.stop].view(e.shape) for e in self.layout.counters if e.stop <= len(counters)
+        }
         return found

@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
+import torch
+
+if TYPE_CHECKING:
+    from cluster import Hosts
 
 
 @pytest.fixture(scope="session")
@@ -15,3 +21,46 @@ def shared() -> Path:
     if not folder or not Path(folder).is_dir():
         pytest.skip("RAYSIM_SHARED does not name a folder with the real data and the vectors")
     return Path(folder).resolve()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Data sets that the tests make go into a folder of their own, for subprocesses and Ray's workers too."""
+    with pytest.MonkeyPatch.context() as patch:
+        folder = tmp_path_factory.mktemp("cache")
+        patch.setenv("RAYSIM_CACHE", str(folder))
+        yield folder
+
+
+@pytest.fixture(autouse=True)
+def torch_as_it_was() -> Iterator[None]:
+    """A host pins torch's global settings; the next test finds them as they were."""
+    threads, deterministic = torch.get_num_threads(), torch.get_deterministic_debug_mode()
+    filling = torch.utils.deterministic.fill_uninitialized_memory
+    yield
+    torch.set_num_threads(threads)
+    torch.set_deterministic_debug_mode(deterministic)
+    torch.utils.deterministic.fill_uninitialized_memory = filling
+
+
+@pytest.fixture(scope="session")
+def ray_session() -> Iterator[None]:
+    """The one Ray of the whole suite, whose workers find the modules of the tests."""
+    from raysim.runtime import ray as on_ray
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
+        started = on_ray.connect(on_ray.RayOptions())
+        yield
+        if started:
+            on_ray.disconnect()
+
+
+@pytest.fixture(scope="session")
+def hosts(ray_session: None) -> Iterator[Hosts]:
+    """Two actors that one study after another moves into: starting a process takes longer than a tiny study."""
+    from cluster import Hosts
+
+    found = Hosts(2)
+    yield found
+    found.stop()

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from raysim.server import Server
     from raysim.messages import Update
     from raysim.step import Batch, Context, Outputs
-    from raysim.vector import Layout
+    from raysim.vector import Layout, Vector
 
 
 @dataclass(frozen=True)
@@ -174,6 +174,12 @@ class Method:
         """Exclusive. Logits [B, C'] to the scores [B, C] that evaluation ranks."""
         return logits
 
+    def personalise(self, vector: Vector, extras: Mapping[str, Tensor]) -> None:
+        """Change what counts as a client's own model; the vector holds the shared part and the client's personal one.
+
+        extras: what `broadcast` has for this client at the scored version. For clients that never trained, too.
+        """
+
     # --- on the server -------------------------------------------------------------------------------------------
     def start(self, server: Server) -> None:
         """Create the method's entries in `server.state`."""
@@ -195,7 +201,7 @@ class Method:
         return float(sum(weights))
 
     def combine(self, updates: Sequence[Update], weights: Sequence[float], divisor: float, server: Server) -> Tensor:
-        """Exclusive. Updates to one direction [layout.trained]."""
+        """Exclusive. Updates to one direction [layout.trained], or [layout.shared] to decide on buffers as well."""
         raise NotImplementedError
 
     def mix(self, direction: Tensor, server: Server) -> Tensor:
@@ -269,7 +275,9 @@ def check_composition(methods: Sequence[Method]) -> None:
     for method in methods:
         for other, why in method.excludes.items():
             if other in names:
-                raise ValueError(f"method '{method.name}' does not combine with method '{other}': {why}; keep one of them")
+                raise ValueError(
+                    f"method '{method.name}' does not combine with method '{other}': {why}; keep one of them"
+                )
 
 
 def at_least(name: str, value: float, least: float) -> float:

@@ -88,7 +88,9 @@ class Scaffold(Method):
     def check(self, local: Local, networks: Mapping[str, nn.Module]) -> Sequence[str]:
         """Option II reads gradients off the movement, which only SGD allows."""
         if local.optimizer != "sgd":
-            raise ValueError(f"method 'scaffold' needs SGD, not local.optimizer={local.optimizer}: set local.optimizer=sgd")
+            raise ValueError(
+                f"method 'scaffold' needs SGD, not local.optimizer={local.optimizer}: set local.optimizer=sgd"
+            )
         return ()
 
     def state(self, layout: Layout, samples: int) -> Mapping[str, Tensor]:

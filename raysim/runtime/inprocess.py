@@ -36,9 +36,9 @@ class InProcess:
 
 def run(recipe: Recipe, schedule: Schedule, fleet: Fleet, settings: Settings) -> Iterator[Event]:
     """Run here; afterwards torch's global settings are as they were."""
-    threads, deterministic = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
+    threads, deterministic = torch.get_num_threads(), torch.get_deterministic_debug_mode()
     try:
         yield from Coordinator(recipe, schedule, fleet, InProcess(recipe), settings).run()
     finally:
         torch.set_num_threads(threads)
-        torch.use_deterministic_algorithms(deterministic)
+        torch.set_deterministic_debug_mode(deterministic)

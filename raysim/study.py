@@ -1,0 +1,141 @@
+"""What a configuration says besides the objects it names, and the objects of one study, built and checked."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, TypeAlias
+
+from raysim.client import Local
+from raysim.config import Node
+from raysim.coordinator import Settings
+from raysim.fleet import Fleet
+from raysim.host import Recipe
+from raysim.methods.method import at_least, between
+from raysim.metrics import THRESHOLDS
+from raysim.schedule import Schedule
+from raysim.server import Weighting
+
+Rows: TypeAlias = list[dict[str, int | float | None]]
+
+
+@dataclass(frozen=True)
+class Evaluate:
+    """How often (in aggregations), and how many clients."""
+
+    every: int = 1
+    clients: int | Literal["all"] = "all"
+
+    def __post_init__(self) -> None:
+        at_least("evaluate.every", self.every, 1)
+        if self.clients != "all":
+            at_least("evaluate.clients", self.clients, 1)
+
+
+@dataclass(frozen=True)
+class RuntimeOptions:
+    """Where a run's hosts live, and what each of them gets; None: as many as fit."""
+
+    name: Literal["inprocess", "local", "cluster"] = "local"
+    hosts: int | None = None
+    threads: int = 1
+    cpus: float | None = None
+    gpus: float | None = None
+    address: str | None = None
+
+    def __post_init__(self) -> None:
+        at_least("runtime.threads", self.threads, 1)
+        if self.hosts is not None:
+            at_least("runtime.hosts", self.hosts, 1)
+        for key, value in (("cpus", self.cpus), ("gpus", self.gpus)):
+            if value is not None:
+                at_least(f"runtime.{key}", value, 0)
+        if self.name == "cluster" and not self.address:
+            raise ValueError(
+                "runtime.address=null names no cluster: set it to auto, or to the address of its head node"
+            )
+
+
+@dataclass(frozen=True)
+class Tracking:
+    """Where metrics go besides the run's folder."""
+
+    name: Literal["mlflow", "none"] = "mlflow"
+    uri: str | None = None
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """How often, in rounds; 0: never."""
+
+    every: int = 10
+
+    def __post_init__(self) -> None:
+        at_least("checkpoint.every", self.every, 0)
+
+
+@dataclass(frozen=True)
+class Faults:
+    """Share of an aggregation's clients that may fail."""
+
+    tolerate: float = 0.1
+
+    def __post_init__(self) -> None:
+        between("faults.tolerate", self.tolerate, 0, 1)
+
+
+@dataclass(frozen=True)
+class Study:
+    """What a configuration says besides the objects it names."""
+
+    seed: int = 0
+    rounds: int = 60
+    out: str | None = None
+    resume: str | None = None
+    device: str = "auto"
+    weighting: Weighting | None = None
+    summation: int = 5
+    thresholds: list[float] = field(default_factory=lambda: list(THRESHOLDS))
+    local: Local = field(default_factory=Local)
+    evaluate: Evaluate = field(default_factory=Evaluate)
+    runtime: RuntimeOptions = field(default_factory=RuntimeOptions)
+    tracking: Tracking = field(default_factory=Tracking)
+    checkpoint: Checkpoint = field(default_factory=Checkpoint)
+    faults: Faults = field(default_factory=Faults)
+
+    def __post_init__(self) -> None:
+        at_least("seed", self.seed, 0)
+        at_least("rounds", self.rounds, 1)
+        at_least("summation", self.summation, 1)
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """Everything a run needs, built and checked; nothing has been written yet."""
+
+    config: Node  # resolved, as stored in the run's folder
+    study: Study
+    recipe: Recipe
+    schedule: Schedule
+    fleet: Fleet
+    settings: Settings
+    warnings: tuple[str, ...]
+
+    @property
+    def title(self) -> str:
+        """Methods and data, for file names and plots: "fedbr+mixup-mnist"."""
+        methods = "+".join(method.name for method in self.recipe.methods) or "fedavg"
+        return f"{methods}-{self.config['choices']['data']}"
+
+
+@dataclass(frozen=True)
+class Result:
+    """A finished run: where it lies, its summary, and its history (a row per aggregation)."""
+
+    folder: Path
+    summary: dict[str, Any]
+    rows: Rows
+
+
+class Interrupted(KeyboardInterrupt):
+    """The user stopped the run; the text says how to go on."""

@@ -1,0 +1,41 @@
+"""Host actors that serve one recipe after another, for tests that run many tiny studies on Ray."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from raysim.host import Host, Recipe
+from raysim.runtime import ray as on_ray
+
+
+class Reusable(Host):
+    """A host that is built when a study moves in, not when its process starts."""
+
+    def __init__(self) -> None:
+        pass
+
+    def move_in(self, recipe: Recipe, name: str) -> str:
+        """Become the host of another study; nothing of the one before is left."""
+        self.__dict__.clear()
+        super().__init__(recipe, name)
+        return self.ready()
+
+
+class Hosts:
+    """Some such actors."""
+
+    def __init__(self, count: int):
+        actor = on_ray.ray.remote(num_cpus=0)(Reusable)
+        self._actors: list[Any] = [actor.remote() for _ in range(count)]
+
+    def runtime(self, recipe: Recipe, count: int) -> on_ray.RayRuntime:
+        """The first `count` of them as the hosts of a study, whose coordinator may live in this process."""
+        chosen, place = self._actors[:count], on_ray.ray.put(recipe)
+        ready = [host.move_in.remote(place, f"host-{index}") for index, host in enumerate(chosen)]
+        assert on_ray.ray.get(ready) == [f"host-{index}" for index in range(count)]
+        return on_ray.RayRuntime(chosen)
+
+    def stop(self) -> None:
+        """End their processes."""
+        for actor in self._actors:
+            on_ray.ray.kill(actor)

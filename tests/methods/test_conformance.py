@@ -1,0 +1,283 @@
+"""What every method must keep to, driven by one table of methods with small settings."""
+
+from __future__ import annotations
+
+import importlib
+import math
+import pickle
+import pkgutil
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from studies import BUFFER, LOCAL, MLP, NORMED, ROUNDS, Spy, coordinate, pairs, ran, recipe, run, same
+
+import raysim.methods
+from raysim.client import Local
+from raysim.fleet import Ideal
+from raysim.methods.fedbn import FedBN
+from raysim.methods.fedbr import FedBR
+from raysim.methods.fedbss import FedBSS
+from raysim.methods.fedbuff import FedBuff
+from raysim.methods.fedopt import FedAdagrad, FedAdam, FedAvgM, FedYogi
+from raysim.methods.fedprox import FedProx
+from raysim.methods.method import EXCLUSIVE, Method, check_composition, overrides
+from raysim.methods.mixup import Mixup
+from raysim.methods.scaffold import Scaffold
+
+EPOCHS = Local(lr=0.05, momentum=0.9, batch=8, epochs=2)
+
+
+class Frozen(Scaffold):
+    """SCAFFOLD whose control variates stay at zero."""
+
+    def finish(self, ctx: Any) -> None:
+        ctx.upload["scaffold.control"] = torch.zeros_like(ctx.state["scaffold.control"])
+
+
+class Alone(Mixup):
+    """Mixup in which every sample keeps its own inputs and label: weight 1."""
+
+    def draws(self, plan: Any, generator: np.random.Generator) -> Mapping[str, Sequence[object]]:
+        drawn = dict(super().draws(plan, generator))
+        return drawn | {"mixup.lam": [torch.ones((), dtype=torch.float64)] * plan.steps}
+
+
+@dataclass(frozen=True)
+class Plain:
+    """A setting at which the method is FedAvg, weighed as the run asks, by its spec's Checks."""
+
+    make: Callable[[], Method]
+    study: Mapping[str, Any] = field(default_factory=dict)
+    run: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Row:
+    """A method with small settings. uploads: what it sends on purpose beside the update."""
+
+    make: Callable[[], Method]
+    plain: Mapping[str, Plain] = field(default_factory=dict)
+    uploads: frozenset[str] = frozenset()
+
+
+UNIFORM = {"weighting": "uniform"}
+
+
+def small_fedbr(**settings: Any) -> FedBR:
+    return FedBR(projection="code", pseudo_batch=4, samples_per_mean=3, **settings)
+
+
+TABLE: dict[str, Row] = {
+    "fedprox": Row(lambda: FedProx(0.1), {"mu=0": Plain(lambda: FedProx(0.0))}),
+    "scaffold": Row(
+        Scaffold,
+        {
+            "in the first round": Plain(Scaffold, run=UNIFORM | {"rounds": 1}),
+            "with control variates frozen at zero": Plain(Frozen, run=UNIFORM),
+        },
+        frozenset({"scaffold.control"}),
+    ),
+    "fedbn": Row(
+        FedBN,
+        {
+            "scope=none": Plain(lambda: FedBN("none")),
+            "without BatchNorm": Plain(FedBN, study={"model": MLP}),
+        },
+    ),
+    "mixup": Row(Mixup, {"weight 1": Plain(Alone)}),
+    "fedbss": Row(
+        lambda: FedBSS(warmup_rounds=1),
+        {
+            "with a warm-up as long as the run": Plain(lambda: FedBSS(3), study={"local": EPOCHS}, run=UNIFORM),
+            "kind=all": Plain(lambda: FedBSS(0, kind="all"), study={"local": EPOCHS}, run=UNIFORM),
+        },
+    ),
+    "fedbr": Row(small_fedbr, {"lam=mu=0": Plain(lambda: small_fedbr(lam=0.0, mu=0.0))}),
+    "fedbuff": Row(FedBuff, {"in rounds": Plain(FedBuff, run=UNIFORM)}),
+    "fedavgm": Row(
+        lambda: FedAvgM(server_lr=0.9),
+        {
+            "momentum=0, server_lr=1": Plain(lambda: FedAvgM(1.0, 0.0)),
+            "momentum=0, server_lr=1, nesterov": Plain(lambda: FedAvgM(1.0, 0.0, nesterov=True)),
+        },
+    ),
+    "fedadagrad": Row(FedAdagrad),
+    "fedadam": Row(lambda: FedAdam(bias_correction=True)),
+    "fedyogi": Row(FedYogi),
+}
+
+
+def every_method() -> Iterator[type[Method]]:
+    """All classes of the package that a configuration can name."""
+    for module in pkgutil.iter_modules(raysim.methods.__path__):
+        for found in vars(importlib.import_module(f"raysim.methods.{module.name}")).values():
+            if isinstance(found, type) and issubclass(found, Method) and "name" in vars(found):
+                yield found
+
+
+def study(*methods: Method, **others: Any) -> Any:
+    return recipe(*methods, **({"model": NORMED, "local": EPOCHS} | others))
+
+
+def test_every_method_has_a_row_in_the_table() -> None:
+    assert {method.name for method in every_method()} == set(TABLE)
+    assert all(row.make().name == name for name, row in TABLE.items())
+
+
+# --- the reference ------------------------------------------------------------------------------------------------
+
+
+def references() -> Iterable[Any]:
+    return [pytest.param(plain, id=f"{name} {at}") for name, row in TABLE.items() for at, plain in row.plain.items()]
+
+
+@pytest.mark.parametrize("plain", references())
+def test_a_method_is_fedavg_bit_for_bit_where_its_spec_says_so(plain: Plain) -> None:
+    others = {"local": LOCAL} | plain.study
+    # On ideal devices: elsewhere what a method sends changes when its clients arrive, and so the order of the sum.
+    found = run(study(plain.make(), **others), fleet=Ideal(), **plain.run)
+    fedavg = run(study(**others), fleet=Ideal(), **plain.run)
+    assert found.finished.model_sha256 == fedavg.finished.model_sha256
+    assert same(found.tensors, fedavg.tensors)
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_a_method_at_its_own_settings_is_not_fedavg(name: str) -> None:
+    # FedBuff differs where updates are stale only.
+    schedule = BUFFER if name == "fedbuff" else ROUNDS
+    found, fedavg = (run(study(*methods), schedule, rounds=4, **UNIFORM) for methods in ([TABLE[name].make()], []))
+    assert found.finished.model_sha256 != fedavg.finished.model_sha256
+
+
+# --- interruptions ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("schedule", [ROUNDS, BUFFER], ids=["rounds", "buffer"])
+@pytest.mark.parametrize("name", ["fedavg", *TABLE])
+def test_a_resumed_run_ends_in_the_bits_and_the_history_of_a_straight_one(
+    name: str, schedule: Any, tmp_path: Path
+) -> None:
+    methods = [TABLE[name].make()] if name in TABLE else []
+    straight = run(study(*methods), schedule, rounds=6)
+    first = run(study(*methods), schedule, rounds=6, checkpoint_every=3, folder=str(tmp_path))
+    assert (first.bits, first.history) == (straight.bits, straight.history), "a checkpoint changes nothing"
+    resumed = run(study(*methods), schedule, rounds=6, resume=str(tmp_path / "checkpoints" / "round-000003"))
+    assert (resumed.bits, resumed.history) == (straight.bits, straight.history)
+
+
+# --- what travels -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("schedule", [ROUNDS, BUFFER], ids=["rounds", "buffer"])
+@pytest.mark.parametrize("partner", ["", "fedbn"])
+@pytest.mark.parametrize("name", TABLE)
+def test_neither_personal_parameters_nor_private_state_are_in_an_update(
+    name: str, partner: str, schedule: Any
+) -> None:
+    methods = [TABLE[each].make() for each in dict.fromkeys([name, partner or name])]
+    uploads = {upload for method in methods for upload in TABLE[method.name].uploads}
+    spied = study(*methods)
+    spy = Spy(spied)
+    layout = ran(coordinate(spied, schedule, runtime=spy, rounds=4)).coordinator.layout
+    personal = {entry.name for entry in (*layout.entries, *layout.counters) if entry.personal}
+    assert bool(personal) == ("fedbn" in (name, partner))
+    assert all(entry.personal == (entry.start >= layout.shared) for entry in layout.entries)
+    secrets = [_bytes(value) for state in spy.states for key, value in state.items() if key not in uploads]
+    secrets = [secret for secret in secrets if len(set(secret)) > 8]
+    assert bool(secrets) == bool({"fedbn", "fedbss"} & {name, partner}), "otherwise this test sees nothing"
+    for update in spy.updates:
+        assert set(update.extras) == uploads
+        assert update.delta is None or update.delta.shape == (layout.shared,)
+        assert update.counters.shape == (layout.shared_counters,)
+    assert all(part.total.shape == (layout.shared,) for trained in spy.trained for part in trained.sums)
+    messages = [pickle.dumps(trained) for trained in spy.trained]
+    assert not any(secret in message for secret in secrets for message in messages)
+
+
+def _bytes(array: np.ndarray) -> bytes:
+    return np.ascontiguousarray(array).tobytes()
+
+
+FREIGHT: dict[str, Callable[[], Method]] = {
+    **{name: row.make for name, row in TABLE.items()},
+    "fedbr once": lambda: small_fedbr(pseudo_refresh="once"),
+    "fedbr without a projector": lambda: small_fedbr(mu=0.0),
+}
+
+
+@pytest.mark.parametrize("schedule", [ROUNDS, BUFFER], ids=["rounds", "buffer"])
+@pytest.mark.parametrize("name", FREIGHT)
+def test_the_history_counts_the_floats_that_messages_carry(name: str, schedule: Any) -> None:
+    spied = study(FREIGHT[name]())
+    spy = Spy(spied)
+    found = ran(coordinate(spied, schedule, runtime=spy, rounds=5))
+    down = sum(published.floats + sum(map(np.size, job.extras.values())) for job, published in spy.sent)
+    if name == "fedbr once":  # the client has it since its first participation
+        down -= sum(published.extras["fedbr.pseudo"].size for job, published in spy.sent if job.turn)
+    assert found.rows[-1]["floats_down"] == down
+
+    shared = found.coordinator.layout.shared
+    unfinished = {number for _, _, number in found.coordinator.running}
+    arrived = [update for update in spy.updates if update.job not in unfinished]
+    assert all(update.delta is None or update.delta.size == shared for update in arrived)
+    before = sum(array.size for part in spy.contributed for array in part.values())
+    assert bool(before) == name.startswith("fedbr")
+    assert found.rows[-1]["floats_up"] == before + sum(shared + update.floats for update in arrived)
+
+
+def test_pseudo_data_drawn_once_is_counted_once_per_client() -> None:
+    spied = study(small_fedbr(pseudo_refresh="once"))
+    spy = Spy(spied)
+    found = ran(coordinate(spied, runtime=spy, rounds=5))
+    size = int(np.prod(spied.task.shape)) * 4
+    clients, jobs = {job.client for job, _ in spy.sent}, len(spy.sent)
+    assert len(clients) < jobs
+    assert found.rows[-1]["floats_down"] == jobs * found.coordinator.layout.shared + len(clients) * size
+    received = {published.extras["fedbr.pseudo"].tobytes() for _, published in spy.sent}
+    assert len(received) == 1
+
+
+# --- composition --------------------------------------------------------------------------------------------------
+
+
+def clash(first: Method, second: Method) -> bool:
+    """Whether both own one slot, or one names the other as excluded."""
+    slots = any(overrides(first, slot) and overrides(second, slot) for slot in EXCLUSIVE)
+    return slots or second.name in first.excludes or first.name in second.excludes
+
+
+PAIRS = [pytest.param(first, second, id=f"{first}-{second}") for first, second in pairs(list(TABLE))]
+
+
+@pytest.mark.parametrize(("first", "second"), PAIRS)
+def test_two_methods_run_together_unless_they_own_one_slot(first: str, second: str) -> None:
+    methods = [TABLE[first].make(), TABLE[second].make()]
+    if clash(*methods):
+        with pytest.raises(ValueError, match=f"method '{first}' .*method '{second}'|method '{second}' .*method '{first}'"):
+            check_composition(methods)
+        return
+    check_composition(methods)
+    found = run(study(*methods), rounds=2)
+    assert not found.failures
+    assert all(math.isfinite(row["train_loss"] or math.nan) for row in found.rows)  # type: ignore[arg-type]
+
+
+def test_the_servers_steps_exclude_each_other_and_nothing_else_does() -> None:
+    refused = {(a, b) for a, b in pairs(list(TABLE)) if clash(TABLE[a].make(), TABLE[b].make())}
+    assert refused == set(pairs(["fedavgm", "fedadagrad", "fedadam", "fedyogi"]))
+
+
+def test_three_methods_run_together() -> None:
+    found = run(study(FedBN(), FedProx(0.1), FedAdam()), rounds=2)
+    assert not found.failures
+    assert found.rows[-1]["accuracy_global"] is None, "with personal parameters there is no model to score centrally"
+
+
+def test_a_method_that_appears_twice_is_refused() -> None:
+    with pytest.raises(ValueError, match="method 'fedprox' appears 2 times"):
+        check_composition([FedProx(), FedProx(0.5)])

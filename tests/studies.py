@@ -1,0 +1,210 @@
+"""Tiny federated studies from objects, a fraction of a second each, and ways to look into a run."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from raysim.client import Local
+from raysim.coordinator import Coordinator, Finished, Round, Row, Runtime, Settings
+from raysim.data.federated import FederatedData, federate
+from raysim.data.partition import CSR, IID, Dirichlet, Partition
+from raysim.data.sources import Synthetic
+from raysim.fleet import Fleet, Ideal, Lognormal
+from raysim.host import Recipe
+from raysim.messages import Failure, Job, Published, Trained, Update
+from raysim.methods.method import Method
+from raysim.models import Mlp, ModelRecipe, SmallCnn
+from raysim.runtime.inprocess import InProcess
+from raysim.schedule import Buffered, Schedule, Synchronous
+
+SEED = 3
+LOCAL = Local(lr=0.05, momentum=0.9, weight_decay=1e-3, batch=8)
+MLP = Mlp((12,))
+NORMED = SmallCnn(norm="batch")
+ROUNDS = Synchronous(4)
+BUFFER = Buffered(concurrency=4, size=2)
+
+
+@functools.cache
+def tiny(clients: int = 6, samples: int = 150) -> FederatedData:
+    """Images of 8 x 8 pixels in 5 classes on clients of unequal sizes."""
+    source = Synthetic(samples=samples, test_samples=20, classes=5, mean=[0.5], std=[0.3])
+    return federate(source, Dirichlet(clients=clients, alpha=2.0, minimum=5), SEED)
+
+
+@functools.cache
+def even(clients: int = 6, samples: int = 150) -> FederatedData:
+    """The same images on clients of equal sizes, which finish together where devices are equal."""
+    return federate(Synthetic(samples=samples, test_samples=20, classes=5), IID(clients=clients), SEED)
+
+
+def sized(counts: Sequence[int]) -> FederatedData:
+    """Clients of given sizes, without test samples of their own: for tests that train nothing."""
+    offsets = np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])
+    train, test = CSR(np.zeros(offsets[-1], np.int64), offsets), CSR(np.empty(0, np.int64), np.zeros_like(offsets))
+    return replace(tiny(), partition=Partition(train, test), central=np.empty(0, np.int64))
+
+
+def recipe(*methods: Method, model: ModelRecipe = MLP, local: Local = LOCAL, **others: Any) -> Recipe:
+    """What a tiny study is built from."""
+    return Recipe(model, methods, local, **({"data": tiny(), "seed": SEED} | others))
+
+
+@dataclass
+class Ran:
+    """What a run left behind."""
+
+    coordinator: Coordinator
+    finished: Finished
+    rows: list[Row]
+    failures: list[Failure] = field(default_factory=list)
+
+    @property
+    def bits(self) -> tuple[str, str]:
+        """The two checksums that say whether two runs ended alike."""
+        return self.finished.model_sha256, self.finished.state_sha256
+
+    @property
+    def history(self) -> list[Row]:
+        """The rows without what a clock on the wall measured."""
+        return [{key: row[key] for key in row if key not in ("wall_seconds", "host_seconds")} for row in self.rows]
+
+    @property
+    def tensors(self) -> dict[str, np.ndarray]:
+        """The final shared tensors by name."""
+        server = self.coordinator.server
+        return {k: v.numpy() for k, v in self.coordinator.initial.named(server.vector, server.counters).items()}
+
+
+def coordinate(
+    study: Recipe,
+    schedule: Schedule = ROUNDS,
+    fleet: Fleet | None = None,
+    runtime: Runtime | None = None,
+    **settings: Any,
+) -> Coordinator:
+    """A coordinator in this process, of hosts in this process unless a runtime is given; 3 rounds unless told."""
+    asked = Settings(**({"rounds": 3} | settings))
+    return Coordinator(study, schedule, fleet or Lognormal(), runtime or InProcess(study), asked)
+
+
+def ran(coordinator: Coordinator) -> Ran:
+    """Run to the end."""
+    events = list(coordinator.run())
+    rounds = [event for event in events if isinstance(event, Round)]
+    failures = [failure for event in rounds for failure in event.failures]
+    assert isinstance(events[-1], Finished)
+    return Ran(coordinator, events[-1], coordinator.rows, failures)
+
+
+def run(study: Recipe, schedule: Schedule = ROUNDS, fleet: Fleet | None = None, **settings: Any) -> Ran:
+    """Run a study in this process; see `coordinate`."""
+    return ran(coordinate(study, schedule, fleet, **settings))
+
+
+class Spy(InProcess):
+    """A runtime that keeps everything that passes between coordinator and host."""
+
+    def __init__(self, study: Recipe):
+        super().__init__(study)
+        self.sent: list[tuple[Job, Published]] = []
+        self.trained: list[Trained] = []
+        self.states: list[Mapping[str, np.ndarray]] = []
+        self.contributed: list[Mapping[str, np.ndarray]] = []
+
+    def call(self, host: int, method: str, *args: Any, returns: int = 1) -> list[Any]:
+        """See `InProcess`."""
+        results = super().call(host, method, *args, returns=returns)
+        if method == "train":
+            self.sent += [(job, args[2]) for job in args[0]]
+            self.trained.append(results[0])
+            self.states += results[1:]
+        elif method == "contribute":
+            self.contributed += results[0]
+        return results
+
+    @property
+    def updates(self) -> list[Update]:
+        """All updates, in the order in which they were trained."""
+        return [outcome for trained in self.trained for outcome in trained.outcomes if isinstance(outcome, Update)]
+
+
+class Silent:
+    """A runtime that trains nothing: every update is zero, and every evaluation empty. For tests of the order of events."""
+
+    hosts = 1
+
+    def __init__(self, shared: int, counts: np.ndarray):
+        self.shared, self.counts = shared, counts
+        self.jobs: list[Job] = []
+
+    def put(self, value: object) -> object:
+        """The value itself."""
+        return value
+
+    def get(self, ref: Any) -> Any:
+        """The value itself."""
+        return ref
+
+    def call(self, host: int, method: str, *args: Any, returns: int = 1) -> list[Any]:
+        """What a host would return if clients learnt nothing."""
+        if method != "train":
+            return [[]]
+        jobs, groups = args[:2]
+        assert not groups, "ask for single updates with a method that weighs"
+        self.jobs += jobs
+        return [Trained(tuple(self._update(job) for job in jobs))]
+
+    def _update(self, job: Job) -> Update:
+        samples = int(self.counts[job.client])
+        delta, counters = np.zeros(self.shared, np.float32), np.empty(0, np.int64)
+        return Update(job.number, job.client, job.version, samples, samples, 1, 0.0, 0.0, delta, counters)
+
+
+class Ledger(Method):
+    """Writes down which updates are combined, in their order; it changes no weight."""
+
+    name = "ledger"
+    paper = "a test"
+
+    def __init__(self) -> None:
+        self.cohorts: list[list[int]] = []
+        self.staleness: list[list[int]] = []
+
+    def weigh(self, weights: list[float], updates: Sequence[Update], server: Any) -> list[float]:
+        self.cohorts.append([update.client for update in updates])
+        self.staleness.append(list(server.staleness))
+        return weights
+
+
+def silent(
+    counts: Sequence[int], schedule: Schedule, fleet: Fleet | None = None, seed: int = SEED, **settings: Any
+) -> tuple[Coordinator, Ledger, Silent]:
+    """A coordinator whose clients learn nothing, and what it combined and dispatched."""
+    ledger = Ledger()
+    study = recipe(ledger, model=Mlp((1,)), data=sized(counts), seed=seed)
+    runtime = Silent(0, np.asarray(counts))
+    asked = {"evaluate_every": 10**9} | settings
+    coordinator = coordinate(study, schedule, fleet or Ideal(), runtime, **asked)
+    runtime.shared = coordinator.layout.shared
+    return coordinator, ledger, runtime
+
+
+def same(left: Mapping[str, np.ndarray], right: Mapping[str, np.ndarray]) -> bool:
+    """Whether two sets of named arrays have the same names and the same bits."""
+    return left.keys() == right.keys() and all(_bits(left[key]) == _bits(right[key]) for key in left)
+
+
+def _bits(array: np.ndarray) -> tuple[Any, ...]:
+    return array.dtype.str, array.shape, np.ascontiguousarray(array).tobytes()
+
+
+def pairs(items: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Every two of them."""
+    for index, first in enumerate(items):
+        yield from ((first, second) for second in items[index + 1 :])

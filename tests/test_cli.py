@@ -1,0 +1,308 @@
+"""The commands, as a user types them: what they print, what they leave behind, and their exit status."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from raysim import cli, experiment
+from raysim.checkpoint import available
+from raysim.metrics import read_history
+from raysim.progress import Progress
+
+QUICK = (
+    *("runtime=inprocess", "tracking=none", "data=synthetic", "partition=iid", "partition.clients=10"),
+    *("schedule.cohort=3", "local.epochs=1", "rounds=4", "checkpoint.every=2"),
+)
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def run(*words: str, status: int = 0) -> None:
+    assert cli.call(["run", *QUICK, *words]) == status
+
+
+def summary(folder: str) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads(Path(folder, "summary.json").read_text())
+    return content
+
+
+def one_sentence(text: str) -> str:
+    assert text.startswith("raysim: ")
+    assert text.count("\n") == 1
+    return text
+
+
+def bits(folder: str) -> tuple[str, str]:
+    content = summary(folder)
+    return content["model_sha256"], content["state_sha256"]
+
+
+# --- run ----------------------------------------------------------------------------------------------------------
+def test_a_run_leaves_its_results_in_its_folder(capsys: pytest.CaptureFixture[str]) -> None:
+    run("out=a", "method=[scaffold]")
+    names = {path.name for path in Path("a").iterdir()}
+    assert {"config.yaml", "history.parquet", "summary.json", "model.safetensors", "checkpoints"} <= names
+    assert {"accuracy.png", "loss.png"} <= names
+    rows = read_history(Path("a/history.parquet"))
+    assert [row["round"] for row in rows] == [1, 2, 3, 4]
+    content = summary("a")
+    assert content["rounds"] == 4
+    assert content["accuracy_global"] == rows[-1]["accuracy_global"]
+    assert {"best5_mean", "last10_mean", "last10_std", "rounds_to", "peak_memory_bytes", "identity"} <= set(content)
+    printed = capsys.readouterr()
+    assert "scaffold" in printed.out
+    assert "10 with 80 to 80 training samples" in printed.out
+    assert printed.err == ""
+
+
+def test_a_run_without_out_gets_a_dated_folder() -> None:
+    run("rounds=1")
+    assert [path.name.endswith("-fedavg-synthetic") for path in Path("runs").iterdir()] == [True]
+
+
+def test_the_same_settings_give_the_same_bits_and_another_seed_others() -> None:
+    for out, seed in (("a", 0), ("b", 0), ("c", 1)):
+        run(f"out={out}", f"seed={seed}", "rounds=2")
+    assert bits("a") == bits("b")
+    assert bits("a") != bits("c")
+
+
+def test_python_sees_what_the_command_writes() -> None:
+    result = experiment.run([*QUICK, "out=a"], quiet=True)
+    assert result.folder == Path("a")
+    assert result.summary == summary("a")
+    assert [row["round"] for row in result.rows] == [1, 2, 3, 4]
+
+
+def test_quiet_prints_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    run("--quiet", "out=a", "rounds=1")
+    assert capsys.readouterr().out == ""
+
+
+# --- refusals -----------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["run", "datta=mnist"],
+        ["run", "method=[fedavgm,fedadam]", "runtime=inprocess"],
+        ["run", "--allow"],
+        ["run", "--fast"],
+        ["rnu"],
+        ["report", "nowhere"],
+        ["partition", "partition=nothing"],
+        ["bench", "W9"],
+    ],
+    ids=" ".join,
+)
+def test_a_refusal_is_one_sentence_with_status_2_and_leaves_nothing(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    try:
+        status: object = cli.call(words)
+    except SystemExit as ended:
+        status = ended.code
+    assert status == 2
+    one_sentence(capsys.readouterr().err)
+    assert list(Path().iterdir()) == []
+
+
+def test_an_existing_folder_is_refused_and_stays_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("a").mkdir()
+    run("out=a", status=2)
+    assert "resume=latest" in one_sentence(capsys.readouterr().err)
+    assert list(Path("a").iterdir()) == []
+
+
+def test_a_folder_that_is_no_runs_is_not_resumed(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("a").mkdir()
+    Path("a/letter.txt").write_text("dear")
+    run("out=a", "resume=latest", status=2)
+    assert "not the folder of a run" in one_sentence(capsys.readouterr().err)
+
+
+def test_a_folder_below_a_file_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("a").write_text("file")
+    run("out=a/b", status=2)
+    assert "a is a file" in one_sentence(capsys.readouterr().err)
+
+
+# --- resume -------------------------------------------------------------------------------------------------------
+def test_latest_without_a_checkpoint_starts_at_round_0_and_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    run("out=a", "resume=latest")
+    assert "starting at round 0" in capsys.readouterr().out
+    run("out=b")
+    assert bits("a") == bits("b")
+
+
+def test_latest_on_a_finished_run_does_nothing_and_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    run("out=a")
+    before = {path: path.stat().st_mtime_ns for path in Path("a").rglob("*")}
+    run("out=a", "resume=latest")
+    assert "nothing to do" in capsys.readouterr().out
+    assert {path: path.stat().st_mtime_ns for path in Path("a").rglob("*")} == before
+
+
+@pytest.mark.parametrize("words", [[], ["method=[scaffold]"], ["schedule=buffered", "fleet=lognormal"]], ids=str)
+def test_more_rounds_continue_a_finished_run_to_the_same_bits(words: list[str]) -> None:
+    if "schedule=buffered" in words:
+        words = [*words, "schedule.concurrency=5", "schedule.size=2"]
+        quick = [word for word in QUICK if "cohort" not in word]
+    else:
+        quick = list(QUICK)
+    assert cli.call(["run", *quick, *words, "out=straight", "rounds=5"]) == 0
+    assert cli.call(["run", *quick, *words, "out=a", "rounds=2"]) == 0
+    assert cli.call(["run", *quick, *words, "out=a", "rounds=5", "resume=latest"]) == 0
+    assert bits("a") == bits("straight")
+    assert [row["round"] for row in read_history(Path("a/history.parquet"))] == [1, 2, 3, 4, 5]
+
+
+def test_an_interrupted_run_says_how_to_go_on_and_ends_in_the_same_bits(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run("out=straight")
+    seen: list[object] = []
+
+    def update(self: Progress, row: object) -> None:
+        seen.append(row)
+        if len(seen) == 3:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Progress, "update", update)
+        run("out=a", status=130)
+    assert "resume=latest" in one_sentence(capsys.readouterr().err)
+    assert not Path("a/summary.json").exists()
+    run("out=a", "resume=latest")
+    assert bits("a") == bits("straight")
+    assert [row["round"] for row in read_history(Path("a/history.parquet"))] == [1, 2, 3, 4]
+
+
+def test_another_study_is_not_continued_in_a_runs_folder(capsys: pytest.CaptureFixture[str]) -> None:
+    run("out=a")
+    run("out=a", "resume=latest", "rounds=6", "local.lr=0.2", status=2)
+    text = one_sentence(capsys.readouterr().err)
+    assert "local.lr=0.2" in text
+    assert "local.lr=0.1" in text
+    run("out=a", "resume=latest", "rounds=6", "runtime.threads=2", status=2)
+    run("out=a", "resume=latest", "rounds=5", "checkpoint.every=1", "faults.tolerate=0.5")
+
+
+def test_a_damaged_checkpoint_is_refused_by_name(capsys: pytest.CaptureFixture[str]) -> None:
+    run("out=a")
+    last = available(Path("a/checkpoints"))[-1]
+    with (last / "server.safetensors").open("r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        file.write(b"\xff")
+    run("out=a", "resume=latest", "rounds=6", status=2)
+    text = one_sentence(capsys.readouterr().err)
+    assert last.name in text
+    assert "round-000002" in text
+
+
+def test_a_checkpoint_is_continued_in_a_new_folder() -> None:
+    run("out=a")
+    run("out=b", "resume=a/checkpoints/round-000002")
+    assert bits("a") == bits("b")
+
+
+# --- failures -----------------------------------------------------------------------------------------------------
+def test_too_many_failures_end_a_run_with_status_1_and_the_clients_own_error(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    run("out=a", "local.lr=1e30", "local.batch=4", status=1)
+    text = capsys.readouterr().err
+    assert text.startswith("raysim: ")
+    assert "client" in text
+    assert "not finite" in text
+    assert "Traceback" in text
+    assert not Path("a/summary.json").exists()
+
+
+def test_tolerated_failures_are_recorded_with_client_round_and_host() -> None:
+    run("out=a", "local.lr=1e30", "local.batch=4", "faults.tolerate=1")
+    entries = [json.loads(line) for line in Path("a/failures.jsonl").read_text().splitlines()]
+    assert len(entries) == 12
+    assert {"round", "client", "host", "method", "error"} <= set(entries[0])
+    assert summary("a")["failures_total"] == 12
+
+
+# --- the other commands -------------------------------------------------------------------------------------------
+def test_methods_are_listed_with_paper_slots_and_parameters(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.call(["methods", "--json"]) == 0
+    entries = {entry["name"]: entry for entry in json.loads(capsys.readouterr().out)}
+    assert entries["fedprox"]["parameters"] == {"mu": 0.01}
+    assert "gradient" in entries["fedprox"]["slots"]
+    assert all(entry["paper"] for entry in entries.values())
+    assert cli.call(["methods"]) == 0
+    assert "scaffold" in capsys.readouterr().out
+
+
+def test_a_partition_is_described_and_drawn(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.call(["partition", "data=synthetic", "partition=shards", "--out", "shards.png"]) == 0
+    assert "clients" in capsys.readouterr().out
+    assert Path("shards.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_report_compares_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    run("out=a")
+    run("out=b", "method=[fedprox]")
+    capsys.readouterr()
+    assert cli.call(["report", "a", "b", "--out", "page"]) == 0
+    printed = capsys.readouterr().out
+    assert "fedprox" in printed
+    assert "<html" in Path("page/report.html").read_text().lower()
+
+
+@pytest.mark.parametrize(
+    "words", [["-h"], ["run", "-h"], ["partition", "-h"], ["report", "-h"], ["methods", "-h"], ["bench", "-h"]], ids=str
+)
+def test_help_teaches_by_example(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.call(words)
+    assert ended.value.code == 0
+    assert "examples:\n  raysim " in capsys.readouterr().out
+
+
+def imported(module: str) -> set[str]:
+    code = f"import sys, {module}; print(*sys.modules)"
+    return set(subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.split())
+
+
+def test_help_imports_nothing_heavy() -> None:
+    assert imported("raysim.cli") & {"torch", "ray", "hydra", "mlflow", "numpy", "matplotlib", "rich"} == set()
+
+
+def test_the_core_imports_neither_ray_nor_hydra_nor_mlflow() -> None:
+    assert imported("raysim.runtime.inprocess") & {"ray", "hydra", "mlflow", "omegaconf"} == set()
+
+
+def test_the_module_is_the_command() -> None:
+    done = subprocess.run([sys.executable, "-m", "raysim", "rnu"], capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    one_sentence(done.stderr)
+
+
+def test_a_killed_run_is_resumed_to_the_same_bits() -> None:
+    run("out=straight", "rounds=40")
+    words = [sys.executable, "-m", "raysim", "run", *QUICK, "rounds=40", "out=a"]
+    killed = subprocess.Popen(words, stdout=subprocess.DEVNULL)
+    while killed.poll() is None and not available(Path("a/checkpoints")):
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            killed.wait(timeout=0.02)
+    killed.kill()
+    assert killed.wait() == -signal.SIGKILL
+    run("out=a", "rounds=40", "resume=latest")
+    assert bits("a") == bits("straight")
+    assert [row["round"] for row in read_history(Path("a/history.parquet"))] == list(range(1, 41))

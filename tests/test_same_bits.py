@@ -1,0 +1,109 @@
+"""One study gives the same bits in process, on Ray with one host and with two, in rounds and with a buffer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from cluster import Hosts
+from studies import MLP, NORMED, SEED, Ran, coordinate, even, ran, recipe, run, tiny
+
+from raysim.client import Local
+from raysim.coordinator import Finished, Round, Settings
+from raysim.fleet import Lognormal
+from raysim.methods.fedbn import FedBN
+from raysim.methods.fedbr import FedBR
+from raysim.methods.fedbss import FedBSS
+from raysim.methods.fedbuff import FedBuff
+from raysim.methods.fedopt import FedAdam
+from raysim.methods.mixup import Mixup
+from raysim.methods.scaffold import Scaffold
+from raysim.schedule import Buffered, Synchronous
+
+LOCAL = Local(lr=0.05, momentum=0.9, batch=8, epochs=2)
+SCHEDULES = {"rounds": Synchronous(6), "buffer": Buffered(concurrency=6, size=3)}
+STUDIES: dict[str, list[Any]] = {
+    "fedavg": [],
+    "scaffold": [Scaffold()],
+    "fedbn": [FedBN()],
+    "fedbss": [FedBSS(warmup_rounds=2)],
+    "fedbr": [FedBR(projection="code", pseudo_batch=4, samples_per_mean=3)],
+    "fedbn, fedbuff, mixup and fedadam": [FedBN(), FedBuff(), Mixup(), FedAdam()],
+}
+ROUNDS = 5
+
+
+def study(methods: list[Any]) -> Any:
+    return recipe(*methods, model=NORMED, local=LOCAL, data=tiny(clients=8, samples=160))
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=SCHEDULES)
+@pytest.mark.parametrize("methods", STUDIES.values(), ids=STUDIES)
+def test_in_process_and_on_one_or_two_hosts_a_study_has_the_same_bits_and_history(
+    methods: list[Any], schedule: Any, hosts: Hosts
+) -> None:
+    here = run(study(methods), schedule, rounds=ROUNDS)
+    if any(method.name == "fedbss" for method in methods):
+        assert any(job_version >= 2 for job_version in _ranked(here)), "a study past its warm-up"
+    for count in (1, 2):
+        runtime = hosts.runtime(study(methods), count)
+        there = ran(coordinate(study(methods), schedule, runtime=runtime, rounds=ROUNDS))
+        assert there.bits == here.bits, f"on {count} host(s)"
+        assert there.history == here.history
+        assert not there.failures
+    assert here.history[-1]["failures"] == 0
+
+
+def test_hosts_sum_their_own_groups_and_the_bits_stay(hosts: Hosts, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = {"data": even(), "model": NORMED, "local": LOCAL}
+    here = run(recipe(**asked), SCHEDULES["rounds"], rounds=3, group=3)
+    runtime = hosts.runtime(recipe(**asked), 2)
+    summing: set[tuple[int, int]] = set()
+    call = runtime.call
+
+    def watched(host: int, method: str, *args: Any, returns: int = 1) -> list[Any]:
+        if method == "train":
+            summing.update((host, len(group)) for group in args[1])
+        return call(host, method, *args, returns=returns)
+
+    monkeypatch.setattr(runtime, "call", watched)
+    there = ran(coordinate(recipe(**asked), SCHEDULES["rounds"], runtime=runtime, rounds=3, group=3))
+    assert summing == {(0, 3), (1, 3)}
+    assert (there.bits, there.history) == (here.bits, here.history)
+
+
+def _ranked(found: Ran) -> list[int]:
+    """The versions whose ranking the clients hold."""
+    states = found.coordinator._client_states()
+    return [int(value[0]) for key, value in states.items() if key.endswith("fedbss.version")]
+
+
+@pytest.mark.parametrize(
+    ("methods", "schedule", "count"),
+    [([Scaffold()], "rounds", 2), ([FedBN()], "buffer", 1)],
+    ids=["scaffold in rounds on two hosts", "fedbn with a buffer on one host"],
+)
+def test_the_coordinator_may_be_an_actor_too(
+    methods: list[Any], schedule: str, count: int, ray_session: None
+) -> None:
+    from raysim.runtime import ray as on_ray
+
+    how = SCHEDULES[schedule], Lognormal(), Settings(rounds=ROUNDS)
+    events = list(on_ray.run(study(methods), *how, (count, 0.5, 0.0)))
+    here = run(study(methods), SCHEDULES[schedule], rounds=ROUNDS)
+    assert isinstance(events[-1], Finished)
+    assert (events[-1].model_sha256, events[-1].state_sha256) == here.bits
+    rows = [event.row for event in events if isinstance(event, Round)]
+    assert [row["virtual_seconds"] for row in rows] == [row["virtual_seconds"] for row in here.rows]
+    assert [row["accuracy"] for row in rows] == [row["accuracy"] for row in here.rows]
+
+
+def test_another_seed_gives_other_bits() -> None:
+    bits = {run(recipe(model=MLP, seed=seed), rounds=1).bits for seed in (SEED, SEED, SEED + 1)}
+    assert len(bits) == 2
+
+
+def test_the_checksum_of_states_covers_private_states_personal_parts_and_the_server() -> None:
+    empty = run(recipe(model=NORMED), rounds=1).finished.state_sha256
+    for methods in ([FedBN()], [FedBSS()], [FedAdam()], [Scaffold()]):
+        assert run(recipe(*methods, model=NORMED), rounds=1).finished.state_sha256 != empty
