@@ -23,7 +23,7 @@ from raysim.data.federated import federate
 from raysim.data.partition import DirichletClient
 from raysim.data.sources import FashionMnist, Source, Synthetic
 from raysim.fleet import Ideal
-from raysim.host import Host, Recipe
+from raysim.host import Recipe
 from raysim.metrics import write_json
 from raysim.models import Cnn, Mlp, ModelRecipe
 from raysim.schedule import Synchronous
@@ -188,15 +188,11 @@ def _rounds(recipe: Recipe, work: Workload, runtime: Any, count: int) -> float:
 
 def bench(name: str, root: str | None, blocks: int, hosts: int, say: Callable[[str], None]) -> Result:
     """Alternate blocks of bare and raysim rounds on a running Ray."""
-    import ray
-
-    from raysim.runtime.ray import RayRuntime
+    from raysim.runtime.ray import start_hosts
 
     work = WORKLOADS[name]
     recipe = recipe_of(work, source_of(work, root))
-    actors = [ray.remote(num_cpus=1)(Host).remote(recipe, f"host-{i}") for i in range(hosts)]
-    bare = Bare(recipe, work, hosts)
-    runtime = RayRuntime(actors)
+    runtime, bare = start_hosts(recipe, hosts), Bare(recipe, work, hosts)
     pairs = []
     try:
         _rounds(recipe, work, runtime, 1)
@@ -205,8 +201,7 @@ def bench(name: str, root: str | None, blocks: int, hosts: int, say: Callable[[s
             say(f"{name} block {block + 1}/{blocks}: raysim {pairs[-1][0]:.4f} s, bare {pairs[-1][1]:.4f} s a round")
     finally:
         bare.close()
-        for actor in actors:
-            ray.kill(actor)
+        runtime.stop()
     ratios = tuple(own / other for own, other in pairs)
     medians = [statistics.median(column) for column in zip(*pairs, strict=True)]
     return Result(name, medians[0], medians[1], statistics.median(ratios), ratios, work.limit)

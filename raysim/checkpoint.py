@@ -48,7 +48,8 @@ def write(folder: Path, version: int, snapshot: Snapshot) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     final = folder / f"round-{version:06d}"
     draft = folder / f".{final.name}.{os.getpid()}"
-    shutil.rmtree(draft, ignore_errors=True)
+    for unfinished in folder.glob(".round-*"):  # of a process that was killed while it wrote
+        shutil.rmtree(unfinished)
     draft.mkdir()
     (draft / "run.json").write_text(json.dumps(snapshot.numbers))
     for name, arrays in (("server", snapshot.server), ("clients", snapshot.clients)):

@@ -101,9 +101,9 @@ def _guarded(command: Callable[[], int]) -> int:
     except KeyboardInterrupt as error:
         return _say(str(error) or "stopped before the run began: nothing was written", 130)
     except RuntimeError as error:
-        from raysim.coordinator import TooManyFailures
+        from raysim.coordinator import RunStopped
 
-        if not isinstance(error, TooManyFailures):
+        if not isinstance(error, RunStopped):
             raise
         return _say(str(error).strip(), 1)
     except BrokenPipeError:  # the reader of our output has left

@@ -22,7 +22,7 @@ from raysim import checkpoint
 from raysim.fleet import Fleet
 from raysim.host import Recipe, build_networks, settle
 from raysim.messages import Failure, Job, Outcome, Published, Report, Sum, Task, Trained, Update
-from raysim.methods.method import owner, owners
+from raysim.methods.method import owners
 from raysim.metrics import peak_memory
 from raysim.schedule import Aggregate, Dispatch, Schedule, View
 from raysim.server import Server, Weighting
@@ -108,7 +108,11 @@ class Finished:
 Event: TypeAlias = Started | Round | Saved | Finished
 
 
-class TooManyFailures(RuntimeError):
+class RunStopped(RuntimeError):
+    """A run that could not go on; what it did is in its folder."""
+
+
+class TooManyFailures(RunStopped):
     """More clients failed in one aggregation than `faults.tolerate` allows."""
 
 
@@ -164,13 +168,14 @@ class Coordinator:
         )
         self.eligible = np.flatnonzero(self.counts)
         if schedule.concurrency > len(self.eligible):
+            most = len(self.eligible)
             raise ValueError(
-                f"the schedule keeps {schedule.concurrency} clients at work but only {len(self.eligible)} of "
-                f"{len(self.counts)} have samples: lower schedule.cohort (or schedule.concurrency) to {len(self.eligible)}"
+                f"the schedule keeps {schedule.concurrency} clients at work but only {most} of {len(self.counts)} have "
+                f"samples: lower schedule.cohort (or schedule.concurrency) to {most}"
             )
-        personal = self.layout.personal or self.layout.total_counters > self.layout.shared_counters
-        self.personal = bool(personal) or bool(owners(recipe.methods, "personalise"))
-        self.stateful = self.personal or bool(owners(recipe.methods, "state"))
+        stays = self.layout.personal > 0 or self.layout.total_counters > self.layout.shared_counters
+        self.personal = stays or bool(owners(recipe.methods, "personalise"))  # whether every client has its own model
+        self.stateful = stays or bool(owners(recipe.methods, "state"))
         self._costers = owners(recipe.methods, "cost")
         self._broadcasters = owners(recipe.methods, "broadcast")
 
@@ -214,7 +219,7 @@ class Coordinator:
                 yield from self._report()
                 yield self._save()
         yield from self._report()
-        if self.settings.checkpoint_every and (not self.rows or self.settings.folder):
+        if self.settings.checkpoint_every:
             yield self._save()
         yield self._finish()
 
@@ -323,7 +328,7 @@ class Coordinator:
                 self._send(host, chunk, summed)
 
     def _groups(self, taken: Sequence[Flight]) -> list[list[Flight]]:
-        """The groups of an aggregation, long ones first, for hosts to sum; none if the hosts would idle more that way."""
+        """The groups of an aggregation for hosts to sum, long ones first; none if hosts would idle more that way."""
         size, hosts = self.server.group, self.runtime.hosts
         groups = [list(taken[i : i + size]) for i in range(0, len(taken), size)]
         if _makespan(groups, hosts) > 1.1 * _makespan([[flight] for flight in taken], hosts):
@@ -378,7 +383,8 @@ class Coordinator:
 
     def _collect(self, flights: Sequence[Flight]) -> tuple[list[Outcome], list[Sum]]:
         """Outcomes in the order of the flights; waits."""
-        outcomes, sums = [], {}
+        outcomes: list[Outcome] = []
+        sums: dict[tuple[int, ...], Sum] = {}
         for flight in flights:
             call = flight.call
             assert call is not None
@@ -447,7 +453,7 @@ class Coordinator:
             return
         published, ref = self._published[version]
         if self.server.scored() is not self.server.vector:
-            published = Published(version, self.server.scored().numpy(), self.server.counters.numpy())
+            published = Published(version, self.server.scored().numpy(), self.server.counters.numpy(), scored=True)
             ref = self.runtime.put(published)
         tests = self.recipe.data.partition.test
         clients = np.flatnonzero(tests.counts)
@@ -459,7 +465,7 @@ class Coordinator:
         if self.personal:
             tasks = [Task(c, tests.rows(c), self._accepted.get(c, -1), self._extras(c)) for c in clients.tolist()]
         else:  # one model for all: whole batches across clients
-            own = np.concatenate([tests.rows(c) for c in clients]) if len(clients) else np.empty(0, np.int64)
+            own = np.concatenate([tests.rows(c) for c in clients.tolist()]) if len(clients) else np.empty(0, np.int64)
             tasks = [Task(-1, rows[i : i + size]) for rows in (own, central) for i in range(0, len(rows), size)]
         self._score(tasks, ref, pending)
 
@@ -490,7 +496,7 @@ class Coordinator:
             correct = losses = np.empty(0)
         else:
             hits = np.concatenate([report.correct for report in reports])
-            ends = np.cumsum([len(tests.rows(c)) for c in clients], dtype=np.int64)
+            ends = np.cumsum(tests.counts[clients], dtype=np.int64)
             local, correct = np.split(hits, [ends[-1] if len(ends) else 0])
             own = np.array([part.mean() for part in np.split(local, ends[:-1])]) if len(clients) else np.empty(0)
             losses = np.concatenate([report.losses for report in reports])[len(local) :]

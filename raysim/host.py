@@ -55,7 +55,8 @@ def settle(threads: int) -> None:
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.set_num_threads(threads)
     torch.set_deterministic_debug_mode("warn")  # torch.use_deterministic_algorithms imports the compiler: seconds
-    torch.utils.deterministic.fill_uninitialized_memory = False  # else every torch.empty is a write
+    # Else every torch.empty is a write.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     torch.backends.cudnn.benchmark = False
     torch.backends.cudnn.deterministic = True
     torch.backends.cuda.matmul.allow_tf32 = False
@@ -64,7 +65,7 @@ def settle(threads: int) -> None:
 
 
 def _keep_memory() -> None:
-    """Let glibc keep freed memory: gradients of 30 MB would be mapped and unmapped at every step (11 % of W3's time)."""
+    """Let glibc keep freed memory: gradients of 30 MB would be mapped anew at every step (11 % of W3's time)."""
     if sys.platform == "linux":
         with contextlib.suppress(OSError, AttributeError):  # another C library
             libc = ctypes.CDLL("libc.so.6")
@@ -97,7 +98,7 @@ def build_networks(recipe: Recipe) -> tuple[dict[str, nn.Module], Layout]:
 
 
 class Host:
-    """Many clients on one device. Between jobs it keeps each client's private state, tagged with the job that made it."""
+    """Many clients on one device. It keeps each client's private state, tagged with the job that made it."""
 
     def __init__(self, recipe: Recipe, name: str = "host-0"):
         settle(recipe.threads)
@@ -122,7 +123,7 @@ class Host:
         self._personalisers = owners(recipe.methods, "personalise")
         self._predictor = owner(recipe.methods, "predict")
         self._resident: dict[int, tuple[int, dict[str, Tensor]]] = {}
-        self._received: tuple[int, Tensor, Tensor, dict[str, Tensor]] | None = None
+        self._received: tuple[tuple[int, bool], Tensor, Tensor, dict[str, Tensor]] | None = None
 
     def ready(self) -> str:
         """Its name, once it can work."""
@@ -143,7 +144,7 @@ class Host:
     def train(
         self, jobs: Sequence[Job], groups: Sequence[tuple[int, ...]], published: Published, *states: Arrays | None
     ) -> Trained | tuple[Trained | Arrays, ...]:
-        """Train the jobs in order. Returns a `Trained`; in stateful runs a tuple of it and each job's new private state.
+        """Train the jobs in order. Returns a `Trained`; in stateful runs a tuple of it and each job's new state.
 
         groups: numbers of jobs, consecutive here, whose deltas are summed on this host.
         states: for each job the accepted state to start from, or None if it is resident; nothing in stateless runs.
@@ -169,10 +170,11 @@ class Host:
 
     def _receive(self, published: Published) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         """The broadcast as tensors on the device; on a CPU views of the very array that was published."""
-        if self._received is None or self._received[0] != published.version or self.device.type == "cpu":
+        key = (published.version, published.scored)
+        if self._received is None or self._received[0] != key or self.device.type == "cpu":
             extras = {key: torch.from_numpy(value).to(self.device) for key, value in published.extras.items()}
             base, counters = torch.from_numpy(published.vector), torch.from_numpy(published.counters)
-            self._received = (published.version, base.to(self.device), counters.to(self.device), extras)
+            self._received = (key, base.to(self.device), counters.to(self.device), extras)
         return self._received[1:]
 
     def _state(self, client: int, number: int, sent: Arrays | None) -> dict[str, Tensor]:
@@ -244,7 +246,7 @@ class Host:
         return f"{at} (learning rate {rate:g}); lower local.lr or set local.clip"
 
     def _add(self, totals: dict[tuple[int, ...], np.ndarray], group: tuple[int, ...], weight: float) -> None:
-        """Fold the delta that `_train` left in the vector into the group's sum; on the CPU, as the coordinator would."""
+        """Fold the delta that `_train` left in the vector into the group's sum; on the CPU, as the server would."""
         delta = self.vector.shared.cpu()
         if group in totals:
             torch.from_numpy(totals[group]).add_(delta, alpha=weight)
@@ -253,7 +255,7 @@ class Host:
 
     # --- scoring -------------------------------------------------------------------------------------------------
     def evaluate(self, tasks: Sequence[Score], published: Published, *states: Arrays | None) -> list[Report]:
-        """Score rows of the data set with the shared model or a client's own. Touches no stream and no statistics."""
+        """Score rows with the shared model or a client's own. Touches no stream and no statistics."""
         base, counters, _ = self._receive(published)
         self.trainer.training(False)
         reports = []

@@ -23,6 +23,7 @@ class Published:
     vector: np.ndarray  # [layout.shared] parameters, then floating buffers
     counters: np.ndarray  # [layout.shared_counters] int64: integer buffers
     extras: Arrays = field(default_factory=dict)  # by "method.name"
+    scored: bool = False  # a vector that is only evaluated
 
     @property
     def floats(self) -> int:

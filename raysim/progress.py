@@ -40,8 +40,7 @@ class Progress:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         from rich.console import Console
-        from rich.progress import BarColumn, TextColumn
-        from rich.progress import Progress as Bar
+        from rich.progress import BarColumn, Progress as Bar, TextColumn
 
         self.total, self.round, self.failures = total, done, 0
         self.quiet, self.clock, self.console = quiet, clock, console or Console()

@@ -158,7 +158,7 @@ def labels(runs: Sequence[Run]) -> list[str]:
     for name in {name for name in names if names.count(name) > 1}:
         twins = [index for index, other in enumerate(names) if other == name]
         different = differences([runs[index] for index in twins])
-        # What only some have follows from an option that is named already: it is needed only where nothing else differs.
+        # What only some have follows from an option that is named already: needed only where nothing else differs.
         shared = {key: values for key, values in different.items() if NOTHING not in values} or different
         for place, index in enumerate(twins):
             told = [f"{key}={values[place]}" for key, values in shared.items() if values[place] != NOTHING]
@@ -366,9 +366,13 @@ def _draw(curves: Sequence[Curve], title: str, ylabel: str, *, dark: bool = Fals
 def draw_run(rows: Sequence[Row], folder: Path, title: str) -> list[Path]:
     """Write accuracy.png and loss.png: a run against rounds, floats, virtual time and wall time."""
     kinds = {
-        "accuracy": {"accuracy": "mean of the clients", "accuracy_worst": "worst client", "accuracy_global": "central test set"},
+        "accuracy": {
+            "accuracy": "mean of the clients",
+            "accuracy_worst": "worst client",
+            "accuracy_global": "central test set",
+        },
         "loss": {"train_loss": "training", "loss_global": "central test set"},
-    }  # fmt: skip
+    }
     paths = []
     for kind, keys in kinds.items():
         curves = [_curve(label, rows, key, index) for index, (key, label) in enumerate(keys.items())]
@@ -463,7 +467,8 @@ th, td {{ padding: .5rem .8rem; text-align: left; white-space: nowrap; border-bo
 th {{ color: var(--soft); font-weight: 600; font-size: .85rem; }}
 tbody tr:last-child td {{ border-bottom: 0; }}
 th:first-child, td:first-child {{ position: sticky; left: 0; background: var(--card); }}
-td:first-child {{ white-space: normal; min-width: min(15rem, 38vw); max-width: 26rem; overflow-wrap: anywhere; font-weight: 600; }}
+td:first-child {{ white-space: normal; min-width: min(15rem, 38vw); max-width: 26rem; overflow-wrap: anywhere; }}
+td:first-child {{ font-weight: 600; }}
 .number {{ text-align: right; }}
 b {{ color: var(--win); }}
 td i {{ display: inline-block; width: .7rem; height: .7rem; border-radius: 3px; margin-right: .55rem;

@@ -1,4 +1,4 @@
-"""The server's side of a run: the shared vector, what methods keep there, and the step from updates to the next vector."""
+"""The server's side of a run: the shared vector, what methods keep there, and the step to the next vector."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ class Server:
         staleness: Sequence[int],
         bases: Mapping[int, Published],
     ) -> None:
-        """One aggregation. updates: in the order of acceptance; None where a client failed, which keeps its place in a group."""
+        """One aggregation. updates: in the order of acceptance; a failed client is None and keeps its place."""
         present = [update for update in updates if update is not None]
         if present:
             self.staleness = [late for update, late in zip(updates, staleness, strict=True) if update is not None]

@@ -35,7 +35,6 @@ class Session:
         self.experiment, self.folder, self.console, self.quiet = experiment, folder, console, quiet
         self.rows: Rows = []
         self.tracker = _tracker(experiment, folder, console)
-        self.checkpoint = ""
         self.finished: Finished | None = None
 
     def follow(self, started: Event, events: Iterator[Event]) -> Result:

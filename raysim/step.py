@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, cast
 
 import numpy as np
 import torch
@@ -18,6 +18,7 @@ from raysim.vector import Vector
 
 if TYPE_CHECKING:
     from raysim.client import Plan, Trainer
+    from raysim.models import Classifier
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +52,7 @@ class Context:
     extras: Mapping[str, Tensor]  # what this client alone received
     state: dict[str, Tensor]  # private; replace entries, never change them in place
     upload: dict[str, Tensor] = field(default_factory=dict)
-    draws: Mapping[str, Sequence[object]] = field(default_factory=dict)
+    draws: Mapping[str, Sequence[Tensor]] = field(default_factory=dict)
     plan: Plan | None = None
     step: int = 0
     stage: Stage = field(default_factory=Stage)
@@ -59,9 +60,9 @@ class Context:
     losses: Tensor | None = None  # [steps] the task loss without added terms, once training is over
 
     @property
-    def model(self) -> nn.Module:
+    def model(self) -> Classifier:
         """The model that is trained."""
-        return self.vector.networks["model"]
+        return cast("Classifier", self.vector.networks["model"])
 
     @property
     def networks(self) -> Mapping[str, nn.Module]:
@@ -73,7 +74,7 @@ class Context:
         """Classes of the task."""
         return self.trainer.task.num_classes
 
-    def drawn(self, name: str) -> object:
+    def drawn(self, name: str) -> Tensor:
         """This step's entry of what a method's `draws` returned."""
         return self.draws[name][self.step]
 
@@ -97,18 +98,18 @@ class Context:
     def statistics_kept(self) -> Iterator[None]:
         """Forward passes inside normalise with their own batch but leave running statistics alone."""
         for layer in self.trainer.tracking:
-            layer.track_running_stats = False
+            layer.track_running_stats = False  # type: ignore[assignment]
         try:
             yield
         finally:
             for layer in self.trainer.tracking:
-                layer.track_running_stats = True
+                layer.track_running_stats = True  # type: ignore[assignment]
 
 
 class Outputs:
     """What the model makes of a batch, each computed at most once however many methods ask."""
 
-    __slots__ = ("batch", "ctx", "_kept")
+    __slots__ = ("_kept", "batch", "ctx")
 
     def __init__(self, ctx: Context, batch: Batch):
         self.ctx, self.batch = ctx, batch
@@ -137,7 +138,7 @@ class Outputs:
 
         def compute() -> Tensor:
             with torch.no_grad():
-                return self.ctx.frozen()["model"].features(self.batch.inputs)  # type: ignore[operator, no-any-return]
+                return cast("Classifier", self.ctx.frozen()["model"]).features(self.batch.inputs)
 
         return self.once("base_features", compute)
 
@@ -227,7 +228,7 @@ class Step:
         self._grad: Tensor | None = None
 
     def begin(self) -> None:
-        """A new job: fresh optimisers. A method may fill `descents` in `receive` with what it kept of an earlier one."""
+        """A new job: fresh optimisers. A method may fill `descents` in `receive` with what it kept of another job."""
         self.descents = {}
 
     def __call__(self, ctx: Context, batch: Batch, stages: Sequence[Stage]) -> Tensor:

@@ -305,7 +305,7 @@ class Tracker:
                 server.send(rows)
                 if ending:
                     server.close(self._record, self._folder)
-            except Exception as problem:  # noqa: BLE001 - whatever MLflow raises, the run goes on
+            except Exception as problem:
                 server = None
                 self._keep(reason(problem))
             else:
@@ -381,7 +381,7 @@ def replay(
         if record.get("summary") is not None:
             server.close(record, folder)
             record["done"] = True
-    except Exception as problem:  # noqa: BLE001 - tracking is no reason for a command to fail
+    except Exception as problem:
         say(
             f"MLflow at {without_password(uri)} cannot be used ({reason(problem)}): the run's rows stay in {folder},"
             f" and `raysim run out={folder} resume=latest` tries again."

@@ -189,9 +189,7 @@ def test_too_many_failures_stop_the_run_with_a_checkpoint_that_resumes_once_they
     study = recipe(*methods, Raising(hits))
     straight = run(study, schedule, rounds=7, tolerate=1.0)
     assert straight.failures, "or nothing stops"
-    events, error = events_until_stopped(
-        coordinate(study, schedule, rounds=7, tolerate=0.0, folder=str(tmp_path))
-    )
+    events, error = events_until_stopped(coordinate(study, schedule, rounds=7, tolerate=0.0, folder=str(tmp_path)))
     finished = [event.row["round"] for event in events if isinstance(event, Round)]
     (path,) = checkpoint.available(tmp_path / "checkpoints")
     assert path.name == f"round-{finished[-1]:06d}"

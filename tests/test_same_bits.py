@@ -83,9 +83,7 @@ def _ranked(found: Ran) -> list[int]:
     [([Scaffold()], "rounds", 2), ([FedBN()], "buffer", 1)],
     ids=["scaffold in rounds on two hosts", "fedbn with a buffer on one host"],
 )
-def test_the_coordinator_may_be_an_actor_too(
-    methods: list[Any], schedule: str, count: int, ray_session: None
-) -> None:
+def test_the_coordinator_may_be_an_actor_too(methods: list[Any], schedule: str, count: int, ray_session: None) -> None:
     from raysim.runtime import ray as on_ray
 
     how = SCHEDULES[schedule], Lognormal(), Settings(rounds=ROUNDS)

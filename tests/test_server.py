@@ -37,7 +37,10 @@ def update(client: int, version: int = 0, counter: int = 1, delta: np.ndarray | 
 
 
 def step(
-    target: Server, updates: Sequence[Update | None], sums: Sequence[Sum] = (), bases: dict[int, Published] | None = None
+    target: Server,
+    updates: Sequence[Update | None],
+    sums: Sequence[Sum] = (),
+    bases: dict[int, Published] | None = None,
 ) -> Server:
     target.step(updates, sums, [0] * len(updates), bases or {})
     return target
@@ -187,7 +190,9 @@ def test_hosts_may_sum_unless_weights_or_single_updates_are_needed() -> None:
     assert not server(FedBuff(), weighting="uniform").summable
     assert not server(Combining()).summable
     found = step(server(Combining()), [update(client) for client in ALL])
-    np.testing.assert_allclose(found.vector[:TRAINED], START[:TRAINED] + DELTAS[:, :TRAINED].mean(0), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(
+        found.vector[:TRAINED], START[:TRAINED] + DELTAS[:, :TRAINED].mean(0), rtol=1e-5, atol=1e-6
+    )
     plain = step(server(), [update(client) for client in ALL])
     assert torch.allclose(found.vector[TRAINED:], plain.vector[TRAINED:], rtol=1e-5, atol=1e-6)
 

@@ -37,7 +37,9 @@ def snapshots(coordinator: Coordinator) -> Iterator[checkpoint.Snapshot]:
             yield checkpoint.read(Path(event.path))
 
 
-def every_round(folder: Path, *methods: Any, schedule: str = "rounds", runtime: Any = None) -> list[checkpoint.Snapshot]:
+def every_round(
+    folder: Path, *methods: Any, schedule: str = "rounds", runtime: Any = None
+) -> list[checkpoint.Snapshot]:
     asked = {"rounds": ROUNDS, "checkpoint_every": 1, "folder": str(folder), "runtime": runtime, "evaluate_every": 99}
     found = list(snapshots(coordinate(study(*methods), SCHEDULES[schedule], **asked)))
     assert len(found) == ROUNDS
@@ -93,7 +95,9 @@ def test_on_ray_state_survives_the_rounds_that_a_client_sits_out(
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_the_servers_control_variate_is_the_mean_of_all_clients_after_every_round(schedule: str, tmp_path: Path) -> None:
+def test_the_servers_control_variate_is_the_mean_of_all_clients_after_every_round(
+    schedule: str, tmp_path: Path
+) -> None:
     for index, snapshot in enumerate(every_round(tmp_path, Scaffold(), schedule=schedule)):
         own = [value for key, value in snapshot.clients.items() if key.endswith("/scaffold.control")]
         mean = np.sum(own, axis=0, dtype=np.float64) / 5  # who never took part has zero

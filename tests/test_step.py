@@ -91,7 +91,11 @@ Y = torch.tensor([0, 1, 1, 0, 1])
 
 
 def at_work(
-    methods: Sequence[Method], optimizer: Optimizer, clip: float = 0.0, personal: Sequence[str] = (), **networks: nn.Module
+    methods: Sequence[Method],
+    optimizer: Optimizer,
+    clip: float = 0.0,
+    personal: Sequence[str] = (),
+    **networks: nn.Module,
 ) -> tuple[Step, Context]:
     nets = {"model": net(), **networks}
     vector = Vector(nets, plan_layout(nets, personal), torch.device("cpu"), torch.float32)
@@ -169,7 +173,9 @@ class TwoStages(Method):
     name = "two"
 
     def stages(self, plan: Any) -> Sequence[tuple[Stage, ...]]:
-        rise = Stage("rise", ("extra",), lambda ctx, out, batch: self.height(ctx, out).mean(), True, 2.0, {"model": False})
+        rise = Stage(
+            "rise", ("extra",), lambda ctx, out, batch: self.height(ctx, out).mean(), True, 2.0, {"model": False}
+        )
         return ((rise, Stage(modes={"model": True})),)
 
     @staticmethod
@@ -194,7 +200,10 @@ def test_each_stage_moves_its_own_networks_in_its_own_direction_at_its_own_rate(
     assert all(torch.equal(value, expected[name]) for name, value in ctx.model.state_dict().items())
     assert ctx.model.training
     layout = ctx.vector.layout
-    assert step.movements() == [(slice(layout.trained - 5, layout.trained), 1, 2.0), (slice(0, layout.trained - 5), 1, 1.0)]
+    assert step.movements() == [
+        (slice(layout.trained - 5, layout.trained), 1, 2.0),
+        (slice(0, layout.trained - 5), 1, 1.0),
+    ]
 
 
 def test_terms_of_methods_join_the_task_loss_only_and_the_report_leaves_them_out() -> None:

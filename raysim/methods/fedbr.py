@@ -18,18 +18,19 @@ Choices where paper and code disagree or are silent
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, cast
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from raysim.methods.method import FORWARD, Cost, Method, Network, Stage, Task, at_least
+from raysim.methods.method import Cost, Method, Network, Stage, Task, at_least
 from raysim.methods.mixup import soft_targets
 
 if TYPE_CHECKING:
     from raysim.client import Contribution, Plan
+    from raysim.models import Classifier
     from raysim.server import Server
     from raysim.step import Batch, Context, Outputs
 
@@ -179,7 +180,9 @@ class FedBR(Method):
         """Features of the pseudo-data under the received extractor; they stay the same for the whole job."""
         if self.mu:
             with torch.no_grad():
-                ctx.kept["fedbr.global"] = ctx.frozen()["model"].features(ctx.published["fedbr.pseudo"])  # type: ignore[operator]
+                ctx.kept["fedbr.global"] = cast("Classifier", ctx.frozen()["model"]).features(
+                    ctx.published["fedbr.pseudo"]
+                )
 
     def stages(self, plan: Plan) -> Sequence[tuple[Stage, ...]]:
         """The max step, then the min step."""
@@ -195,7 +198,7 @@ class FedBR(Method):
         """lam L_p + mu L_con, the latter with the projector as the max step left it."""
         total = torch.zeros((), device=batch.inputs.device, dtype=batch.inputs.dtype)
         if self.lam:
-            total = total + self.lam * pseudo_label_loss(ctx.model.head(self._pseudo_features(ctx, out)))  # type: ignore[operator]
+            total = total + self.lam * pseudo_label_loss(ctx.model.head(self._pseudo_features(ctx, out)))
         if self.mu:
             total = total + self.mu * self._contrast(ctx, self._pseudo_features(ctx, out), out.features)
         return total
@@ -203,7 +206,7 @@ class FedBR(Method):
     def _pseudo_features(self, ctx: Context, out: Outputs) -> Tensor:
         def compute() -> Tensor:
             with ctx.statistics_kept():  # BatchNorm's statistics are of real data only
-                return ctx.model.features(ctx.published["fedbr.pseudo"])  # type: ignore[operator, no-any-return]
+                return ctx.model.features(ctx.published["fedbr.pseudo"])
 
         return out.once("fedbr.pseudo_features", compute)
 

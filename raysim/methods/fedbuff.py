@@ -107,7 +107,7 @@ class FedBuff(Method):
         """Sample counts only make sense where they are divided out again."""
         if server.weighting == "samples" and self.normalization != "weights":
             raise ValueError(
-                f"weighting=samples multiplies FedBuff's step by the clients' samples under method.fedbuff.normalization="
+                "weighting=samples multiplies FedBuff's step by the clients' samples under method.fedbuff.normalization="
                 f"{self.normalization}; set weighting=uniform or method.fedbuff.normalization=weights"
             )
 

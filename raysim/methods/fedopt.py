@@ -187,8 +187,7 @@ class FedAdagrad(_Adaptive):
         self._check(server_lr, tau, beta1=beta1)
 
     def _step(self, params: Tensor, delta: Tensor, moments: dict[str, Tensor], step: int) -> dict[str, Tensor]:
-        own = {key: value for key, value in vars(self).items()}
-        return fedadagrad_step(params=params, delta=delta, **moments, **own)
+        return fedadagrad_step(params=params, delta=delta, **moments, **vars(self))  # type: ignore[arg-type]
 
 
 class _Decaying(_Adaptive):

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 if TYPE_CHECKING:
     from raysim.client import Contribution, Local, Plan
-    from raysim.server import Server
     from raysim.messages import Update
+    from raysim.server import Server
     from raysim.step import Batch, Context, Outputs
     from raysim.vector import Layout, Vector
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 class Task:
     """What is learnt: shape of an input [channels, height, width], number of classes, floats in use."""
 
-    shape: tuple[int, ...]
+    shape: tuple[int, int, int]
     num_classes: int
     clients: int
     dtype: torch.dtype = torch.float32
@@ -112,7 +112,7 @@ class Method:
         """Exclusive. A cycle of iterations, each some stages; exactly one of them has the task loss."""
         return ((Stage(),),)
 
-    def draws(self, plan: Plan, generator: np.random.Generator) -> Mapping[str, Sequence[object]]:
+    def draws(self, plan: Plan, generator: np.random.Generator) -> Mapping[str, Sequence[Tensor]]:
         """Random values drawn before the first step, one per step, by full name; read with `ctx.drawn(name)`."""
         return {}
 
@@ -270,7 +270,8 @@ def check_composition(methods: Sequence[Method]) -> None:
     for slot in EXCLUSIVE:
         if len(both := owners(methods, slot)) > 1:
             raise ValueError(
-                f"method '{both[0].name}' and method '{both[1].name}' both {_DOES[slot]} (slot '{slot}'); keep one of them"
+                f"method '{both[0].name}' and method '{both[1].name}' both {_DOES[slot]} (slot '{slot}'); "
+                "keep one of them"
             )
     for method in methods:
         for other, why in method.excludes.items():

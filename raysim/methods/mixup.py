@@ -72,7 +72,7 @@ class Mixup(Method):
             raise ValueError(f"method.mixup.alpha={alpha} must be above 0; leave mixup out for no mixing")
         self.alpha = alpha
 
-    def draws(self, plan: Plan, generator: np.random.Generator) -> Mapping[str, Sequence[object]]:
+    def draws(self, plan: Plan, generator: np.random.Generator) -> Mapping[str, Sequence[Tensor]]:
         """One weight and one permutation per step."""
         weights = torch.from_numpy(generator.beta(self.alpha, self.alpha, size=plan.steps))
         return {

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 # Read when Ray is imported: the driver's environment is the workers' environment, and tokens stay on.
 os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
@@ -17,7 +18,7 @@ os.environ.setdefault("RAY_AUTH_MODE", "token")
 
 import ray
 
-from raysim.coordinator import Coordinator, Event, Settings
+from raysim.coordinator import Coordinator, Event, RunStopped, Settings
 from raysim.fleet import Fleet
 from raysim.host import Host, Recipe
 from raysim.schedule import Schedule
@@ -47,8 +48,8 @@ class RayOptions:
 class RayRuntime:
     """Hosts as actors of class `Host`, calls as actor tasks, values in the object store."""
 
-    def __init__(self, hosts: Sequence[Any]):
-        self._hosts, self.hosts = hosts, len(hosts)
+    def __init__(self, actors: Sequence[Any]):
+        self._actors, self.hosts = actors, len(actors)
 
     def put(self, value: object) -> ray.ObjectRef[Any]:
         """Into the object store, once; hosts of one node map the same memory."""
@@ -56,19 +57,30 @@ class RayRuntime:
 
     def call(self, host: int, method: str, *args: object, returns: int = 1) -> list[Any]:
         """An actor task; its results belong to the caller."""
-        refs = getattr(self._hosts[host], method).options(num_returns=returns).remote(*args)
+        refs = getattr(self._actors[host], method).options(num_returns=returns).remote(*args)
         return [refs] if returns == 1 else list(refs)
 
     def get(self, ref: Any) -> Any:
         """Wait for a result; arrays in it are read-only views into the object store."""
         return ray.get(ref)
 
+    def stop(self) -> None:
+        """End the hosts."""
+        for actor in self._actors:
+            ray.kill(cast(Any, actor))
+
+
+def start_hosts(recipe: Recipe, hosts: int, cpus: float = 1.0, gpus: float = 0.0) -> RayRuntime:
+    """New hosts, starting side by side; cpus and gpus: what each of them reserves."""
+    shared, actor = ray.put(recipe), ray.remote(num_cpus=cpus, num_gpus=gpus)(Host)
+    return RayRuntime([actor.remote(shared, f"host-{index}") for index in range(hosts)])
+
 
 class RayCoordinator:
-    """The actor that runs a `Coordinator`."""
+    """The actor that runs a `Coordinator`; it makes every call to the hosts, so it owns what they return."""
 
-    def __init__(self, recipe: Recipe, schedule: Schedule, fleet: Fleet, settings: Settings, hosts: Sequence[Any]):
-        self._coordinator = Coordinator(replace(recipe, device="cpu"), schedule, fleet, RayRuntime(hosts), settings)
+    def __init__(self, recipe: Recipe, schedule: Schedule, fleet: Fleet, runtime: RayRuntime, settings: Settings):
+        self._coordinator = Coordinator(replace(recipe, device="cpu"), schedule, fleet, runtime, settings)
 
     def events(self) -> Iterator[Event]:
         """The run's events, as they happen."""
@@ -103,13 +115,16 @@ def connect(options: RayOptions) -> bool:
     if ray.is_initialized():
         return False
     try:
+        host, _, port = options.address.rpartition(":")
+        if host and port.isdigit():  # Ray would try for minutes
+            socket.create_connection((host, int(port)), timeout=5).close()
         ray.init(
             address=options.address,
             log_to_driver=False,
             logging_level=logging.ERROR,
             include_dashboard=False if options.address == "local" else None,
         )
-    except (ConnectionError, RuntimeError, ValueError) as error:
+    except (OSError, RuntimeError, ValueError) as error:
         first = str(error).strip().splitlines()[0]
         raise ValueError(
             f"runtime.address={options.address}: no Ray cluster could be reached or started there ({first}); "
@@ -121,21 +136,25 @@ def connect(options: RayOptions) -> bool:
 def run(
     recipe: Recipe, schedule: Schedule, fleet: Fleet, settings: Settings, size: tuple[int, float, float]
 ) -> Iterator[Event]:
-    """Run on the connected cluster with (hosts, CPUs, GPUs per host) as `fit` gave them; errors arrive as they were raised."""
-    count, cpus, gpus = size
-    shared = ray.put(recipe)
-    # All start at once; the coordinator makes every call to the hosts, so it owns what they return.
-    host = ray.remote(num_cpus=cpus, num_gpus=gpus)(Host)
-    hosts = [host.remote(shared, f"host-{index}") for index in range(count)]
-    coordinator = ray.remote(num_cpus=0)(RayCoordinator).remote(shared, schedule, fleet, settings, hosts)
+    """Run on the connected cluster; size: hosts, CPUs and GPUs per host. Errors arrive as they were raised."""
+    runtime = start_hosts(recipe, *size)
+    coordinator = ray.remote(num_cpus=0)(RayCoordinator).remote(recipe, schedule, fleet, runtime, settings)
     try:
-        for ref in coordinator.events.options(num_returns="streaming").remote():
+        for ref in cast(Any, coordinator).events.options(num_returns="streaming").remote():
             yield ray.get(ref)
     except ray.exceptions.RayTaskError as error:
-        raise error.cause from None
+        cause = error.cause
+        raise (_lost(cause) if isinstance(cause, ray.exceptions.RayError) else cause) from None
+    except ray.exceptions.RayActorError as error:
+        raise _lost(error) from None
     finally:
-        for actor in (coordinator, *hosts):
-            ray.kill(actor)
+        ray.kill(cast(Any, coordinator))
+        runtime.stop()
+
+
+def _lost(error: Exception) -> RunStopped:
+    first = str(error).strip().splitlines()[0]
+    return RunStopped(f"a process of the run died ({first}); resume=latest goes on from its last checkpoint")
 
 
 def disconnect() -> None:

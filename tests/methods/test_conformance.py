@@ -176,9 +176,7 @@ def test_a_resumed_run_ends_in_the_bits_and_the_history_of_a_straight_one(
 @pytest.mark.parametrize("schedule", [ROUNDS, BUFFER], ids=["rounds", "buffer"])
 @pytest.mark.parametrize("partner", ["", "fedbn"])
 @pytest.mark.parametrize("name", TABLE)
-def test_neither_personal_parameters_nor_private_state_are_in_an_update(
-    name: str, partner: str, schedule: Any
-) -> None:
+def test_neither_personal_parameters_nor_private_state_are_in_an_update(name: str, partner: str, schedule: Any) -> None:
     methods = [TABLE[each].make() for each in dict.fromkeys([name, partner or name])]
     uploads = {upload for method in methods for upload in TABLE[method.name].uploads}
     spied = study(*methods)
@@ -258,7 +256,9 @@ PAIRS = [pytest.param(first, second, id=f"{first}-{second}") for first, second i
 def test_two_methods_run_together_unless_they_own_one_slot(first: str, second: str) -> None:
     methods = [TABLE[first].make(), TABLE[second].make()]
     if clash(*methods):
-        with pytest.raises(ValueError, match=f"method '{first}' .*method '{second}'|method '{second}' .*method '{first}'"):
+        with pytest.raises(
+            ValueError, match=f"method '{first}' .*method '{second}'|method '{second}' .*method '{first}'"
+        ):
             check_composition(methods)
         return
     check_composition(methods)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from itertools import pairwise
+from typing import ClassVar
 
 import pytest
 import torch
@@ -143,7 +145,7 @@ class TestScaffold:
 
 
 class TestFedBN:
-    names = ["bn1_projection.weight", "layer.1.weight", "layer.1.running_mean", "fc.bias"]
+    names: ClassVar = ["bn1_projection.weight", "layer.1.weight", "layer.1.running_mean", "fc.bias"]
 
     def test_only_the_scope_of_a_normalisation_layer_is_personal(self) -> None:
         def personal(scope: str) -> list[str]:
@@ -237,7 +239,7 @@ class TestFedBSS:
     @pytest.mark.parametrize("kind", ["cosine", "linear"])
     def test_every_epoch_extends_the_one_before_until_all_are_in(self, kind: str) -> None:
         epochs = [self.chosen(epoch, 7, kind) for epoch in range(1, 8)]
-        for earlier, later in zip(epochs, epochs[1:], strict=False):
+        for earlier, later in pairwise(epochs):
             assert later[: len(earlier)] == earlier and earlier[0] == 1
         assert sorted(epochs[-1]) == list(range(8)) and len(epochs[0]) < 8
 

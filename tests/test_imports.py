@@ -1,0 +1,38 @@
+"""The core stands on PyTorch and NumPy; Ray, Hydra and MLflow are each imported in one place."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parent.parent / "raysim"
+CORE = ("raysim", "raysim.coordinator", "raysim.runtime.inprocess", "raysim.methods.fedbr", "raysim.models", "raysim.bench")
+
+
+@pytest.mark.parametrize("module", CORE)
+def test_the_core_imports_neither_ray_nor_hydra_nor_mlflow(module: str) -> None:
+    program = f"import {module}, sys; print(*sorted({{'ray', 'hydra', 'mlflow', 'matplotlib'}} & set(sys.modules)))"
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert ran.stdout.strip() == ""
+
+
+@pytest.mark.parametrize(
+    ("library", "places"),
+    [
+        ("ray", {"runtime/ray.py"}),
+        ("hydra", {"config.py"}),
+        ("mlflow", {"tracking.py"}),
+    ],
+)
+def test_each_of_them_is_imported_in_its_place_alone(library: str, places: set[str]) -> None:
+    pattern = re.compile(rf"^\s*(import|from) {library}\b", re.MULTILINE)
+    found = {str(path.relative_to(PACKAGE)) for path in PACKAGE.rglob("*.py") if pattern.search(path.read_text())}
+    assert found == places
+
+
+def test_only_public_names_of_ray_are_used() -> None:
+    assert not re.search(r"\bray\._|ray\.[a-z.]*\._", (PACKAGE / "runtime" / "ray.py").read_text())
