@@ -57,7 +57,8 @@ def groups(folders: Sequence[Path] = ()) -> Groups:
 def compose(overrides: Sequence[str] = (), folders: Sequence[str | Path] = ()) -> DictConfig:
     """One resolved configuration; `choices` in it names the option of every group.
 
-    folders: the user's own, laid out like `conf`. Raises Refused, in one sentence, for whatever does not exist.
+    folders: the user's own, laid out like `conf`. With resume=, what no override names is as the run's folder says.
+    Raises Refused, in one sentence, for whatever does not exist.
     """
     roots = [Path(folder).expanduser().resolve() for folder in folders]
     known = groups(roots)
@@ -73,12 +74,37 @@ def compose(overrides: Sequence[str] = (), folders: Sequence[str | Path] = ()) -
         for one, other in (pair, pair[::-1]):
             if one in values and other not in values and values[one][0] is not None:
                 OmegaConf.update(config, other, None)
+    if (stored := _continued({key: value for key, (value, _) in values.items()})) and "experiment" not in chosen:
+        config = _onto(stored, config, [*chosen, *values])
     try:
         OmegaConf.resolve(config)
     except OmegaConfBaseException as error:
         named = next((text for _, text in values.values() if "${" in text), "a ${...} in the configuration")
         raise Refused(f"{named} refers to something that does not exist: write the value itself") from error
     return config
+
+
+# --- a run that is continued ----------------------------------------------------------------------------------------
+def _continued(values: Mapping[str, Any]) -> Node | None:
+    """The stored configuration of the run that `resume` names, if there is one."""
+    resume, out = values.get("resume"), values.get("out")
+    folder = out if resume == "latest" else resume and Path(str(resume)).parent.parent
+    if not resume or not folder:
+        return None
+    path = Path(str(folder)).expanduser() / "config.yaml"
+    return load_yaml(path) if path.is_file() else None
+
+
+def _onto(stored: Node, config: DictConfig, named: Sequence[str]) -> DictConfig:
+    """The stored configuration, with the groups and keys that the user named as they would be in a new run."""
+    result = OmegaConf.create(stored)
+    for key in named:
+        pairs = next((pair for pair in ALTERNATIVES if key in pair), (key,))
+        for each in pairs:
+            OmegaConf.update(result, each, OmegaConf.select(config, each), merge=False, force_add=True)
+        if key in config.choices:
+            OmegaConf.update(result, f"choices.{key}", config.choices[key])
+    return result
 
 
 # --- overrides ----------------------------------------------------------------------------------------------------

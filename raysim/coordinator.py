@@ -25,7 +25,7 @@ from raysim.messages import Failure, Job, Outcome, Published, Report, Sum, Task,
 from raysim.methods.method import owners
 from raysim.metrics import peak_memory
 from raysim.schedule import Aggregate, Dispatch, Schedule, View
-from raysim.server import Server, Weighting
+from raysim.server import Server, Weighting, asked_weighting
 from raysim.streams import stream
 from raysim.vector import Vector
 
@@ -147,6 +147,17 @@ class _Pending:
     clients: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
 
 
+def check_concurrency(schedule: Schedule, counts: np.ndarray) -> None:
+    """Refuse a schedule that keeps more clients at work than have samples (counts: of each client)."""
+    able = int(np.count_nonzero(counts))
+    if schedule.concurrency > able:
+        key = "cohort" if hasattr(schedule, "cohort") else "concurrency"
+        raise ValueError(
+            f"schedule.{key}={schedule.concurrency} is more than the {able} clients that have samples "
+            f"(of {len(counts)}): set schedule.{key}={able} or less"
+        )
+
+
 class Coordinator:
     """One run. `run()` yields its events and ends with `Finished`."""
 
@@ -163,16 +174,11 @@ class Coordinator:
             recipe.methods,
             self.counts,
             recipe.seed,
-            settings.weighting or _asked_weighting(recipe),
+            settings.weighting or asked_weighting(recipe.methods),
             settings.group,
         )
         self.eligible = np.flatnonzero(self.counts)
-        if schedule.concurrency > len(self.eligible):
-            most = len(self.eligible)
-            raise ValueError(
-                f"the schedule keeps {schedule.concurrency} clients at work but only {most} of {len(self.counts)} have "
-                f"samples: lower schedule.cohort (or schedule.concurrency) to {most}"
-            )
+        check_concurrency(schedule, self.counts)
         stays = self.layout.personal > 0 or self.layout.total_counters > self.layout.shared_counters
         self.personal = stays or bool(owners(recipe.methods, "personalise"))  # whether every client has its own model
         self.stateful = stays or bool(owners(recipe.methods, "state"))
@@ -604,11 +610,6 @@ class Coordinator:
 def _under(arrays: Mapping[str, np.ndarray], prefix: str) -> dict[str, np.ndarray]:
     """The entries below a prefix, without it."""
     return {key.removeprefix(prefix): value for key, value in arrays.items() if key.startswith(prefix)}
-
-
-def _asked_weighting(recipe: Recipe) -> Weighting:
-    """Uniform if any method asks for it."""
-    return "uniform" if any(method.weighting == "uniform" for method in recipe.methods) else "samples"
 
 
 def _work(unit: Sequence[Flight]) -> float:

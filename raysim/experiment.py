@@ -19,7 +19,7 @@ from omegaconf import DictConfig
 
 from raysim.building import TARGET, build as build_object, resolve, shown
 from raysim.config import Node, compose, groups, load_yaml, plain, to_yaml
-from raysim.coordinator import Event, Settings, TooManyFailures
+from raysim.coordinator import Event, Settings, TooManyFailures, check_concurrency
 from raysim.data.federated import FederatedData, federate
 from raysim.data.partition import Partitioner
 from raysim.data.sources import Source
@@ -32,7 +32,7 @@ from raysim.metrics import replace_file
 from raysim.models import ModelRecipe
 from raysim.plan import plan, slots
 from raysim.schedule import Schedule
-from raysim.server import Weighting
+from raysim.server import asked_weighting
 from raysim.session import Session, finished, say
 from raysim.study import Experiment, Interrupted, Result, Study
 
@@ -133,12 +133,11 @@ def build(config: DictConfig | Mapping[str, Any] | Sequence[str] = (), allow: Se
         fleet: Fleet = _object(node, "fleet", allow)
         model: ModelRecipe = _object(node, "model", allow)
         device = _device(study.device, study.runtime.name == "cluster")
-        uniform = any(getattr(method, "weighting", "samples") == "uniform" for method in methods)
-        weighting: Weighting = study.weighting or ("uniform" if uniform else "samples")
+        weighting = study.weighting or asked_weighting(methods)
         node = {**node, "device": device, "weighting": weighting}
         data = federate(_object(node, "data", allow), _object(node, "partition", allow), study.seed)
         recipe = Recipe(model, methods, study.local, data, study.seed, device, study.runtime.threads)
-        _check_concurrency(schedule, data)
+        check_concurrency(schedule, data.partition.train.counts)
         networks, _ = build_networks(recipe)
         warnings = tuple(text for method in methods for text in method.check(study.local, networks))
     settings = Settings(
@@ -151,17 +150,6 @@ def build(config: DictConfig | Mapping[str, Any] | Sequence[str] = (), allow: Se
         tolerate=study.faults.tolerate,
     )
     return Experiment(node, study, recipe, schedule, fleet, settings, warnings)
-
-
-def _check_concurrency(schedule: Schedule, data: FederatedData) -> None:
-    counts = data.partition.train.counts
-    able = int((counts > 0).sum())
-    if schedule.concurrency > able:
-        key = next((key for key in ("cohort", "concurrency") if hasattr(schedule, key)), "cohort")
-        raise ValueError(
-            f"schedule.{key}={schedule.concurrency} is more than the {able} clients that have samples "
-            f"(partition has {len(counts)}): set schedule.{key}={able} or less"
-        )
 
 
 # --- the run --------------------------------------------------------------------------------------------------------

@@ -17,6 +17,11 @@ from raysim.vector import Layout
 Weighting = Literal["samples", "uniform"]
 
 
+def asked_weighting(methods: Sequence[Method]) -> Weighting:
+    """By samples, unless a method asks for uniform weights."""
+    return "uniform" if any(method.weighting == "uniform" for method in methods) else "samples"
+
+
 class Server:
     """x, and the rule x + sum(w_i * delta_i) / divisor, with every method's part in it.
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
+from torch import nn
 
 from raysim.client import Local
 from raysim.coordinator import Coordinator, Finished, Round, Row, Runtime, Settings
@@ -15,17 +17,32 @@ from raysim.data.federated import FederatedData, federate
 from raysim.data.partition import CSR, IID, Dirichlet, Partition
 from raysim.data.sources import Synthetic
 from raysim.fleet import Fleet, Ideal, Lognormal
-from raysim.host import Recipe
+from raysim.host import Host, Recipe
 from raysim.messages import Failure, Job, Published, Trained, Update
 from raysim.methods.method import Method
 from raysim.models import Mlp, ModelRecipe, SmallCnn
+from raysim.models.classifier import Shape
 from raysim.runtime.inprocess import InProcess
 from raysim.schedule import Buffered, Schedule, Synchronous
+
+
+@dataclass(frozen=True)
+class NormedMlp(ModelRecipe):
+    """The smallest network with BatchNorm."""
+
+    width: int = 12
+
+    def extractor(self, input_shape: Shape) -> tuple[nn.Module, int]:
+        """See `ModelRecipe`."""
+        layers = [nn.Flatten(), nn.Linear(math.prod(input_shape), self.width), nn.BatchNorm1d(self.width), nn.ReLU()]
+        return nn.Sequential(*layers), self.width
+
 
 SEED = 3
 LOCAL = Local(lr=0.05, momentum=0.9, weight_decay=1e-3, batch=8)
 MLP = Mlp((12,))
 NORMED = SmallCnn(norm="batch")
+NORMED_MLP = NormedMlp()
 ROUNDS = Synchronous(4)
 BUFFER = Buffered(concurrency=4, size=2)
 
@@ -134,8 +151,29 @@ class Spy(InProcess):
         return [outcome for trained in self.trained for outcome in trained.outcomes if isinstance(outcome, Update)]
 
 
+class Several:
+    """Some hosts in this process, to see what moves between them without starting others."""
+
+    def __init__(self, study: Recipe, count: int):
+        self.hosts = count
+        self._hosts = [Host(study, f"host-{index}") for index in range(count)]
+
+    def put(self, value: object) -> object:
+        """The value itself."""
+        return value
+
+    def get(self, ref: Any) -> Any:
+        """The value itself."""
+        return ref
+
+    def call(self, host: int, method: str, *args: Any, returns: int = 1) -> list[Any]:
+        """Run it now."""
+        result = getattr(self._hosts[host], method)(*args)
+        return [result] if returns == 1 else list(result)
+
+
 class Silent:
-    """A runtime that trains nothing: every update is zero, and every evaluation empty. For tests of the order of events."""
+    """A runtime that trains nothing: every update is zero, every evaluation empty. For the order of events."""
 
     hosts = 1
 

@@ -9,7 +9,7 @@ import pytest
 
 from raysim.building import TARGET, build as build_object, defaults, resolve
 from raysim.client import Local
-from raysim.config import compose, conf_folder, groups, plain
+from raysim.config import compose, conf_folder, groups, plain, to_yaml
 from raysim.errors import Refused
 from raysim.experiment import build
 from raysim.methods.method import Method
@@ -252,3 +252,12 @@ def test_a_constructor_is_called_with_checked_values_only() -> None:
 
 def test_the_configuration_files_are_found() -> None:
     assert (conf_folder() / "config.yaml").is_file()
+
+
+def test_a_run_is_continued_with_its_own_settings_and_only_named_ones_are_new(tmp_path: Path) -> None:
+    stored = compose(["method=[fedprox]", "method.fedprox.mu=0.3", "rounds=7", "local.steps=4", f"out={tmp_path}"])
+    (tmp_path / "config.yaml").write_text(to_yaml(plain(stored)))
+    again = plain(compose([f"out={tmp_path}", "resume=latest", "rounds=9"]))
+    assert again == plain(stored) | {"resume": "latest", "rounds": 9}
+    other = plain(compose([f"out={tmp_path}", "resume=latest", "method=[]"]))
+    assert other["method"] == {} and other["local"] == plain(stored)["local"]

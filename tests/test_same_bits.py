@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 from cluster import Hosts
-from studies import MLP, NORMED, SEED, Ran, coordinate, even, ran, recipe, run, tiny
+from studies import MLP, NORMED, NORMED_MLP, SEED, Ran, Several, coordinate, even, ran, recipe, run, tiny
 
 from raysim.client import Local
 from raysim.coordinator import Finished, Round, Settings
@@ -94,6 +95,26 @@ def test_the_coordinator_may_be_an_actor_too(methods: list[Any], schedule: str, 
     rows = [event.row for event in events if isinstance(event, Round)]
     assert [row["virtual_seconds"] for row in rows] == [row["virtual_seconds"] for row in here.rows]
     assert [row["accuracy"] for row in rows] == [row["accuracy"] for row in here.rows]
+
+
+@pytest.mark.parametrize("count", [2, 3])
+@pytest.mark.parametrize("size", [2, 6], ids=["clients sit out", "clients return before the buffer is full"])
+@pytest.mark.parametrize("methods", [[], [Scaffold(), FedBN()]], ids=["stateless", "stateful"])
+def test_clients_may_move_between_hosts_and_runs_be_resumed_on_another_number_of_them(
+    methods: list[Any], size: int, count: int, tmp_path: Path
+) -> None:
+    schedule, asked = Buffered(concurrency=5, size=size), {"rounds": 8, "group": 2, "evaluate_every": 3}
+
+    def small() -> Any:
+        return recipe(*methods, model=NORMED_MLP)
+
+    straight = run(small(), schedule, **asked)
+    runtime = Several(small(), count)
+    there = ran(coordinate(small(), schedule, runtime=runtime, **asked, checkpoint_every=5, folder=str(tmp_path)))
+    assert (there.bits, there.history) == (straight.bits, straight.history)
+    saved = str(tmp_path / "checkpoints" / "round-000005")
+    resumed = ran(coordinate(small(), schedule, runtime=Several(small(), 4 - count), **asked, resume=saved))
+    assert (resumed.bits, resumed.history) == (straight.bits, straight.history)
 
 
 def test_another_seed_gives_other_bits() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator
 from pathlib import Path
@@ -52,14 +53,14 @@ def of(client: int, snapshot: checkpoint.Snapshot) -> dict[str, np.ndarray]:
 
 def participants(snapshot: checkpoint.Snapshot) -> dict[int, int]:
     """The job behind each client's accepted state."""
-    return {client: job for client, job in snapshot.numbers["accepted"]}
+    return dict(snapshot.numbers["accepted"])
 
 
 def sat_out(found: list[checkpoint.Snapshot]) -> list[tuple[int, int]]:
     """(round, client): the client had a state before this round and did not take part in it."""
     return [
         (index, client)
-        for index, (before, after) in enumerate(zip(found, found[1:], strict=False), start=1)
+        for index, (before, after) in enumerate(itertools.pairwise(found), start=1)
         for client, job in participants(before).items()
         if participants(after)[client] == job
     ]

@@ -51,7 +51,7 @@ def test_a_network_of_personal_tensors_alone_shares_nothing() -> None:
 
 
 def test_a_personal_tensor_that_does_not_exist_is_refused_by_name() -> None:
-    with pytest.raises(ValueError, match="model.9.weight"):
+    with pytest.raises(ValueError, match=r"model\.9\.weight"):
         plan_layout(networks(), ("model.9.weight",))
 
 

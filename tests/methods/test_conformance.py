@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from studies import BUFFER, LOCAL, MLP, NORMED, ROUNDS, Spy, coordinate, pairs, ran, recipe, run, same
+from studies import BUFFER, LOCAL, MLP, NORMED, NORMED_MLP, ROUNDS, Spy, coordinate, pairs, ran, recipe, run, same
 
 import raysim.methods
 from raysim.client import Local
@@ -121,7 +121,7 @@ def every_method() -> Iterator[type[Method]]:
 
 
 def study(*methods: Method, **others: Any) -> Any:
-    return recipe(*methods, **({"model": NORMED, "local": EPOCHS} | others))
+    return recipe(*methods, **({"model": NORMED_MLP, "local": EPOCHS} | others))
 
 
 def test_every_method_has_a_row_in_the_table() -> None:
@@ -138,7 +138,7 @@ def references() -> Iterable[Any]:
 
 @pytest.mark.parametrize("plain", references())
 def test_a_method_is_fedavg_bit_for_bit_where_its_spec_says_so(plain: Plain) -> None:
-    others = {"local": LOCAL} | plain.study
+    others = {"local": LOCAL, "model": NORMED} | plain.study
     # On ideal devices: elsewhere what a method sends changes when its clients arrive, and so the order of the sum.
     found = run(study(plain.make(), **others), fleet=Ideal(), **plain.run)
     fedavg = run(study(**others), fleet=Ideal(), **plain.run)
