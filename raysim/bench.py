@@ -18,10 +18,11 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from raysim.client import Local
-from raysim.coordinator import Coordinator, Finished, Round, Settings
+from raysim.coordinator import Coordinator, Settings
 from raysim.data.federated import federate
 from raysim.data.partition import DirichletClient
 from raysim.data.sources import FashionMnist, Source, Synthetic
+from raysim.events import Finished, Round
 from raysim.fleet import Ideal
 from raysim.host import Recipe
 from raysim.metrics import write_json

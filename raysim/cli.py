@@ -101,7 +101,7 @@ def _guarded(command: Callable[[], int]) -> int:
     except KeyboardInterrupt as error:
         return _say(str(error) or "stopped before the run began: nothing was written", 130)
     except RuntimeError as error:
-        from raysim.coordinator import RunStopped
+        from raysim.events import RunStopped
 
         if not isinstance(error, RunStopped):
             raise

@@ -12,49 +12,23 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 import torch
 from safetensors.torch import save_file
 
 from raysim import checkpoint
+from raysim.dispatch import Dispatcher, Flight, Ref, Runtime
+from raysim.events import Event, Finished, Round, Row, Saved, Started, TooManyFailures
 from raysim.fleet import Fleet
 from raysim.host import Recipe, build_networks, settle
-from raysim.messages import Failure, Job, Outcome, Published, Report, Sum, Task, Trained, Update
+from raysim.messages import Failure, Job, Published, Report, Task, Update
 from raysim.methods.method import owners
 from raysim.metrics import peak_memory
 from raysim.schedule import Aggregate, Dispatch, Schedule, View
 from raysim.server import Server, Weighting, asked_weighting
 from raysim.streams import stream
 from raysim.vector import Vector
-
-Ref: TypeAlias = Any  # a runtime's handle on a result that may not exist yet
-Row: TypeAlias = dict[str, float | int | None]
-
-# Deltas that one call to a host may hold back until it returns, in floats (256 MiB).
-_CALL = 1 << 26
-
-
-class Runtime(Protocol):
-    """How a coordinator reaches its hosts. Calls to one host run in the order in which they were made."""
-
-    @property
-    def hosts(self) -> int:
-        """How many there are."""
-        ...
-
-    def put(self, value: object) -> Ref:
-        """Store a value once for all hosts; a Ref may be an argument of `call`."""
-        ...
-
-    def call(self, host: int, method: str, *args: object, returns: int = 1) -> list[Ref]:
-        """Start a method of `Host`; a Ref per returned value."""
-        ...
-
-    def get(self, ref: Ref) -> Any:
-        """Wait for a value."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -70,71 +44,6 @@ class Settings:
     tolerate: float = 0.1  # share of an aggregation's clients that may fail
     folder: str = ""  # where model and checkpoints go; "": nowhere
     resume: str = ""  # a checkpoint
-
-
-# --- what a run tells its driver ----------------------------------------------------------------------------------
-@dataclass(frozen=True)
-class Started:
-    """Rows of the rounds that a resumed run already has."""
-
-    rows: list[Row]
-
-
-@dataclass(frozen=True)
-class Round:
-    """One finished aggregation."""
-
-    row: Row
-    failures: tuple[Failure, ...]
-
-
-@dataclass(frozen=True)
-class Saved:
-    """A checkpoint was written."""
-
-    version: int
-    path: str
-
-
-@dataclass(frozen=True)
-class Finished:
-    """The end of a run."""
-
-    model_sha256: str
-    state_sha256: str
-    peak_memory_bytes: int
-
-
-Event: TypeAlias = Started | Round | Saved | Finished
-
-
-class RunStopped(RuntimeError):
-    """A run that could not go on; what it did is in its folder."""
-
-
-class TooManyFailures(RunStopped):
-    """More clients failed in one aggregation than `faults.tolerate` allows."""
-
-
-@dataclass
-class Flight:
-    """A job between its dispatch and its aggregation."""
-
-    job: Job
-    finish: float
-    work: float  # samples, extra passes counted
-    up: int
-    call: _Call | None = None  # once it is submitted
-    staleness: int = 0  # once it has arrived
-
-
-@dataclass
-class _Call:
-    """A call to a host, and what it returned once that is known."""
-
-    ref: Ref
-    outcomes: dict[int, Outcome] = field(default_factory=dict)
-    sums: tuple[Sum, ...] = ()
 
 
 @dataclass
@@ -182,6 +91,7 @@ class Coordinator:
         stays = self.layout.personal > 0 or self.layout.total_counters > self.layout.shared_counters
         self.personal = stays or bool(owners(recipe.methods, "personalise"))  # whether every client has its own model
         self.stateful = stays or bool(owners(recipe.methods, "state"))
+        self.dispatcher = Dispatcher(runtime, settings.group, self.stateful, self.layout.shared)
         self._costers = owners(recipe.methods, "cost")
         self._broadcasters = owners(recipe.methods, "broadcast")
 
@@ -197,10 +107,7 @@ class Coordinator:
         self.rows: list[Row] = []
 
         self._published: dict[int, tuple[Published, Ref]] = {}
-        self._accepted: dict[int, int] = {}  # by client: the job that made its accepted state
         self._latest: dict[int, int] = {}  # by client: its last job, accepted or not
-        self._states: dict[int, Ref] = {}  # by job: the state it left
-        self._held: dict[int, tuple[int, int]] = {}  # by client: its host, and the last job submitted there
         self._pending: list[_Pending] = []
 
     # --- the loop ------------------------------------------------------------------------------------------------
@@ -215,7 +122,8 @@ class Coordinator:
         self._publish()
         while self.server.version < self.settings.rounds:
             taken = self._look_ahead()
-            self._submit(taken)
+            refs = {version: ref for version, (_, ref) in self._published.items()}
+            self.dispatcher.submit(taken, list(self.flights.values()), refs, self.server.summable)
             yield from self._report()
             row, failures = self._aggregate(taken)
             self._publish()
@@ -317,104 +225,16 @@ class Coordinator:
         for old in [v for v in self._published if v not in needed]:
             del self._published[old]
 
-    def _submit(self, taken: Sequence[Flight]) -> None:
-        """Give every flight that is not under way to a host: those in `taken` first, long ones first."""
-        waiting = [flight for flight in (*taken, *self.flights.values()) if flight.call is None]
-        fresh = all(flight.call is None for flight in taken) and len({flight.job.version for flight in taken}) == 1
-        whole = fresh and self.server.summable and not self.stateful  # one call holds one version, and a group one call
-        groups = self._groups(taken) if whole else []
-        summed = {flight.job.number: tuple(f.job.number for f in unit) for unit in groups for flight in unit}
-        units = groups + _chains([flight for flight in waiting if flight.job.number not in summed])
-        per_host: dict[int, list[list[Flight]]] = {}
-        for unit, host in zip(units, self._assign(units), strict=True):
-            per_host.setdefault(host, []).append(unit)
-        urgent = {flight.job.number for flight in taken}
-        for host, own in per_host.items():
-            for chunk in self._chunks(own, urgent, summed):
-                self._send(host, chunk, summed)
-
-    def _groups(self, taken: Sequence[Flight]) -> list[list[Flight]]:
-        """The groups of an aggregation for hosts to sum, long ones first; none if hosts would idle more that way."""
-        size, hosts = self.server.group, self.runtime.hosts
-        groups = [list(taken[i : i + size]) for i in range(0, len(taken), size)]
-        if _makespan(groups, hosts) > 1.1 * _makespan([[flight] for flight in taken], hosts):
-            return []
-        return sorted(groups, key=_work, reverse=True)
-
-    def _assign(self, units: Sequence[Sequence[Flight]]) -> list[int]:
-        """A host per unit: the least loaded one, but where a client's state lies if that costs at most a tenth."""
-        loads = [0.0] * self.runtime.hosts
-        fair = 1.1 * sum(map(_work, units)) / self.runtime.hosts
-        chosen = []
-        for unit in units:
-            host = min(range(len(loads)), key=loads.__getitem__)
-            home, last = self._held.get(unit[0].job.client, (host, -1))
-            if self.stateful and (loads[home] + _work(unit) <= fair or last in self.flights):
-                host = home
-            loads[host] += _work(unit)
-            chosen.append(host)
-        return chosen
-
-    def _chunks(
-        self, units: Sequence[list[Flight]], urgent: set[int], summed: Mapping[int, tuple[int, ...]]
-    ) -> Iterator[list[Flight]]:
-        """Calls to one host: urgent jobs first, one version and not too many deltas in each."""
-        most = max(1, _CALL // max(1, self.layout.shared))
-        calls: dict[tuple[bool, int], list[Flight]] = {}
-        for flight in (flight for unit in units for flight in unit):
-            calls.setdefault((flight.job.number not in urgent, flight.job.version), []).append(flight)
-        for _, flights in sorted(calls.items()):
-            together = len(flights) if flights[0].job.number in summed else most
-            yield from (flights[i : i + together] for i in range(0, len(flights), together))
-
-    def _send(self, host: int, flights: Sequence[Flight], summed: Mapping[int, tuple[int, ...]]) -> None:
-        jobs = [flight.job for flight in flights]
-        published = self._published[jobs[0].version][1]
-        sums = list(dict.fromkeys(summed[job.number] for job in jobs if job.number in summed))
-        states: list[Ref] = []
-        if self.stateful:
-            for job in jobs:
-                states.append(self._state_for(job.client, job.state, host))
-                self._held[job.client] = (host, job.number)
-        returns = 1 + len(jobs) if self.stateful else 1
-        first, *rest = self.runtime.call(host, "train", jobs, sums, published, *states, returns=returns)
-        call = _Call(first)
-        for flight in flights:
-            flight.call = call
-        self._states.update({job.number: ref for job, ref in zip(jobs, rest, strict=False)})
-
-    def _state_for(self, client: int, number: int, host: int) -> Ref | None:
-        """What to send along with a job or a task: nothing if the host will hold that state by then."""
-        return None if number < 0 or self._held.get(client) == (host, number) else self._states[number]
-
-    def _collect(self, flights: Sequence[Flight]) -> tuple[list[Outcome], list[Sum]]:
-        """Outcomes in the order of the flights; waits."""
-        outcomes: list[Outcome] = []
-        sums: dict[tuple[int, ...], Sum] = {}
-        for flight in flights:
-            call = flight.call
-            assert call is not None
-            if not call.outcomes:
-                trained: Trained = self.runtime.get(call.ref)
-                call.outcomes, call.sums = {outcome.job: outcome for outcome in trained.outcomes}, trained.sums
-                call.ref = None
-            outcomes.append(call.outcomes.pop(flight.job.number))
-            sums |= {part.jobs: part for part in call.sums}
-        return outcomes, list(sums.values())
-
     # --- aggregation and scoring ---------------------------------------------------------------------------------
     def _aggregate(self, flights: Sequence[Flight]) -> tuple[Row, tuple[Failure, ...]]:
-        outcomes, sums = self._collect(flights)
+        outcomes, sums = self.dispatcher.collect(flights)
         failures = tuple(outcome for outcome in outcomes if isinstance(outcome, Failure))
         if len(failures) > self.settings.tolerate * len(flights):
             raise self._too_many(failures, flights)
         updates = [outcome if isinstance(outcome, Update) else None for outcome in outcomes]
         bases = {version: published for version, (published, _) in self._published.items()}
         self.server.step(updates, sums, [flight.staleness for flight in flights], bases)
-        if self.stateful:
-            for flight in flights:
-                self._states.pop(self._accepted.get(flight.job.client, -1), None)
-                self._accepted[flight.job.client] = flight.job.number
+        self.dispatcher.accept(flights)
         present = [update for update in updates if update is not None]
         row: Row = {
             "round": self.server.version,
@@ -469,7 +289,9 @@ class Coordinator:
         size = self.recipe.score_batch
         central = self.recipe.data.central if not self.personal else np.empty(0, np.int64)
         if self.personal:
-            tasks = [Task(c, tests.rows(c), self._accepted.get(c, -1), self._extras(c)) for c in clients.tolist()]
+            tasks = [
+                Task(c, tests.rows(c), self.dispatcher.accepted.get(c, -1), self._extras(c)) for c in clients.tolist()
+            ]
         else:  # one model for all: whole batches across clients
             own = np.concatenate([tests.rows(c) for c in clients.tolist()]) if len(clients) else np.empty(0, np.int64)
             tasks = [Task(-1, rows[i : i + size]) for rows in (own, central) for i in range(0, len(rows), size)]
@@ -478,10 +300,10 @@ class Coordinator:
     def _score(self, tasks: Sequence[Task], published: Ref, pending: _Pending) -> None:
         shares: dict[int, list[Task]] = {}
         for index, task in enumerate(tasks):
-            host = self._held.get(task.client, (index * self.runtime.hosts // len(tasks), 0))[0]
+            host = self.dispatcher.held.get(task.client, (index * self.runtime.hosts // len(tasks), 0))[0]
             shares.setdefault(host, []).append(task)
         for host, own in sorted(shares.items()):
-            states = [self._state_for(t.client, t.state, host) for t in own] if self.personal else []
+            states = [self.dispatcher.state_for(t.client, t.state, host) for t in own] if self.personal else []
             pending.reports.append(self.runtime.call(host, "evaluate", own, published, *states)[0])
 
     def _report(self) -> Iterator[Round]:
@@ -531,8 +353,8 @@ class Coordinator:
         """Accepted private states, "client/name"."""
         return {
             f"{client}/{key}": np.asarray(array)
-            for client, number in self._accepted.items()
-            for key, array in self.runtime.get(self._states[number]).items()
+            for client, number in self.dispatcher.accepted.items()
+            for key, array in self.runtime.get(self.dispatcher.states[number]).items()
         }
 
     def _save(self) -> Saved:
@@ -560,7 +382,7 @@ class Coordinator:
             "arrived": self.arrived,
             "floats": self.floats,
             "wall": self.wall + time.monotonic() - self._since,
-            "accepted": list(self._accepted.items()),
+            "accepted": list(self.dispatcher.accepted.items()),
             "flights": [
                 {"finish": f.finish, "work": f.work, "up": f.up, "staleness": f.staleness}
                 | asdict(f.job)
@@ -582,14 +404,16 @@ class Coordinator:
             k.removeprefix("state/"): torch.from_numpy(v) for k, v in arrays.items() if k.startswith("state/")
         }
         self.now, self.draw, self.number, self.wall = (numbers[key] for key in ("now", "draw", "number", "wall"))
-        self.turns, self._accepted = dict(map(tuple, numbers["turns"])), dict(map(tuple, numbers["accepted"]))
-        self._latest = dict(self._accepted)
+        self.turns, self.dispatcher.accepted = dict(map(tuple, numbers["turns"])), dict(map(tuple, numbers["accepted"]))
+        self._latest = dict(self.dispatcher.accepted)
         self.arrived, self.floats, self.rows = numbers["arrived"], numbers["floats"], numbers["rows"]
-        states: dict[int, dict[str, np.ndarray]] = {client: {} for client in self._accepted}
+        states: dict[int, dict[str, np.ndarray]] = {client: {} for client in self.dispatcher.accepted}
         for key, array in snapshot.clients.items():
             client, _, name = key.partition("/")
             states[int(client)][name] = array
-        self._states = {self._accepted[client]: self.runtime.put(state) for client, state in states.items()}
+        self.dispatcher.states = {
+            self.dispatcher.accepted[client]: self.runtime.put(state) for client, state in states.items()
+        }
         for entry in numbers["flights"]:
             extras = _under(arrays, f"job/{entry['number']}/")
             job = Job(
@@ -610,24 +434,3 @@ class Coordinator:
 def _under(arrays: Mapping[str, np.ndarray], prefix: str) -> dict[str, np.ndarray]:
     """The entries below a prefix, without it."""
     return {key.removeprefix(prefix): value for key, value in arrays.items() if key.startswith(prefix)}
-
-
-def _work(unit: Sequence[Flight]) -> float:
-    return sum(flight.work for flight in unit)
-
-
-def _chains(flights: Sequence[Flight]) -> list[list[Flight]]:
-    """Jobs of one client, in order, which must go to one host; long chains first."""
-    chains: dict[int, list[Flight]] = {}
-    for flight in sorted(flights, key=lambda flight: flight.job.number):
-        chains.setdefault(flight.job.client, []).append(flight)
-    return sorted(chains.values(), key=_work, reverse=True)
-
-
-def _makespan(units: Sequence[Sequence[Flight]], hosts: int) -> float:
-    """How long the busiest host works when long units are given out first."""
-    loads = [0.0] * hosts
-    for work in sorted(map(_work, units), reverse=True):
-        index = min(range(hosts), key=loads.__getitem__)
-        loads[index] += work
-    return max(loads)

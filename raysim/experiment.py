@@ -19,11 +19,12 @@ from omegaconf import DictConfig
 
 from raysim.building import TARGET, build as build_object, resolve, shown
 from raysim.config import Node, compose, groups, load_yaml, plain, to_yaml
-from raysim.coordinator import Event, Settings, TooManyFailures, check_concurrency
+from raysim.coordinator import Settings, check_concurrency
 from raysim.data.federated import FederatedData, federate
 from raysim.data.partition import Partitioner
 from raysim.data.sources import Source
 from raysim.errors import Refused, instead, refusing
+from raysim.events import Event, TooManyFailures
 from raysim.fleet import Fleet
 from raysim.folder import Place, place
 from raysim.host import Recipe, build_networks

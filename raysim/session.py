@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from raysim import checkpoint
-from raysim.coordinator import Event, Finished, Round, Saved, Started
+from raysim.events import Event, Finished, Round, Saved, Started
 from raysim.messages import Failure
 from raysim.metrics import read_history, replace_file, summarise, write_history, write_json
 from raysim.plan import identity

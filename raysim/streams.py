@@ -15,7 +15,10 @@ def _code(purpose: str) -> int:
 
 
 def stream(seed: int, purpose: str, *keys: int) -> np.random.Generator:
-    """The generator named (purpose, keys): e.g. ("batches", client, turn). Independent for different names."""
+    """The generator named (purpose, keys): e.g. ("batches", client, turn). Independent for different names.
+
+    A purpose always has the same number of keys: (3,) and (3, 0) would name the same stream.
+    """
     return np.random.Generator(np.random.PCG64(np.random.SeedSequence([seed, _code(purpose), *keys])))
 
 

@@ -10,7 +10,14 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).parent.parent / "raysim"
-CORE = ("raysim", "raysim.coordinator", "raysim.runtime.inprocess", "raysim.methods.fedbr", "raysim.models", "raysim.bench")
+CORE = (
+    "raysim",
+    "raysim.coordinator",
+    "raysim.runtime.inprocess",
+    "raysim.methods.fedbr",
+    "raysim.models",
+    "raysim.bench",
+)
 
 
 @pytest.mark.parametrize("module", CORE)

@@ -85,9 +85,14 @@ def test_numbers_below_one_are_refused(make: object, key: str) -> None:
         make()  # type: ignore[operator]
 
 
-def test_a_cohort_larger_than_the_population_is_refused_with_the_number_that_would_do() -> None:
-    with pytest.raises(ValueError, match=r"schedule.cohort=5 is more than the 3 clients .*: set schedule.cohort=3"):
-        silent([2, 2, 0, 2], Synchronous(5))
+@pytest.mark.parametrize(
+    ("schedule", "key"), [(Synchronous(5), "cohort"), (Buffered(concurrency=5, size=1), "concurrency")]
+)
+def test_more_clients_at_work_than_have_samples_are_refused_with_the_number_that_would_do(
+    schedule: Synchronous | Buffered, key: str
+) -> None:
+    with pytest.raises(ValueError, match=rf"schedule.{key}=5 is more than the 3 .* \(of 4\): set schedule.{key}=3"):
+        silent([2, 2, 0, 2], schedule)
 
 
 # --- virtual time -------------------------------------------------------------------------------------------------

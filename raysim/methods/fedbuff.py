@@ -107,8 +107,8 @@ class FedBuff(Method):
         """Sample counts only make sense where they are divided out again."""
         if server.weighting == "samples" and self.normalization != "weights":
             raise ValueError(
-                "weighting=samples multiplies FedBuff's step by the clients' samples under method.fedbuff.normalization="
-                f"{self.normalization}; set weighting=uniform or method.fedbuff.normalization=weights"
+                "weighting=samples multiplies FedBuff's step by the clients' samples under "
+                f"method.fedbuff.normalization={self.normalization}; set weighting=uniform or method.fedbuff.normalization=weights"
             )
 
     def weigh(self, weights: list[float], updates: Sequence[Update], server: Server) -> list[float]:

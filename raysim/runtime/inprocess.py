@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from raysim.coordinator import Coordinator, Event, Settings
+from raysim.coordinator import Coordinator, Settings
+from raysim.events import Event
 from raysim.fleet import Fleet
 from raysim.host import Host, Recipe
 from raysim.schedule import Schedule

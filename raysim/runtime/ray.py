@@ -18,7 +18,8 @@ os.environ.setdefault("RAY_AUTH_MODE", "token")
 
 import ray
 
-from raysim.coordinator import Coordinator, Event, RunStopped, Settings
+from raysim.coordinator import Coordinator, Settings
+from raysim.events import Event, RunStopped
 from raysim.fleet import Fleet
 from raysim.host import Host, Recipe
 from raysim.schedule import Schedule
