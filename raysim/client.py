@@ -96,10 +96,9 @@ def _cut(order: np.ndarray, batch: int, drop_single: bool) -> list[np.ndarray]:
 def make_plan(
     local: Local, samples: int, chosen: Sequence[np.ndarray], generator: np.random.Generator, drop_single: bool
 ) -> Plan:
-    """Shuffle and cut. `chosen` holds the positions of each epoch (or phase); order within it does not matter."""
+    """Shuffle and cut. `chosen` holds the ascending positions of each epoch (or phase)."""
     batches: list[np.ndarray] = []
     for index, positions in enumerate(chosen):
-        positions = np.sort(positions)
         if local.epochs is not None:
             goal = -(-len(positions) // local.batch)
         else:  # phase `index` of the step budget, as even as possible
@@ -113,7 +112,7 @@ def make_plan(
                 if local.epochs is not None:
                     break
         batches += part[:goal]
-    return Plan(np.concatenate(batches), tuple(len(part) for part in batches), samples)
+    return Plan(np.concatenate(batches), tuple(map(len, batches)), samples)
 
 
 @dataclass(frozen=True)
@@ -289,22 +288,24 @@ class Trainer:
             parts = self.local.epochs or min(self.local.phases, self.local.steps or 1)
             first = self.selector.select(ctx, 1, parts)
             if first is not None:
-                chosen = [first, *(self._selected(ctx, part, parts) for part in range(2, parts + 1))]
+                chosen = [np.sort(first), *(self._selected(ctx, part, parts) for part in range(2, parts + 1))]
         return make_plan(
             self.local, ctx.samples, chosen, stream(self.seed, "batches", ctx.client, ctx.turn), self.batchnorm
         )
 
     def _selected(self, ctx: Context, part: int, parts: int) -> np.ndarray:
+        """Ascending, so that the shuffle depends on what was selected and not on how it was ranked."""
         assert self.selector is not None
         positions = self.selector.select(ctx, part, parts)
         assert positions is not None, "a method selects in all epochs of a job or in none"
-        return positions
+        return np.sort(positions)
 
 
 def load(vector: Vector, base: Tensor, counters: Tensor, state: Mapping[str, Tensor]) -> None:
     """Put a received prefix and a client's personal suffix into a vector."""
     vector.shared.copy_(base)
-    vector.counters[: len(counters)].copy_(counters)
+    if len(counters):
+        vector.counters[: len(counters)].copy_(counters)
     if "personal" in state:
         vector.personal.copy_(state["personal"])
         vector.counters[len(counters) :].copy_(state["personal.counters"])

@@ -50,6 +50,9 @@ class Recipe:
         return Task(dataset.shape, dataset.num_classes, len(self.data.partition.train), self.dtype)
 
 
+_NO_COUNTERS = np.empty(0, np.int64)
+
+
 def settle(threads: int) -> None:
     """Pin what bits depend on besides config and seed: threads, and deterministic algorithms."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -225,7 +228,7 @@ class Host:
                 loss=loss,
                 seconds=time.perf_counter() - started,
                 delta=delta.to("cpu", copy=True).numpy() if keep else None,
-                counters=self.vector.counters[: self.layout.shared_counters].to("cpu", copy=True).numpy(),
+                counters=self._counters(),
                 extras={key: value.cpu().numpy() for key, value in ctx.upload.items()},
             )
             return update, ctx.state
@@ -234,6 +237,12 @@ class Host:
             text = f"{where}: {type(error).__name__}: {error}"
             blamed = error.method if isinstance(error, NotFinite) else _blame(error)
             return Failure(job.number, job.client, job.version, self.name, blamed, text, traceback.format_exc()), state
+
+    def _counters(self) -> np.ndarray:
+        """The shared integer buffers as trained; without any, always the same object, which is pickled once per call."""
+        if not self.layout.shared_counters:
+            return _NO_COUNTERS
+        return self.vector.counters[: self.layout.shared_counters].to("cpu", copy=True).numpy()
 
     def _diverged(self, losses: Tensor, job: Job) -> str:
         bad = (~torch.isfinite(losses)).nonzero().flatten().tolist()

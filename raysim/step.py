@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from raysim.models import Classifier
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Batch:
-    """A batch as the model sees it, and as it was before any method changed it.
+    """A batch as the model sees it, and as it was before any method changed it. Not frozen only because that is slow.
 
     inputs [B, ...]; targets int64 [B] or rows of probabilities [B, C]; pair: Mixup's (y, y_permuted, weight of y).
     """

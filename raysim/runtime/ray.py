@@ -8,13 +8,16 @@ from __future__ import annotations
 import logging
 import os
 import socket
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
-# Read when Ray is imported: the driver's environment is the workers' environment, and tokens stay on.
+# The driver's environment is the workers' environment. Ray reads its authentication mode when it is imported: set
+# later, this process and the cluster that it starts would disagree.
 os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
-os.environ.setdefault("RAY_AUTH_MODE", "token")
+if "ray" not in sys.modules:
+    os.environ.setdefault("RAY_AUTH_MODE", "token")
 
 import ray
 
