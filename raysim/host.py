@@ -239,7 +239,7 @@ class Host:
             return Failure(job.number, job.client, job.version, self.name, blamed, text, traceback.format_exc()), state
 
     def _counters(self) -> np.ndarray:
-        """The shared integer buffers as trained; without any, always the same object, which is pickled once per call."""
+        """The shared integer buffers as trained; without any, one object for all, which is pickled once per call."""
         if not self.layout.shared_counters:
             return _NO_COUNTERS
         return self.vector.counters[: self.layout.shared_counters].to("cpu", copy=True).numpy()

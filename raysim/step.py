@@ -270,7 +270,7 @@ class Step:
 
     def _descend(self, ctx: Context, stage: Stage, loss: Tensor) -> None:
         group = self._group(stage.trains)
-        found = torch.autograd.grad(loss, group.params, allow_unused=True)
+        found: tuple[Tensor | None, ...] = torch.autograd.grad(loss, group.params, allow_unused=True)
         grads = [torch.zeros_like(p) if g is None else g for g, p in zip(found, group.params, strict=True)]
         if (known := self.descents.get(stage.name)) is None:
             known = self.descents[stage.name] = (stage, Descent(self.optimizer))

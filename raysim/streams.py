@@ -14,12 +14,20 @@ def _code(purpose: str) -> int:
     return int.from_bytes(hashlib.blake2b(purpose.encode(), digest_size=8).digest(), "big")
 
 
+@functools.lru_cache(maxsize=1 << 16)
+def _words(number: int) -> tuple[int, ...]:
+    """A non-negative number as 32-bit words, the lowest first."""
+    return (number,) if number < 1 << 32 else (number & 0xFFFFFFFF, *_words(number >> 32))
+
+
 def stream(seed: int, purpose: str, *keys: int) -> np.random.Generator:
     """The generator named (purpose, keys): e.g. ("batches", client, turn). Independent for different names.
 
     A purpose always has the same number of keys: (3,) and (3, 0) would name the same stream.
     """
-    return np.random.Generator(np.random.PCG64(np.random.SeedSequence([seed, _code(purpose), *keys])))
+    # The words that SeedSequence([seed, code, *keys]) would make itself, a third faster: hosts make a stream per job.
+    words = [*_words(seed), *_words(_code(purpose)), *(word for key in keys for word in _words(key))]
+    return np.random.Generator(np.random.PCG64(np.random.SeedSequence(np.array(words, np.uint32))))
 
 
 def torch_seed(seed: int, purpose: str, *keys: int) -> int:

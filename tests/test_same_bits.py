@@ -11,7 +11,7 @@ from studies import MLP, NORMED, NORMED_MLP, SEED, Ran, Several, coordinate, eve
 
 from raysim.client import Local
 from raysim.coordinator import Finished, Round, Settings
-from raysim.fleet import Lognormal
+from raysim.fleet import Ideal, Lognormal
 from raysim.methods.fedbn import FedBN
 from raysim.methods.fedbr import FedBR
 from raysim.methods.fedbss import FedBSS
@@ -126,3 +126,9 @@ def test_the_checksum_of_states_covers_private_states_personal_parts_and_the_ser
     empty = run(recipe(model=NORMED), rounds=1).finished.state_sha256
     for methods in ([FedBN()], [FedBSS()], [FedAdam()], [Scaffold()]):
         assert run(recipe(*methods, model=NORMED), rounds=1).finished.state_sha256 != empty
+
+
+def test_groups_that_go_to_whichever_host_is_done_first_change_no_bit() -> None:
+    study = recipe(data=even(clients=30, samples=600))
+    alone = run(study, Synchronous(24), Ideal(), group=2)
+    assert ran(coordinate(study, Synchronous(24), Ideal(), Several(study, 3), group=2)).bits == alone.bits

@@ -108,7 +108,7 @@ class FedBuff(Method):
         if server.weighting == "samples" and self.normalization != "weights":
             raise ValueError(
                 "weighting=samples multiplies FedBuff's step by the clients' samples under "
-                f"method.fedbuff.normalization={self.normalization}; set weighting=uniform or method.fedbuff.normalization=weights"
+                f"method.fedbuff.normalization={self.normalization}; set weighting=uniform, or normalization to weights"
             )
 
     def weigh(self, weights: list[float], updates: Sequence[Update], server: Server) -> list[float]:
