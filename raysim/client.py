@@ -156,6 +156,7 @@ class Trainer:
         self.batchnorm = any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in modules)
         self.tracking = [m for m in modules if getattr(m, "track_running_stats", False)]
         self.stochastic = any(is_stochastic(network) for network in vector.networks.values())
+        self._ahead: dict[int, tuple[Plan, list[Batch]]] = {}  # by job
         self._frozen: dict[str, tuple[Vector, Context | None]] = {}
         self._row = int(np.prod(task.shape))
 
@@ -191,6 +192,36 @@ class Trainer:
             for x, y in zip(inputs.split(sizes), labels.split(sizes), strict=True):
                 yield Batch(x, y, x, y)
             start, first = stop, last
+
+    def prepared(self, job: Job) -> bool:
+        """Whether `look_ahead` got to this job."""
+        return job.number in self._ahead
+
+    def look_ahead(self, jobs: Sequence[Job]) -> None:
+        """Plan and gather the first of these jobs, and as many after it as fit into a chunk, all at once.
+
+        Small jobs spend more on the calls than on the data. Nothing is prepared where a method or an augmentation
+        needs to see the job first, or where one job fills a chunk.
+        """
+        if self.selector is not None or self.pipeline.augment:
+            return
+        plans: list[tuple[int, Plan]] = []
+        rows: list[np.ndarray] = []
+        room = _CHUNK // self._row
+        for job in jobs:
+            own = self.partition.rows(job.client)
+            plan = self._plan_all(len(own), job.client, job.turn)
+            room -= len(plan.positions)
+            if room < 0:
+                break
+            plans.append((job.number, plan))
+            rows.append(own[plan.positions])
+        if len(plans) < 2:
+            return
+        inputs, labels = self.gather(np.concatenate(rows))
+        sizes = [size for _, plan in plans for size in plan.sizes]
+        batches = iter([Batch(x, y, x, y) for x, y in zip(inputs.split(sizes), labels.split(sizes), strict=True)])
+        self._ahead = {number: (plan, [next(batches) for _ in plan.sizes]) for number, plan in plans}
 
     def contribution(self, client: int) -> Contribution:
         """What `contribute` sees."""
@@ -262,7 +293,8 @@ class Trainer:
         self.step.begin()
         for method in self.receivers:
             method.receive(ctx)
-        plan = ctx.plan = self._plan(ctx)
+        prepared = self._ahead.pop(job.number, None)
+        plan = ctx.plan = prepared[0] if prepared else self._plan(ctx)
         ctx.draws = {
             key: values
             for method in self.drawers
@@ -270,7 +302,8 @@ class Trainer:
         }
         cycle: Sequence[tuple[Stage, ...]] = ((Stage(),),) if self.stager is None else self.stager.stages(plan)
         losses = []
-        for index, batch in enumerate(self._batches(plan, job.client, job.turn)):
+        batches = prepared[1] if prepared else self._batches(plan, job.client, job.turn)
+        for index, batch in enumerate(batches):
             ctx.step = index
             losses.append(self.step(ctx, batch, cycle[index % len(cycle)]))
         ctx.losses = torch.stack(losses)
@@ -282,16 +315,19 @@ class Trainer:
         return ctx
 
     def _plan(self, ctx: Context) -> Plan:
-        everything = np.arange(ctx.samples)
-        chosen: list[np.ndarray] = [everything] * (self.local.epochs or 1)
         if self.selector is not None:
             parts = self.local.epochs or min(self.local.phases, self.local.steps or 1)
             first = self.selector.select(ctx, 1, parts)
             if first is not None:
                 chosen = [np.sort(first), *(self._selected(ctx, part, parts) for part in range(2, parts + 1))]
-        return make_plan(
-            self.local, ctx.samples, chosen, stream(self.seed, "batches", ctx.client, ctx.turn), self.batchnorm
-        )
+                generator = stream(self.seed, "batches", ctx.client, ctx.turn)
+                return make_plan(self.local, ctx.samples, chosen, generator, self.batchnorm)
+        return self._plan_all(ctx.samples, ctx.client, ctx.turn)
+
+    def _plan_all(self, samples: int, client: int, turn: int) -> Plan:
+        """All samples in every epoch."""
+        chosen = [np.arange(samples)] * (self.local.epochs or 1)
+        return make_plan(self.local, samples, chosen, stream(self.seed, "batches", client, turn), self.batchnorm)
 
     def _selected(self, ctx: Context, part: int, parts: int) -> np.ndarray:
         """Ascending, so that the shuffle depends on what was selected and not on how it was ranked."""

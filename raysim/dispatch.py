@@ -12,8 +12,6 @@ Ref: TypeAlias = Any  # a runtime's handle on a result that may not exist yet
 
 # Deltas that one call to a host may hold back until it returns, in floats (256 MiB).
 _CALL = 1 << 26
-# With so many groups per host, some are held back for the host that is done first.
-_DEAL = 4
 
 
 class Runtime(Protocol):
@@ -34,10 +32,6 @@ class Runtime(Protocol):
 
     def get(self, ref: Ref) -> Any:
         """Wait for a value."""
-        ...
-
-    def first(self, refs: Sequence[Ref]) -> int:
-        """Wait until one of these exists; its index."""
         ...
 
 
@@ -72,8 +66,6 @@ class Dispatcher:
     def __init__(self, runtime: Runtime, group: int, stateful: bool, shared: int):
         self.runtime, self.group, self.stateful = runtime, group, stateful
         self._most = max(1, _CALL // max(1, shared))  # unsummed deltas per call
-        self._backlog: list[tuple[list[Flight], Ref]] = []  # groups that go to whichever host is done first
-        self._open: list[tuple[Ref, int]] = []  # calls while there is a backlog, and their hosts
         self.accepted: dict[int, int] = {}  # by client: the job that made its accepted state
         self.states: dict[int, Ref] = {}  # by job: the state it left
         self.held: dict[int, tuple[int, int]] = {}  # by client: its host, and the last job submitted there
@@ -90,11 +82,6 @@ class Dispatcher:
         whole = fresh and summable and not self.stateful  # one call holds one version, and a group one call
         groups = self._groups(taken) if whole else []
         summed = {flight.job.number: tuple(f.job.number for f in unit) for unit in groups for flight in unit}
-        self._open = []
-        if len(groups) >= _DEAL * self.runtime.hosts:
-            dealt = len(groups) * 3 // 5
-            self._backlog = [(unit, published[unit[0].job.version]) for unit in groups[dealt:]]
-            groups = groups[:dealt]
         units = groups + _chains([flight for flight in waiting if flight.job.number not in summed])
         per_host: dict[int, list[list[Flight]]] = {}
         unsettled = {flight.job.number for flight in others}
@@ -104,14 +91,6 @@ class Dispatcher:
         for host, own in per_host.items():
             for chunk in self._chunks(own, urgent, summed):
                 self._send(host, chunk, summed, published[chunk[0].job.version])
-        if self._backlog:  # two calls deep, so that no host waits for the next one
-            for host in range(self.runtime.hosts):
-                self._send_next(host)
-
-    def _send_next(self, host: int) -> None:
-        unit, published = self._backlog.pop(0)
-        group = tuple(flight.job.number for flight in unit)
-        self._send(host, unit, dict.fromkeys(group, group), published)
 
     def _groups(self, taken: Sequence[Flight]) -> list[list[Flight]]:
         """The groups of an aggregation for hosts to sum, long ones first; none if hosts would idle more that way."""
@@ -159,7 +138,6 @@ class Dispatcher:
         returns = 1 + len(jobs) if self.stateful else 1
         first, *rest = self.runtime.call(host, "train", jobs, sums, published, *states, returns=returns)
         call = _Call(first)
-        self._open.append((first, host))
         for flight in flights:
             flight.call = call
         self.states.update({job.number: ref for job, ref in zip(jobs, rest, strict=False)})
@@ -170,10 +148,6 @@ class Dispatcher:
 
     def collect(self, flights: Sequence[Flight]) -> tuple[list[Outcome], list[Sum]]:
         """Outcomes in the order of the flights; waits."""
-        while self._backlog:
-            _, host = self._open.pop(self.runtime.first([ref for ref, _ in self._open]))
-            self._send_next(host)
-        self._open = []
         outcomes: list[Outcome] = []
         sums: dict[tuple[int, ...], Sum] = {}
         for flight in flights:

@@ -158,6 +158,8 @@ class Host:
         after: list[Arrays] = []
         base, counters, extras = self._receive(published)
         for index, job in enumerate(jobs):
+            if not self.trainer.prepared(job):
+                self.trainer.look_ahead(jobs[index:])
             state = self._state(job.client, job.state, states[index] if states else None)
             group = member.get(job.number)
             outcome, new = self._train(job, base, counters, extras, state, keep=group is None)

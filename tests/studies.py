@@ -166,10 +166,6 @@ class Several:
         """The value itself."""
         return ref
 
-    def first(self, refs: Sequence[Any]) -> int:
-        """All exist; the last one, for a change."""
-        return len(refs) - 1
-
     def call(self, host: int, method: str, *args: Any, returns: int = 1) -> list[Any]:
         """Run it now."""
         result = getattr(self._hosts[host], method)(*args)
@@ -192,10 +188,6 @@ class Silent:
     def get(self, ref: Any) -> Any:
         """The value itself."""
         return ref
-
-    def first(self, refs: Sequence[Any]) -> int:
-        """All exist; the last one, for a change."""
-        return len(refs) - 1
 
     def call(self, host: int, method: str, *args: Any, returns: int = 1) -> list[Any]:
         """What a host would return if clients learnt nothing."""

@@ -128,7 +128,7 @@ def test_the_checksum_of_states_covers_private_states_personal_parts_and_the_ser
         assert run(recipe(*methods, model=NORMED), rounds=1).finished.state_sha256 != empty
 
 
-def test_groups_that_go_to_whichever_host_is_done_first_change_no_bit() -> None:
+def test_groups_summed_on_three_hosts_are_those_of_one() -> None:
     study = recipe(data=even(clients=30, samples=600))
     alone = run(study, Synchronous(24), Ideal(), group=2)
     assert ran(coordinate(study, Synchronous(24), Ideal(), Several(study, 3), group=2)).bits == alone.bits

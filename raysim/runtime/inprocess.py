@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -33,10 +33,6 @@ class InProcess:
     def get(self, ref: Any) -> Any:
         """The value itself."""
         return ref
-
-    def first(self, refs: Sequence[Any]) -> int:
-        """All exist."""
-        return 0
 
 
 def run(recipe: Recipe, schedule: Schedule, fleet: Fleet, settings: Settings) -> Iterator[Event]:

@@ -68,11 +68,6 @@ class RayRuntime:
         """Wait for a result; arrays in it are read-only views into the object store."""
         return ray.get(ref)
 
-    def first(self, refs: Sequence[Any]) -> int:
-        """Wait for one of them."""
-        done, _ = ray.wait(list(refs), num_returns=1)
-        return refs.index(done[0])
-
     def stop(self) -> None:
         """End the hosts."""
         for actor in self._actors:
