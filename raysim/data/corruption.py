@@ -77,7 +77,8 @@ def image_turns(probabilities: Floats, uniforms: Floats) -> Ints:
     """Number of the first angle whose cumulative probability exceeds the uniform; never one of probability 0."""
     cumulative = np.cumsum(probabilities, axis=-1)
     last = np.argmax(cumulative, axis=-1)  # the last positive one, for uniforms above a sum of 0.99...9
-    return np.minimum((cumulative <= uniforms[:, None]).sum(axis=-1), last)
+    turns: Ints = np.minimum((cumulative <= uniforms[:, None]).sum(axis=-1), last)
+    return turns
 
 
 def rotate_images(
@@ -99,7 +100,8 @@ def pool_images(images: NDArray[np.uint8], size: int) -> NDArray[np.uint8]:
     n, channels, height, width = images.shape
     tiles = images.reshape(n, channels, height // size, size, width // size, size)
     sums = tiles.sum(axis=(3, 5), dtype=np.int64)
-    return ((2 * sums + size**2) // (2 * size**2)).astype(np.uint8)
+    rounded: NDArray[np.uint8] = ((2 * sums + size**2) // (2 * size**2)).astype(np.uint8)
+    return rounded
 
 
 def _sources(height: int, width: int, angle: float) -> tuple[Floats, Floats]:

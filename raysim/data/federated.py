@@ -225,7 +225,8 @@ def _spread(values: Ints) -> dict[str, float]:
 
 def _entropy(counts: Ints) -> Floats:
     shares = counts / counts.sum(axis=1, keepdims=True)
-    return -(shares * np.log(np.where(shares > 0, shares, 1.0))).sum(axis=1)
+    entropy: Floats = -(shares * np.log(np.where(shares > 0, shares, 1.0))).sum(axis=1)
+    return entropy
 
 
 def draw_partition(data: FederatedData, path: str | Path) -> None:

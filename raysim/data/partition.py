@@ -94,7 +94,8 @@ def class_proportions(*, client_distributions: ArrayLike) -> Floats:
     wanted = np.asarray(client_distributions, dtype=np.float64).T
     mass = wanted.sum(axis=1, keepdims=True)
     equal = np.full_like(wanted, 1 / wanted.shape[1])
-    return np.divide(wanted, mass, out=equal, where=mass > 0)
+    shares: Floats = np.divide(wanted, mass, out=equal, where=mass > 0)
+    return shares
 
 
 def dirichlet_client_split(
@@ -184,7 +185,8 @@ def held_out(csr: CSR, fraction: float, order: Ints) -> Partition:
 
 def guarded_floor(values: NDArray[np.floating]) -> Ints:
     """The count rule for many numbers at once."""
-    return np.floor(values + GUARD).astype(np.int64)
+    counts: Ints = np.floor(values + GUARD).astype(np.int64)
+    return counts
 
 
 def _even_cuts(total: int, parts: int) -> Ints:
