@@ -289,7 +289,8 @@ class Trainer:
         self.load(base, counters, state)
         if self.stochastic:
             torch.manual_seed(torch_seed(self.seed, "torch", job.client, job.turn))
-        self.training(True)
+        if self.methods or not all(network.training for network in self.vector.networks.values()):
+            self.training(True)  # hooks may have changed the mode of any part; without methods only evaluation does
         self.step.begin()
         for method in self.receivers:
             method.receive(ctx)

@@ -191,6 +191,8 @@ class Coordinator:
 
     def _extras(self, client: int) -> dict[str, np.ndarray]:
         """What this client alone receives."""
+        if not self._broadcasters:
+            return {}
         return {k: v for m in self._broadcasters for k, v in m.broadcast(self.server, client).items()}
 
     def _sample(self, count: int) -> list[int]:
