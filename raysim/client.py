@@ -169,10 +169,9 @@ class Trainer:
             pixels = self.pipeline.augmented(pixels, generator)
         return self.pipeline.normalise(pixels, self.task.dtype), self.labels.index_select(0, index)
 
-    def own(self, client: int, positions: np.ndarray | None = None) -> Iterator[tuple[Tensor, Tensor]]:
+    def own(self, client: int) -> Iterator[tuple[Tensor, Tensor]]:
         """A client's own training samples, in order, in batches fit for evaluation."""
         rows = self.partition.rows(client)
-        rows = rows if positions is None else rows[positions]
         size = max(1, min(1024, _CHUNK // self._row))
         for start in range(0, len(rows), size):
             yield self.gather(rows[start : start + size])
@@ -205,19 +204,21 @@ class Trainer:
         """
         if self.selector is not None or self.pipeline.augment:
             return
-        plans: list[tuple[int, Plan]] = []
-        rows: list[np.ndarray] = []
-        room = _CHUNK // self._row
+        fitting, room = 0, _CHUNK / self._row
         for job in jobs:
-            own = self.partition.rows(job.client)
-            plan = self._plan_all(len(own), job.client, job.turn)
-            room -= len(plan.positions)
+            room -= self.local.budget(len(self.partition.rows(job.client)))
             if room < 0:
                 break
+            fitting += 1
+        if fitting < 2:
+            return
+        plans: list[tuple[int, Plan]] = []
+        rows: list[np.ndarray] = []
+        for job in jobs[:fitting]:
+            own = self.partition.rows(job.client)
+            plan = self._plan_all(len(own), job.client, job.turn)
             plans.append((job.number, plan))
             rows.append(own[plan.positions])
-        if len(plans) < 2:
-            return
         inputs, labels = self.gather(np.concatenate(rows))
         sizes = [size for _, plan in plans for size in plan.sizes]
         batches = iter([Batch(x, y, x, y) for x, y in zip(inputs.split(sizes), labels.split(sizes), strict=True)])
@@ -235,10 +236,6 @@ class Trainer:
             network.train(mode)
 
     # --- one participation ---------------------------------------------------------------------------------------
-    def load(self, base: Tensor, counters: Tensor, state: Mapping[str, Tensor]) -> None:
-        """Shared prefix from the broadcast, personal suffix from private state."""
-        load(self.vector, base, counters, state)
-
     def frozen(self, ctx: Context, name: str, values: Tensor | None) -> Mapping[str, nn.Module]:
         """See `Context.frozen`; the networks are made on first demand and reused by later jobs."""
         if name not in self._frozen:
@@ -269,6 +266,7 @@ class Trainer:
 
         base: [layout.shared] the received vector. Errors of hooks and of the model propagate.
         """
+        prepared = self._ahead.pop(job.number, None)
         samples = len(self.partition.rows(job.client))
         rate = self.local.lr * self.local.lr_decay**job.version
         ctx = Context(
@@ -286,7 +284,7 @@ class Trainer:
             dict(state),
         )
         self._start = state
-        self.load(base, counters, state)
+        load(self.vector, base, counters, state)
         if self.stochastic:
             torch.manual_seed(torch_seed(self.seed, "torch", job.client, job.turn))
         if self.methods or not all(network.training for network in self.vector.networks.values()):
@@ -294,7 +292,6 @@ class Trainer:
         self.step.begin()
         for method in self.receivers:
             method.receive(ctx)
-        prepared = self._ahead.pop(job.number, None)
         plan = ctx.plan = prepared[0] if prepared else self._plan(ctx)
         ctx.draws = {
             key: values

@@ -90,9 +90,9 @@ class Context:
         """A random stream of this participation's own."""
         return stream(self.seed, purpose, self.client, self.turn)
 
-    def data(self, positions: np.ndarray | None = None) -> Iterator[tuple[Tensor, Tensor]]:
+    def data(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Normalised inputs and labels of the client's own training samples, in order, unaugmented, in batches."""
-        return self.trainer.own(self.client, positions)
+        return self.trainer.own(self.client)
 
     @contextmanager
     def statistics_kept(self) -> Iterator[None]:
