@@ -238,20 +238,26 @@ class Trainer:
     # --- one participation ---------------------------------------------------------------------------------------
     def frozen(self, ctx: Context, name: str, values: Tensor | None) -> Mapping[str, nn.Module]:
         """See `Context.frozen`; the networks are made on first demand and reused by later jobs."""
+        known = self._frozen.get(name)
+        if known is not None and known[1] is ctx:
+            return known[0].networks
+        with torch.inference_mode(False):  # tensors made or loaded in that mode could never be loaded again
+            return self._load_frozen(ctx, name, values).networks
+
+    def _load_frozen(self, ctx: Context, name: str, values: Tensor | None) -> Vector:
         if name not in self._frozen:
             networks = {key: copy.deepcopy(module).eval() for key, module in self.vector.networks.items()}
             second = Vector(networks, self.vector.layout, self.vector.data.device, self.vector.data.dtype)
             for parameter in second.parameters.values():
                 parameter.requires_grad_(False)
             self._frozen[name] = (second, None)
-        vector, loaded_for = self._frozen[name]
-        if loaded_for is not ctx:
-            if values is None:
-                load(vector, ctx.base, self.vector.counters[: self.vector.layout.shared_counters], self._start)
-            else:
-                vector.data.copy_(values)
-            self._frozen[name] = (vector, ctx)
-        return vector.networks
+        vector, _ = self._frozen[name]
+        if values is None:
+            load(vector, ctx.base, self.vector.counters[: self.vector.layout.shared_counters], self._start)
+        else:
+            vector.data.copy_(values)
+        self._frozen[name] = (vector, ctx)
+        return vector
 
     def train(
         self,
@@ -299,12 +305,14 @@ class Trainer:
             for key, values in method.draws(plan, ctx.stream(f"draws.{method.name}")).items()
         }
         cycle: Sequence[tuple[Stage, ...]] = ((Stage(),),) if self.stager is None else self.stager.stages(plan)
-        losses = []
+        losses: list[Tensor] = []
         batches = prepared[1] if prepared else self._batches(plan, job.client, job.turn)
         for index, batch in enumerate(batches):
             ctx.step = index
-            losses.append(self.step(ctx, batch, cycle[index % len(cycle)]))
-        ctx.losses = torch.stack(losses)
+            loss = self.step(ctx, batch, cycle[index % len(cycle)])
+            if loss is not None:
+                losses.append(loss)
+        ctx.losses = torch.stack(losses) if losses else torch.empty(0)
         for method in self.finishers:
             method.finish(ctx)
         if self.vector.layout.personal or len(self.vector.counters) > len(counters):

@@ -18,6 +18,7 @@ import torch
 from safetensors.torch import save_file
 
 from raysim import checkpoint
+from raysim.diagnostics import Probe, balanced_rows, summarise_probes
 from raysim.dispatch import Dispatcher, Flight, Ref, Runtime
 from raysim.events import Event, Finished, Round, Row, Saved, Started, TooManyFailures
 from raysim.fleet import Fleet
@@ -40,6 +41,8 @@ class Settings:
     group: int = 5
     evaluate_every: int = 1
     evaluate_clients: int | None = None  # None: all
+    probe_every: int = 0  # versions whose clients' local models are probed before they are averaged; 0: none
+    probe_rows: int = 1000  # of the central test set, as many of each class
     checkpoint_every: int = 0  # 0: none
     tolerate: float = 0.1  # share of an aggregation's clients that may fail
     folder: str = ""  # where model and checkpoints go; "": nowhere
@@ -52,6 +55,7 @@ class _Pending:
 
     row: Row
     failures: tuple[Failure, ...]
+    probes: tuple[Probe, ...]
     reports: list[Ref] = field(default_factory=list)
     clients: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
 
@@ -83,6 +87,7 @@ class Coordinator:
             recipe.methods,
             self.counts,
             recipe.seed,
+            recipe.task,
             settings.weighting or asked_weighting(recipe.methods),
             settings.group,
         )
@@ -109,6 +114,7 @@ class Coordinator:
         self._published: dict[int, tuple[Published, Ref]] = {}
         self._latest: dict[int, int] = {}  # by client: its last job, accepted or not
         self._pending: list[_Pending] = []
+        self._once = 0  # floats that a client receives at its first participation only
 
     # --- the loop ------------------------------------------------------------------------------------------------
     def run(self) -> Iterator[Event]:
@@ -118,6 +124,7 @@ class Coordinator:
             self._restore(checkpoint.read(Path(self.settings.resume)))
         else:
             self._contribute()
+        self._hand_out()
         yield Started(list(self.rows))
         self._publish()
         while self.server.version < self.settings.rounds:
@@ -125,9 +132,9 @@ class Coordinator:
             refs = {version: ref for version, (_, ref) in self._published.items()}
             self.dispatcher.submit(taken, list(self.flights.values()), refs, self.server.summable)
             yield from self._report()
-            row, failures = self._aggregate(taken)
+            pending = self._aggregate(taken)
             self._publish()
-            self._evaluate(row, failures)
+            self._evaluate(pending)
             version, every = self.server.version, self.settings.checkpoint_every
             if every and version % every == 0 and version < self.settings.rounds:
                 yield from self._report()
@@ -167,6 +174,7 @@ class Coordinator:
             turn = self.turns.get(client, 0)
             self.turns[client] = turn + 1
             samples = int(self.counts[client])
+            once = self._once if turn == 0 else 0
             trained = self.recipe.local.budget(samples)
             costs = [method.cost(self.server, samples, trained, turn) for method in self._costers]
             extras = self._extras(client)
@@ -178,11 +186,12 @@ class Coordinator:
                 state=self._latest.get(client, -1) if self.stateful else -1,
                 weight=self.server.weight(client),
                 extras=extras,
+                probe=bool(every := self.settings.probe_every) and (self.server.version + 1) % every == 0,
             )
             self.number += 1
             self._latest[client] = job.number
             work = trained + sum(cost.samples for cost in costs)
-            down = published.floats + sum(a.size for a in extras.values()) + sum(cost.down for cost in costs)
+            down = published.floats + once + sum(a.size for a in extras.values()) + sum(cost.down for cost in costs)
             up = self.layout.shared + sum(cost.up for cost in costs)
             finish = self.now + self.fleet.duration(self.recipe.seed, client, work, down, up)
             self.floats["down"] += down
@@ -217,6 +226,27 @@ class Coordinator:
         for method in methods:
             method.assemble({key: [part[key] for part in parts] for key in parts[0]}, self.server)
 
+    def _hand_out(self) -> None:
+        """Give every host what its clients receive once, and what is probed; counted at a client's first dispatch."""
+        constants = {
+            key: value.numpy()
+            for method in owners(self.recipe.methods, "constants")
+            for key, value in method.constants(self.server).items()
+        }
+        self._once = sum(array.size for array in constants.values())
+        if not constants and not self.settings.probe_every:
+            return
+        ref = self.runtime.put(constants)
+        for host in range(self.runtime.hosts):
+            self.runtime.get(self.runtime.call(host, "keep", ref, self._probed())[0])
+
+    def _probed(self) -> np.ndarray:
+        """Rows of the central test set, as many of each class."""
+        central, rows = self.recipe.data.central, self.settings.probe_rows
+        labels = self.recipe.data.open().labels[central]
+        each = max(1, rows // max(1, len(np.unique(labels))))
+        return central[balanced_rows(labels, each, stream(self.recipe.seed, "probe"))]
+
     def _publish(self) -> None:
         """Store the current version for all hosts; forget versions that no job needs."""
         version = self.server.version
@@ -228,7 +258,7 @@ class Coordinator:
             del self._published[old]
 
     # --- aggregation and scoring ---------------------------------------------------------------------------------
-    def _aggregate(self, flights: Sequence[Flight]) -> tuple[Row, tuple[Failure, ...]]:
+    def _aggregate(self, flights: Sequence[Flight]) -> _Pending:
         outcomes, sums = self.dispatcher.collect(flights)
         failures = tuple(outcome for outcome in outcomes if isinstance(outcome, Failure))
         if len(failures) > self.settings.tolerate * len(flights):
@@ -238,13 +268,14 @@ class Coordinator:
         self.server.step(updates, sums, [flight.staleness for flight in flights], bases)
         self.dispatcher.accept(flights)
         present = [update for update in updates if update is not None]
+        losses = [update.loss for update in present if np.isfinite(update.loss)]
         row: Row = {
             "round": self.server.version,
             "virtual_seconds": self.now,
             "wall_seconds": self.wall + time.monotonic() - self._since,
             "floats_down": self.floats["down"],
             "floats_up": self.floats["up"],
-            "train_loss": float(np.mean([update.loss for update in present])) if present else None,
+            "train_loss": float(np.mean(losses)) if losses else None,
             "accuracy": None,
             "accuracy_worst": None,
             "accuracy_global": None,
@@ -255,7 +286,10 @@ class Coordinator:
             "host_seconds": sum(update.seconds for update in present),
             "staleness": float(np.mean([flight.staleness for flight in flights])),
         }
-        return row, failures
+        probes = tuple(update.probe for update in present if update.probe is not None)
+        if probes:
+            row |= summarise_probes(probes)
+        return _Pending(row, failures, probes)
 
     def _too_many(self, failures: tuple[Failure, ...], flights: Sequence[Flight]) -> TooManyFailures:
         share = len(failures) / len(flights)
@@ -272,9 +306,8 @@ class Coordinator:
             text += f"; resume continues from {self._save().path}"
         return TooManyFailures(text + "\n" + failures[0].traceback)
 
-    def _evaluate(self, row: Row, failures: tuple[Failure, ...]) -> None:
+    def _evaluate(self, pending: _Pending) -> None:
         """Start scoring the current version; hosts do it before they train the next."""
-        pending = _Pending(row, failures)
         self._pending.append(pending)
         version, every = self.server.version, self.settings.evaluate_every
         if version % every and version != self.settings.rounds:
@@ -315,7 +348,7 @@ class Coordinator:
             if reports:
                 pending.row |= self._scores(reports, pending.clients)
             self.rows.append(pending.row)
-            yield Round(pending.row, pending.failures)
+            yield Round(pending.row, pending.failures, pending.probes)
         self._pending = []
 
     def _scores(self, reports: list[Report], clients: np.ndarray) -> Row:
@@ -331,11 +364,22 @@ class Coordinator:
             own = np.array([part.mean() for part in np.split(local, ends[:-1])]) if len(clients) else np.empty(0)
             losses = np.concatenate([report.losses for report in reports])[len(local) :]
         return {
+            **self._by_domain(correct),
             "accuracy": float(own.mean()) if len(own) else None,
             "accuracy_worst": float(own.min()) if len(own) else None,
             "accuracy_global": float(correct.mean()) if len(correct) else None,
             "loss_global": float(losses.mean(dtype=np.float64)) if len(losses) else None,
         }
+
+    def _by_domain(self, correct: np.ndarray) -> Row:
+        """The lowest accuracy over the domains (or angles) of the central test set, where it has several."""
+        if not len(correct):
+            return {}
+        domains = self.recipe.data.open().domains[self.recipe.data.central]
+        present = np.unique(domains)
+        if len(present) < 2:
+            return {}
+        return {"accuracy_worst_domain": float(min(correct[domains == domain].mean() for domain in present))}
 
     # --- the end, and what a run is --------------------------------------------------------------------------------
     def _finish(self) -> Finished:
@@ -418,9 +462,8 @@ class Coordinator:
         }
         for entry in numbers["flights"]:
             extras = _under(arrays, f"job/{entry['number']}/")
-            job = Job(
-                **{key: entry[key] for key in ("number", "client", "turn", "version", "state", "weight")}, extras=extras
-            )
+            names = ("number", "client", "turn", "version", "state", "weight", "probe")
+            job = Job(**{key: entry[key] for key in names}, extras=extras)
             flight = Flight(job, entry["finish"], entry["work"], entry["up"], staleness=entry["staleness"])
             self.flights[job.number] = flight
             self._latest[job.client] = job.number

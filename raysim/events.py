@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from raysim.diagnostics import Probe
 from raysim.messages import Failure
 
 Row: TypeAlias = dict[str, float | int | None]
@@ -23,6 +24,7 @@ class Round:
 
     row: Row
     failures: tuple[Failure, ...]
+    probes: tuple[Probe, ...] = ()  # of this round's local models
 
 
 @dataclass(frozen=True)

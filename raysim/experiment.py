@@ -140,13 +140,15 @@ def build(config: DictConfig | Mapping[str, Any] | Sequence[str] = (), allow: Se
         recipe = Recipe(model, methods, study.local, data, study.seed, device, study.runtime.threads)
         check_concurrency(schedule, data.partition.train.counts)
         networks, _ = build_networks(recipe)
-        warnings = tuple(text for method in methods for text in method.check(study.local, networks))
+        warnings = tuple(text for method in methods for text in method.check(recipe.task, study.local, networks))
     settings = Settings(
         rounds=study.rounds,
         weighting=weighting,
         group=study.summation,
         evaluate_every=study.evaluate.every,
         evaluate_clients=None if study.evaluate.clients == "all" else study.evaluate.clients,
+        probe_every=study.evaluate.probe,
+        probe_rows=study.evaluate.probe_rows,
         checkpoint_every=study.checkpoint.every,
         tolerate=study.faults.tolerate,
     )

@@ -11,6 +11,7 @@ import traceback
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import numpy as np
 import torch
@@ -19,10 +20,12 @@ from torch.nn.functional import cross_entropy
 
 from raysim.client import Local, Trainer, initial_personal, load
 from raysim.data.federated import FederatedData
+from raysim.diagnostics import Probe, balanced_rows
 from raysim.messages import Arrays, Failure, Job, Outcome, Published, Report, Sum, Task as Score, Trained, Update
 from raysim.methods.method import Method, Task, owner, owners
-from raysim.models import ModelRecipe
-from raysim.streams import torch_seed
+from raysim.models import Classifier, ModelRecipe
+from raysim.step import Context
+from raysim.streams import stream, torch_seed
 from raysim.vector import Layout, Vector, plan_layout
 
 # Arrays out of an object store are read-only; tensors over them are only read.
@@ -51,6 +54,7 @@ class Recipe:
 
 
 _NO_COUNTERS = np.empty(0, np.int64)
+PROBE_FEATURES = 200  # rows whose features a probe keeps
 
 
 def settle(threads: int) -> None:
@@ -127,10 +131,17 @@ class Host:
         self._predictor = owner(recipe.methods, "predict")
         self._resident: dict[int, tuple[int, dict[str, Tensor]]] = {}
         self._received: tuple[tuple[int, bool], Tensor, Tensor, dict[str, Tensor]] | None = None
+        self._constants: dict[str, Tensor] = {}
+        self._probed = np.empty(0, np.int64)
 
     def ready(self) -> str:
         """Its name, once it can work."""
         return self.name
+
+    def keep(self, constants: Arrays, probed: np.ndarray) -> None:
+        """What every client receives once, and the rows of the data set that local models are probed on."""
+        self._constants = {key: torch.from_numpy(value).to(self.device) for key, value in constants.items()}
+        self._probed = probed
 
     # --- before round 0 ------------------------------------------------------------------------------------------
     def contribute(self, clients: Sequence[int]) -> list[dict[str, np.ndarray]]:
@@ -178,6 +189,7 @@ class Host:
         key = (published.version, published.scored)
         if self._received is None or self._received[0] != key or self.device.type == "cpu":
             extras = {key: torch.from_numpy(value).to(self.device) for key, value in published.extras.items()}
+            extras |= self._constants
             base, counters = torch.from_numpy(published.vector), torch.from_numpy(published.counters)
             self._received = (key, base.to(self.device), counters.to(self.device), extras)
         return self._received[1:]
@@ -213,9 +225,11 @@ class Host:
             plan, losses = ctx.plan, ctx.losses
             assert plan is not None and losses is not None
             loss = float(losses.mean())
+            seconds = time.perf_counter() - started
+            probe = self._probe(ctx) if job.probe else None
             delta = self.vector.shared.sub_(base)
             # Personal entries too: they do not travel, but the client's next job would start from them.
-            if not (np.isfinite(loss) and _is_finite(self.vector.data)):
+            if not ((np.isfinite(loss) or not len(losses)) and _is_finite(self.vector.data)):
                 raise NotFinite(self._diverged(losses, job))
             for key, value in ctx.upload.items():
                 if not _is_finite(value):
@@ -228,10 +242,15 @@ class Host:
                 trained=len(plan.positions),
                 steps=plan.steps,
                 loss=loss,
-                seconds=time.perf_counter() - started,
+                seconds=seconds,
                 delta=delta.to("cpu", copy=True).numpy() if keep else None,
                 counters=self._counters(),
                 extras={key: value.cpu().numpy() for key, value in ctx.upload.items()},
+                moves=tuple(
+                    (part.start, part.stop, steps * factor * ctx.rate)
+                    for part, steps, factor in self.trainer.step.movements()
+                ),
+                probe=probe,
             )
             return update, ctx.state
         except Exception as error:  # a client must not take the others down
@@ -239,6 +258,36 @@ class Host:
             text = f"{where}: {type(error).__name__}: {error}"
             blamed = error.method if isinstance(error, NotFinite) else _blame(error)
             return Failure(job.number, job.client, job.version, self.name, blamed, text, traceback.format_exc()), state
+
+    def _probe(self, ctx: Context) -> Probe:
+        """The local model beside the received one on the probed rows, scored in eval mode."""
+        self.trainer.training(False)
+        received = cast("Classifier", ctx.frozen()["model"])
+        labels, scores, columns = [], [], []
+        with torch.inference_mode():
+            for start in range(0, len(self._probed), self.recipe.score_batch):
+                inputs, own = self.trainer.gather(self._probed[start : start + self.recipe.score_batch])
+                features = ctx.model.features(inputs)
+                logits = ctx.model.head(features)
+                scores.append(logits if self._predictor is None else self._predictor.predict(logits))
+                labels.append(own)
+                columns.append((features, received.features(inputs)))
+        truth, score = torch.cat(labels), torch.cat(scores)
+        each = max(1, PROBE_FEATURES // self.recipe.task.num_classes)
+        some = balanced_rows(truth.cpu().numpy(), each, stream(self.recipe.seed, "probe.features"))
+        local, base = (torch.cat(column).cpu().float().numpy()[some] for column in zip(*columns, strict=True))
+        seen = np.zeros(self.recipe.task.num_classes, bool)
+        seen[np.unique(self.recipe.data.open().labels[self.recipe.data.partition.train.rows(ctx.client)])] = True
+        return Probe(
+            client=ctx.client,
+            version=ctx.version,
+            labels=truth.cpu().numpy()[some],
+            seen=seen,
+            accuracy=float((score.argmax(1) == truth).double().mean()),
+            features=local,
+            received=base,
+            probabilities=score.softmax(1).cpu().float().numpy()[some],
+        )
 
     def _counters(self) -> np.ndarray:
         """The shared integer buffers as trained; without any, one object for all, which is pickled once per call."""

@@ -12,6 +12,8 @@ from typing import TypeAlias
 
 import numpy as np
 
+from raysim.diagnostics import Probe
+
 Arrays: TypeAlias = Mapping[str, np.ndarray]
 
 
@@ -41,6 +43,7 @@ class Job:
     version: int  # the base version: aggregations made when it was dispatched
     state: int  # number of the job whose private state it starts from; -1 for the initial state
     weight: float  # raw weight in a plain weighted sum
+    probe: bool = False  # whether the trained model is probed before it is averaged
     extras: Arrays = field(default_factory=dict)  # what this client alone receives
 
 
@@ -54,11 +57,14 @@ class Update:
     samples: int  # training samples the client holds
     trained: int  # samples it really trained on, epochs counted
     steps: int
-    loss: float  # mean over steps
+    loss: float  # mean over the iterations with the task loss; nan without one
     seconds: float  # wall time on its host; never decides anything
     delta: np.ndarray | None  # [layout.shared] trained minus received
     counters: np.ndarray  # [layout.shared_counters]
     extras: Arrays = field(default_factory=dict)
+    # Stretches [start, stop) of the shared parameters, and the sum of the learning rates of the steps made there.
+    moves: tuple[tuple[int, int, float], ...] = ()
+    probe: Probe | None = None  # what the simulator looked at; no part of what travels
 
     @property
     def floats(self) -> int:

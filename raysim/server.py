@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from raysim.messages import Published, Sum, Update
-from raysim.methods.method import Method, owner, owners
+from raysim.methods.method import Method, Task, owner, owners
 from raysim.streams import stream
 from raysim.vector import Layout
 
@@ -36,10 +36,12 @@ class Server:
         methods: Sequence[Method],
         counts: np.ndarray,
         seed: int,
+        task: Task,
         weighting: Weighting = "samples",
         group: int = 5,
     ):
         self.layout, self.methods, self.seed, self.weighting, self.group = layout, methods, seed, weighting, group
+        self.task = task
         self.vector, self.counters = vector, counters  # [layout.shared], [layout.shared_counters]
         self.counts = counts  # int64 [clients] training samples
         self.state: dict[str, Tensor] = {}  # what methods keep, by "method.name"; all of it is in a checkpoint
@@ -67,7 +69,7 @@ class Server:
     @property
     def summable(self) -> bool:
         """Whether hosts may sum updates: weights are known beforehand and nobody needs single updates."""
-        return not self._weighers and self._combiner is None
+        return not self._weighers and self._combiner is None and not any(method.singly for method in self.methods)
 
     def stream(self, purpose: str) -> np.random.Generator:
         """The random stream of this purpose and version."""

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from raysim import checkpoint
+from raysim.diagnostics import draw_bias, draw_features, draw_outputs, load_probes, save_probes
 from raysim.events import Event, Finished, Round, Saved, Started
 from raysim.messages import Failure
 from raysim.metrics import read_history, replace_file, summarise, write_history, write_json
@@ -20,6 +21,8 @@ from raysim.tracking import NoTracker, Tracker, flatten, replay
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+PROBES = "probes"  # folder of what was seen of the local models
 
 
 def say(console: Console, text: str) -> None:
@@ -74,6 +77,10 @@ class Session:
             self.tracker.log(event.row)
             progress.update(event.row)
             self._record(event.failures, int(event.row["round"] or 0), progress)
+            if event.probes:
+                path = self.folder / PROBES / f"round-{int(event.row['round'] or 0):06d}.safetensors"
+                path.parent.mkdir(exist_ok=True)
+                save_probes(event.probes, path)
         elif isinstance(event, Saved):
             write_history(self.rows, self.folder / "history.parquet")
         elif isinstance(event, Finished):
@@ -104,13 +111,26 @@ class Session:
             peak_memory_bytes=self.finished.peak_memory_bytes,
         )
         write_history(self.rows, self.folder / "history.parquet")
-        pictures = draw_run(self.rows, self.folder, self.experiment.title)
+        pictures = [*draw_run(self.rows, self.folder, self.experiment.title), *self._draw_probes()]
         write_json(summary, self.folder / "summary.json")  # last: it says that the run is complete
         names = ("config.yaml", "history.parquet", "summary.json", "model.safetensors", "failures.jsonl")
         files = [self.folder / name for name in names if (self.folder / name).exists()]
         self.tracker.finish(summary, [*files, *pictures])
         say(self.console, _closing(summary, self.folder))
         return Result(self.folder, json.loads((self.folder / "summary.json").read_text()), self.rows)
+
+    def _draw_probes(self) -> list[Path]:
+        """What the probes showed: numbers over the rounds, and the last round's features and outputs."""
+        found = sorted((self.folder / PROBES).glob("round-*.safetensors"))
+        if not found:
+            return []
+        title, probes = self.experiment.title, load_probes(found[-1])
+        paths = [self.folder / f"{name}.png" for name in ("bias", "features", "outputs")]
+        last = f"{title}, round {int(found[-1].stem.removeprefix('round-'))}"
+        draw_bias(self.rows, paths[0], title)
+        draw_features(probes, paths[1], last)
+        draw_outputs(probes, paths[2], last)
+        return paths
 
     def _stop(self, status: str) -> None:
         write_history(self.rows, self.folder / "history.parquet")

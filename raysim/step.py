@@ -48,7 +48,7 @@ class Context:
     rate: float  # learning rate of this job
     vector: Vector
     base: Tensor  # [layout.shared] the received vector
-    published: Mapping[str, Tensor]  # what all clients of this version received
+    published: Mapping[str, Tensor]  # what all clients of this version received, now or once
     extras: Mapping[str, Tensor]  # what this client alone received
     state: dict[str, Tensor]  # private; replace entries, never change them in place
     upload: dict[str, Tensor] = field(default_factory=dict)
@@ -57,7 +57,7 @@ class Context:
     step: int = 0
     stage: Stage = field(default_factory=Stage)
     kept: dict[str, Tensor] = field(default_factory=dict)  # what hooks keep for the rest of the job, by full name
-    losses: Tensor | None = None  # [steps] the task loss without added terms, once training is over
+    losses: Tensor | None = None  # [iterations with the task] its loss without added terms, once training is over
 
     @property
     def model(self) -> Classifier:
@@ -71,8 +71,8 @@ class Context:
 
     @property
     def num_classes(self) -> int:
-        """Classes of the task."""
-        return self.trainer.task.num_classes
+        """Outputs of the model: the task's classes, and whatever a method adds to them."""
+        return self.model.num_classes
 
     def drawn(self, name: str) -> Tensor:
         """This step's entry of what a method's `draws` returned."""
@@ -106,14 +106,28 @@ class Context:
                 layer.track_running_stats = True  # type: ignore[assignment]
 
 
+def inferred(compute: Callable[[], Tensor]) -> Tensor:
+    """A forward pass without gradient; the copy of its result may take part in one with gradient."""
+    with torch.inference_mode():
+        value = compute()
+    return value.clone()
+
+
 class Outputs:
     """What the model makes of a batch, each computed at most once however many methods ask."""
 
-    __slots__ = ("_kept", "batch", "ctx")
+    __slots__ = ("_groups", "_kept", "_more", "batch", "ctx")
 
-    def __init__(self, ctx: Context, batch: Batch):
-        self.ctx, self.batch = ctx, batch
+    def __init__(self, ctx: Context, batch: Batch, more: Mapping[str, Tensor] | None = None):
+        self.ctx, self.batch, self._more = ctx, batch, more
         self._kept: dict[str, Tensor] = {}
+        self._groups: dict[str, dict[str, Tensor]] = {}
+
+    def once_each(self, name: str, compute: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
+        """The same for several tensors that are made together."""
+        if name not in self._groups:
+            self._groups[name] = compute()
+        return self._groups[name]
 
     def once(self, name: str, compute: Callable[[], Tensor]) -> Tensor:
         """The value of that name, computed on first demand and kept for the rest of the iteration."""
@@ -125,7 +139,20 @@ class Outputs:
     @property
     def features(self) -> Tensor:
         """[B, F] of the model in training."""
-        return self.once("features", lambda: self.ctx.model.features(self.batch.inputs))
+        return self.once("features", self._features)
+
+    def _features(self) -> Tensor:
+        if not self._more:
+            return self.ctx.model.features(self.batch.inputs)
+        parts = [self.batch.inputs, *self._more.values()]
+        own, *others = self.ctx.model.features(torch.cat(parts)).split([len(part) for part in parts])
+        self._kept |= {f"rows.{name}": features for name, features in zip(self._more, others, strict=True)}
+        return cast(Tensor, own)
+
+    def rows(self, name: str) -> Tensor:
+        """[R, F] features of what the method of that name added with `rows`, out of the same forward pass."""
+        _ = self.features
+        return self._kept[f"rows.{name}"]
 
     @property
     def logits(self) -> Tensor:
@@ -135,12 +162,16 @@ class Outputs:
     @property
     def base_features(self) -> Tensor:
         """[B, F] of the received model, without gradient."""
+        return self.once("base_features", lambda: inferred(lambda: self._received.features(self.batch.inputs)))
 
-        def compute() -> Tensor:
-            with torch.no_grad():
-                return cast("Classifier", self.ctx.frozen()["model"]).features(self.batch.inputs)
+    @property
+    def base_logits(self) -> Tensor:
+        """[B, C] of the received model, without gradient."""
+        return self.once("base_logits", lambda: inferred(lambda: cast(Tensor, self._received.head(self.base_features))))
 
-        return self.once("base_features", compute)
+    @property
+    def _received(self) -> Classifier:
+        return cast("Classifier", self.ctx.frozen()["model"])
 
 
 @dataclass(frozen=True)
@@ -169,6 +200,21 @@ class Descent:
         self.first: list[Tensor] = []
         self.second: list[Tensor] = []
         self.steps = 0
+
+    def save(self) -> dict[str, Tensor]:
+        """Its buffers as flat tensors."""
+        lists = {"first": self.first, "second": self.second}
+        flat = {name: torch.cat([part.reshape(-1) for part in parts]) for name, parts in lists.items() if parts}
+        return {"steps": torch.tensor([self.steps]), **flat}
+
+    def load(self, saved: Mapping[str, Tensor], like: Sequence[Tensor]) -> None:
+        """Take over what `save` returned; `like` has the shapes of the parameters."""
+        sizes = [part.numel() for part in like]
+        for name, parts in (("first", self.first), ("second", self.second)):
+            if name in saved:
+                pieces = saved[name].clone().split(sizes)
+                parts[:] = [piece.view(part.shape) for piece, part in zip(pieces, like, strict=True)]
+        self.steps = int(saved["steps"])
 
     def step(self, params: list[Tensor], grads: list[Tensor], rate: float) -> None:
         """Move `params` in place, downhill along `grads`."""
@@ -218,6 +264,7 @@ class Step:
     def __init__(self, vector: Vector, methods: Sequence[Method], optimizer: Optimizer, clip: float = 0.0):
         self.vector, self.optimizer, self.clip = vector, optimizer, clip
         self.transforms = owners(methods, "transform")
+        self.extenders = owners(methods, "rows")
         self.terms = owners(methods, "term")
         self.corrections = sorted(owners(methods, "gradient"), key=lambda method: _KINDS[method.correction])
         self.logits = owner(methods, "logits")
@@ -225,17 +272,29 @@ class Step:
         self.flat = bool(self.corrections) or clip > 0
         self._groups: dict[tuple[str, ...], _Group] = {}
         self.descents: dict[str, tuple[Stage, Descent]] = {}
+        self._saved: Mapping[str, Tensor] = {}
         self._grad: Tensor | None = None
 
     def begin(self) -> None:
-        """A new job: fresh optimisers. A method may fill `descents` in `receive` with what it kept of another job."""
-        self.descents = {}
+        """A new job: fresh optimisers."""
+        self.descents, self._saved = {}, {}
 
-    def __call__(self, ctx: Context, batch: Batch, stages: Sequence[Stage]) -> Tensor:
-        """Do all stages on one batch; returns the task loss without added terms (detached)."""
+    def optimizers(self) -> dict[str, Tensor]:
+        """The optimisers' buffers, by "stage/buffer", for `resume` at the start of another job of this client."""
+        return {
+            f"{name}/{key}": value for name, (_, each) in self.descents.items() for key, value in each.save().items()
+        }
+
+    def resume(self, saved: Mapping[str, Tensor]) -> None:
+        """Let the optimisers of this job go on from what `optimizers` returned; called in `receive`."""
+        self._saved = saved
+
+    def __call__(self, ctx: Context, batch: Batch, stages: Sequence[Stage]) -> Tensor | None:
+        """Do all stages on one batch; returns the task loss without added terms (detached), if a stage has it."""
         for method in self.transforms:
             batch = method.transform(ctx, batch)
-        out = Outputs(ctx, batch)
+        more = {m.name: found for m in self.extenders if (found := m.rows(ctx, batch)) is not None}
+        out = Outputs(ctx, batch, more)
         reported: Tensor | None = None
         for stage in stages:
             ctx.stage = stage
@@ -249,7 +308,6 @@ class Step:
                 for method in self.terms:
                     loss = loss + method.term(ctx, out, batch)
             self._descend(ctx, stage, -loss if stage.ascend else loss)
-        assert reported is not None, "one stage of every iteration has the task loss"
         return reported
 
     def movements(self) -> list[tuple[slice, int, float]]:
@@ -272,12 +330,11 @@ class Step:
         group = self._group(stage.trains)
         found: tuple[Tensor | None, ...] = torch.autograd.grad(loss, group.params, allow_unused=True)
         grads = [torch.zeros_like(p) if g is None else g for g, p in zip(found, group.params, strict=True)]
-        if (known := self.descents.get(stage.name)) is None:
-            known = self.descents[stage.name] = (stage, Descent(self.optimizer))
-        descent = known[1]
+        steps = [self.vector.data[run] for run in group.runs] if self.flat else group.views
+        descent = self._descent(stage, steps)
         rate = ctx.rate * stage.rate
         if not self.flat:
-            descent.step(group.views, grads, rate)
+            descent.step(steps, grads, rate)
             return
         flat = self._flatten(grads)
         parts, position = [], 0
@@ -290,7 +347,17 @@ class Step:
                     method.gradient(ctx, part, run)
         if self.clip:
             flat.mul_((self.clip / (flat.norm() + 1e-6)).clamp(max=1.0))
-        descent.step([self.vector.data[run] for run in group.runs], parts, rate)
+        descent.step(steps, parts, rate)
+
+    def _descent(self, stage: Stage, params: list[Tensor]) -> Descent:
+        """The stage's optimiser, made at its first step."""
+        if stage.name not in self.descents:
+            self.descents[stage.name] = (stage, descent := Descent(self.optimizer))
+            prefix = f"{stage.name}/"
+            saved = {key.removeprefix(prefix): value for key, value in self._saved.items() if key.startswith(prefix)}
+            if saved:
+                descent.load(saved, params)
+        return self.descents[stage.name][1]
 
     def _flatten(self, grads: list[Tensor]) -> Tensor:
         size = sum(grad.numel() for grad in grads)

@@ -25,9 +25,13 @@ class Evaluate:
 
     every: int = 1
     clients: int | Literal["all"] = "all"
+    probe: int = 0  # rounds between probes of the local models before they are averaged; 0: never
+    probe_rows: int = 1000
 
     def __post_init__(self) -> None:
         at_least("evaluate.every", self.every, 1)
+        at_least("evaluate.probe", self.probe, 0)
+        at_least("evaluate.probe_rows", self.probe_rows, 1)
         if self.clients != "all":
             at_least("evaluate.clients", self.clients, 1)
 

@@ -133,6 +133,7 @@ class Spy(InProcess):
         self.trained: list[Trained] = []
         self.states: list[Mapping[str, np.ndarray]] = []
         self.contributed: list[Mapping[str, np.ndarray]] = []
+        self.kept: Mapping[str, np.ndarray] = {}
 
     def call(self, host: int, method: str, *args: Any, returns: int = 1) -> list[Any]:
         """See `InProcess`."""
@@ -141,6 +142,8 @@ class Spy(InProcess):
             self.sent += [(job, args[2]) for job in args[0]]
             self.trained.append(results[0])
             self.states += results[1:]
+        elif method == "keep":
+            self.kept = args[0]
         elif method == "contribute":
             self.contributed += results[0]
         return results

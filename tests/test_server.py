@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from raysim.messages import Published, Sum, Update
 from raysim.methods.fedbuff import FedBuff
 from raysim.methods.fedopt import FedAvgM
-from raysim.methods.method import Method
+from raysim.methods.method import Method, Task
 from raysim.server import Server
 from raysim.vector import plan_layout
 
@@ -23,11 +23,12 @@ TRAINED, SHARED = LAYOUT.trained, LAYOUT.shared
 RNG = np.random.default_rng(0)
 DELTAS = RNG.standard_normal((CLIENTS, SHARED)).astype(np.float32)
 START = RNG.standard_normal(SHARED).astype(np.float32)
+TASK = Task((1, 2, 2), 3, CLIENTS)
 COUNTS = np.array([7, 1, 13, 4, 9, 22, 3, 5, 17, 2, 8, 6])
 
 
 def server(*methods: Method, **settings: Any) -> Server:
-    return Server(LAYOUT, torch.tensor(START), torch.zeros(1, dtype=torch.int64), methods, COUNTS, 0, **settings)
+    return Server(LAYOUT, torch.tensor(START), torch.zeros(1, dtype=torch.int64), methods, COUNTS, 0, TASK, **settings)
 
 
 def update(client: int, version: int = 0, counter: int = 1, delta: np.ndarray | None = None) -> Update:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Literal
 
 from torch import nn
 
-from raysim.methods.method import Method
+from raysim.methods.method import Method, Task
 
 if TYPE_CHECKING:
     from raysim.client import Local
@@ -71,7 +71,7 @@ class FedBN(Method):
         names = [f"model.{name}" for name, tensor in (*model.named_parameters(), *model.named_buffers())]
         return split_parameter_names(names=names, norm_modules=norms, scope=self.scope)["personal"]
 
-    def check(self, local: Local, networks: Mapping[str, nn.Module]) -> Sequence[str]:
+    def check(self, task: Task, local: Local, networks: Mapping[str, nn.Module]) -> Sequence[str]:
         """Without such layers it is FedAvg."""
         if self.scope != "none" and not self.personal(networks):
             return ("method 'fedbn' finds no BatchNorm in the model and runs as FedAvg: choose a model.norm=batch",)

@@ -11,12 +11,17 @@ Choices where paper and code disagree or are silent
 - Eqs. (5)-(6) print s / tau, the code multiplies, and the published ablation with tau2 = 0 only makes sense so:
   "multiply" is the default, "divide" the other form.
 - Row j of the pseudo-batch meets row j of the real one, one negative each, as in the code; eq. (2) is an expectation.
-- Global features of pseudo-data are computed at every step (paper), with the frozen extractor in eval mode; the code
-  computes them once a round, in train mode.
+- Global features of pseudo-data belong to the pseudo-data of the step (paper), with the frozen extractor in eval mode;
+  the code computes them for the first step's only, in train mode: global_features="round" is that, in eval mode.
+- Random sample means are drawn anew every round by default (paper); the released code draws them once.
+- Sources of pseudo-data are "balanced" if every client (of the proxy set: every class) is drawn equally often, which is
+  how Algorithm 2 chooses clients, and "unbalanced" if in proportion to their samples.
 """
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Literal, cast
 
@@ -25,11 +30,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from raysim.methods.method import Cost, Method, Network, Stage, Task, at_least
+from raysim.data.batches import Pipeline
+from raysim.data.dataset import Dataset
+from raysim.data.sources import Source
+from raysim.methods.method import FORWARD, Cost, Method, Network, Stage, Task, at_least
 from raysim.methods.mixup import soft_targets
+from raysim.step import inferred
+from raysim.streams import stream
 
 if TYPE_CHECKING:
-    from raysim.client import Contribution, Plan
+    from raysim.client import Contribution, Local, Plan
     from raysim.models import Classifier
     from raysim.server import Server
     from raysim.step import Batch, Context, Outputs
@@ -97,14 +107,17 @@ def mixture_pseudo_data(
 
 
 PROJECTOR = "fedbr.projector"
+PSEUDO = "fedbr.pseudo"
 
 
 class FedBR(Method):
-    """Random sample means as pseudo-data. lam: weight of Component 1, mu: of Component 2; 0 leaves it out.
+    """lam: weight of Component 1 (uniform answers), mu: of Component 2 (the contrast); 0 leaves it out.
 
-    pseudo_batch: B rows of pseudo-data; every client sends as many means of `samples_per_mean` samples before round 0.
-    pseudo_refresh: draw B of all means every "round", or "once". projection: the paper's widths (256, 256, 128), the
-    released code's (2F, 2F, F), or none. max_step=False leaves the projector as received.
+    pseudo: "rsm", means of `samples_per_mean` samples of a client, of which each sends `means_per_client` (None: B)
+    before round 0; or "mixture", B means of a public `proxy` set, mixed at every step with `mix_samples` samples of the
+    batch each. pseudo_batch: B rows. pseudo_refresh: B new ones every "round", or "once". fresh: means of raw data
+    every round, which only a simulator can do. projection: the paper's widths (256, 256, 128), the released code's
+    (2F, 2F, F), or none. max_step=False leaves the projector as received.
     """
 
     name = "fedbr"
@@ -119,23 +132,52 @@ class FedBR(Method):
         temperature_mode: Literal["multiply", "divide"] = "multiply",
         max_step: bool = True,
         projection: Literal["paper", "code", "none"] = "paper",
+        pseudo: Literal["rsm", "mixture"] = "rsm",
         pseudo_refresh: Literal["round", "once"] = "round",
         pseudo_batch: int = 64,
         samples_per_mean: int = 10,
+        means_per_client: int | None = None,
+        sources: Literal["balanced", "unbalanced"] = "balanced",
+        fresh: bool = False,
+        proxy: Source | None = None,
+        mix_samples: int = 1,
+        global_features: Literal["step", "round"] = "step",
     ):
         self.lam = at_least("method.fedbr.lam", lam, 0.0)
         self.mu = at_least("method.fedbr.mu", mu, 0.0)
         for tau in (tau1, tau2):
             _similarity_scale(tau, temperature_mode)
         self.tau1, self.tau2, self.temperature_mode = tau1, tau2, temperature_mode
-        self.max_step, self.projection, self.pseudo_refresh = max_step, projection, pseudo_refresh
+        self.max_step, self.projection = max_step, projection
+        self.pseudo, self.pseudo_refresh, self.sources, self.fresh = pseudo, pseudo_refresh, sources, fresh
         self.pseudo_batch = int(at_least("method.fedbr.pseudo_batch", pseudo_batch, 1))
         self.samples_per_mean = int(at_least("method.fedbr.samples_per_mean", samples_per_mean, 1))
+        each = (
+            pseudo_batch if means_per_client is None else at_least("method.fedbr.means_per_client", means_per_client, 1)
+        )
+        self.means_per_client = int(each)
+        self.proxy, self.mix_samples = proxy, int(at_least("method.fedbr.mix_samples", mix_samples, 0))
+        self.global_features = global_features
+        if pseudo == "mixture" and (proxy is None or type(proxy) is Source):
+            raise ValueError(
+                "method.fedbr.pseudo=mixture needs a public set: set method.fedbr.proxy to a data source, such as "
+                "'{_target_: raysim.data.sources.Cifar100}', or pseudo=rsm"
+            )
+        if fresh and (pseudo == "mixture" or pseudo_refresh == "once"):
+            raise ValueError(
+                f"method.fedbr.fresh=true draws means of clients' data every round, which does not fit pseudo={pseudo} "
+                f"with pseudo_refresh={pseudo_refresh}: set fresh=false"
+            )
 
     @property
     def _active(self) -> bool:
         return self.lam > 0 or self.mu > 0
 
+    @property
+    def _mixes(self) -> bool:
+        return self.pseudo == "mixture" and self.mix_samples > 0
+
+    # --- declared once -------------------------------------------------------------------------------------------
     def networks(self, task: Task, model: nn.Module) -> Mapping[str, Network]:
         """P: three linear layers with ReLU between them; in no forward pass but the loss's."""
         if self.mu == 0 or self.projection == "none":
@@ -145,44 +187,22 @@ class FedBR(Method):
         layers = nn.Linear(features, hidden), nn.ReLU(), nn.Linear(hidden, hidden), nn.ReLU(), nn.Linear(hidden, out)
         return {PROJECTOR: Network(nn.Sequential(*layers))}
 
-    def contribute(self, client: Contribution) -> Mapping[str, np.ndarray]:
-        """B means of the client's samples, drawn with replacement."""
+    def check(self, task: Task, local: Local, networks: Mapping[str, nn.Module]) -> Sequence[str]:
+        """Enough means for a batch of them, and a proxy set of the data's image size."""
         if not self._active:
-            return {}
-        size = (self.pseudo_batch, self.samples_per_mean)
-        indices = torch.from_numpy(client.generator.integers(len(client.inputs), size=size)).to(client.inputs.device)
-        return {"fedbr.pool": random_sample_mean(client.inputs, indices).cpu().numpy()}
-
-    def assemble(self, parts: Mapping[str, Sequence[np.ndarray]], server: Server) -> None:
-        """The pool of all means; if they are drawn once, only the drawn ones."""
-        if self._active:
-            pool = torch.from_numpy(np.concatenate(parts["fedbr.pool"]))
-            server.state["fedbr.pool"] = pool if self.pseudo_refresh == "round" else self._draw(pool, server)
-
-    def publish(self, server: Server) -> Mapping[str, Tensor]:
-        """This version's pseudo-data."""
-        if not self._active:
-            return {}
-        pool = server.state["fedbr.pool"]
-        return {"fedbr.pseudo": self._draw(pool, server) if self.pseudo_refresh == "round" else pool}
-
-    def _draw(self, pool: Tensor, server: Server) -> Tensor:
-        return pool[server.stream("fedbr.pseudo").choice(len(pool), size=self.pseudo_batch, replace=False)]
-
-    def cost(self, server: Server, samples: int, trained: float, turn: int) -> Cost:
-        """A pass over as much pseudo-data; drawn once, it travels only to a client's first participation."""
-        if not self._active:
-            return Cost()
-        known = self.pseudo_refresh == "once" and turn > 0
-        return Cost(samples=trained, down=-server.state["fedbr.pool"].numel() if known else 0)
-
-    def receive(self, ctx: Context) -> None:
-        """Features of the pseudo-data under the received extractor; they stay the same for the whole job."""
-        if self.mu:
-            with torch.no_grad():
-                ctx.kept["fedbr.global"] = cast("Classifier", ctx.frozen()["model"]).features(
-                    ctx.published["fedbr.pseudo"]
-                )
+            return ()
+        if self.pseudo == "rsm" and self.pseudo_batch > (pool := self.means_per_client * task.clients):
+            raise ValueError(
+                f"method.fedbr.pseudo_batch={self.pseudo_batch} is more than the pool of {task.clients} clients x "
+                f"means_per_client={self.means_per_client}: set pseudo_batch={pool} or less"
+            )
+        if self.pseudo == "mixture" and (shape := _proxy(self).shape) != task.shape:
+            sizes = [" x ".join(map(str, each)) for each in (shape, task.shape)]
+            raise ValueError(
+                f"method.fedbr.proxy has images of {sizes[0]} (channels, height, width), the data has {sizes[1]}: set "
+                f"method.fedbr.proxy.size={task.shape[1]} and method.fedbr.proxy.channels={task.shape[0]}"
+            )
+        return ()
 
     def stages(self, plan: Plan) -> Sequence[tuple[Stage, ...]]:
         """The max step, then the min step."""
@@ -190,30 +210,146 @@ class FedBR(Method):
             return ((Stage(),),)
         return ((Stage("fedbr.max", trains=(PROJECTOR,), loss=self.projected_contrast, ascend=True), Stage()),)
 
+    def draws(self, plan: Plan, generator: np.random.Generator) -> Mapping[str, Sequence[Tensor]]:
+        """Which samples of the batch each pseudo-sample is mixed with: int64 [B, K]."""
+        if not (self._active and self._mixes):
+            return {}
+        shape = (self.pseudo_batch, self.mix_samples)
+        return {"fedbr.mix": [torch.from_numpy(generator.integers(size, size=shape)) for size in plan.sizes]}
+
+    def cost(self, server: Server, samples: int, trained: float, turn: int) -> Cost:
+        """A pass over as much pseudo-data, and one forward through the received extractor where it changes."""
+        if not self._active:
+            return Cost()
+        again = FORWARD if self.mu and self._mixes and self.global_features == "step" else 0.0
+        down = self.pseudo_batch * math.prod(server.task.shape) if self.fresh else 0
+        return Cost(samples=(1 + again) * trained, down=down)
+
+    # --- pseudo-data ---------------------------------------------------------------------------------------------
+    def contribute(self, client: Contribution) -> Mapping[str, np.ndarray]:
+        """Means of the client's own samples, drawn with replacement."""
+        if not self._active or self.pseudo == "mixture" or self.fresh:
+            return {}
+        size = (self.means_per_client, self.samples_per_mean)
+        indices = torch.from_numpy(client.generator.integers(len(client.inputs), size=size)).to(client.inputs.device)
+        return {"fedbr.pool": random_sample_mean(client.inputs, indices).cpu().numpy()}
+
+    def assemble(self, parts: Mapping[str, Sequence[np.ndarray]], server: Server) -> None:
+        """The pool of all means; of what is drawn once, only the drawn ones."""
+        if not self._active or self.fresh:
+            return
+        if self.pseudo == "rsm":
+            server.state["fedbr.pool"] = torch.from_numpy(np.concatenate(parts["fedbr.pool"]))
+        if self.pseudo_refresh == "once":
+            server.state["fedbr.pool"] = self._drawn(server)
+
+    def constants(self, server: Server) -> Mapping[str, Tensor]:
+        """Pseudo-data drawn once."""
+        return {PSEUDO: server.state["fedbr.pool"]} if self._active and self.pseudo_refresh == "once" else {}
+
+    def publish(self, server: Server) -> Mapping[str, Tensor]:
+        """This version's pseudo-data."""
+        if not self._active or self.fresh or self.pseudo_refresh == "once":
+            return {}
+        return {PSEUDO: self._drawn(server)}
+
+    def _drawn(self, server: Server) -> Tensor:
+        """B rows: of the pool, without replacement; or new means of the proxy set."""
+        generator = server.stream(PSEUDO)
+        if self.pseudo == "mixture":
+            return self._proxy_means(generator)
+        pool = server.state["fedbr.pool"]
+        chances = None
+        if self.sources == "unbalanced":
+            counts = server.counts[server.counts > 0]
+            chances = np.repeat(counts / (counts.sum() * self.means_per_client), self.means_per_client)
+        return pool[generator.choice(len(pool), size=self.pseudo_batch, replace=False, p=chances)]
+
+    def _proxy_means(self, generator: np.random.Generator) -> Tensor:
+        """Algorithm 3: B means of M samples of the proxy set, normalised with its own constants."""
+        dataset, source = _proxy(self), self.proxy
+        assert source is not None
+        labels = dataset.labels[: dataset.train_rows]
+        chances = None
+        if self.sources == "balanced":
+            frequency = np.bincount(labels)[labels]
+            chances = 1 / (frequency * len(np.unique(labels)))
+        rows = generator.choice(len(labels), size=(self.pseudo_batch, self.samples_per_mean), p=chances)
+        mean, std = (None if values is None else tuple(values) for values in (source.mean, source.std))
+        unique, places = np.unique(rows, return_inverse=True)
+        images = Pipeline(mean, std).normalise(torch.from_numpy(dataset.images[unique]))
+        return random_sample_mean(images, torch.from_numpy(places.reshape(rows.shape)))
+
+    def receive(self, ctx: Context) -> None:
+        """Means of raw data for this version, the same for all its clients, where they are asked for."""
+        if not (self._active and self.fresh):
+            return
+        generator = stream(ctx.seed, "fedbr.fresh", ctx.version)
+        partition = ctx.trainer.partition
+        chances = partition.counts / partition.counts.sum()
+        if self.sources == "balanced":
+            chances = (partition.counts > 0) / np.count_nonzero(partition.counts)
+        clients = generator.choice(len(chances), size=self.pseudo_batch, p=chances)
+        rows = [generator.choice(partition.rows(client), size=self.samples_per_mean) for client in clients]
+        inputs, _ = ctx.trainer.gather(np.concatenate(rows))
+        ctx.kept[PSEUDO] = inputs.view(self.pseudo_batch, self.samples_per_mean, *inputs.shape[1:]).mean(dim=1)
+
+    # --- the two steps -------------------------------------------------------------------------------------------
     def projected_contrast(self, ctx: Context, out: Outputs, batch: Batch) -> Tensor:
         """L_con with constant features: what the projector ascends."""
-        return self._contrast(ctx, self._pseudo_features(ctx, out).detach(), out.features.detach())
+        return self._contrast(ctx, out, self._pseudo_features(ctx, out).detach(), out.features.detach())
 
     def term(self, ctx: Context, out: Outputs, batch: Batch) -> Tensor:
         """lam L_p + mu L_con, the latter with the projector as the max step left it."""
         total = torch.zeros((), device=batch.inputs.device, dtype=batch.inputs.dtype)
         if self.lam:
-            total = total + self.lam * pseudo_label_loss(ctx.model.head(self._pseudo_features(ctx, out)))
+            logits = ctx.model.head(self._pseudo_features(ctx, out))
+            total = total + self.lam * pseudo_label_loss(logits, self._mixed(ctx, out)[1])
         if self.mu:
-            total = total + self.mu * self._contrast(ctx, self._pseudo_features(ctx, out), out.features)
+            total = total + self.mu * self._contrast(ctx, out, self._pseudo_features(ctx, out), out.features)
         return total
+
+    def _mixed(self, ctx: Context, out: Outputs) -> tuple[Tensor, Tensor | None]:
+        """This step's pseudo-data [B, ...] and their targets [B, C]; None where all are uniform."""
+        base = ctx.kept[PSEUDO] if self.fresh else ctx.published[PSEUDO]
+        if not self._mixes:
+            return base, None
+        mixed = out.once_each("fedbr.mixed", lambda: self._mix(ctx, base, out.batch))
+        return mixed["inputs"], mixed["targets"]
+
+    def _mix(self, ctx: Context, base: Tensor, batch: Batch) -> dict[str, Tensor]:
+        indices = ctx.drawn("fedbr.mix").to(base.device)
+        return mixture_pseudo_data(base, batch.inputs.detach(), batch.targets, indices, ctx.num_classes)
 
     def _pseudo_features(self, ctx: Context, out: Outputs) -> Tensor:
         def compute() -> Tensor:
             with ctx.statistics_kept():  # BatchNorm's statistics are of real data only
-                return ctx.model.features(ctx.published["fedbr.pseudo"])
+                return ctx.model.features(self._mixed(ctx, out)[0])
 
         return out.once("fedbr.pseudo_features", compute)
 
-    def _contrast(self, ctx: Context, pseudo: Tensor, real: Tensor) -> Tensor:
+    def _global_features(self, ctx: Context, out: Outputs) -> Tensor:
+        """Of the received extractor: once per job where the pseudo-data stay the same in it, else at every step."""
+        received = cast("Classifier", ctx.frozen()["model"])
+        inputs, _ = self._mixed(ctx, out)
+        compute = functools.partial(inferred, lambda: received.features(inputs))
+        if self._mixes and self.global_features == "step":
+            return out.once("fedbr.global", compute)
+        if "fedbr.global" not in ctx.kept:
+            ctx.kept["fedbr.global"] = compute()
+        return ctx.kept["fedbr.global"]
+
+    def _contrast(self, ctx: Context, out: Outputs, pseudo: Tensor, real: Tensor) -> Tensor:
         """Row j of the pseudo-data meets row j of the batch, modulo its length."""
         if len(real) != len(pseudo):
             real = real[torch.arange(len(pseudo), device=real.device) % len(real)]
         project = ctx.networks.get(PROJECTOR, nn.Identity())
-        z_p, z_g, z = project(pseudo), project(ctx.kept["fedbr.global"]), project(real)
+        z_p, z_g, z = project(pseudo), project(self._global_features(ctx, out)), project(real)
         return contrastive_loss(z_p, z_g, z, self.tau1, self.tau2, self.temperature_mode)
+
+
+@functools.lru_cache(maxsize=4)
+def _proxy(method: FedBR) -> Dataset:
+    """The proxy set, built and opened once."""
+    assert method.proxy is not None
+    return method.proxy.build()

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from raysim.methods.method import FORWARD, Cost, Method, at_least
+from raysim.methods.method import FORWARD, Cost, Method, Task, at_least
 
 if TYPE_CHECKING:
     from raysim.client import Local
@@ -116,7 +116,7 @@ class FedBSS(Method):
         inclusion_fraction(epoch=1, total_epochs=1, kind=kind)
         self.kind = kind
 
-    def check(self, local: Local, networks: Mapping[str, nn.Module]) -> Sequence[str]:
+    def check(self, task: Task, local: Local, networks: Mapping[str, nn.Module]) -> Sequence[str]:
         """With one epoch (or phase) the last one, which sees every sample, is the only one."""
         key, parts = ("epochs", local.epochs) if local.epochs else ("phases", min(local.phases, local.steps or 1))
         if parts == 1 and self.kind != "filter":

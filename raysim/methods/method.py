@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 import numpy as np
 import torch
@@ -87,6 +87,8 @@ class Method:
     paper: ClassVar[str]
     weighting: ClassVar[str] = "samples"  # the raw weights it asks for, unless the configuration names others
     excludes: ClassVar[Mapping[str, str]] = {}  # other method -> why the two do not combine
+    targets: ClassVar[Literal["any", "soft", "integer"]] = "any"  # "soft": makes them soft; "integer": needs labels
+    singly: ClassVar[bool] = False  # whether its `absorb` reads the deltas of single updates
 
     def __repr__(self) -> str:
         return f"{self.name}({', '.join(f'{key}={value!r}' for key, value in parameters(self).items())})"
@@ -109,7 +111,7 @@ class Method:
         return {}
 
     def stages(self, plan: Plan) -> Sequence[tuple[Stage, ...]]:
-        """Exclusive. A cycle of iterations, each some stages; exactly one of them has the task loss."""
+        """Exclusive. A cycle of iterations, each some stages; at most one stage of an iteration has the task loss."""
         return ((Stage(),),)
 
     def draws(self, plan: Plan, generator: np.random.Generator) -> Mapping[str, Sequence[Tensor]]:
@@ -123,7 +125,7 @@ class Method:
         """
         return Cost()
 
-    def check(self, local: Local, networks: Mapping[str, nn.Module]) -> Sequence[str]:
+    def check(self, task: Task, local: Local, networks: Mapping[str, nn.Module]) -> Sequence[str]:
         """Sentences to warn with before the run starts; raises ValueError to refuse it."""
         return ()
 
@@ -134,6 +136,13 @@ class Method:
 
     def assemble(self, parts: Mapping[str, Sequence[np.ndarray]], server: Server) -> None:
         """Turn the contributions (a list per name, by client id) into server state."""
+
+    def constants(self, server: Server) -> Mapping[str, Tensor]:
+        """What every client receives once, at its first participation, by full name; afterwards in `ctx.published`.
+
+        A function of the seed and of what `assemble` left in the server's state; asked for again after a resume.
+        """
+        return {}
 
     # --- once per job --------------------------------------------------------------------------------------------
     def receive(self, ctx: Context) -> None:
@@ -150,6 +159,10 @@ class Method:
     def transform(self, ctx: Context, batch: Batch) -> Batch:
         """Change inputs and targets."""
         return batch
+
+    def rows(self, ctx: Context, batch: Batch) -> Tensor | None:
+        """More inputs [R, ...] for the model's forward pass; their features are in `out.rows(name)`, and only there."""
+        return None
 
     def logits(self, ctx: Context, logits: Tensor, batch: Batch) -> Tensor:
         """Exclusive. Change the logits of the task loss; everything else sees the raw ones."""
@@ -273,6 +286,13 @@ def check_composition(methods: Sequence[Method]) -> None:
                 f"method '{both[0].name}' and method '{both[1].name}' both {_DOES[slot]} (slot '{slot}'); "
                 "keep one of them"
             )
+    soft = next((method.name for method in methods if method.targets == "soft"), None)
+    needy = next((method.name for method in methods if method.targets == "integer"), None)
+    if soft and needy:
+        raise ValueError(
+            f"method '{needy}' does not combine with method '{soft}': it needs integer labels, which '{soft}' makes "
+            "soft; keep one of them"
+        )
     for method in methods:
         for other, why in method.excludes.items():
             if other in names:

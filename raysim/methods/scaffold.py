@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from raysim.methods.fedavg import weighted_sum
-from raysim.methods.method import Cost, Method
+from raysim.methods.method import Cost, Method, Task
 
 if TYPE_CHECKING:
     from raysim.client import Local
@@ -85,7 +85,7 @@ class Scaffold(Method):
     weighting = "uniform"
     correction = "shift"
 
-    def check(self, local: Local, networks: Mapping[str, nn.Module]) -> Sequence[str]:
+    def check(self, task: Task, local: Local, networks: Mapping[str, nn.Module]) -> Sequence[str]:
         """Option II reads gradients off the movement, which only SGD allows."""
         if local.optimizer != "sgd":
             raise ValueError(

@@ -19,14 +19,21 @@ from studies import BUFFER, LOCAL, MLP, NORMED, NORMED_MLP, ROUNDS, Spy, coordin
 import raysim.methods
 from raysim.client import Local
 from raysim.fleet import Ideal
+from raysim.methods.dann import Dann
 from raysim.methods.fedbn import FedBN
 from raysim.methods.fedbr import FedBR
 from raysim.methods.fedbss import FedBSS
 from raysim.methods.fedbuff import FedBuff
+from raysim.methods.fedcm import FedCM
+from raysim.methods.feddecorr import FedDecorr
+from raysim.methods.fedntd import FedNTD
 from raysim.methods.fedopt import FedAdagrad, FedAdam, FedAvgM, FedYogi
 from raysim.methods.fedprox import FedProx
-from raysim.methods.method import EXCLUSIVE, Method, check_composition, overrides
+from raysim.methods.groupdro import GroupDRO
+from raysim.methods.local import LocalTraining
+from raysim.methods.method import EXCLUSIVE, SLOTS, Method, check_composition, overrides, parameters
 from raysim.methods.mixup import Mixup
+from raysim.methods.moon import Moon
 from raysim.methods.scaffold import Scaffold
 
 EPOCHS = Local(lr=0.05, momentum=0.9, batch=8, epochs=2)
@@ -58,11 +65,18 @@ class Plain:
 
 @dataclass(frozen=True)
 class Row:
-    """A method with small settings. uploads: what it sends on purpose beside the update."""
+    """A method with small settings.
+
+    uploads: what it sends on purpose beside the update. personal: it keeps parameters on the client. private: clients
+    keep something that is worth hiding. contributes: clients send something before round 0.
+    """
 
     make: Callable[[], Method]
     plain: Mapping[str, Plain] = field(default_factory=dict)
     uploads: frozenset[str] = frozenset()
+    personal: bool = False
+    private: bool = False
+    contributes: bool = False
 
 
 UNIFORM = {"weighting": "uniform"}
@@ -88,6 +102,8 @@ TABLE: dict[str, Row] = {
             "scope=none": Plain(lambda: FedBN("none")),
             "without BatchNorm": Plain(FedBN, study={"model": MLP}),
         },
+        personal=True,
+        private=True,
     ),
     "mixup": Row(Mixup, {"weight 1": Plain(Alone)}),
     "fedbss": Row(
@@ -96,8 +112,33 @@ TABLE: dict[str, Row] = {
             "with a warm-up as long as the run": Plain(lambda: FedBSS(3), study={"local": EPOCHS}, run=UNIFORM),
             "kind=all": Plain(lambda: FedBSS(0, kind="all"), study={"local": EPOCHS}, run=UNIFORM),
         },
+        private=True,
     ),
-    "fedbr": Row(small_fedbr, {"lam=mu=0": Plain(lambda: small_fedbr(lam=0.0, mu=0.0))}),
+    "fedbr": Row(small_fedbr, {"lam=mu=0": Plain(lambda: small_fedbr(lam=0.0, mu=0.0))}, contributes=True),
+    "moon": Row(
+        lambda: Moon(out=8),
+        {
+            "mu=0": Plain(lambda: Moon(0.0, head="none")),
+            "before a client has a previous model": Plain(lambda: Moon(head="none"), run={"rounds": 1}),
+        },
+        private=True,
+    ),
+    "dann": Row(lambda: Dann(0.5, width=8)),
+    "groupdro": Row(
+        lambda: GroupDRO(0.5),
+        {"step_size=0": Plain(lambda: GroupDRO(0.0), run=UNIFORM)},
+        frozenset({"groupdro.loss"}),
+    ),
+    "fedcm": Row(
+        FedCM,
+        {
+            "alpha=1": Plain(lambda: FedCM(1.0), run=UNIFORM),
+            "in the first round with a warm start": Plain(lambda: FedCM(warm_start=True), run=UNIFORM | {"rounds": 1}),
+        },
+    ),
+    "feddecorr": Row(FedDecorr, {"beta=0": Plain(lambda: FedDecorr(0.0))}),
+    "fedntd": Row(FedNTD, {"beta=0": Plain(lambda: FedNTD(0.0))}),
+    "local": Row(lambda: LocalTraining(keep_optimizer=True), personal=True, private=True),
     "fedbuff": Row(FedBuff, {"in rounds": Plain(FedBuff, run=UNIFORM)}),
     "fedavgm": Row(
         lambda: FedAvgM(server_lr=0.9),
@@ -127,6 +168,11 @@ def study(*methods: Method, **others: Any) -> Any:
 def test_every_method_has_a_row_in_the_table() -> None:
     assert {method.name for method in every_method()} == set(TABLE)
     assert all(row.make().name == name for name, row in TABLE.items())
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_no_parameter_has_the_name_of_a_hook(name: str) -> None:
+    assert not set(parameters(TABLE[name].make())) & set(SLOTS)
 
 
 # --- the reference ------------------------------------------------------------------------------------------------
@@ -183,11 +229,12 @@ def test_neither_personal_parameters_nor_private_state_are_in_an_update(name: st
     spy = Spy(spied)
     layout = ran(coordinate(spied, schedule, runtime=spy, rounds=4)).coordinator.layout
     personal = {entry.name for entry in (*layout.entries, *layout.counters) if entry.personal}
-    assert bool(personal) == ("fedbn" in (name, partner))
+    rows = [TABLE[method.name] for method in methods]
+    assert bool(personal) == any(row.personal for row in rows)
     assert all(entry.personal == (entry.start >= layout.shared) for entry in layout.entries)
     secrets = [_bytes(value) for state in spy.states for key, value in state.items() if key not in uploads]
     secrets = [secret for secret in secrets if len(set(secret)) > 8]
-    assert bool(secrets) == bool({"fedbn", "fedbss"} & {name, partner}), "otherwise this test sees nothing"
+    assert bool(secrets) == any(row.private for row in rows), "otherwise this test sees nothing"
     for update in spy.updates:
         assert set(update.extras) == uploads
         assert update.delta is None or update.delta.shape == (layout.shared,)
@@ -215,8 +262,9 @@ def test_the_history_counts_the_floats_that_messages_carry(name: str, schedule: 
     spy = Spy(spied)
     found = ran(coordinate(spied, schedule, runtime=spy, rounds=5))
     down = sum(published.floats + sum(map(np.size, job.extras.values())) for job, published in spy.sent)
-    if name == "fedbr once":  # the client has it since its first participation
-        down -= sum(published.extras["fedbr.pseudo"].size for job, published in spy.sent if job.turn)
+    once = sum(array.size for array in spy.kept.values())
+    down += once * len({job.client for job, _ in spy.sent})  # at its first participation
+    assert bool(once) == (name in ("fedbr once", "fedmix", "vhl"))
     assert found.rows[-1]["floats_down"] == down
 
     shared = found.coordinator.layout.shared
@@ -224,7 +272,7 @@ def test_the_history_counts_the_floats_that_messages_carry(name: str, schedule: 
     arrived = [update for update in spy.updates if update.job not in unfinished]
     assert all(update.delta is None or update.delta.size == shared for update in arrived)
     before = sum(array.size for part in spy.contributed for array in part.values())
-    assert bool(before) == name.startswith("fedbr")
+    assert bool(before) == TABLE[name.partition(" ")[0]].contributes
     assert found.rows[-1]["floats_up"] == before + sum(shared + update.floats for update in arrived)
 
 
@@ -236,8 +284,8 @@ def test_pseudo_data_drawn_once_is_counted_once_per_client() -> None:
     clients, jobs = {job.client for job, _ in spy.sent}, len(spy.sent)
     assert len(clients) < jobs
     assert found.rows[-1]["floats_down"] == jobs * found.coordinator.layout.shared + len(clients) * size
-    received = {published.extras["fedbr.pseudo"].tobytes() for _, published in spy.sent}
-    assert len(received) == 1
+    assert spy.kept["fedbr.pseudo"].size == size
+    assert not any("fedbr.pseudo" in published.extras for _, published in spy.sent)
 
 
 # --- composition --------------------------------------------------------------------------------------------------
@@ -246,6 +294,7 @@ def test_pseudo_data_drawn_once_is_counted_once_per_client() -> None:
 def clash(first: Method, second: Method) -> bool:
     """Whether both own one slot, or one names the other as excluded."""
     slots = any(overrides(first, slot) and overrides(second, slot) for slot in EXCLUSIVE)
+    slots = slots or {first.targets, second.targets} == {"soft", "integer"}
     return slots or second.name in first.excludes or first.name in second.excludes
 
 
@@ -267,9 +316,16 @@ def test_two_methods_run_together_unless_they_own_one_slot(first: str, second: s
     assert all(math.isfinite(row["train_loss"] or math.nan) for row in found.rows)  # type: ignore[arg-type]
 
 
-def test_the_servers_steps_exclude_each_other_and_nothing_else_does() -> None:
-    refused = {(a, b) for a, b in pairs(list(TABLE)) if clash(TABLE[a].make(), TABLE[b].make())}
-    assert refused == set(pairs(["fedavgm", "fedadagrad", "fedadam", "fedyogi"]))
+# Methods of which a list may hold one.
+ALTERNATIVES = [
+    ["fedavgm", "fedadagrad", "fedadam", "fedyogi"],  # the server's step
+    ["fedbr", "dann"],  # the stages of an iteration
+]
+
+
+def test_methods_exclude_each_other_only_where_they_own_one_slot() -> None:
+    refused = {frozenset(each) for each in pairs(list(TABLE)) if clash(*(TABLE[name].make() for name in each))}
+    assert refused == {frozenset(each) for group in ALTERNATIVES for each in pairs(group)}
 
 
 def test_three_methods_run_together() -> None:

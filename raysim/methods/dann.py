@@ -1,0 +1,140 @@
+"""DANN across clients: features from which a discriminator cannot tell which client a sample comes from.
+
+Ganin, Ustinova, Ajakan, Germain, Larochelle, Laviolette, Marchand and Lempitsky, "Domain-Adversarial Training of Neural
+Networks" (JMLR 2016), in the alternating form of DomainBed and of FedBR's Appendix A, with the client as domain:
+
+    discriminator step:  CE(delta(z), i), z constant
+    generator step:      CE(omega(z), y) - lam CE(delta(z), i), delta constant
+
+Choices where the sources differ or are silent
+- The domain of a client is its id (paper); in FedBR's code it is a worker slot that serves another client every round.
+- Steps count from 1 in every participation, and step k trains the discriminator if k mod (1 + r) < r. All of them count
+  as local steps, so with r = 1 only half of them train the classifier (code; the paper is silent).
+- mode="grl" is the original's single step with a gradient-reversal layer.
+- No gradient penalty: its weight is 0 in the code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from raysim.methods.method import FORWARD, Cost, Method, Network, Stage, Task, at_least
+
+if TYPE_CHECKING:
+    from raysim.client import Local, Plan
+    from raysim.server import Server
+    from raysim.step import Batch, Context, Outputs
+
+DISCRIMINATOR = "dann.discriminator"
+
+
+def discriminator_loss(domain_logits: Tensor, domain: int) -> Tensor:
+    """Cross-entropy of ``domain_logits`` (B, N) with the one label ``domain`` in [0, N): the mean over the batch."""
+    return -F.log_softmax(domain_logits, dim=-1)[:, domain].mean()
+
+
+def generator_loss(class_logits: Tensor, labels: Tensor, domain_logits: Tensor, domain: int, weight: float) -> Tensor:
+    """Mean cross-entropy of ``class_logits`` (B, C) with ``labels``, int64 (B,) or rows (B, C), minus the weighted
+    `discriminator_loss`."""
+    return F.cross_entropy(class_logits, labels) - weight * discriminator_loss(domain_logits, domain)
+
+
+def is_discriminator_step(step: int, d_steps_per_g_step: int) -> bool:
+    """Whether local step ``step``, counted from 1, trains the discriminator."""
+    return step % (1 + d_steps_per_g_step) < d_steps_per_g_step
+
+
+class _Reversal(torch.autograd.Function):
+    """The identity, whose gradient is multiplied by -weight."""
+
+    @staticmethod
+    def forward(ctx: Any, features: Tensor, weight: float) -> Tensor:
+        ctx.weight = weight
+        return features.view_as(features)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0] * -ctx.weight, None
+
+
+class Dann(Method):
+    """lam weighs the adversary; the discriminator has three linear layers of `width` and an output per client.
+
+    discriminator_steps: r, per generator step. rate: factor on local.lr for the discriminator.
+    """
+
+    name = "dann"
+    paper = "Ganin et al., JMLR 2016"
+
+    def __init__(
+        self,
+        lam: float = 0.01,
+        width: int = 256,
+        discriminator_steps: int = 1,
+        rate: float = 1.0,
+        mode: Literal["alternate", "grl"] = "alternate",
+    ):
+        self.lam = at_least("method.dann.lam", lam, 0.0)
+        self.width = int(at_least("method.dann.width", width, 1))
+        self.discriminator_steps = int(at_least("method.dann.discriminator_steps", discriminator_steps, 1))
+        if not rate > 0:
+            raise ValueError(f"method.dann.rate={rate} must be above 0")
+        if mode == "grl" and (rate != 1 or discriminator_steps != 1):
+            raise ValueError(
+                f"method.dann.mode=grl trains both in one step, which leaves no use for rate={rate} and "
+                f"discriminator_steps={discriminator_steps}: set both to 1, or mode=alternate"
+            )
+        self.rate, self.mode = rate, mode
+
+    def networks(self, task: Task, model: nn.Module) -> Mapping[str, Network]:
+        """delta: features to an output per client of the run."""
+        size, width = int(model.feature_dim), self.width  # type: ignore[arg-type]
+        layers = nn.Linear(size, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, task.clients)
+        return {DISCRIMINATOR: Network(nn.Sequential(*layers))}
+
+    def check(self, task: Task, local: Local, networks: Mapping[str, nn.Module]) -> Sequence[str]:
+        """There has to be something to tell apart, and a step left for the classifier."""
+        if task.clients < 2:
+            raise ValueError(
+                f"method 'dann' tells clients apart, and partition.clients={task.clients}: use at least 2 clients"
+            )
+        period = 1 + self.discriminator_steps
+        if self.mode == "alternate" and local.steps is not None and local.steps < period:
+            raise ValueError(
+                f"method.dann.discriminator_steps={self.discriminator_steps} leaves none of local.steps={local.steps} "
+                f"to the classifier for sure: set local.steps={period} or more"
+            )
+        return ()
+
+    def stages(self, plan: Plan) -> Sequence[tuple[Stage, ...]]:
+        """A period of 1 + r iterations, or one for both networks."""
+        if self.mode == "grl":
+            return ((Stage(trains=("model", DISCRIMINATOR)),),)
+        adversary = Stage("dann.discriminate", (DISCRIMINATOR,), self.discriminate, rate=self.rate)
+        period = range(1, 2 + self.discriminator_steps)
+        return [(adversary if is_discriminator_step(step, self.discriminator_steps) else Stage(),) for step in period]
+
+    def cost(self, server: Server, samples: int, trained: float, turn: int) -> Cost:
+        """A discriminator step saves the model's backward pass."""
+        share = self.discriminator_steps / (1 + self.discriminator_steps) if self.mode == "alternate" else 0.0
+        return Cost(samples=(FORWARD - 1) * share * trained)
+
+    def discriminate(self, ctx: Context, out: Outputs, batch: Batch) -> Tensor:
+        """What the discriminator descends; the features are constants, so their graph is not built."""
+        with torch.no_grad():
+            features = out.features
+        return discriminator_loss(ctx.networks[DISCRIMINATOR](features), ctx.client)
+
+    def term(self, ctx: Context, out: Outputs, batch: Batch) -> Tensor:
+        """What joins the classifier's loss."""
+        discriminator = ctx.networks[DISCRIMINATOR]
+        if self.mode == "grl":
+            return discriminator_loss(discriminator(_Reversal.apply(out.features, self.lam)), ctx.client)
+        if not self.lam:
+            return out.logits.new_zeros(())
+        return -self.lam * discriminator_loss(discriminator(out.features), ctx.client)

@@ -1,0 +1,66 @@
+"""FedNTD: distil the received model into the local one on the classes that are not the true one.
+
+Lee, Jeong, Shin, Bae and Yun, "Preservation of the Global Knowledge by Not-True Distillation in Federated Learning"
+(NeurIPS 2022): loss = cross-entropy + beta L_NTD, where L_NTD is tau^2 times the KL divergence of the local from the
+received model's softmax at temperature tau over the other C - 1 classes.
+
+Choices where the sources differ or are silent
+- The teacher is the whole received model in eval mode; in the authors' code it is in train mode for the first client.
+- With Mixup (nothing published): lam L_NTD(., y) + (1 - lam) L_NTD(., y_pi), on the mixed inputs.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from raysim.methods.method import FORWARD, Cost, Method, at_least
+
+if TYPE_CHECKING:
+    from raysim.server import Server
+    from raysim.step import Batch, Context, Outputs
+
+
+def not_true_distillation_loss(logits: Tensor, global_logits: Tensor, labels: Tensor, temperature: float) -> Tensor:
+    """tau^2 KL(teacher || student) without the true class, the mean over the batch.
+
+    ``logits`` and ``global_logits`` (B, C), the latter without gradient; ``labels`` int64 (B,). C = 2 gives 0.
+    """
+    places = torch.arange(logits.shape[1] - 1, device=logits.device)
+    others = places + (places >= labels.unsqueeze(1))
+    student = F.log_softmax(logits.gather(1, others) / temperature, dim=1)
+    teacher = F.log_softmax(global_logits.detach().gather(1, others) / temperature, dim=1)
+    return temperature**2 * F.kl_div(student, teacher, reduction="batchmean", log_target=True)
+
+
+class FedNTD(Method):
+    """beta weighs the distillation; temperature is its tau."""
+
+    name = "fedntd"
+    paper = "Lee et al., NeurIPS 2022"
+
+    def __init__(self, beta: float = 1.0, temperature: float = 1.0):
+        self.beta = at_least("method.fedntd.beta", beta, 0.0)
+        if not temperature > 0:
+            raise ValueError(f"method.fedntd.temperature={temperature} must be above 0")
+        self.temperature = temperature
+
+    def cost(self, server: Server, samples: int, trained: float, turn: int) -> Cost:
+        """The teacher's forward pass."""
+        return Cost(samples=FORWARD * trained if self.beta else 0.0)
+
+    def term(self, ctx: Context, out: Outputs, batch: Batch) -> Tensor:
+        """beta L_NTD."""
+        if not self.beta:
+            return out.logits.new_zeros(())
+        if batch.pair is None:
+            return self.beta * self._loss(out, batch.targets)
+        first, second, lam = batch.pair
+        share = lam.to(out.logits)
+        return self.beta * (share * self._loss(out, first) + (1 - share) * self._loss(out, second))
+
+    def _loss(self, out: Outputs, labels: Tensor) -> Tensor:
+        return not_true_distillation_loss(out.logits, out.base_logits, labels, self.temperature)

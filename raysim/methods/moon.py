@@ -1,0 +1,107 @@
+"""MOON: pull the local representation towards the received model's, away from this client's own previous model's.
+
+Li, He and Song, "Model-Contrastive Federated Learning" (CVPR 2021), eqs. (3) and (4). With z the representation in
+front of the classifier, z_g that of the received and z_p that of a previous local model for the same inputs,
+
+    l_con = -log exp(cos(z, z_g) / tau) / (exp(cos(z, z_g) / tau) + sum_p exp(cos(z, z_p) / tau))
+    loss  = cross-entropy + mu l_con
+
+Choices where the sources differ or are silent
+- A client that never trained has no previous model, and no contrast; the authors' code gives a random one to a client
+  that is sampled late.
+- Both frozen models are in eval mode (authors). FedBR's baseline never refreshes the previous encoder: a defect, not
+  copied.
+- The previous model is kept whole, its classifier with it: a few floats more than the encoder that is used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Literal, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from raysim.methods.method import FORWARD, Cost, Method, Task, at_least
+from raysim.models.classifier import Classifier
+from raysim.step import inferred
+
+if TYPE_CHECKING:
+    from raysim.server import Server
+    from raysim.step import Batch, Context, Outputs
+    from raysim.vector import Layout
+
+
+def model_contrastive_loss(z_local: Tensor, z_global: Tensor, z_previous: Tensor, temperature: float) -> Tensor:
+    """l_con, the mean over the batch: z_local and z_global (B, D), z_previous (P, B, D), P >= 0; 0 without one."""
+    if not len(z_previous):
+        return z_local.new_zeros(())
+    others = torch.cat([z_global.unsqueeze(0), z_previous])
+    logits = F.cosine_similarity(z_local.unsqueeze(0), others, dim=-1).T / temperature
+    return F.cross_entropy(logits, torch.zeros(len(z_local), dtype=torch.int64, device=z_local.device))
+
+
+class Moon(Method):
+    """mu weighs the contrast. A projection of two linear layers (hidden `width`, output `out`) joins the model.
+
+    width=None: as wide as the model's features. head="none" contrasts the features themselves. previous: how many of
+    the client's earlier models are negatives.
+    """
+
+    name = "moon"
+    paper = "Li et al., CVPR 2021"
+
+    def __init__(
+        self,
+        mu: float = 1.0,
+        temperature: float = 0.5,
+        head: Literal["mlp", "none"] = "mlp",
+        width: int | None = None,
+        out: int = 256,
+        previous: int = 1,
+    ):
+        self.mu = at_least("method.moon.mu", mu, 0.0)
+        if not temperature > 0:
+            raise ValueError(f"method.moon.temperature={temperature} must be above 0")
+        self.temperature, self.head = temperature, head
+        self.width = None if width is None else int(at_least("method.moon.width", width, 1))
+        self.out = int(at_least("method.moon.out", out, 1))
+        self.previous = int(at_least("method.moon.previous", previous, 1))
+
+    def model(self, task: Task, model: nn.Module) -> nn.Module:
+        """The projection becomes part of the extractor, so that it classifies and is averaged like everything else."""
+        base = cast(Classifier, model)
+        if self.head == "none":
+            return base
+        hidden = self.width or base.feature_dim
+        projection = nn.Linear(base.feature_dim, hidden), nn.ReLU(), nn.Linear(hidden, self.out)
+        return Classifier(nn.Sequential(base.extractor, *projection), self.out, base.num_classes)
+
+    def state(self, layout: Layout, samples: int) -> Mapping[str, Tensor]:
+        """No previous model."""
+        return {"moon.previous": torch.empty(0, layout.total)} if self.mu else {}
+
+    def cost(self, server: Server, samples: int, trained: float, turn: int) -> Cost:
+        """A forward pass of the received and of each previous model."""
+        models = min(turn, self.previous)
+        return Cost(samples=FORWARD * trained * (1 + models) if self.mu and models else 0.0)
+
+    def term(self, ctx: Context, out: Outputs, batch: Batch) -> Tensor:
+        """mu l_con."""
+        if not self.mu or not len(ctx.state["moon.previous"]):
+            return out.logits.new_zeros(())
+        z_previous = torch.stack([self._previous(ctx, out, values) for values in enumerate(ctx.state["moon.previous"])])
+        return self.mu * model_contrastive_loss(out.features, out.base_features, z_previous, self.temperature)
+
+    def finish(self, ctx: Context) -> None:
+        """The model as trained is the newest previous one; the oldest goes."""
+        if self.mu:
+            kept = torch.cat([ctx.state["moon.previous"].to(ctx.vector.data), ctx.vector.data.unsqueeze(0)])
+            ctx.state["moon.previous"] = kept[-self.previous :].clone()
+
+    @staticmethod
+    def _previous(ctx: Context, out: Outputs, numbered: tuple[int, Tensor]) -> Tensor:
+        number, values = numbered
+        networks = ctx.frozen(f"moon.{number}", values)
+        return inferred(lambda: cast(Classifier, networks["model"]).features(out.batch.inputs))
