@@ -30,6 +30,7 @@ from raysim.models import Cnn, Mlp, ModelRecipe
 from raysim.schedule import Synchronous
 from raysim.streams import stream
 
+STEPS = "steps"  # the workload that compares methods instead of loops
 _SKIP = 3  # rounds at the start of a block that are not timed
 
 
@@ -208,6 +209,29 @@ def bench(name: str, root: str | None, blocks: int, hosts: int, say: Callable[[s
     return Result(name, medians[0], medians[1], statistics.median(ratios), ratios, work.limit)
 
 
+def steps(out: Path, blocks: int) -> None:
+    """What each method adds to a local step; prints a table, writes `out`."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from raysim.host import settle
+    from raysim.stepbench import bench_steps
+
+    settle(1)
+    console = Console()
+    results = bench_steps(blocks, console.print)
+    table = Table(title=f"a local step beside FedAvg's, one thread; medians of {blocks} paired blocks")
+    for header in ("method", "ms a step", "ratio", "lowest", "highest", "promised"):
+        table.add_column(header)
+    for r in results:
+        promised = "" if r.limit is None else f"{r.limit:.2f}"
+        ratios = (f"{value:.3f}" for value in (r.ratio, min(r.ratios), max(r.ratios)))
+        table.add_row(r.method, f"{r.seconds * 1000:.1f}", *ratios, promised)
+    console.print(table)
+    settings = {"torch": torch.__version__, "blocks": blocks, "capability": torch.backends.cpu.get_cpu_capability()}
+    write_json({"settings": settings, "results": [asdict(result) for result in results]}, out)
+
+
 def main(names: list[str], root: str | None, out: Path, blocks: int = 7, hosts: int = 2) -> list[Result]:
     """Run workloads, print a table, write `out`."""
     from rich.console import Console
@@ -215,9 +239,14 @@ def main(names: list[str], root: str | None, out: Path, blocks: int = 7, hosts: 
 
     from raysim.runtime import ray as cluster
 
-    if unknown := [name for name in names if name not in WORKLOADS]:
-        raise ValueError(f"workload {unknown[0]!r} does not exist: use {', '.join(WORKLOADS)}")
+    if unknown := [name for name in names if name not in (*WORKLOADS, STEPS)]:
+        raise ValueError(f"workload {unknown[0]!r} does not exist: use {', '.join((*WORKLOADS, STEPS))}")
     console = Console()
+    if STEPS in names:
+        if len(names) > 1:
+            raise ValueError(f"workload {STEPS!r} runs in this process alone: name it without {', '.join(names)}")
+        steps(out, blocks)
+        return []
     cluster.connect(cluster.RayOptions())
     try:
         results = [bench(name, root, blocks, hosts, console.print) for name in names]

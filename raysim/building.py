@@ -65,9 +65,10 @@ def arguments(cls: Callable[..., object], node: Mapping[str, Any], path: str) ->
 def checked(value: Any, kind: Any, path: str) -> Any:
     """The value as the annotation wants it (an integer becomes a float, a mapping a dataclass), or Refused."""
     if dataclasses.is_dataclass(kind) and isinstance(kind, type) and isinstance(value, Mapping):
-        if (target := value.get(TARGET, named := f"{kind.__module__}.{kind.__qualname__}")) != named:
-            raise Refused(f"{path}.{TARGET}={shown(target)} cannot be chosen: it is {named}")
-        return build(kind, value, path)
+        cls = resolve(value[TARGET], path) if TARGET in value else kind
+        if not issubclass(cls, kind):
+            raise Refused(f"{path}.{TARGET}={shown(value[TARGET])} does not fit there: name a {kind.__name__}")
+        return build(cls, value, path)
     if get_origin(kind) in (list, tuple, Sequence) and isinstance(value, (list, tuple)):
         inner = get_args(kind)[0]
         items = [checked(item, inner, f"{path}[{index}]") for index, item in enumerate(value)]

@@ -286,6 +286,10 @@ class Coordinator:
             "host_seconds": sum(update.seconds for update in present),
             "staleness": float(np.mean([flight.staleness for flight in flights])),
         }
+        names = dict.fromkeys(name for update in present for name in update.report)
+        for name in names:  # the mean over the clients that report it
+            row[name] = float(np.mean([update.report[name] for update in present if name in update.report]))
+        row |= self.server.report
         probes = tuple(update.probe for update in present if update.probe is not None)
         if probes:
             row |= summarise_probes(probes)

@@ -79,6 +79,16 @@ def feature_similarity(local: Reals, received: Reals) -> float:
     return float(cosines.mean())
 
 
+def feature_likeness(features: Reals, labels: Ints, seen: Bools) -> float | None:
+    """Mean cosine between rows of seen and rows of unseen classes: how alike one model makes what its client knows and
+    what it does not (Figure 2); None without either."""
+    features = np.asarray(features, np.float64)
+    lengths = np.linalg.norm(features, axis=1, keepdims=True)
+    unit = np.divide(features, lengths, out=np.zeros_like(features), where=lengths != 0)
+    known_rows, unknown = unit[seen[labels]], unit[~seen[labels]]
+    return float((known_rows @ unknown.T).mean()) if len(known_rows) and len(unknown) else None
+
+
 def unseen_probability(probabilities: Reals, labels: Ints, seen: Bools) -> float | None:
     """Mean probability of the true class over the rows of classes that the client has not seen; None without such."""
     rows = np.flatnonzero(~seen[labels])
@@ -110,6 +120,7 @@ def summarise_probes(probes: Sequence[Probe]) -> dict[str, float | None]:
         "local_accuracy_worst": min(known(accuracies), default=None),
         "feature_distance": _mean([feature_distance(p.features, p.received) for p in probes]),
         "feature_similarity": _mean([feature_similarity(p.features, p.received) for p in probes]),
+        "feature_likeness": _mean([feature_likeness(p.features, p.labels, p.seen) for p in probes]),
         "unseen_probability": _mean([unseen_probability(p.probabilities, p.labels, p.seen) for p in probes]),
         "seen_share": _mean([seen_share(p.probabilities, p.labels, p.seen) for p in probes]),
     }
@@ -305,8 +316,8 @@ def _bars(ax: Axes, probe: Probe, output: Floats) -> None:
 
 
 _PROBED = (
-    "local_accuracy", "local_accuracy_worst", "feature_distance", "feature_similarity", "unseen_probability",
-    "seen_share",
+    "local_accuracy", "local_accuracy_worst", "feature_distance", "feature_similarity", "feature_likeness",
+    "unseen_probability", "seen_share",
 )  # fmt: skip
 
 
@@ -323,20 +334,41 @@ def draw_bias(rows: Sequence[Row], path: Path, title: str) -> bool:
             _over_rounds(accuracy, rows, "local_accuracy", "local models, mean", LIGHT[0]),
             _over_rounds(accuracy, rows, "local_accuracy_worst", "local models, worst", LIGHT[1]),
             _over_rounds(features, rows, "feature_distance", "distance / length of received features", LIGHT[0]),
-            _over_rounds(similarity, rows, "feature_similarity", "cosine similarity (right axis)", LIGHT[1]),
+            _over_rounds(similarity, rows, "feature_similarity", "cosine, local and received (right axis)", LIGHT[1]),
+            _over_rounds(
+                similarity, rows, "feature_likeness", "cosine, seen and unseen classes (right axis)", LIGHT[2]
+            ),
             _over_rounds(classifier, rows, "unseen_probability", "of the true class", LIGHT[0]),
             _over_rounds(classifier, rows, "seen_share", "of all seen classes together", LIGHT[1]),
         ]
         accuracy.set(title="Accuracy on the central test set", ylabel="accuracy")
-        features.set(title="Features: local against received", ylabel="relative distance")
+        features.set(title="Features of local models", ylabel="relative distance")
         similarity.set(ylabel="cosine similarity")
         classifier.set(title="Output on classes never seen", ylabel="mean probability", ylim=(-0.02, 1.02))
-        for ax, lines in ((accuracy, curves[:3]), (features, curves[3:5]), (classifier, curves[5:])):
+        for ax, lines in ((accuracy, curves[:3]), (features, curves[3:6]), (classifier, curves[6:])):
             ax.grid(True)
             handles = [line for found in lines for line in found]
             ax.legend(handles=handles, loc="upper center", bbox_to_anchor=(0.5, -0.16))
         if not classifier.lines:
             _say(classifier, "Every probed client has seen every class.")
+    return True
+
+
+def draw_reports(rows: Sequence[Row], path: Path, title: str) -> bool:
+    """Write what methods report of themselves, columns "method.name", over the rounds; False, and no file, without."""
+    keys = list(dict.fromkeys(key for row in rows for key in row if "." in key and known([row[key]])))
+    if not keys:
+        return False
+    across = min(3, len(keys))
+    down = -(-len(keys) // across)
+    with _figure(path, title, (4.6 * across, 3.6 * down)) as figure:
+        panels = list(figure.subplots(down, across, squeeze=False).flat)
+        for ax, key in zip(panels, keys, strict=False):
+            _over_rounds(ax, rows, key, key, LIGHT[0])
+            ax.set(title=key.replace("_", " "))
+            ax.grid(True)
+        for ax in panels[len(keys) :]:
+            ax.set_visible(False)
     return True
 
 

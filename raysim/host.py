@@ -250,6 +250,7 @@ class Host:
                     (part.start, part.stop, steps * factor * ctx.rate)
                     for part, steps, factor in self.trainer.step.movements()
                 ),
+                report=ctx.report,
                 probe=probe,
             )
             return update, ctx.state

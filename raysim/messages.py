@@ -64,7 +64,9 @@ class Update:
     extras: Arrays = field(default_factory=dict)
     # Stretches [start, stop) of the shared parameters, and the sum of the learning rates of the steps made there.
     moves: tuple[tuple[int, int, float], ...] = ()
-    probe: Probe | None = None  # what the simulator looked at; no part of what travels
+    # What the simulator looked at; no part of what travels.
+    report: Mapping[str, float] = field(default_factory=dict)
+    probe: Probe | None = None
 
     @property
     def floats(self) -> int:

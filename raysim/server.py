@@ -46,6 +46,7 @@ class Server:
         self.counts = counts  # int64 [clients] training samples
         self.state: dict[str, Tensor] = {}  # what methods keep, by "method.name"; all of it is in a checkpoint
         self.version = 0
+        self.report: dict[str, float] = {}  # columns of this step's history row, by "method.name"
         # The combination at hand, for the hooks of one step:
         self.weights: list[float] = []
         self.staleness: list[int] = []  # of each update, at its arrival
@@ -97,6 +98,7 @@ class Server:
     ) -> None:
         """One aggregation. updates: in the order of acceptance; a failed client is None and keeps its place."""
         present = [update for update in updates if update is not None]
+        self.report = {}
         if present:
             self.staleness = [late for update, late in zip(updates, staleness, strict=True) if update is not None]
             self._move(updates, present, bases, {job: part for part in sums for job in part.jobs})

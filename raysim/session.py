@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from raysim import checkpoint
-from raysim.diagnostics import draw_bias, draw_features, draw_outputs, load_probes, save_probes
+from raysim.diagnostics import draw_bias, draw_features, draw_outputs, draw_reports, load_probes, save_probes
 from raysim.events import Event, Finished, Round, Saved, Started
 from raysim.messages import Failure
 from raysim.metrics import read_history, replace_file, summarise, write_history, write_json
@@ -111,7 +111,10 @@ class Session:
             peak_memory_bytes=self.finished.peak_memory_bytes,
         )
         write_history(self.rows, self.folder / "history.parquet")
-        pictures = [*draw_run(self.rows, self.folder, self.experiment.title), *self._draw_probes()]
+        title = self.experiment.title
+        pictures = [*draw_run(self.rows, self.folder, title), *self._draw_probes()]
+        if draw_reports(self.rows, reports := self.folder / "methods.png", title):
+            pictures.append(reports)
         write_json(summary, self.folder / "summary.json")  # last: it says that the run is complete
         names = ("config.yaml", "history.parquet", "summary.json", "model.safetensors", "failures.jsonl")
         files = [self.folder / name for name in names if (self.folder / name).exists()]

@@ -52,6 +52,7 @@ class Context:
     extras: Mapping[str, Tensor]  # what this client alone received
     state: dict[str, Tensor]  # private; replace entries, never change them in place
     upload: dict[str, Tensor] = field(default_factory=dict)
+    report: dict[str, float] = field(default_factory=dict)  # columns of the history, by "method.name"; does not travel
     draws: Mapping[str, Sequence[Tensor]] = field(default_factory=dict)
     plan: Plan | None = None
     step: int = 0

@@ -125,6 +125,13 @@ def test_a_client_that_has_seen_all_has_no_classifier_bias_to_measure(measure: s
     assert getattr(diagnostics, measure)(PROBABILITIES[:2], LABELS[:2], SEEN) is None
 
 
+def test_likeness_is_the_mean_cosine_between_rows_of_seen_and_of_unseen_classes() -> None:
+    labels, seen = np.array([0, 0, 1, 2]), np.array([True, False, True])
+    features = np.array([[2, 0], [0, 3], [1, 0], [-5, 0]], np.float32)  # rows 0, 1 and 3 are of seen classes
+    assert diagnostics.feature_likeness(features, labels, seen) == pytest.approx((1 + 0 - 1) / 3)
+    assert diagnostics.feature_likeness(features, labels, np.ones(3, bool)) is None
+
+
 # ---------------------------------------------------------------- summary
 
 
@@ -137,6 +144,7 @@ def test_a_round_is_summed_up_by_the_means_over_the_clients_that_are_known() -> 
         "local_accuracy_worst": 0.25,
         "feature_distance": pytest.approx(1),
         "feature_similarity": 0.0,
+        "feature_likeness": pytest.approx(1),
         "unseen_probability": 0.125,
         "seen_share": 0.875,
     }

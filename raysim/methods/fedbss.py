@@ -152,6 +152,16 @@ class FedBSS(Method):
             ctx.state["fedbss.losses"], ctx.state["fedbss.uncertainties"] = losses, uncertainties
             ctx.state["fedbss.version"] = torch.full((1,), ctx.version)
         ctx.state["fedbss.count"] = torch.full((1,), count + 1)
+        self._report(ctx)
+
+    def _report(self, ctx: Context) -> None:
+        """Figure 3d: share of biased samples, the loss that divides them from the others, mean uncertainty."""
+        losses, uncertainties = ctx.state["fedbss.losses"], ctx.state["fedbss.uncertainties"]
+        split = split_by_uncertainty(losses=losses, uncertainties=uncertainties)
+        unbiased = split["num_unbiased"]
+        ctx.report["fedbss.biased_share"] = 1 - unbiased / len(losses)
+        ctx.report["fedbss.threshold"] = float(losses[split["order"][unbiased - 1]])
+        ctx.report["fedbss.uncertainty"] = float(uncertainties.mean())
 
     def select(self, ctx: Context, epoch: int, epochs: int) -> np.ndarray | None:
         """Easy samples first."""

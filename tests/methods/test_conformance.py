@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from cluster import Hosts
 from studies import BUFFER, LOCAL, MLP, NORMED, NORMED_MLP, ROUNDS, Spy, coordinate, pairs, ran, recipe, run, same
 
 import raysim.methods
@@ -214,6 +215,17 @@ def test_a_resumed_run_ends_in_the_bits_and_the_history_of_a_straight_one(
     assert (first.bits, first.history) == (straight.bits, straight.history), "a checkpoint changes nothing"
     resumed = run(study(*methods), schedule, rounds=6, resume=str(tmp_path / "checkpoints" / "round-000003"))
     assert (resumed.bits, resumed.history) == (straight.bits, straight.history)
+
+
+@pytest.mark.parametrize("schedule", [ROUNDS, BUFFER], ids=["rounds", "buffer"])
+@pytest.mark.parametrize("name", TABLE)
+def test_on_two_ray_hosts_a_method_has_the_bits_and_the_history_of_a_run_in_process(
+    name: str, schedule: Any, hosts: Hosts
+) -> None:
+    methods = [TABLE[name].make()]
+    here = run(study(*methods), schedule)
+    there = ran(coordinate(study(*methods), schedule, runtime=hosts.runtime(study(*methods), 2)))
+    assert (there.bits, there.history) == (here.bits, here.history)
 
 
 # --- what travels -------------------------------------------------------------------------------------------------
