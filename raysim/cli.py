@@ -40,7 +40,10 @@ examples:
 REPORT = """\
 examples:
   raysim report runs/a                    one run
-  raysim report runs/a runs/b --out page  a table, overlaid curves, and page/report.html"""
+  raysim report runs/a runs/b --out page  a table, overlaid curves, and page/report.html
+  raysim report --paper fedbr             the tables of a paper (fedbr, fedbss, fedld, fraug)
+  raysim report --paper fedbr/table1 runs/*
+                                          that table, the paper's numbers beside ours; commands for what is missing"""
 BENCH = """\
 examples:
   raysim bench                              all workloads
@@ -53,7 +56,8 @@ examples:
   raysim run -h                       how to choose data, models, schedules
   raysim methods                      what can be in such a list
   raysim partition partition.alpha=1  look at a split before training
-  raysim report runs/*                compare runs"""
+  raysim report runs/*                compare runs
+  raysim report --paper fedbr/table1  a published table, and how to make its rows"""
 
 
 class Parser(argparse.ArgumentParser):
@@ -138,8 +142,9 @@ def _parser() -> Parser:
     _configurable(partition)
     partition.add_argument("--out", default="partition.png", metavar="FILE", help="the picture (partition.png)")
     report = add("report", "compare runs: one table, overlaid curves, one HTML page", REPORT)
-    report.add_argument("runs", nargs="+", metavar="RUN", help="folders that runs wrote")
-    report.add_argument("--out", default="report", metavar="DIR", help="where the pictures and the page go (report)")
+    report.add_argument("runs", nargs="*", metavar="RUN", help="folders that runs wrote")
+    report.add_argument("--out", metavar="DIR", help="where the pictures and the page go (report)")
+    report.add_argument("--paper", metavar="TABLE", help="print a published table, such as fedbr/table1, beside runs")
     bench = add("bench", "measure speed against a bare PyTorch loop", BENCH)
     bench.add_argument("runs", nargs="*", metavar="WORKLOAD", help="W1, W2 and W3 unless given")
     bench.add_argument("--data", metavar="DIR", help="where FashionMNIST is; downloaded if nowhere")
@@ -221,13 +226,38 @@ def _partition(given: argparse.Namespace) -> int:
 
 
 def _report(given: argparse.Namespace) -> int:
+    if given.paper is not None:
+        return _paper(given)
+    if not given.runs:
+        raise Refused("report needs the folders of runs, or --paper and the name of a published table")
     from raysim.report import compare, load_run, table
 
     with refusing():
         runs = [load_run(Path(folder)) for folder in given.runs]
         print(table(runs))
-        page = compare(runs, Path(given.out))
+        page = compare(runs, Path(given.out or "report"))
     print(f"\ncurves and table: {page}")
+    return 0
+
+
+def _paper(given: argparse.Namespace) -> int:
+    """A published table beside runs, or the tables that a paper has."""
+    import shutil
+
+    from raysim.papers.comparison import compare
+    from raysim.papers.tables import listing
+    from raysim.report import load_run
+
+    if given.out is not None:
+        raise Refused(f"--out {given.out} has no effect with --paper, which prints text alone: leave it out")
+    if "/" not in given.paper:
+        if given.runs:
+            raise Refused(f"--paper {given.paper} names no table to put runs in: write --paper {given.paper}/table1")
+        print(listing(given.paper))
+        return 0
+    with refusing():
+        runs = [load_run(Path(folder)) for folder in given.runs]
+        print(compare(given.paper, runs, shutil.get_terminal_size((120, 24)).columns))
     return 0
 
 

@@ -13,9 +13,11 @@ from typing import Any, TypeAlias, cast
 
 import yaml
 from hydra import compose as hydra_compose, initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
+from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -156,7 +158,11 @@ def _options(override: Override, known: Groups) -> list[str]:
 
 
 def _composed(chosen: Mapping[str, list[str]], known: Groups, roots: Sequence[Path]) -> DictConfig:
-    """The files put together. Of what a preset says about a group whose option the user chose, common keys remain."""
+    """The files put together. What a preset says about options that were not chosen is dropped.
+
+    So a preset may hold a paper's values for all methods of its tables, whichever of them a run takes, and of what it
+    says about a group whose option the user chose, the common keys remain.
+    """
     words = {group: f"{group}=[{','.join(names)}]" for group, names in chosen.items()}
     words |= {group: f"{group}={names[0]}" for group, names in chosen.items() if group not in LISTS}
     places = ",".join(f'"file://{root}"' for root in roots)
@@ -164,6 +170,9 @@ def _composed(chosen: Mapping[str, list[str]], known: Groups, roots: Sequence[Pa
     try:
         with initialize_config_dir(str(conf_folder()), version_base="1.3"):
             config = hydra_compose("config", overrides=[*words.values(), *search], return_hydra_config=True)
+            for group in set(LISTS) - set(chosen) if "experiment" in chosen else ():
+                chosen = {**chosen, group: _listed(group, [*words.values(), *search], known)}
+                words[group] = f"{group}=[{','.join(chosen[group])}]"
             words["experiment"] = "~experiment"
             bare = hydra_compose("config", overrides=[*words.values(), *search])
     except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
@@ -174,6 +183,8 @@ def _composed(chosen: Mapping[str, list[str]], known: Groups, roots: Sequence[Pa
     OmegaConf.set_struct(config, False)
     for key in ("hydra", "experiment"):
         config.pop(key, None)
+    for group in LISTS if "experiment" in chosen else ():
+        _refuse_unknown(config, group, known, chosen["experiment"][0])
     for group in chosen if "experiment" in chosen else ():
         # Hydra keeps a preset's list when the user's is empty, and a preset's keys whatever option is chosen.
         if group in config:
@@ -182,6 +193,24 @@ def _composed(chosen: Mapping[str, list[str]], known: Groups, roots: Sequence[Pa
         choices[group] = chosen[group] if group in chosen else list(config[group])
     config["choices"] = choices
     return config
+
+
+def _listed(group: str, overrides: list[str], known: Groups) -> list[str]:
+    """The options of a group of any number that the files themselves choose; only while Hydra is initialised."""
+    loader = GlobalHydra.instance().config_loader()
+    paths = [str(each.config_path) for each in loader.compute_defaults_list("config", overrides, RunMode.RUN).defaults]
+    names = [path.removeprefix(f"{group}/") for path in paths if path.startswith(f"{group}/")]
+    return [name for name in names if name in known.files[group]]
+
+
+def _refuse_unknown(config: DictConfig, group: str, known: Groups, preset: str) -> None:
+    """A preset may speak of options that are not chosen, but not of ones that do not exist."""
+    files = known.files[group]
+    for name in config[group]:
+        if name not in files and not any(name in load_yaml(path) for path in files.values()):
+            raise Refused(
+                f"experiment={preset} gives values to {group}.{name}, which does not exist: {instead(name, files)}"
+            )
 
 
 def _check_key(config: DictConfig, key: str, known: Groups) -> None:

@@ -89,12 +89,10 @@ def test_local_training_agrees_with_its_dataclass_apart_from_the_default_study(t
     assert plain(compose(["experiment=bare"], [tmp_path]))["local"] == defaults(Local)
 
 
-def test_every_preset_builds_on_the_embedded_data() -> None:
+def test_every_preset_composes_and_names_its_groups() -> None:
+    assert {"default", "fedbr/rotated_mnist", "fedbr/cifar10"} <= set(options("experiment"))
     for name in options("experiment"):
-        asked = [f"experiment={name}", "runtime=inprocess"]
-        if node(*asked)["choices"]["data"] != "digits":
-            asked.append("data=digits")
-        assert build(asked).study.rounds >= 50
+        assert node(f"experiment={name}")["choices"]["experiment"] == name
 
 
 def test_the_preset_of_fedbr_has_the_papers_settings() -> None:

@@ -286,6 +286,12 @@ def check_composition(methods: Sequence[Method]) -> None:
                 f"method '{both[0].name}' and method '{both[1].name}' both {_DOES[slot]} (slot '{slot}'); "
                 "keep one of them"
             )
+    loss, logits = owner(methods, "loss"), owner(methods, "logits")
+    if loss and logits and loss is not logits:
+        raise ValueError(
+            f"method '{loss.name}' replaces the training loss, in which the logits that method '{logits.name}' changes "
+            "would have no part; keep one of them"
+        )
     soft = next((method.name for method in methods if method.targets == "soft"), None)
     needy = next((method.name for method in methods if method.targets == "integer"), None)
     if soft and needy:

@@ -27,6 +27,7 @@ from raysim.methods.fedbss import FedBSS
 from raysim.methods.fedbuff import FedBuff
 from raysim.methods.fedcm import FedCM
 from raysim.methods.feddecorr import FedDecorr
+from raysim.methods.fedmix import FedMix
 from raysim.methods.fedntd import FedNTD
 from raysim.methods.fedopt import FedAdagrad, FedAdam, FedAvgM, FedYogi
 from raysim.methods.fedprox import FedProx
@@ -36,6 +37,7 @@ from raysim.methods.method import EXCLUSIVE, SLOTS, Method, check_composition, o
 from raysim.methods.mixup import Mixup
 from raysim.methods.moon import Moon
 from raysim.methods.scaffold import Scaffold
+from raysim.methods.vhl import Vhl
 
 EPOCHS = Local(lr=0.05, momentum=0.9, batch=8, epochs=2)
 
@@ -139,6 +141,15 @@ TABLE: dict[str, Row] = {
     ),
     "feddecorr": Row(FedDecorr, {"beta=0": Plain(lambda: FedDecorr(0.0))}),
     "fedntd": Row(FedNTD, {"beta=0": Plain(lambda: FedNTD(0.0))}),
+    "fedmix": Row(
+        lambda: FedMix(means=4, samples_per_mean=3),
+        {"lam=0": Plain(lambda: FedMix(0.0)), "lam=0, naive": Plain(lambda: FedMix(0.0, naive=True))},
+        contributes=True,
+    ),
+    "vhl": Row(
+        lambda: Vhl(batch=6, virtual=20),
+        {"alpha=gamma=kappa=0, shared labels": Plain(lambda: Vhl(0.0, 0.0, 0.0, label_mode="shared"))},
+    ),
     "local": Row(lambda: LocalTraining(keep_optimizer=True), personal=True, private=True),
     "fedbuff": Row(FedBuff, {"in rounds": Plain(FedBuff, run=UNIFORM)}),
     "fedavgm": Row(
@@ -307,6 +318,7 @@ def clash(first: Method, second: Method) -> bool:
     """Whether both own one slot, or one names the other as excluded."""
     slots = any(overrides(first, slot) and overrides(second, slot) for slot in EXCLUSIVE)
     slots = slots or {first.targets, second.targets} == {"soft", "integer"}
+    slots = slots or any(overrides(a, "loss") and overrides(b, "logits") for a, b in ((first, second), (second, first)))
     return slots or second.name in first.excludes or first.name in second.excludes
 
 
@@ -332,6 +344,8 @@ def test_two_methods_run_together_unless_they_own_one_slot(first: str, second: s
 ALTERNATIVES = [
     ["fedavgm", "fedadagrad", "fedadam", "fedyogi"],  # the server's step
     ["fedbr", "dann"],  # the stages of an iteration
+    ["mixup", "fedmix"],  # soft labels and a need for integer ones
+    ["moon", "vhl"],  # the model
 ]
 
 

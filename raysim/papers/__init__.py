@@ -1,0 +1,1 @@
+"""The published tables of four papers, and how our runs are put beside them."""

@@ -1,0 +1,122 @@
+"""Which run of ours stands beside a printed number: the command that makes it, and what of its history is compared.
+
+A paper is added with one `Study`: a function from a cell to its `Command`, and one to its `Score`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from raysim.metrics import Row, best_mean, column, known
+from raysim.papers.tables import Cell, Table
+
+
+@dataclass(frozen=True)
+class Command:
+    """A run: preset, methods and what differs from the preset. `places` has no default and is the user's to fill in."""
+
+    experiment: str
+    methods: tuple[str, ...]
+    overrides: Mapping[str, object] = field(default_factory=dict)
+    places: tuple[str, ...] = ()
+
+    def words(self) -> list[str]:
+        """As `raysim run` takes them."""
+        own = [f"{key}={_shown(value)}" for key, value in self.overrides.items()]
+        return [f"experiment={self.experiment}", f"method=[{','.join(self.methods)}]", *own, *self.places]
+
+    def __str__(self) -> str:
+        return f"raysim run {' '.join(self.words())}"
+
+
+@dataclass(frozen=True)
+class Score:
+    """What of a history is compared: `summary` of its rows; rounds to a threshold are those of `column`."""
+
+    column: str
+    summary: Callable[[Sequence[Row], str], float | None]
+    factor: float = 1.0
+
+
+@dataclass(frozen=True)
+class Study:
+    """How a paper's cells map to runs."""
+
+    command: Callable[[Table, Cell], Command]
+    score: Callable[[Table, Cell], Score]
+
+
+def _shown(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def best_five(rows: Sequence[Row], name: str) -> float | None:
+    """Mean of the five best rounds."""
+    return best_mean(column(rows, name))
+
+
+def each(rows: Sequence[Row], name: str) -> float | None:
+    """Of a column that every row has anew: per participation of a client."""
+    return _divided(known(column(rows, name)), rows)
+
+
+def each_of_total(rows: Sequence[Row], name: str) -> float | None:
+    """Of a column that counts up from the start of the run: per participation of a client."""
+    return _divided(known(column(rows, name))[-1:], rows)
+
+
+def _divided(values: Sequence[float], rows: Sequence[Row]) -> float | None:
+    participations = sum(known(column(rows, "clients")))
+    return sum(values) / participations if values and participations else None
+
+
+# --- FedBR ----------------------------------------------------------------------------------------------------------
+# Key and value of a variant to what it sets; pseudo_data is the batch that the presets have anyway.
+FEDBR: dict[str, Callable[[object], dict[str, object]]] = {
+    "virtual_data": lambda value: {"method.vhl.virtual": value},
+    "pseudo_data": lambda value: {},
+    "pseudo_refresh": lambda value: {"method.fedbr.pseudo_refresh": value},
+    "pseudo_kind": lambda value: {"method.fedbr.pseudo": value},
+    "components": lambda value: {"method.fedbr.mu": 0} if value == [1] else {"method.fedbr.lam": 0},
+    "removed": lambda value: {"method.fedbr.max_step": False},
+    "tau1": lambda value: {"method.fedbr.tau1": value},
+    "tau2": lambda value: {"method.fedbr.tau2": value},
+    "lambda": lambda value: {"method.fedbr.lam": value},
+}
+PRESETS = {"fedbr/table5": "fedbr/cifar10_100_clients", "fedbr/table9": "fedbr/cifar10_clean"}
+LOCAL_MODELS = "Local Model Performance"
+PROBE = 10  # rounds between looks at local models, which the paper does not state
+
+
+def fedbr_command(table: Table, cell: Cell) -> Command:
+    """A row of FedBR's tables."""
+    variant = dict(cell.variant)
+    if variant.pop("added", None):  # Component 1 with the min step of 2 is the whole without the max step
+        variant = {key: value for key, value in variant.items() if key != "components"} | {"removed": "max step"}
+    overrides = {key: value for name, said in variant.items() for key, value in FEDBR[name](said).items()}
+    if "fedcm" in cell.methods and table.momentum.get(cell.dataset):
+        overrides["local.momentum"] = 0  # FedCM is the momentum
+    if "local" in cell.methods or table.name == "fedbr/table6":
+        overrides["evaluate.probe"] = PROBE
+    places = ("data.root=DIR",) if cell.dataset == "pacs" else ()
+    return Command(PRESETS.get(table.name, f"fedbr/{cell.dataset}"), cell.methods, overrides, places)
+
+
+def fedbr_score(table: Table, cell: Cell) -> Score:
+    """Accuracies are those on the central test set, Table 14's on its worst domain; floats are those that come down.
+
+    The paper's local models, trained on about one class each, score 10.0 % on CIFAR10: no client's own test set gives
+    that. Its count for FedCM, twice FedAvg's, is one way's.
+    """
+    if cell.unit == "million parameters":
+        return Score("floats_down", each_of_total, 1e-6)
+    if cell.unit == "seconds":
+        return Score("host_seconds", each)
+    if table.name == "fedbr/table14":
+        return Score("accuracy_worst_domain", best_five, 100)
+    local = "local" in cell.methods or cell.column == LOCAL_MODELS
+    return Score("local_accuracy" if local else "accuracy_global", best_five, 100)
+
+
+STUDIES = {"fedbr": Study(fedbr_command, fedbr_score)}

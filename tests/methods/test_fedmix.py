@@ -1,0 +1,423 @@
+"""FedMix: its loss against the published traces and the paper's expansion, its pool, and its part in a run."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from studies import BUFFER, LOCAL, NORMED, ROUNDS, Spy, coordinate, ran, recipe, run, same, tiny
+from torch import Tensor, nn
+
+from raysim.client import Local
+from raysim.data.partition import CSR
+from raysim.events import TooManyFailures
+from raysim.fleet import Ideal
+from raysim.methods.fedbn import FedBN
+from raysim.methods.feddecorr import FedDecorr
+from raysim.methods.fedmix import FedMix, label_terms, loss_terms, mean_pairs, raw_rows
+from raysim.methods.fedntd import FedNTD
+from raysim.methods.fedprox import FedProx
+from raysim.methods.method import Method, Task, check_composition
+from raysim.methods.mixup import Mixup
+from raysim.methods.moon import Moon
+from raysim.methods.scaffold import Scaffold
+from raysim.methods.vhl import Vhl
+from raysim.models import Cct7
+from raysim.step import Batch, Context, Optimizer, Step
+from raysim.vector import Vector, plan_layout
+
+SMALL: dict[str, Any] = {"means": 4, "samples_per_mean": 3}
+
+
+def tensor(entry: dict[str, Any]) -> Tensor:
+    dtype = {"float64": torch.float64, "int64": torch.int64}[entry["dtype"]]
+    return torch.tensor(entry["data"], dtype=dtype).reshape(entry["shape"])
+
+
+class Net(nn.Module):
+    """Dense layers with tanh between them; the last is the head."""
+
+    def __init__(self, weights: list[Tensor], biases: list[Tensor]):
+        super().__init__()
+        layers: list[nn.Module] = []
+        for weight, bias in zip(weights, biases, strict=True):
+            layer = nn.Linear(weight.shape[1], weight.shape[0], dtype=torch.float64)
+            layer.load_state_dict({"weight": weight, "bias": bias})
+            layers += [layer, nn.Tanh()]
+        self.extractor, self.head = nn.Sequential(*layers[:-2]), layers[-2]
+        self.num_classes = len(biases[-1])
+
+    def features(self, inputs: Tensor) -> Tensor:
+        return self.extractor(inputs)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.head(self.features(inputs))
+
+
+# --- the published traces -------------------------------------------------------------------------------------------
+
+
+def cases(shared: Path, name: str) -> list[dict[str, Any]]:
+    return json.loads((shared / "vectors" / "traces" / f"fedmix_mlp_loss_{name}.json").read_text())["cases"]
+
+
+def published(args: dict[str, Any]) -> tuple[Net, dict[str, Tensor]]:
+    """The network of a case and its tensors."""
+    net = Net([tensor(each) for each in args["weights"]], [tensor(each) for each in args["biases"]])
+    return net, {key: tensor(args[key]) for key in ("inputs", "labels", "mean_inputs", "mean_targets")}
+
+
+def terms_of(net: nn.Module, given: dict[str, Tensor], lam: float, **options: str) -> dict[str, Tensor]:
+    """The terms for samples x, of which the network sees u = (1 - lam) x."""
+    u = ((1 - lam) * given["inputs"]).requires_grad_()
+    return loss_terms(net(u), u, given["labels"], given["mean_inputs"], given["mean_targets"], lam, **options)
+
+
+@pytest.mark.parametrize("number", range(3))
+def test_the_terms_of_the_loss_follow_the_trace(number: int, shared: Path) -> None:
+    case = cases(shared, "terms")[number]
+    net, given = published(case["args"])
+    found = terms_of(net, given, case["args"]["lam"])
+    assert found.keys() == case["expected"].keys()
+    for key, value in case["expected"].items():
+        assert found[key].item() == pytest.approx(value, rel=1e-10, abs=1e-14), key
+
+
+@pytest.mark.parametrize("number", range(3))
+def test_the_gradient_of_the_loss_follows_the_trace(number: int, shared: Path) -> None:
+    case = cases(shared, "gradients")[number]
+    net, given = published(case["args"])
+    terms_of(net, given, case["args"]["lam"])["total"].backward()
+    layers = [layer for layer in [*net.extractor, net.head] if isinstance(layer, nn.Linear)]
+    for key, part in (("weights", "weight"), ("biases", "bias")):
+        assert len(layers) == len(case["expected"][key])
+        for layer, value in zip(layers, case["expected"][key], strict=True):
+            torch.testing.assert_close(getattr(layer, part).grad, tensor(value), rtol=1e-10, atol=1e-13)
+
+
+@pytest.mark.parametrize("number", range(2))
+def test_one_step_of_the_method_descends_the_gradient_of_the_trace(number: int, shared: Path) -> None:
+    case, loss = cases(shared, "gradients")[number], cases(shared, "terms")[number]["expected"]["total"]
+    net, given = published(case["args"])
+    pairs = len(given["mean_inputs"])
+    nets: dict[str, nn.Module] = {"model": net}
+    vector = Vector(nets, plan_layout(nets), torch.device("cpu"), torch.float64)
+    pool = {"fedmix.inputs": given["mean_inputs"], "fedmix.targets": given["mean_targets"]}
+    ctx = Context(
+        trainer=SimpleNamespace(tracking=[]),  # type: ignore[arg-type]
+        seed=0, client=0, turn=0, version=0, samples=pairs, rate=1.0,
+        vector=vector, base=vector.shared.clone(), published=pool, extras={}, state={},
+    )  # fmt: skip
+    ctx.kept["fedmix.chosen"] = torch.arange(pairs).unsqueeze(0)
+    method = FedMix(lam=case["args"]["lam"], pairs="each" if pairs > 1 else "one")
+    step = Step(vector, [method], Optimizer())
+    step.begin()
+    x, y = given["inputs"], given["labels"]
+    reported = step(ctx, Batch(x, y, x, y), method.stages(None)[0])  # type: ignore[arg-type]
+    assert reported is not None and reported.item() == pytest.approx(loss, rel=1e-10)
+    layers = [name for name in vector.parameters if name.endswith("weight")]
+    for index, name in enumerate(layers):
+        weight, grad = tensor(case["args"]["weights"][index]), tensor(case["expected"]["weights"][index])
+        torch.testing.assert_close(vector.parameters[name].detach(), weight - grad, rtol=1e-10, atol=1e-13)
+
+
+# --- the expansion --------------------------------------------------------------------------------------------------
+
+
+def example(layers: int = 2, batch: int = 5, seed: int = 0) -> tuple[Net, dict[str, Tensor]]:
+    """A random smooth network in float64 and a batch with its pairs."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(*shape, dtype=torch.float64, generator=generator)
+
+    sizes = [4, *[6] * (layers - 1), 3]
+    net = Net([random(o, i) for i, o in pairwise(sizes)], [random(o) for o in sizes[1:]])
+    labels = torch.randint(3, (batch,), generator=generator)
+    targets = random(batch, 3).softmax(1)
+    return net, {
+        "inputs": random(batch, 4), "labels": labels, "mean_inputs": random(batch, 4), "mean_targets": targets
+    }  # fmt: skip
+
+
+def test_the_taylor_term_is_linear_in_the_mean_inputs() -> None:
+    net, given = example()
+    first = terms_of(net, given, 0.2)["taylor"]
+    other = example(seed=1)[1]["mean_inputs"]
+    second = terms_of(net, given | {"mean_inputs": other}, 0.2)["taylor"]
+    both = terms_of(net, given | {"mean_inputs": 2 * given["mean_inputs"] - 3 * other}, 0.2)["taylor"]
+    torch.testing.assert_close(both, 2 * first - 3 * second, rtol=1e-12, atol=1e-14)
+    assert terms_of(net, given | {"mean_inputs": torch.zeros(1, 4)}, 0.2)["taylor"] == 0
+
+
+def test_the_taylor_term_is_the_directional_derivative_of_the_batchs_loss() -> None:
+    net, given = example()
+    lam, epsilon = 0.2, 1e-5
+    u, step = (1 - lam) * given["inputs"], epsilon * given["mean_inputs"]
+    up, down = (F.cross_entropy(net(u + sign * step), given["labels"]) for sign in (1, -1))
+    taylor = terms_of(net, given, lam)["taylor"]
+    assert taylor.item() == pytest.approx(lam * (1 - lam) * ((up - down) / (2 * epsilon)).item(), rel=1e-7)
+    assert abs(taylor) > 1e-3
+
+
+def test_fedmix_differs_from_naivemix_by_the_square_of_lam() -> None:
+    net, given = example()
+
+    def difference(lam: float) -> float:
+        mixed = (1 - lam) * given["inputs"] + lam * given["mean_inputs"]
+        naive = sum(label_terms(net(mixed), given["labels"], given["mean_targets"], lam))
+        return (terms_of(net, given, lam)["total"] - naive).item()
+
+    assert difference(1e-3) / difference(5e-4) == pytest.approx(4, rel=0.01)
+
+
+def test_the_taylor_term_of_a_linear_model_has_a_closed_form() -> None:
+    net, given = example(layers=1)
+    lam = 0.3
+    logits = net((1 - lam) * given["inputs"])
+    error = logits.softmax(1) - F.one_hot(given["labels"], 3)
+    expected = lam * (1 - lam) * (error * (given["mean_inputs"] @ net.head.weight.T)).sum(1).mean()
+    torch.testing.assert_close(terms_of(net, given, lam)["taylor"], expected, rtol=1e-12, atol=1e-14)
+
+
+def test_repeating_the_batch_changes_no_term_but_the_public_taylor_term() -> None:
+    net, given = example()
+    twice = {key: torch.cat([value, value]) for key, value in given.items()}
+    for key, value in terms_of(net, given, 0.2).items():
+        torch.testing.assert_close(terms_of(net, twice, 0.2)[key], value, rtol=1e-12, atol=1e-14)
+    public = terms_of(net, given, 0.2, taylor_scale="public")["taylor"]
+    torch.testing.assert_close(public, terms_of(net, given, 0.2)["taylor"] / 5, rtol=1e-12, atol=1e-14)
+    torch.testing.assert_close(terms_of(net, twice, 0.2, taylor_scale="public")["taylor"], public / 2)
+
+
+def test_outputs_that_a_method_added_have_no_share_in_the_mean_targets() -> None:
+    logits, labels = torch.randn(4, 6, generator=torch.Generator().manual_seed(0)), torch.arange(4) % 3
+    targets = torch.full((1, 3), 1 / 3)
+    wide = torch.cat([targets, torch.zeros(1, 3)], dim=1).expand(4, 6)
+    assert torch.equal(label_terms(logits, labels, targets, 0.5)[1], 0.5 * F.cross_entropy(logits, wide))
+
+
+# --- the pool -------------------------------------------------------------------------------------------------------
+
+
+def test_a_pair_is_the_mean_of_samples_and_of_their_labels() -> None:
+    inputs, labels = torch.tensor([[0.0, 2.0], [4.0, 6.0], [8.0, 0.0]]), torch.tensor([1, 0, 1])
+    found = mean_pairs(inputs, labels, 3, torch.tensor([[0, 1], [2, 2]]))
+    assert found["inputs"].tolist() == [[2.0, 4.0], [8.0, 0.0]]
+    assert found["targets"].tolist() == [[0.5, 0.5, 0.0], [0.0, 1.0, 0.0]]
+
+
+def test_raw_rows_of_one_mean_belong_to_one_client_and_no_client_is_left_out_but_the_empty() -> None:
+    partition = CSR(np.array([7, 3, 5, 1, 9, 2]), np.array([0, 1, 1, 4, 6]))
+    rows = raw_rows(partition, 50, 4, 3, np.random.default_rng(0))
+    assert rows.shape == (50, 4, 3) and rows.dtype == np.int64
+    owner = {7: 0, 3: 2, 5: 2, 1: 2, 9: 3, 2: 3}
+    owners = np.vectorize(owner.get)(rows)
+    assert (owners == owners[..., :1]).all()
+    share = np.bincount(owners[..., 0].ravel(), minlength=4) / 200
+    assert share[1] == 0 and (share[[0, 2, 3]] > 0.25).all(), "not by their samples"
+    assert set(rows.ravel().tolist()) == set(owner)
+
+
+class Watched(FedMix):
+    """Writes down the pairs of every step, and what the batch was."""
+
+    def __init__(self, **settings: Any):
+        super().__init__(**settings)
+        self._seen: list[tuple[tuple[int, int, int], Mapping[str, Tensor], Batch, Batch]] = []
+
+    def transform(self, ctx: Context, batch: Batch) -> Batch:
+        changed = super().transform(ctx, batch)
+        pair = {key: ctx.kept[f"fedmix.pair_{key}"] for key in ("inputs", "targets")}
+        self._seen.append(((ctx.client, ctx.turn, ctx.step), pair, batch, changed))
+        return changed
+
+
+@pytest.mark.parametrize("pairs", ["each", "one"])
+def test_a_step_draws_different_pairs_of_the_pool(pairs: Any) -> None:
+    method = Watched(**SMALL, pairs=pairs)
+    found = run(recipe(method), rounds=1)
+    pool = found.coordinator.server.state["fedmix.inputs"]
+    assert len(pool) == 6 * 4 and not found.failures
+    drawn = []
+    for _, pair, batch, changed in method._seen:
+        rows = len(batch.inputs) if pairs == "each" else 1
+        assert len(pair["inputs"]) == len(pair["targets"]) == rows
+        places = [int((pool == each).flatten(1).all(1).nonzero()) for each in pair["inputs"]]
+        assert len(set(places)) == rows
+        targets = found.coordinator.server.state["fedmix.targets"][places]
+        assert torch.equal(pair["targets"], targets) and targets.sum(1) == pytest.approx(1)
+        assert torch.equal(changed.inputs, 0.9 * batch.inputs) and changed.inputs.requires_grad
+        drawn.append(tuple(places))
+    assert len(set(drawn)) > len(drawn) / 2
+
+
+def test_naivemix_mixes_the_inputs() -> None:
+    method = Watched(**SMALL, naive=True, lam=0.25)
+    assert not run(recipe(method), rounds=1).failures
+    for _, pair, batch, changed in method._seen:
+        torch.testing.assert_close(changed.inputs, 0.75 * batch.inputs + 0.25 * pair["inputs"])
+        assert not changed.inputs.requires_grad
+
+
+def test_fresh_pairs_are_means_of_raw_data_and_nothing_is_sent_for_them() -> None:
+    method = Watched(fresh=True, samples_per_mean=1)
+    study = recipe(method)
+    spy = Spy(study)
+    ran(coordinate(study, runtime=spy, rounds=1))
+    assert not any(spy.contributed) and not spy.kept
+    dataset = study.data.open()
+    rows = np.sort(study.data.partition.train.indices)
+    images = study.data.pipeline.normalise(torch.from_numpy(dataset.images[rows]))
+    labels = torch.from_numpy(dataset.labels[rows])
+    sources = set()
+    for _, pair, batch, _ in method._seen:
+        assert len(pair["inputs"]) == len(batch.inputs)
+        for row, target in zip(pair["inputs"], pair["targets"], strict=True):
+            place = int((images == row).flatten(1).all(1).nonzero()[0])
+            assert target.tolist() == F.one_hot(labels[place], 5).tolist()
+            sources.add(rows[place])
+    owners = dict(zip(study.data.partition.train.indices.tolist(), study.data.partition.train.owners, strict=True))
+    assert {owners[source] for source in sources} == set(range(6)), "of all clients, sampled or not"
+
+
+def test_the_pool_is_sent_to_each_client_once() -> None:
+    study = recipe(FedMix(**SMALL))
+    spy = Spy(study)
+    found = ran(coordinate(study, runtime=spy, rounds=5))
+    pair = int(np.prod(study.task.shape)) + study.task.num_classes
+    assert sum(array.size for array in spy.kept.values()) == 6 * 4 * pair
+    jobs, clients = len(spy.sent), len({job.client for job, _ in spy.sent})
+    assert clients < jobs
+    last = found.rows[-1]
+    assert last["floats_down"] == jobs * found.coordinator.layout.shared + clients * 6 * 4 * pair
+    assert last["floats_up"] == 6 * 4 * pair + jobs * found.coordinator.layout.shared
+
+
+def test_a_batch_larger_than_the_pool_is_refused_with_the_number_that_works() -> None:
+    task, local = Task((1, 8, 8), 5, clients=6), Local(batch=32)
+    with pytest.raises(ValueError, match=r"local\.batch=32 .* pool of 30 .* set method\.fedmix\.means=6 \(now 5\)"):
+        FedMix(means=5).check(task, local, {})
+    for fitting in (FedMix(means=6), FedMix(means=5, pairs="one"), FedMix(means=5, fresh=True), FedMix(0.0, means=1)):
+        assert not fitting.check(task, local, {})
+
+
+def test_clients_without_samples_leave_a_smaller_pool() -> None:
+    data = tiny()
+    train = data.partition.train
+    some = CSR(train.indices[: train.offsets[2]], np.concatenate([train.offsets[:3], [train.offsets[2]] * 4]))
+    data = replace(data, partition=replace(data.partition, train=some))
+    with pytest.raises(TooManyFailures, match=r"pool of 6 mean pairs from 2 clients: set method\.fedmix\.means=4"):
+        run(recipe(FedMix(means=3), data=data), replace(ROUNDS, cohort=2))
+
+
+# --- in a run -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", [{}, {"naive": True}, {"fresh": True}, {"pairs": "one"}], ids=str)
+def test_lam_zero_is_fedavg_bit_for_bit_without_extra_work(options: dict[str, Any]) -> None:
+    study = recipe(FedMix(0.0, **SMALL, **options), model=NORMED)
+    spy = Spy(study)
+    found = ran(coordinate(study, fleet=Ideal(), runtime=spy))
+    fedavg = run(recipe(model=NORMED), fleet=Ideal())
+    assert found.bits == fedavg.bits and found.history == fedavg.history
+    assert not any(spy.contributed) and not spy.kept
+
+
+VARIANTS: dict[str, Any] = {
+    "paper": {},
+    "public": {"taylor_scale": "public"},
+    "naive": {"naive": True},
+    "one": {"pairs": "one"},
+    "fresh": {"fresh": True},
+}
+
+
+def test_every_variant_is_a_method_of_its_own() -> None:
+    found = {name: run(recipe(FedMix(**SMALL, **options))) for name, options in VARIANTS.items()}
+    assert not any(each.failures for each in found.values())
+    assert len({each.bits for each in found.values()}) == len(VARIANTS)
+
+
+@pytest.mark.parametrize("schedule", [ROUNDS, BUFFER], ids=["rounds", "buffer"])
+@pytest.mark.parametrize("options", VARIANTS.values(), ids=VARIANTS)
+def test_a_resumed_run_ends_in_the_bits_of_a_straight_one(
+    options: dict[str, Any], schedule: Any, tmp_path: Path
+) -> None:
+    study = recipe(FedMix(**SMALL, **options), model=NORMED)
+    straight = run(study, schedule, rounds=4, checkpoint_every=2, folder=str(tmp_path))
+    resumed = run(study, schedule, rounds=4, resume=str(tmp_path / "checkpoints" / "round-000002"))
+    assert (resumed.bits, resumed.history) == (straight.bits, straight.history)
+    assert same(resumed.tensors, straight.tensors)
+
+
+def test_every_participation_draws_pairs_of_its_own() -> None:
+    method = Watched(**SMALL)
+    run(recipe(method), rounds=4)
+    first = {(client, turn): pair["inputs"] for (client, turn, step), pair, _, _ in method._seen if step == 0}
+    again = [client for client, turn in first if turn == 1]
+    assert again and not any(torch.equal(first[client, 0], first[client, 1]) for client in again)
+
+
+PARTNERS = {
+    "fedprox": FedProx,
+    "scaffold": Scaffold,
+    "fedbn": FedBN,
+    "feddecorr": FedDecorr,
+    "fedntd": FedNTD,
+    "moon": Moon,
+    "vhl": lambda: Vhl(batch=8, virtual=20),
+}
+
+
+@pytest.mark.parametrize("partner", PARTNERS)
+@pytest.mark.parametrize("naive", [False, True])
+def test_it_combines_with_other_methods(partner: str, naive: bool) -> None:
+    methods: list[Method] = [FedMix(**SMALL, naive=naive), PARTNERS[partner]()]  # type: ignore[operator]
+    check_composition(methods)
+    found = run(recipe(*methods, model=NORMED), rounds=2)
+    alone = run(recipe(methods[1], model=NORMED), rounds=2)
+    assert not found.failures and found.finished.model_sha256 != alone.finished.model_sha256
+
+
+def test_it_does_not_combine_with_mixup() -> None:
+    with pytest.raises(ValueError, match="method 'fedmix' does not combine with method 'mixup'"):
+        check_composition([Mixup(), FedMix()])
+
+
+def test_attention_has_the_second_derivative() -> None:
+    model = Cct7(attention_dropout=0.0, drop_path=0.0).build((1, 8, 8), 5, seed=0)
+    generator = torch.Generator().manual_seed(0)
+    u = torch.randn(3, 1, 8, 8, generator=generator).requires_grad_()
+    means, targets = torch.randn(3, 1, 8, 8, generator=generator), torch.full((3, 5), 0.2)
+    terms = loss_terms(model(u), u, torch.arange(3), means, targets, 0.1)
+    weight = model.extractor[5].attention.qkv.weight
+    (gradient,) = torch.autograd.grad(terms["taylor"], weight)
+    assert torch.isfinite(gradient).all() and gradient.abs().sum() > 0
+    local = replace(LOCAL, epochs=None, steps=1, lr=1e-3)
+    found = run(recipe(FedMix(**SMALL), model=Cct7(), local=local), replace(ROUNDS, cohort=1), rounds=1)
+    assert not found.failures
+
+
+def test_a_pass_costs_as_much_again() -> None:
+    assert FedMix().cost(None, 5, 20.0, 0).samples == 20  # type: ignore[arg-type]
+    assert FedMix(naive=True).cost(None, 5, 20.0, 0).samples == 0  # type: ignore[arg-type]
+    assert FedMix(0.0).cost(None, 5, 20.0, 0).samples == 0  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [({"lam": 1.5}, r"lam=1\.5"), ({"means": 0}, "means=0"), ({"samples_per_mean": 0}, "mean=0")],
+)
+def test_settings_out_of_range_are_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        FedMix(**settings)

@@ -1,0 +1,201 @@
+"""The presets: every printed number of a paper has a command, which composes and holds the paper's settings."""
+
+from __future__ import annotations
+
+import functools
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from raysim.building import TARGET, build as build_object, resolve
+from raysim.config import compose, conf_folder, plain
+from raysim.errors import Refused
+from raysim.experiment import build
+from raysim.methods.method import check_composition
+from raysim.papers.presets import STUDIES, Command
+from raysim.papers.tables import Cell, Table, tables
+
+FEDBR = tables("fedbr")
+MODELS = {
+    "four-layer CNN": "mnist_cnn",
+    "VGG11": "vgg11",
+    "CCT (cct_7_3x1_32_c100)": "cct7_3x1",
+    "ResNet18 with group normalisation": "resnet18",
+}
+# The part of a partition's description that names a rotation, and the kind that the preset has.
+ROTATIONS = {"client k rotated": "client", "each image rotated": "image", "no rotation": "none"}
+
+
+@functools.cache
+def composed(*words: str) -> dict[str, Any]:
+    return plain(compose(words))
+
+
+def command(table: Table, cell: Cell) -> Command:
+    return STUDIES["fedbr"].command(table, cell)
+
+
+def setting(name: str) -> dict[str, Any]:
+    """A table's settings as its file has them."""
+    paper, key = name.split("/")
+    path = conf_folder().parent / "raysim" / "papers" / f"{paper}.json"
+    found: dict[str, Any] = json.loads(path.read_text())["tables"][key]["setting"]
+    return found
+
+
+def of(value: Any, dataset: str) -> Any:
+    return value[dataset] if isinstance(value, dict) else value
+
+
+# --- every cell -----------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("name", FEDBR)
+def test_every_printed_number_has_a_command_with_the_settings_of_its_table(name: str) -> None:
+    asked = setting(name)
+    for cell in FEDBR[name].cells:
+        node = composed(*command(FEDBR[name], cell).words())
+        local = node["local"]
+        assert node["choices"]["method"] == list(cell.methods)
+        assert node["choices"]["model"] == MODELS[of(asked["model"], cell.dataset)]
+        assert node["rounds"] == of(asked["rounds"], cell.dataset)
+        assert (local["steps"], local["epochs"]) == (asked["local_steps"], None)
+        assert local["batch"] == of(asked["batch"], cell.dataset)
+        assert local["lr"] == of(asked["learning_rate"], cell.dataset)
+        assert local["momentum"] == (0 if "fedcm" in cell.methods else of(asked["momentum"], cell.dataset))
+        assert node["weighting"] == "uniform"
+        clients = of(asked["clients"], cell.dataset)
+        assert node["schedule"]["cohort"] == round(clients * (asked["participation"] or 1))
+        assert node["partition"].get("clients", 4 * len(node["partition"].get("groups", ()))) == clients
+        said = of(asked["partition"], cell.dataset)
+        rotation = next((kind for words, kind in ROTATIONS.items() if words in said), "none")
+        assert node["data"]["rotation"]["per"] == rotation
+        assert "Dirichlet 0.1" not in said or node["partition"]["alpha"] == 0.1
+        assert {float(key) for key in cell.rounds_to if key[0].isdigit()} <= set(node["thresholds"])
+
+
+@pytest.mark.parametrize("name", FEDBR)
+def test_a_row_of_an_ablation_has_the_values_it_names(name: str) -> None:
+    for cell in FEDBR[name].cells:
+        said = cell.variant
+        parts = composed(*command(FEDBR[name], cell).words())["method"]
+        if "virtual_data" in said:
+            assert parts["vhl"]["virtual"] == said["virtual_data"]
+        if "fedbr" not in cell.methods:
+            continue
+        part = parts["fedbr"]
+        components = said.get("components", [1, 2])
+        half = "added" in said or "removed" in said  # Component 2 without its max step
+        assert (part["lam"] > 0) == (1 in components)
+        assert (part["mu"] > 0) == (2 in components or half)
+        assert part["max_step"] is not half
+        assert part["pseudo_refresh"] == said.get("pseudo_refresh", "round")
+        assert part["pseudo"] == said.get("pseudo_kind", "rsm")
+        assert part["pseudo_batch"] == said.get("pseudo_data", 64 if cell.dataset == "rotated_mnist" else 32)
+        assert part["tau1"] == float(str(said.get("tau1", 2)))
+        assert part["tau2"] == float(str(said.get("tau2", 2)))
+        assert "lambda" not in said or part["lam"] == float(str(said["lambda"]))
+        if part["pseudo"] == "mixture":
+            other = {"cifar10": "Cifar100", "cifar100": "Cifar10"}[cell.dataset]
+            assert part["proxy"][TARGET] == f"raysim.data.sources.{other}"
+
+
+LISTS = sorted({cell.methods for table in FEDBR.values() for cell in table.cells})
+
+
+@pytest.mark.parametrize("methods", LISTS, ids="+".join)
+def test_the_methods_of_every_row_can_be_made_and_combined(methods: tuple[str, ...]) -> None:
+    nodes = composed("experiment=fedbr/cifar10", f"method=[{','.join(methods)}]")["method"]
+    parts = [build_object(resolve(node[TARGET], name), node, f"method.{name}") for name, node in nodes.items()]
+    check_composition(parts)
+    assert [part.name for part in parts] == list(methods)
+
+
+# --- values of methods ----------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("methods", "values"),
+    [
+        ("fedbr", {"mu": 0.5, "tau1": 2.0, "tau2": 2.0, "temperature_mode": "multiply", "projection": "paper"}),
+        ("fedprox", {"mu": 0.1}),
+        ("moon", {"mu": 0.01, "temperature": 0.5, "head": "mlp", "width": 256, "out": 128, "previous": 1}),
+        ("dann", {"lam": 0.01, "width": 256, "discriminator_steps": 1, "mode": "alternate"}),
+        ("groupdro", {"step_size": 0.01, "batches": "first", "prior": "uniform"}),
+        ("mixup", {"alpha": 0.2}),
+        ("fedmix", {"lam": 0.1, "samples_per_mean": 10, "pairs": "each", "taylor_scale": "paper"}),
+        ("vhl", {"alpha": 1.0, "gamma": 1.0, "kappa": 0.1, "temperature": 0.07, "batch": 32, "virtual": 2000}),
+        ("fedcm", {"alpha": 0.1}),
+        ("feddecorr", {"beta": 0.1, "variant": "fedbr"}),
+        ("fedntd", {"beta": 1.0, "temperature": 1.0}),
+        ("local", {"keep_optimizer": False}),
+    ],
+)
+def test_methods_have_the_papers_values(methods: str, values: dict[str, object]) -> None:
+    part = composed("experiment=fedbr/cifar10", f"method=[{methods}]")["method"][methods]
+    assert values.items() <= part.items()
+
+
+@pytest.mark.parametrize(
+    ("name", "lam", "means"),
+    [("rotated_mnist", 1.0, 64), ("cifar10", 0.1, 32), ("cifar100", 1.0, 32), ("pacs", 0.1, 32)],
+)
+def test_values_that_the_paper_chose_per_data_set(name: str, lam: float, means: int) -> None:
+    assert composed(f"experiment=fedbr/{name}", "method=[fedbr]")["method"]["fedbr"]["lam"] == lam
+    assert composed(f"experiment=fedbr/{name}", "method=[fedmix]")["method"]["fedmix"]["means"] == means
+
+
+def test_a_preset_speaks_only_of_methods_and_keys_that_exist() -> None:
+    for path in (conf_folder() / "experiment").rglob("*.yaml"):
+        for name, values in (yaml.safe_load(path.read_text()).get("method") or {}).items():
+            assert set(values) <= set(composed(f"method=[{name}]")["method"][name]), path.name
+
+
+# --- which of a preset's methods a run takes ------------------------------------------------------------------------
+def test_a_run_takes_the_presets_own_list_of_methods_unless_another_is_chosen() -> None:
+    node = composed("experiment=fedbr/rotated_mnist")
+    assert list(node["method"]) == node["choices"]["method"] == ["fedbr"]
+    node = composed("experiment=fedbr/rotated_mnist", "method=[fedprox]")
+    assert list(node["method"]) == ["fedprox"]
+    assert node["method"]["fedprox"]["mu"] == 0.1
+    with pytest.raises(Refused, match="fedprox is not in method"):
+        compose(["experiment=fedbr/rotated_mnist", "method.fedprox.mu=1"])
+
+
+def test_a_part_without_a_class_in_a_file_of_ones_own_is_kept_and_so_refused_later(tmp_path: Path) -> None:
+    (tmp_path / "method").mkdir()
+    (tmp_path / "method" / "mine.yaml").write_text("mine:\n  mu: 1\n")
+    node = plain(compose(["experiment=fedbr/rotated_mnist", "method=[mine]"], [tmp_path]))
+    assert list(node["method"]) == ["mine"]
+
+
+def test_a_preset_that_speaks_of_a_method_that_does_not_exist_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "experiment" / "own.yaml").write_text("# @package _global_\nmethod:\n  fedprx:\n    mu: 2.0\n")
+    with pytest.raises(Refused, match=r"experiment=own gives values to method\.fedprx.*did you mean fedprox\?"):
+        compose(["experiment=own"], [tmp_path])
+
+
+def test_a_preset_of_ones_own_may_choose_several_methods_and_keeps_their_order(tmp_path: Path) -> None:
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "experiment" / "own.yaml").write_text(
+        "# @package _global_\ndefaults:\n  - override /method: [mixup, fedprox]\n"
+        "method:\n  fedbr:\n    lam: 2.0\n  fedprox:\n    mu: 0.3\n"
+    )
+    node = plain(compose(["experiment=own"], [tmp_path]))
+    assert list(node["method"]) == node["choices"]["method"] == ["mixup", "fedprox"]
+    assert node["method"]["fedprox"]["mu"] == 0.3
+
+
+# --- on made-up images ----------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    "name", sorted({command(table, cell).experiment for table in FEDBR.values() for cell in table.cells})
+)
+def test_a_preset_builds_on_images_of_its_size(name: str) -> None:
+    images = {
+        "fedbr/rotated_mnist": ["data.shape=[1,28,28]"],
+        "fedbr/cifar100": ["data.shape=[3,32,32]", "data.classes=100"],
+        "fedbr/pacs": ["data.shape=[3,64,64]", "data.classes=7", "data.domains=4", "data.samples=280"],
+    }.get(name, ["data.shape=[3,32,32]"])
+    experiment = build([f"experiment={name}", "data=synthetic", "data.test_samples=40", "runtime=inprocess", *images])
+    assert experiment.study.rounds >= 400
+    assert experiment.recipe.task.num_classes in (7, 10, 100)
