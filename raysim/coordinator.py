@@ -317,8 +317,8 @@ class Coordinator:
         if version % every and version != self.settings.rounds:
             return
         published, ref = self._published[version]
-        if self.server.scored() is not self.server.vector:
-            published = Published(version, self.server.scored().numpy(), self.server.counters.numpy(), scored=True)
+        if (scored := self.server.scored()) is not self.server.vector:
+            published = Published(version, scored.numpy(), self.server.counters.numpy(), scored=True)
             ref = self.runtime.put(published)
         tests = self.recipe.data.partition.test
         clients = np.flatnonzero(tests.counts)

@@ -48,7 +48,10 @@ class Server:
         self.version = 0
         self.report: dict[str, float] = {}  # columns of this step's history row, by "method.name"
         # The combination at hand, for the hooks of one step:
+        self.updates: Sequence[Update] = ()
         self.weights: list[float] = []
+        self.divided_by = 1.0
+        self.combined = vector[:0]  # [layout.trained] the direction before methods mix it
         self.staleness: list[int] = []  # of each update, at its arrival
         self.bases: Mapping[int, Published] = {}  # base versions of the updates
         self._weighers, self._mixers = owners(methods, "weigh"), owners(methods, "mix")
@@ -115,8 +118,9 @@ class Server:
         weights = [self.weight(update.client) for update in present]
         for method in self._weighers:
             weights = method.weigh(weights, present, self)
-        self.weights = weights
+        self.updates, self.weights = present, weights
         divisor = float(sum(weights)) if self._divider is None else self._divider.divisor(weights, self)
+        self.divided_by = divisor
         trained = self.layout.trained
         if self._combiner is None:
             total = self._fold(updates, dict(zip((u.job for u in present), weights, strict=True)), sums)
@@ -130,6 +134,7 @@ class Server:
                 buffers = weighted_sum([update.delta[trained:] for update in present], weights)  # type: ignore[index]
         if not decided:
             self._average(buffers, present, weights)
+        self.combined = direction
         for method in self._mixers:
             direction = method.mix(direction, self)
         following = torch.empty_like(self.vector)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import functools
 import math
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
-from torch import nn
+from torch import Tensor, nn
 
 from raysim.client import Local
 from raysim.coordinator import Coordinator, Finished, Round, Row, Runtime, Settings
@@ -20,7 +21,7 @@ from raysim.fleet import Fleet, Ideal, Lognormal
 from raysim.host import Host, Recipe
 from raysim.messages import Failure, Job, Published, Trained, Update
 from raysim.methods.method import Method
-from raysim.models import Mlp, ModelRecipe, SmallCnn
+from raysim.models import Classifier, Mlp, ModelRecipe, SmallCnn
 from raysim.models.classifier import Shape
 from raysim.runtime.inprocess import InProcess
 from raysim.schedule import Buffered, Schedule, Synchronous
@@ -38,11 +39,50 @@ class NormedMlp(ModelRecipe):
         return nn.Sequential(*layers), self.width
 
 
+class Bare(NormedMlp):
+    """The same network, made without a bias in its head."""
+
+    def build(self, input_shape: Shape, num_classes: int, seed: int) -> Classifier:
+        model = super().build(input_shape, num_classes, seed)
+        model.head.register_parameter("bias", None)
+        return model
+
+
+class Block(nn.Module):
+    """Two convolutions under torchvision's names."""
+
+    def __init__(self, channels: int):
+        super().__init__()
+        self.conv1 = nn.Conv2d(channels, channels, 3, padding=1)
+        self.bn1 = nn.BatchNorm2d(channels)
+        self.conv2 = nn.Conv2d(channels, channels, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x + self.conv2(self.bn1(self.conv1(x)).relu())).relu()
+
+
+@dataclass(frozen=True)
+class Blocks(ModelRecipe):
+    """The smallest network in which InCo finds pairs."""
+
+    channels: int = 3
+
+    def extractor(self, input_shape: Shape) -> tuple[nn.Module, int]:
+        parts = OrderedDict(
+            conv1=nn.Conv2d(input_shape[0], self.channels, 3, stride=2, padding=1),
+            layer1=nn.Sequential(Block(self.channels), Block(self.channels)),
+            pool=nn.AdaptiveAvgPool2d(2),
+            flat=nn.Flatten(),
+        )
+        return nn.Sequential(parts), 4 * self.channels
+
+
 SEED = 3
 LOCAL = Local(lr=0.05, momentum=0.9, weight_decay=1e-3, batch=8)
 MLP = Mlp((12,))
 NORMED = SmallCnn(norm="batch")
 NORMED_MLP = NormedMlp()
+BLOCKS = Blocks()
 ROUNDS = Synchronous(4)
 BUFFER = Buffered(concurrency=4, size=2)
 

@@ -101,6 +101,46 @@ def test_a_row_of_an_ablation_has_the_values_it_names(name: str) -> None:
             assert part["proxy"][TARGET] == f"raysim.data.sources.{other}"
 
 
+FEDBSS = tables("fedbss")
+
+
+@pytest.mark.parametrize("name", FEDBSS)
+def test_every_printed_number_of_fedbss_has_a_command_with_the_settings_of_its_table(name: str) -> None:
+    asked, cells = setting(name), FEDBSS[name].cells
+    for cell in cells:
+        if cell.methods != ("fedbss",) and cell.column != cells[0].column:
+            continue  # every method in one column, and one method in all: composing takes its time
+        node = composed(*STUDIES["fedbss"].command(FEDBSS[name], cell).words())
+        local, partition = node["local"], node["partition"]
+        assert node["choices"]["method"] == list(cell.methods)
+        assert node["choices"]["data"] == cell.dataset
+        assert node["choices"]["model"] == ("cnn" if cell.dataset == "fashion_mnist" else "resnet50")
+        assert (node["rounds"], local["epochs"], local["steps"]) == (asked["rounds"], asked["local_epochs"], None)
+        assert (local["batch"], local["lr"]) == (asked["batch"], asked["learning_rate"])
+        assert (local["momentum"], local["weight_decay"]) == (asked["momentum"], asked["weight_decay"])
+        assert (partition["clients"], node["schedule"]["cohort"]) == (asked["clients"], 10)
+        assert partition["test_fraction"] == 0
+        kind, value = cell.column.split()
+        named = {"shards": partition.get("shards_per_client"), "dirichlet": partition.get("alpha")}
+        assert {**named, "label_noise": node["data"]["label_noise"]}[kind] == float(value)
+        for method, part in node["method"].items():
+            assert part.get("warmup_rounds", asked["warmup_rounds"]) == asked["warmup_rounds"], method
+
+
+def test_fedbss_has_presets_for_its_ablations_and_for_domains() -> None:
+    ablation, domains = (composed(f"experiment=fedbss/{name}") for name in ("cifar10_ablation", "domainnet"))
+    assert (ablation["choices"]["model"], ablation["model"]["depth"]) == ("resnet18", 18)
+    assert (
+        composed("experiment=fedbss/cifar10_ablation", "method.fedbss.kind=linear")["method"]["fedbss"]["kind"]
+        == "linear"
+    )
+    assert (domains["schedule"]["cohort"], len(domains["data"]["only"]), domains["model"]["stem"]) == (
+        6,
+        10,
+        "imagenet",
+    )
+
+
 LISTS = sorted({cell.methods for table in FEDBR.values() for cell in table.cells})
 
 

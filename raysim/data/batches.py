@@ -19,6 +19,7 @@ class Pipeline:
     std: tuple[float, ...] | None = None
     augment: tuple[str, ...] = ()
     crop_padding: int = 4
+    rotate_degrees: float = 30.0
 
     def normalise(self, images: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
         """uint8 [..., c, h, w] to (x / 255 - mean) / std in `dtype`, on the images' device."""
@@ -29,9 +30,10 @@ class Pipeline:
         return scaled.sub_(_constant(self.mean, dtype, device)).div_(_constant(self.std, dtype, device))
 
     def augmented(self, images: Tensor, rng: np.random.Generator) -> Tensor:
-        """Zero-pad and crop, then flip with probability 1/2, as `augment` says; uint8 [B, c, h, w] to the same.
+        """Zero-pad and crop, flip with probability 1/2, rotate, as `augment` says; uint8 [B, c, h, w] to the same.
 
-        Draws, in this order: vertical and horizontal offset of each image, then each image's flip.
+        Draws, in this order: vertical and horizontal offset of each image, each image's flip, each image's angle
+        (uniform up to `rotate_degrees` either way; nearest pixel, zero outside).
         """
         if not self.augment:
             return images
@@ -44,10 +46,31 @@ class Pipeline:
             rows, columns = rows + down, columns + right
         if "flip" in self.augment:
             columns = np.where(rng.random((batch, 1)) < 0.5, columns[:, ::-1], columns)
-        places = torch.from_numpy(rows[:, :, None] * (width + 2 * padding) + columns[:, None, :]).to(images.device)
+        grid = rows[:, :, None] * (width + 2 * padding) + columns[:, None, :]
+        inside = None
+        if "rotate" in self.augment:
+            angles = rng.uniform(-self.rotate_degrees, self.rotate_degrees, batch)
+            places, inside = _turned(height, width, angles)
+            grid = np.take_along_axis(grid.reshape(batch, -1), places, axis=1)
+        index = torch.from_numpy(grid.reshape(batch, 1, -1)).to(images.device)
         padded = functional.pad(images, (padding,) * 4).flatten(2)
-        places = places.flatten(1)[:, None, :].expand(batch, channels, height * width)
-        return padded.gather(2, places).reshape(images.shape)
+        found = padded.gather(2, index.expand(batch, channels, height * width))
+        if inside is not None:
+            found = found * torch.from_numpy(inside[:, None, :]).to(images.device)
+        return found.reshape(images.shape)
+
+
+def _turned(height: int, width: int, degrees: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Of each pixel of an image turned counter-clockwise, the pixel it comes from [B, h * w], and whether it exists."""
+    radians = np.deg2rad(degrees)[:, None, None]
+    dy, dx = np.ogrid[:height, :width]
+    dy, dx = dy - (height - 1) / 2, dx - (width - 1) / 2
+    cos, sin = np.cos(radians), np.sin(radians)
+    columns = np.floor(cos * dx - sin * dy + (width - 1) / 2 + 0.5).astype(np.int64)
+    rows = np.floor(sin * dx + cos * dy + (height - 1) / 2 + 0.5).astype(np.int64)
+    inside = (rows >= 0) & (rows < height) & (columns >= 0) & (columns < width)
+    places = np.where(inside, rows * width + columns, 0)
+    return places.reshape(len(degrees), -1), inside.reshape(len(degrees), -1)
 
 
 @functools.lru_cache(maxsize=64)

@@ -30,7 +30,9 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 CHUNK = 8192  # images corrupted at once
-UNTOLD = frozenset(("root", "cache", "download", "mean", "std", "augment", "crop_padding"))  # left out of titles
+UNTOLD = frozenset(
+    ("root", "cache", "download", "mean", "std", "augment", "crop_padding", "rotate_degrees")
+)  # left out of titles
 BARS, LEGEND, COLUMNS, BINS = 50, 20, 1000, 30  # most clients as bars, classes in a legend, columns, bars of sizes
 
 
@@ -74,6 +76,7 @@ def federate(source: Source, partitioner: Partitioner, seed: int) -> FederatedDa
             None if source.std is None else tuple(source.std),
             tuple(source.augment),
             source.crop_padding,
+            source.rotate_degrees,
         ),
         title=f"{_described(source)}, {_described(partitioner)}",
     )

@@ -11,7 +11,7 @@ import contextlib
 import csv
 import itertools
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Literal, TypeAlias
@@ -25,6 +25,7 @@ from raysim.data.corruption import Rotation
 from raysim.data.dataset import Dataset, Samples, alone, cache_folder, cached
 from raysim.data.partition import Ints
 from raysim.data.pictures import Picture, numbered, spread_test, stacked, train_first
+from raysim.errors import instead
 from raysim.streams import stream
 
 __all__ = [
@@ -60,8 +61,12 @@ class Raw:
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """The settings that all sources share. `size` resizes to a square, `channels` makes grey or RGB of every image."""
+    """The settings that all sources share. `size` resizes to a square, `channels` makes grey or RGB of every image.
 
+    only: names of the classes to keep, which are numbered in this order; None keeps all.
+    """
+
+    only: list[str] | None = None
     size: int | None = None
     channels: Literal[1, 3] | None = None
     cache: str | None = None
@@ -70,8 +75,9 @@ class Source:
     pool: int = 1
     mean: list[float] | None = None
     std: list[float] | None = None
-    augment: list[Literal["crop", "flip"]] = field(default_factory=list)
+    augment: list[Literal["crop", "flip", "rotate"]] = field(default_factory=list)
     crop_padding: int = 4
+    rotate_degrees: float = 30.0
 
     def __post_init__(self) -> None:
         _within("size", self.size, self.size is None or self.size >= 1, "at least 1, or null")
@@ -79,7 +85,10 @@ class Source:
         _within("label_noise", self.label_noise, 0 <= self.label_noise <= 1, "from 0 to 1")
         _within("pool", self.pool, self.pool >= 1, "at least 1")
         _within("crop_padding", self.crop_padding, self.crop_padding >= 0, "at least 0")
-        _within("augment", self.augment, set(self.augment) <= {"crop", "flip"}, "a list of crop and flip, or []")
+        kinds = {"crop", "flip", "rotate"}
+        _within("augment", self.augment, set(self.augment) <= kinds, "a list of crop, flip and rotate, or []")
+        _within("rotate_degrees", self.rotate_degrees, 0 <= self.rotate_degrees <= 180, "from 0 to 180")
+        _within("only", self.only, self.only is None or self.only, "a list of names, or null")
         _within(
             "std", self.std, self.std is None or all(value > 0 for value in self.std), "above 0 everywhere, or null"
         )
@@ -104,12 +113,13 @@ class Source:
         """The cached data set without corruptions; the first call on a machine reads, resizes and writes it."""
         shared = {entry.name for entry in fields(Source)} - {"size", "channels"}
         settings = {key: value for key, value in asdict(self).items() if key not in shared}
+        settings |= {"only": self.only} if self.only else {}
         stats = [(str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns) for path in self.files()]
         name = type(self).__name__.lower()
         return cached(self.cache, name, {"source": name, "settings": settings, "files": stats}, self._samples)
 
     def _samples(self) -> Samples:
-        raw = self.read()
+        raw = self.read() if self.only is None else _only(self.read(), self.only)
         count = len(raw.labels)
         if not 0 < raw.train_rows <= count:
             raise ValueError(f"data source {type(self).__name__} has no training images: check data.root.")
@@ -478,6 +488,20 @@ def _class_names(paths: list[Path], label_column: str) -> list[str] | None:
     return found
 
 
-def _within(key: str, value: object, holds: bool, allowed: str) -> None:
+def _only(raw: Raw, classes: Sequence[str]) -> Raw:
+    """What is of these classes; pictures of others are never decoded."""
+    if unknown := [name for name in classes if name not in raw.class_names]:
+        raise ValueError(f"data.only names {unknown[0]!r}: {instead(unknown[0], raw.class_names, 'the data has')}")
+    numbers = np.full(len(raw.class_names), -1)
+    numbers[[raw.class_names.index(name) for name in classes]] = np.arange(len(classes))
+    labels = numbers[raw.labels]
+    kept = labels >= 0
+    images = raw.images[kept] if isinstance(raw.images, np.ndarray) else itertools.compress(raw.images, kept)
+    domains = None if raw.domains is None else raw.domains[kept]
+    train_rows = int(np.count_nonzero(kept[: raw.train_rows]))
+    return Raw(images, labels[kept], train_rows, list(classes), domains, raw.domain_names)
+
+
+def _within(key: str, value: object, holds: object, allowed: str) -> None:
     if not holds:
         raise ValueError(f"data.{key}={value} is out of range: it must be {allowed}.")

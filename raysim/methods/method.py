@@ -218,7 +218,7 @@ class Method:
         raise NotImplementedError
 
     def mix(self, direction: Tensor, server: Server) -> Tensor:
-        """Change the combined direction; chains."""
+        """Change the combined direction, into another tensor; chains."""
         return direction
 
     def apply(self, params: Tensor, direction: Tensor, server: Server) -> Tensor:

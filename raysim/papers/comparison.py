@@ -43,6 +43,14 @@ class Entry:
         found = [self.score.summary(run.rows, self.score.column) for run in self.runs]
         return [value * self.score.factor for value in found if value is not None]
 
+    @property
+    def spread(self) -> float | None:
+        """The deviation within the one run, where the table has such."""
+        if not self.score or not self.score.spread or not self.runs:
+            return None
+        value = self.score.spread(self.runs[0].rows, self.score.column)
+        return None if value is None else value * self.score.factor
+
 
 def compare(name: str, runs: Sequence[Run] = (), width: int = 120) -> str:
     """The table `name` beside what the runs reached, what they did differently, and how to make those that lack.
@@ -103,9 +111,9 @@ def _match(study: Study, name: str, entries: Sequence[Entry], runs: Sequence[Run
 
 
 def _telling(study: Study, paper: str) -> set[str]:
-    """The keys of methods by which the rows of a paper differ: there a run must have the row's value."""
+    """The keys by which the rows of a paper differ: there a run must have the row's value."""
     commands = [study.command(table, cell) for table in tables(paper).values() for cell in table.cells]
-    return {key for command in commands for key in command.overrides if key.startswith("method.")}
+    return {key for command in commands for key in command.overrides if key.startswith(study.telling)}
 
 
 def _same_choices(run: Run, command: Command) -> bool:
@@ -187,7 +195,10 @@ def _ours(entry: Entry) -> str:
     if not values:
         return NOTHING
     mean = f"{statistics.fmean(values):.{digits}f}{CHANGED if entry.changed else ''}"
-    return mean if len(values) == 1 else f"{mean} ± {statistics.stdev(values):.{digits}f} ({len(values)} runs)"
+    if len(values) > 1:
+        return f"{mean} ± {statistics.stdev(values):.{digits}f} ({len(values)} runs)"
+    spread = entry.spread
+    return mean if spread is None else f"{mean} ± {spread:.{digits}f}"
 
 
 def _difference(entry: Entry) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from raysim.metrics import Row, best_mean, column, known
+from raysim.metrics import Row, best_mean, column, known, last_mean_std
 from raysim.papers.tables import Cell, Table
 
 
@@ -37,6 +37,7 @@ class Score:
     column: str
     summary: Callable[[Sequence[Row], str], float | None]
     factor: float = 1.0
+    spread: Callable[[Sequence[Row], str], float | None] | None = None  # what a single run has after its ±
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,7 @@ class Study:
 
     command: Callable[[Table, Cell], Command]
     score: Callable[[Table, Cell], Score]
+    telling: tuple[str, ...] = ("method.",)  # keys that begin so, if rows differ by them, must be as in the row
 
 
 def _shown(value: object) -> str:
@@ -119,4 +121,31 @@ def fedbr_score(table: Table, cell: Cell) -> Score:
     return Score("local_accuracy" if local else "accuracy_global", best_five, 100)
 
 
-STUDIES = {"fedbr": Study(fedbr_command, fedbr_score)}
+# --- FedBSS ---------------------------------------------------------------------------------------------------------
+FEDBSS: dict[str, Callable[[float], dict[str, object]]] = {
+    "dirichlet": lambda value: {"partition.alpha": value},
+    "shards": lambda value: {"partition": "shards", "partition.shards_per_client": int(value)},
+    "label_noise": lambda value: {"partition": "iid", "data.label_noise": value},
+}
+
+
+def fedbss_command(table: Table, cell: Cell) -> Command:
+    """A row of FedBSS's tables; its columns are splits of the data, or shares of wrong labels."""
+    kind, value = cell.column.split()
+    return Command(f"fedbss/{cell.dataset}", cell.methods, FEDBSS[kind](float(value)))
+
+
+def fedbss_score(table: Table, cell: Cell) -> Score:
+    """Mean and deviation over the last ten rounds, on the central test set."""
+    return Score(
+        "accuracy_global",
+        lambda rows, name: last_mean_std(column(rows, name))[0],
+        100,
+        lambda rows, name: last_mean_std(column(rows, name))[1],
+    )
+
+
+STUDIES = {
+    "fedbr": Study(fedbr_command, fedbr_score),
+    "fedbss": Study(fedbss_command, fedbss_score, ("method.", "partition", "data.label_noise")),
+}

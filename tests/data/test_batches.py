@@ -56,3 +56,26 @@ def test_augmentation_is_a_function_of_the_stream(augment: tuple[str, ...]) -> N
     pipeline = pickle.loads(pickle.dumps(Pipeline(augment=augment)))
     first, again, other = (pipeline.augmented(IMAGES, np.random.default_rng(seed)) for seed in (5, 5, 6))
     assert torch.equal(first, again) and not torch.equal(first, other)
+
+
+def test_a_rotation_by_a_right_angle_moves_every_pixel_and_a_small_one_leaves_the_centre() -> None:
+    square = torch.arange(9, dtype=torch.uint8).reshape(1, 1, 3, 3)
+
+    class Right:
+        def uniform(self, low: float, high: float, size: int) -> np.ndarray:
+            return np.full(size, 90.0)
+
+    turned = Pipeline(augment=("rotate",), rotate_degrees=90).augmented(square, Right())  # type: ignore[arg-type]
+    assert torch.equal(turned, torch.rot90(square, 1, (2, 3))), "counter-clockwise"
+    images = torch.full((50, 2, 9, 9), 7, dtype=torch.uint8)
+    some = Pipeline(augment=("rotate",)).augmented(images, np.random.default_rng(0))
+    assert (some[:, :, 4, 4] == 7).all() and set(some.unique().tolist()) == {0, 7}, "corners are left empty"
+    still = Pipeline(augment=("rotate",), rotate_degrees=0.0).augmented(IMAGES, np.random.default_rng(0))
+    assert torch.equal(still, IMAGES)
+
+
+def test_rotation_comes_after_crop_and_flip_and_leaves_their_draws_alone() -> None:
+    both = Pipeline(augment=("crop", "flip", "rotate"), rotate_degrees=0.0)
+    alone = Pipeline(augment=("crop", "flip"))
+    found, expected = (each.augmented(IMAGES, np.random.default_rng(3)) for each in (both, alone))
+    assert torch.equal(found, expected)

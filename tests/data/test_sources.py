@@ -338,7 +338,7 @@ def test_pictures_of_more_than_eight_bits_are_refused(tmp_path: Path) -> None:
         ({"channels": 2}, r"data.channels=2 .* 1, 3 or null"),
         ({"label_noise": 1.5}, r"data.label_noise=1.5 .* from 0 to 1"),
         ({"pool": 0}, r"data.pool=0"),
-        ({"augment": ["rotate"]}, r"data.augment=\['rotate'\] .* crop and flip"),
+        ({"augment": ["shear"]}, r"data.augment=\['shear'\] .* crop, flip and rotate"),
         ({"mean": [0.5]}, r"data.mean=\[0.5\] and data.std=None belong together"),
         ({"mean": [0.5], "std": [0.0]}, r"data.std=\[0.0\] .* above 0"),
         ({"shape": [2, 4, 4]}, r"data.shape=\[2, 4, 4\]"),
@@ -374,3 +374,18 @@ def test_pacs_has_four_domains_and_the_stated_split(shared: Path) -> None:
     assert built.domain_names == ["art_painting", "cartoon", "photo", "sketch"]
     assert built.class_names == ["dog", "elephant", "giraffe", "guitar", "horse", "house", "person"]
     assert (built.train_rows, len(built)) == (2656, 3320)
+
+
+def test_a_source_may_keep_some_classes_in_an_order_of_its_own(tmp_path: Path) -> None:
+    for domain in ("clipart", "sketch"):
+        for index, name in enumerate(("axe", "bat", "cat")):
+            for number in range(5):
+                write_picture(tmp_path / domain / name / f"{number}.png", picture() * 0 + 10 * index + number)
+    built = ImageFolder(root=str(tmp_path), only=["cat", "axe"], channels=1).build()
+    assert built.class_names == ["cat", "axe"]
+    assert sorted(built.images[built.labels == 0].max(axis=(1, 2, 3)).tolist()) == sorted([20, 21, 22, 23, 24] * 2)
+    assert np.bincount(built.labels[: built.train_rows]).tolist() == [8, 8]
+    assert np.bincount(built.domains).tolist() == [10, 10]
+    assert Synthetic(classes=4, samples=8, only=["2", "0"]).build().num_classes == 2
+    with pytest.raises(ValueError, match=r"data.only names 'bta': did you mean bat\?"):
+        ImageFolder(root=str(tmp_path), only=["bta"]).build()

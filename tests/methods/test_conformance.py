@@ -15,7 +15,23 @@ import numpy as np
 import pytest
 import torch
 from cluster import Hosts
-from studies import BUFFER, LOCAL, MLP, NORMED, NORMED_MLP, ROUNDS, Spy, coordinate, pairs, ran, recipe, run, same
+from studies import (
+    BLOCKS,
+    BUFFER,
+    LOCAL,
+    MLP,
+    NORMED,
+    NORMED_MLP,
+    ROUNDS,
+    Bare,
+    Spy,
+    coordinate,
+    pairs,
+    ran,
+    recipe,
+    run,
+    same,
+)
 
 import raysim.methods
 from raysim.client import Local
@@ -27,17 +43,23 @@ from raysim.methods.fedbss import FedBSS
 from raysim.methods.fedbuff import FedBuff
 from raysim.methods.fedcm import FedCM
 from raysim.methods.feddecorr import FedDecorr
+from raysim.methods.fedexp import FedExP
+from raysim.methods.fedlc import FedLC
 from raysim.methods.fedmix import FedMix
 from raysim.methods.fedntd import FedNTD
 from raysim.methods.fedopt import FedAdagrad, FedAdam, FedAvgM, FedYogi
 from raysim.methods.fedprox import FedProx
+from raysim.methods.fedrs import FedRS
 from raysim.methods.groupdro import GroupDRO
+from raysim.methods.inco import InCo
 from raysim.methods.local import LocalTraining
 from raysim.methods.method import EXCLUSIVE, SLOTS, Method, check_composition, overrides, parameters
 from raysim.methods.mixup import Mixup
 from raysim.methods.moon import Moon
 from raysim.methods.scaffold import Scaffold
 from raysim.methods.vhl import Vhl
+from raysim.models import ModelRecipe
+from raysim.schedule import Synchronous
 
 EPOCHS = Local(lr=0.05, momentum=0.9, batch=8, epochs=2)
 
@@ -71,7 +93,8 @@ class Row:
     """A method with small settings.
 
     uploads: what it sends on purpose beside the update. personal: it keeps parameters on the client. private: clients
-    keep something that is worth hiding. contributes: clients send something before round 0.
+    keep something that is worth hiding. contributes: clients send something before round 0. model: on which it
+    does something.
     """
 
     make: Callable[[], Method]
@@ -80,6 +103,7 @@ class Row:
     personal: bool = False
     private: bool = False
     contributes: bool = False
+    model: ModelRecipe = NORMED_MLP
 
 
 UNIFORM = {"weighting": "uniform"}
@@ -150,6 +174,17 @@ TABLE: dict[str, Row] = {
         lambda: Vhl(batch=6, virtual=20),
         {"alpha=gamma=kappa=0, shared labels": Plain(lambda: Vhl(0.0, 0.0, 0.0, label_mode="shared"))},
     ),
+    "fedlc": Row(FedLC, {"tau=0 without exclusion": Plain(lambda: FedLC(0.0, count_floor=1.0))}),
+    "fedrs": Row(lambda: FedRS(0.1), {"alpha=1": Plain(lambda: FedRS(1.0), study={"model": Bare()})}),
+    "fedexp": Row(
+        lambda: FedExP(1e-6),
+        {
+            "with one client": Plain(FedExP, run={"schedule": Synchronous(1)}),
+            "with a large epsilon": Plain(lambda: FedExP(1e9)),
+        },
+        frozenset({"fedexp.square"}),
+    ),
+    "inco": Row(InCo, {"without a pair": Plain(InCo, run=UNIFORM)}, model=BLOCKS),
     "local": Row(lambda: LocalTraining(keep_optimizer=True), personal=True, private=True),
     "fedbuff": Row(FedBuff, {"in rounds": Plain(FedBuff, run=UNIFORM)}),
     "fedavgm": Row(
@@ -208,7 +243,10 @@ def test_a_method_is_fedavg_bit_for_bit_where_its_spec_says_so(plain: Plain) -> 
 def test_a_method_at_its_own_settings_is_not_fedavg(name: str) -> None:
     # FedBuff differs where updates are stale only.
     schedule = BUFFER if name == "fedbuff" else ROUNDS
-    found, fedavg = (run(study(*methods), schedule, rounds=4, **UNIFORM) for methods in ([TABLE[name].make()], []))
+    row = TABLE[name]
+    found, fedavg = (
+        run(study(*methods, model=row.model), schedule, rounds=4, **UNIFORM) for methods in ([row.make()], [])
+    )
     assert found.finished.model_sha256 != fedavg.finished.model_sha256
 
 
@@ -342,10 +380,11 @@ def test_two_methods_run_together_unless_they_own_one_slot(first: str, second: s
 
 # Methods of which a list may hold one.
 ALTERNATIVES = [
-    ["fedavgm", "fedadagrad", "fedadam", "fedyogi"],  # the server's step
+    ["fedavgm", "fedadagrad", "fedadam", "fedyogi", "fedexp"],  # the server's step
     ["fedbr", "dann"],  # the stages of an iteration
     ["mixup", "fedmix"],  # soft labels and a need for integer ones
-    ["moon", "vhl"],  # the model
+    ["moon", "vhl", "fedrs"],  # the model
+    ["fedlc", "fedrs", "fedmix"],  # the logits of the loss, or all of it
 ]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from itertools import pairwise
@@ -12,7 +13,23 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from raysim.methods import fedavg, fedbn, fedbr, fedbss, fedbuff, fedopt, fedprox, mixup, scaffold
+from raysim.methods import (
+    dann,
+    fedavg,
+    fedbn,
+    fedbr,
+    fedbss,
+    fedbuff,
+    fedcm,
+    feddecorr,
+    fedntd,
+    fedopt,
+    fedprox,
+    groupdro,
+    mixup,
+    moon,
+    scaffold,
+)
 
 
 def tensor(*values: float) -> Tensor:
@@ -504,6 +521,318 @@ class TestFedOpt:
         assert torch.equal(self.adaptive(rule, self.delta, v, step=3)["params"], plain["params"])
 
 
+class TestMoon:
+    z, received, previous = random(5, 4), random(5, 4, seed=1), random(3, 5, 4, seed=2)
+
+    def loss(self, previous: Tensor, temperature: float = 0.5) -> Tensor:
+        return moon.model_contrastive_loss(self.z, self.received, previous, temperature)
+
+    def test_without_a_previous_model_there_is_no_contrast(self) -> None:
+        z = self.z.clone().requires_grad_()
+        loss = moon.model_contrastive_loss(z, self.received, torch.empty(0, 5, 4, dtype=torch.float64), 0.5)
+        close(loss, 0.0)
+        assert not loss.requires_grad
+
+    def test_a_previous_model_equal_to_the_received_one_costs_log_two_and_pulls_nowhere(self) -> None:
+        z = self.z.clone().requires_grad_()
+        loss = moon.model_contrastive_loss(z, self.received, self.received.unsqueeze(0), 0.5)
+        loss.backward()
+        close(loss.detach(), math.log(2))
+        close(z.grad, torch.zeros(5, 4))
+
+    def test_the_length_of_representations_does_not_matter(self) -> None:
+        lengths = random(3, 5, 1, seed=3).exp()
+        scaled = moon.model_contrastive_loss(0.1 * self.z, 7 * self.received, lengths * self.previous, 0.5)
+        close(scaled, self.loss(self.previous))
+
+    @pytest.mark.parametrize("temperature", [0.1, 0.5, 2.0])
+    @pytest.mark.parametrize("count", [1, 3])
+    def test_the_loss_lies_between_its_two_extremes(self, count: int, temperature: float) -> None:
+        def extreme(sign: float) -> Tensor:
+            return moon.model_contrastive_loss(self.z, sign * self.z, -sign * self.z.expand(count, 5, 4), temperature)
+
+        least, most = (math.log1p(count * math.exp(sign * 2 / temperature)) for sign in (-1, 1))
+        close(extreme(1.0), least)
+        close(extreme(-1.0), most)
+        assert 0 < least < self.loss(self.previous[:count], temperature).item() < most
+
+    def test_every_previous_model_counts_even_an_identical_one(self) -> None:
+        once, twice = (self.loss(self.previous[:1].expand(count, 5, 4)) for count in (1, 2))
+        a, b = (F.cosine_similarity(self.z, other, dim=1) / 0.5 for other in (self.received, self.previous[0]))
+        close(once, -(a.exp() / (a.exp() + b.exp())).log().mean())
+        close(twice, -(a.exp() / (a.exp() + 2 * b.exp())).log().mean())
+        assert twice > once
+
+    def test_the_order_of_previous_models_does_not_matter(self) -> None:
+        close(self.loss(self.previous[[2, 0, 1]]), self.loss(self.previous))
+
+
+class TestDann:
+    labels = torch.tensor([0, 2, 1, 2, 0])
+
+    def test_the_generator_climbs_where_the_discriminator_descends(self) -> None:
+        domains = random(5, 4).requires_grad_()
+        (down,) = torch.autograd.grad(dann.discriminator_loss(domains, 2), domains)
+        loss = dann.generator_loss(random(5, 3, seed=1), self.labels, domains, 2, 0.3)
+        (up,) = torch.autograd.grad(loss, domains)
+        close(up, -0.3 * down)
+
+    def test_a_single_domain_costs_nothing(self) -> None:
+        domains = random(5, 1).requires_grad_()
+        loss = dann.discriminator_loss(domains, 0)
+        loss.backward()
+        close(loss.detach(), 0.0)
+        close(domains.grad, torch.zeros(5, 1))
+
+    @pytest.mark.parametrize("clients", [2, 7])
+    def test_a_discriminator_that_cannot_tell_costs_the_log_of_the_clients(self, clients: int) -> None:
+        for domain in range(clients):
+            close(dann.discriminator_loss(random(5, 1).expand(5, clients), domain), math.log(clients))
+
+    def test_the_generators_own_part_is_the_cross_entropy_of_hard_or_soft_labels(self) -> None:
+        logits, domains = random(5, 3), random(5, 4, seed=1)
+        adversary = 0.7 * dann.discriminator_loss(domains, 1)
+        loss = dann.generator_loss(logits, self.labels, domains, 1, 0.7)
+        close(loss, F.cross_entropy(logits, self.labels) - adversary)
+        soft = F.one_hot(self.labels, 3).double()
+        close(dann.generator_loss(logits, soft, domains, 1, 0.7), loss)
+        close(dann.generator_loss(logits, self.labels, domains, 1, 0.0), F.cross_entropy(logits, self.labels))
+
+    @pytest.mark.parametrize("ratio", [1, 2, 5])
+    def test_a_period_has_as_many_discriminator_steps_as_asked_for(self, ratio: int) -> None:
+        for start in (1, 2, 17):
+            period = [dann.is_discriminator_step(step, ratio) for step in range(start, start + 1 + ratio)]
+            assert sum(period) == ratio
+        assert not dann.is_discriminator_step(ratio, ratio), "the one generator step of the first period"
+
+    def test_one_to_one_begins_with_the_generator(self) -> None:
+        assert [dann.is_discriminator_step(step, 1) for step in range(1, 7)] == [False, True] * 3
+
+
+class TestGroupDRO:
+    weights = tensor(0.1, 0.4, 0.2, 0.3)
+
+    def test_equal_losses_of_all_clients_change_no_weight(self) -> None:
+        close(groupdro.updated_weights(self.weights, tensor(2, 2, 2, 2), torch.arange(4), 0.5), self.weights)
+
+    def test_a_constant_added_to_all_losses_changes_no_weight(self) -> None:
+        losses = tensor(0.5, 3, 1, 0)
+        moved = groupdro.updated_weights(self.weights, losses + 40, torch.arange(4), 0.5)
+        close(moved, groupdro.updated_weights(self.weights, losses, torch.arange(4), 0.5))
+
+    def test_ratios_grow_with_the_exponential_of_the_difference_in_loss(self) -> None:
+        losses, clients = tensor(2.5, 0.5), torch.tensor([3, 1])
+        moved = groupdro.updated_weights(self.weights, losses, clients, 0.7)
+        own = tensor(0, 0.5, 0, 2.5)  # an idle client is as one without a loss
+        growth = (moved / moved[0]) / (self.weights / self.weights[0])
+        close(growth, (0.7 * (own - own[0])).exp())
+
+    def test_a_step_size_of_zero_only_normalises(self) -> None:
+        close(groupdro.updated_weights(5 * self.weights, tensor(9, 1), torch.tensor([0, 2]), 0.0), self.weights)
+
+    @pytest.mark.parametrize(
+        "losses", [(1e5, 1e5, 1e5, 1e5), (1e5, 99_999, 99_990, 99_995), (1e5, 7e4, 5e4, 6e4), (1e5, 0, 3, 1)], ids=str
+    )
+    def test_weights_stay_finite_and_positive_under_enormous_losses(self, losses: tuple[float, ...]) -> None:
+        clients = torch.tensor([2, 0, 3, 1])
+        moved = groupdro.updated_weights(self.weights, tensor(*losses), clients, 0.01)
+        assert moved.isfinite().all()
+        close(moved.sum(), 1.0)
+        wanted = (self.weights[clients].log() + 0.01 * tensor(*losses)).softmax(dim=0)
+        close(groupdro.aggregation_weights(moved, clients), wanted)
+        assert (moved > 0).all()
+
+    def test_the_order_of_the_participants_does_not_matter(self) -> None:
+        losses, clients, turned = tensor(1, 4, 2), torch.tensor([3, 0, 2]), torch.tensor([2, 0, 1])
+        one = groupdro.updated_weights(self.weights, losses, clients, 0.3)
+        other = groupdro.updated_weights(self.weights, losses[turned], clients[turned], 0.3)
+        assert torch.equal(one, other)
+        chosen = groupdro.aggregation_weights(one, clients)
+        close(groupdro.aggregation_weights(one, clients[turned]), chosen[turned])
+        close(chosen.sum(), 1.0)
+
+    def test_a_single_participant_has_all_the_weight(self) -> None:
+        for client in range(4):
+            assert groupdro.aggregation_weights(self.weights, torch.tensor([client])).tolist() == [1.0]
+
+    def test_the_inputs_are_left_as_they_were(self) -> None:
+        before = self.weights.clone()
+        groupdro.updated_weights(self.weights, tensor(1, 2), torch.tensor([0, 1]), 1.0)
+        assert torch.equal(self.weights, before)
+
+
+class TestFedCM:
+    x, gradient, direction = random(6), random(6, seed=1), random(6, seed=2)
+
+    def trained(self, gradient: Tensor, direction: Tensor, num_steps: list[int], alpha: float, lr: float) -> Tensor:
+        """Clients that took so many plain steps along one and the same mix."""
+        v = fedcm.update_direction(gradient, direction, alpha)
+        return torch.stack([self.x - lr * steps * v for steps in num_steps])
+
+    def test_the_mix_lies_between_gradient_and_direction(self) -> None:
+        assert torch.equal(fedcm.update_direction(self.gradient, self.direction, 1.0), self.gradient)
+        assert torch.equal(fedcm.update_direction(self.gradient, self.direction, 0.0), self.direction)
+        close(fedcm.update_direction(self.gradient, self.direction, 0.1), 0.1 * self.gradient + 0.9 * self.direction)
+
+    def test_under_a_constant_gradient_the_direction_goes_to_it_geometrically(self) -> None:
+        delta, steps, weights = torch.zeros(6, dtype=torch.float64), [3, 1, 7], tensor(1, 1, 2)
+        for turn in range(1, 9):
+            clients = self.trained(self.gradient, delta, steps, 0.25, 0.1)
+            delta = fedcm.server_direction(self.x, clients, 0.1, torch.tensor(steps), weights)
+            close(delta, (1 - 0.75**turn) * self.gradient)
+
+    def test_a_direction_equal_to_the_gradient_is_a_fixed_point_and_steps_are_those_of_sgd(self) -> None:
+        close(fedcm.update_direction(self.gradient, self.gradient, 0.1), self.gradient)
+        clients = self.trained(self.gradient, self.gradient, [2, 5], 0.1, 0.1)
+        close(clients, torch.stack([self.x - 0.1 * steps * self.gradient for steps in (2, 5)]))
+        close(fedcm.server_direction(self.x, clients, 0.1, torch.tensor([2, 5]), tensor(1, 1)), self.gradient)
+
+    def test_clients_that_did_not_move_give_no_direction(self) -> None:
+        delta = fedcm.server_direction(self.x, self.x.expand(3, 6), 0.1, torch.tensor([1, 2, 3]), tensor(1, 2, 3))
+        assert torch.equal(delta, torch.zeros(6, dtype=torch.float64))
+
+    def test_the_direction_is_the_movement_per_step_and_rate(self) -> None:
+        clients, steps, weights = random(3, 6, seed=3), torch.tensor([1, 2, 3]), tensor(1, 2, 3)
+        delta = fedcm.server_direction(self.x, clients, 0.1, steps, weights)
+        close(fedcm.server_direction(self.x, clients, 0.4, steps, weights), delta / 4)
+        close(fedcm.server_direction(self.x, clients, 0.1, 2 * steps, weights), delta / 2)
+        close(fedcm.server_direction(self.x, clients, 0.1, steps, 5 * weights), delta)
+        own = (self.x - clients) / (0.1 * steps.unsqueeze(1))
+        close(delta, (own[0] + 2 * own[1] + 3 * own[2]) / 6)
+
+
+VARIANTS = ["authors", "paper", "fedbr"]
+
+
+class TestFedDecorr:
+    features = random(7, 4)
+    # Columns with mean 0 that are orthogonal to each other.
+    uncorrelated = torch.stack([tensor(1, 1, -1, -1), tensor(1, -1, 1, -1), tensor(2, -2, -2, 2)], dim=1)
+
+    @staticmethod
+    def about(got: Tensor, want: Tensor | float) -> None:
+        """Equal up to the small numbers that keep a variance of 0 harmless."""
+        assert got.item() == pytest.approx(float(want), rel=1e-3, abs=1e-12)
+
+    @pytest.mark.parametrize("variant", VARIANTS)
+    def test_neither_shift_nor_scale_nor_sign_of_a_column_matters(self, variant: str) -> None:
+        penalty = feddecorr.decorrelation_penalty(self.features, variant)
+        shifted = feddecorr.decorrelation_penalty(self.features + tensor(1, -2, 30, 4), variant)
+        assert shifted.item() == pytest.approx(penalty.item(), rel=1e-9)
+        self.about(feddecorr.decorrelation_penalty(self.features * tensor(2, -3, 50, 1), variant), penalty)
+
+    @pytest.mark.parametrize("variant", VARIANTS)
+    def test_the_order_of_rows_and_columns_does_not_matter(self, variant: str) -> None:
+        penalty = feddecorr.decorrelation_penalty(self.features, variant)
+        close(feddecorr.decorrelation_penalty(self.features[[3, 0, 6, 1, 5, 2, 4]], variant), penalty)
+        close(feddecorr.decorrelation_penalty(self.features[:, [2, 0, 3, 1]], variant), penalty)
+
+    def test_correlated_columns_cost_most_and_uncorrelated_ones_least(self) -> None:
+        same = random(7, 1) * tensor(1, -2, 3)
+        self.about(feddecorr.decorrelation_penalty(same, "paper"), 1.0)
+        self.about(feddecorr.decorrelation_penalty(self.uncorrelated, "paper"), 1 / 3)
+        self.about(feddecorr.decorrelation_penalty(same, "authors"), 6**2 / 7)
+        close(feddecorr.decorrelation_penalty(self.uncorrelated, "authors"), 0.0)
+
+    @pytest.mark.parametrize(("rows", "columns"), [(7, 4), (2, 5), (64, 3)])
+    def test_the_authors_penalty_follows_from_the_printed_one(self, rows: int, columns: int) -> None:
+        features = random(rows, columns, seed=4)
+        printed = feddecorr.decorrelation_penalty(features, "paper")
+        authors = feddecorr.decorrelation_penalty(features, "authors")
+        factor = rows * ((rows - 1) / rows) ** 2
+        self.about(authors, factor * (columns**2 * printed - columns) / (columns * (columns - 1)))
+
+    @pytest.mark.parametrize("variant", VARIANTS)
+    def test_the_gradient_moves_no_column_as_a_whole(self, variant: str) -> None:
+        features = self.features.clone().requires_grad_()
+        feddecorr.decorrelation_penalty(features, variant).backward()
+        assert features.grad is not None and features.grad.abs().max() > 1e-3
+        close(features.grad.sum(dim=0), torch.zeros(4))
+
+    @pytest.mark.parametrize("variant", VARIANTS)
+    def test_dead_units_cost_nothing_and_have_a_finite_gradient(self, variant: str) -> None:
+        features = torch.cat([self.features, torch.zeros(7, 2, dtype=torch.float64)], dim=1).float().requires_grad_()
+        penalty = feddecorr.decorrelation_penalty(features, variant)
+        penalty.backward()
+        assert features.grad is not None and features.grad.isfinite().all()
+        live = feddecorr.decorrelation_penalty(self.features, variant)
+        pairs = (4 * 3) / (6 * 5) if variant == "authors" else 4**2 / 6**2
+        assert penalty.item() == pytest.approx(pairs * live.item(), rel=1e-4)
+        dead = torch.zeros(7, 2, requires_grad=True)
+        feddecorr.decorrelation_penalty(dead, variant).backward()
+        assert dead.grad is not None and dead.grad.isfinite().all()
+
+    @pytest.mark.parametrize("variant", VARIANTS)
+    def test_a_single_row_costs_nothing(self, variant: str) -> None:
+        close(feddecorr.decorrelation_penalty(self.features[:1], variant), 0.0)
+
+    def test_the_third_form_by_hand(self) -> None:
+        # Centred columns (-2, 0, 2) and (-2, -2, 4): unbiased variances 4 and 12, product 12.
+        features = torch.stack([tensor(1, 3, 5), tensor(2, 2, 8)], dim=1)
+        one, other = 2 + 1e-4, math.sqrt(12) + 1e-4
+        entries = [8 / one**2 / 3, 24 / other**2 / 3, 12 / (one * other) / 3, 12 / (one * other) / 3]
+        close(feddecorr.decorrelation_penalty(features, "fedbr"), sum(entry**2 for entry in entries) / 4)
+
+    def test_an_unknown_variant_is_refused(self) -> None:
+        with pytest.raises(ValueError, match="variant='papers' must be one of authors, paper, fedbr"):
+            feddecorr.decorrelation_penalty(self.features, "papers")
+
+
+class TestFedNTD:
+    student, teacher, labels = random(5, 4), random(5, 4, seed=1), torch.tensor([0, 3, 1, 2, 3])
+
+    def loss(self, student: Tensor, teacher: Tensor, temperature: float = 1.0) -> Tensor:
+        return fedntd.not_true_distillation_loss(student, teacher, self.labels, temperature)
+
+    @pytest.mark.parametrize("temperature", [0.5, 1.0, 3.0])
+    def test_it_is_the_divergence_over_the_other_classes(self, temperature: float) -> None:
+        rows = []
+        for own, other, label in zip(self.student, self.teacher, self.labels.tolist(), strict=True):
+            rest = [c for c in range(4) if c != label]
+            p, q = ((logits[rest] / temperature).softmax(dim=0) for logits in (other, own))
+            rows.append((p * (p / q).log()).sum())
+        close(self.loss(self.student, self.teacher, temperature), temperature**2 * torch.stack(rows).mean())
+
+    def test_the_true_class_has_no_part_in_it(self) -> None:
+        student = self.student.clone().requires_grad_()
+        loss = self.loss(student, self.teacher)
+        loss.backward()
+        true = F.one_hot(self.labels, 4).bool()
+        assert student.grad is not None and torch.equal(student.grad[true], torch.zeros(5, dtype=torch.float64))
+        assert (student.grad[~true] != 0).all()
+        for change in (50.0, -math.inf):
+            changed = (torch.where(true, logits + change, logits) for logits in (self.student, self.teacher))
+            assert torch.equal(self.loss(*changed), loss.detach())
+
+    def test_a_constant_added_to_a_row_changes_nothing(self) -> None:
+        shifted = self.loss(self.student + random(5, 1, seed=2), self.teacher + random(5, 1, seed=3), 2.0)
+        close(shifted, self.loss(self.student, self.teacher, 2.0))
+
+    def test_the_loss_is_positive_unless_both_agree(self) -> None:
+        assert self.loss(self.student, self.teacher).item() > 0
+        student = self.student.clone().requires_grad_()
+        agreed = self.loss(student, self.student + random(5, 1, seed=2))
+        agreed.backward()
+        close(agreed.detach(), 0.0)
+        close(student.grad, torch.zeros(5, 4))
+
+    def test_no_gradient_reaches_the_teacher(self) -> None:
+        teacher = self.teacher.clone().requires_grad_()
+        self.loss(self.student.clone().requires_grad_(), teacher).backward()
+        assert teacher.grad is None
+
+    def test_at_a_high_temperature_it_is_the_variance_of_the_differences(self) -> None:
+        others = torch.tensor([[c for c in range(4) if c != label] for label in self.labels.tolist()])
+        delta = (self.student - self.teacher).gather(1, others)
+        limit = ((delta - delta.mean(dim=1, keepdim=True)) ** 2).sum(dim=1).mean() / (2 * 3)
+        far, near = (abs(self.loss(self.student, self.teacher, tau) - limit) / limit for tau in (1e2, 1e4))
+        assert near < 1e-3 < far * 50
+
+    def test_with_two_classes_there_is_nothing_to_distil(self) -> None:
+        labels = torch.tensor([0, 1, 1])
+        close(fedntd.not_true_distillation_loss(random(3, 2), random(3, 2, seed=1), labels, 1.0), 0.0)
+
+
 LABELS, PARTNERS = torch.tensor([[0, 1, 2, 0], [1, 1, 0, 2]]), torch.tensor([[1, 0, 3, 2], [3, 2, 1, 0]])
 SAMPLES, LAMBDAS = torch.tensor([[[1], [2]], [[0], [3]]]), tensor(0.2, 0.9)
 LANES: dict[str, tuple[Callable[..., Tensor], list[Tensor]]] = {
@@ -531,6 +860,27 @@ LANES: dict[str, tuple[Callable[..., Tensor], list[Tensor]]] = {
     "mixture_targets": (
         lambda means, x, y, i: fedbr.mixture_pseudo_data(means, x, y, i, 3)["targets"],
         [random(2, 2, 5), random(2, 4, 5, seed=1), LABELS, SAMPLES],
+    ),
+    "model_contrastive_loss": (
+        lambda z, g, p: moon.model_contrastive_loss(z, g, p, 0.5),
+        [random(2, 5, 4), random(2, 5, 4, seed=1), random(2, 3, 5, 4, seed=2)],
+    ),
+    "discriminator_loss": (lambda domains: dann.discriminator_loss(domains, 1), [random(2, 4, 3)]),
+    "generator_loss": (
+        lambda logits, y, domains: dann.generator_loss(logits, y, domains, 1, 0.3),
+        [random(2, 4, 3), LABELS, random(2, 4, 2, seed=1)],
+    ),
+    "update_direction": (lambda g, d: fedcm.update_direction(g, d, 0.1), [random(2, 6), random(2, 6, seed=1)]),
+    **{
+        f"decorrelation_penalty, {variant}": (
+            functools.partial(feddecorr.decorrelation_penalty, variant=variant),
+            [random(2, 5, 4)],
+        )
+        for variant in VARIANTS
+    },
+    "not_true_distillation_loss": (
+        lambda s, g, y: fedntd.not_true_distillation_loss(s, g, y, 2.0),
+        [random(2, 4, 3), random(2, 4, 3, seed=1), LABELS],
     ),
 }
 

@@ -1,0 +1,72 @@
+"""FedRS: shrink the logits of the classes that a client lacks, whose weights would only ever be pushed away.
+
+Li and Zhan, "FedRS: Federated Learning with Restricted Softmax for Label Distribution Non-IID Data" (KDD 2021). With
+s_c = 1 for a class that the client has, else alpha, the loss is the cross-entropy of
+
+    z_c = s_c <w_c, h>
+
+Choices where paper and code disagree or are silent
+- Two scales, as printed ("binary"); the released code's grow with the class's count, alpha + (1 - alpha) n_c / max n,
+  so that it damps rare classes too ("relative").
+- The classifier has no bias, as in the code: the method takes it off the model's head.
+- alpha = 0 leaves a class that is missing with logit 0, a term in the softmax; it does not leave it out (FedLC does).
+- Outputs that are no classes of the data keep scale 1.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal, cast
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from raysim.methods.fedlc import own_class_counts
+from raysim.methods.method import Method, Task, between
+from raysim.models.classifier import Classifier, one_of
+
+if TYPE_CHECKING:
+    from raysim.step import Batch, Context
+
+KINDS = ("binary", "relative")
+
+
+def class_scales(*, class_counts: Tensor, alpha: float, kind: str = "binary") -> Tensor:
+    """s_c of ``class_counts`` [C], of which one is above 0: float64 [C] from ``alpha`` to 1."""
+    counts = class_counts.double()
+    shares = (counts > 0).double() if kind == "binary" else counts / counts.max()
+    return alpha + (1.0 - alpha) * shares
+
+
+def restricted_softmax_cross_entropy(
+    *, logits: Tensor, labels: Tensor, class_counts: Tensor, alpha: float, kind: str = "binary"
+) -> Tensor:
+    """Cross-entropy of the scaled ``logits`` (B, C), which have no bias; ``labels`` int64 (B,): mean of the batch."""
+    scales = class_scales(class_counts=class_counts, alpha=alpha, kind=kind)
+    return F.cross_entropy(logits * scales.to(logits.dtype), labels)
+
+
+class FedRS(Method):
+    """alpha is the scale of a class that the client has no sample of; 1 is FedAvg on the model without that bias."""
+
+    name = "fedrs"
+    paper = "Li and Zhan, KDD 2021"
+
+    def __init__(self, alpha: float = 0.5, kind: Literal["binary", "relative"] = "binary"):
+        self.alpha = between("method.fedrs.alpha", alpha, 0.0, 1.0)
+        one_of("method.fedrs.kind", kind, KINDS)
+        self.kind = kind
+
+    def model(self, task: Task, model: nn.Module) -> nn.Module:
+        """The head loses its bias and keeps its weights."""
+        cast(Classifier, model).head.register_parameter("bias", None)
+        return model
+
+    def receive(self, ctx: Context) -> None:
+        """The client's scales, [outputs of the model]."""
+        scales = class_scales(class_counts=own_class_counts(ctx), alpha=self.alpha, kind=self.kind)
+        padded = F.pad(scales, (0, ctx.num_classes - len(scales)), value=1.0)
+        ctx.kept["fedrs.scales"] = padded.to(ctx.vector.data)
+
+    def logits(self, ctx: Context, logits: Tensor, batch: Batch) -> Tensor:
+        """Times the scales."""
+        return logits * ctx.kept["fedrs.scales"]

@@ -1,0 +1,280 @@
+"""FedLC's margins and its two losses, and that a run trains on them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from studies import BUFFER, LOCAL, MLP, NORMED_MLP, ROUNDS, coordinate, ran, recipe, run, same, tiny
+from torch import Tensor
+
+from raysim.client import Local
+from raysim.data.partition import CSR, Partition
+from raysim.fleet import Ideal
+from raysim.methods import fedlc
+from raysim.methods.fedbn import FedBN
+from raysim.methods.fedlc import DENOMINATORS, FedLC
+from raysim.methods.fedmix import FedMix
+from raysim.methods.fedprox import FedProx
+from raysim.methods.fedrs import FedRS
+from raysim.methods.method import Method, check_composition
+from raysim.methods.mixup import Mixup
+from raysim.methods.scaffold import Scaffold
+from raysim.methods.vhl import Vhl
+from raysim.step import Batch, Context, Outputs
+
+COUNTS, LABELS = torch.tensor([40, 0, 3, 700, 0]), torch.tensor([0, 2, 2, 3, 3, 0, 3])
+EVEN, ANY = torch.full((5,), 30), torch.tensor([0, 1, 2, 3, 4, 4, 1])
+ONE, SAME = torch.tensor([0, 0, 40, 0, 0]), torch.full((7,), 2)
+
+
+def random(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+LOGITS = random(7, 5)
+
+
+def loss(logits: Tensor, labels: Tensor = LABELS, counts: Tensor = COUNTS, tau: float = 1.0, **others: Any) -> Tensor:
+    return fedlc.calibrated_cross_entropy(logits=logits, labels=labels, class_counts=counts, tau=tau, **others)
+
+
+def gradient(function: Callable[[Tensor], Tensor], logits: Tensor = LOGITS) -> Tensor:
+    found: Tensor = torch.func.grad(function)(logits)
+    return found
+
+
+# --- margins ------------------------------------------------------------------------------------------------------
+
+
+def test_a_margin_falls_with_the_fourth_root_of_the_count() -> None:
+    margins = fedlc.calibration_margins(class_counts=torch.tensor([1, 16, 81, 0]), tau=3.0)
+    assert margins.tolist() == pytest.approx([3.0, 1.5, 1.0, torch.inf])
+
+
+@pytest.mark.parametrize("tau", [0.0, 1.0])
+def test_a_missing_class_has_no_finite_margin_unless_counts_have_a_floor(tau: float) -> None:
+    zero = torch.tensor([0, 5])
+    assert fedlc.calibration_margins(class_counts=zero, tau=tau)[0] == torch.inf
+    assert fedlc.calibration_margins(class_counts=zero, tau=tau, count_floor=1.0)[0] == tau
+
+
+# --- both losses --------------------------------------------------------------------------------------------------
+
+
+def test_without_margins_or_with_equal_ones_it_is_the_cross_entropy() -> None:
+    wanted = F.cross_entropy(LOGITS, ANY)
+    assert torch.equal(loss(LOGITS, ANY, torch.tensor([1, 2, 3, 4, 5]), tau=0.0), wanted)
+    for tau in (0.1, 1.0, 20.0):
+        assert loss(LOGITS, ANY, EVEN, tau).item() == pytest.approx(wanted.item(), rel=1e-12)
+
+
+def test_the_loss_over_all_classes_by_its_pairwise_form() -> None:
+    margins = fedlc.calibration_margins(class_counts=COUNTS, tau=0.7)
+    present = COUNTS > 0
+    rows = []
+    for z, y in zip(LOGITS, LABELS, strict=True):
+        keep = present.clone()
+        keep[y] = False
+        rows.append(torch.log1p((z[keep] - z[y] + margins[y] - margins[keep]).exp().sum()))
+    assert loss(LOGITS, tau=0.7).item() == pytest.approx(torch.stack(rows).mean().item(), rel=1e-12)
+
+
+def test_the_printed_loss_follows_from_the_other_sample_by_sample() -> None:
+    for z, y in zip(LOGITS, LABELS, strict=True):
+        one = (z.unsqueeze(0), y.unsqueeze(0))
+        assert loss(*one, denominator="others").item() == pytest.approx(loss(*one).expm1().log().item(), rel=1e-9)
+
+
+@pytest.mark.parametrize("denominator", DENOMINATORS)
+def test_a_constant_added_to_a_samples_logits_changes_nothing(denominator: str) -> None:
+    moved = loss(LOGITS + random(7, 1, seed=1), denominator=denominator)
+    assert moved.item() == pytest.approx(loss(LOGITS, denominator=denominator).item(), rel=1e-12)
+
+
+@pytest.mark.parametrize("denominator", DENOMINATORS)
+def test_no_gradient_reaches_missing_classes_and_that_of_a_sample_sums_to_zero(denominator: str) -> None:
+    found = gradient(lambda z: loss(z, denominator=denominator))
+    missing = COUNTS == 0
+    assert torch.equal(found[:, missing], torch.zeros(7, 2, dtype=torch.float64))
+    assert (found[:, ~missing] != 0).all()
+    assert torch.allclose(found.sum(dim=1), torch.zeros(7, dtype=torch.float64), atol=1e-15)
+
+
+@pytest.mark.parametrize("denominator", DENOMINATORS)
+def test_the_loss_rises_with_the_true_classs_margin_and_falls_with_the_others(denominator: str) -> None:
+    logits, label = LOGITS[:1], torch.tensor([2])
+
+    def at(*counts: int) -> float:
+        return loss(logits, label, torch.tensor(counts), denominator=denominator).item()
+
+    base = at(20, 20, 20, 20, 20)
+    assert at(20, 20, 5, 20, 20) > base > at(20, 20, 80, 20, 20)
+    assert at(5, 20, 20, 20, 20) < base < at(80, 20, 20, 20, 20)
+
+
+def test_a_tiny_floor_agrees_with_leaving_classes_out() -> None:
+    assert loss(LOGITS, count_floor=1e-8).item() == pytest.approx(loss(LOGITS).item(), abs=1e-6)
+    assert loss(LOGITS, count_floor=1.0) > loss(LOGITS)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("denominator", DENOMINATORS)
+def test_a_client_with_one_class_has_loss_and_gradient_zero(denominator: str, dtype: torch.dtype) -> None:
+    logits = LOGITS.to(dtype).repeat(40, 1)
+    labels = SAME.repeat(40)
+    assert loss(logits, labels, ONE, denominator=denominator).item() == 0.0
+    found = gradient(lambda z: loss(z, labels, ONE, denominator=denominator), logits)
+    assert torch.equal(found, torch.zeros_like(found))
+
+
+@pytest.mark.parametrize("denominator", DENOMINATORS)
+def test_large_logits_in_float32_stay_finite(denominator: str) -> None:
+    for sign in (1e4, -1e4):
+        logits = (sign * LOGITS).float()
+        assert loss(logits, denominator=denominator).isfinite()
+        assert gradient(lambda z: loss(z, denominator=denominator), logits).isfinite().all()
+
+
+def test_soft_targets_of_present_classes_have_a_finite_loss_and_gradient() -> None:
+    targets = 0.3 * F.one_hot(LABELS, 5).double() + 0.7 * F.one_hot(LABELS.flip(0), 5).double()
+    margins = fedlc.calibration_margins(class_counts=COUNTS, tau=1.0)
+
+    def soft(logits: Tensor) -> Tensor:
+        return F.cross_entropy(logits - fedlc.shifts(margins, logits.dtype), targets)
+
+    wanted = 0.3 * loss(LOGITS) + 0.7 * loss(LOGITS, LABELS.flip(0))
+    assert soft(LOGITS).item() == pytest.approx(wanted.item(), rel=1e-12)
+    assert torch.equal(gradient(soft)[:, COUNTS == 0], torch.zeros(7, 2, dtype=torch.float64))
+    assert soft(LOGITS.float()).isfinite()
+
+
+@pytest.mark.parametrize("denominator", DENOMINATORS)
+def test_several_clients_at_once_give_what_a_loop_gives(denominator: str) -> None:
+    logits, labels = torch.stack([LOGITS, random(7, 5, seed=1)]), torch.stack([LABELS, SAME])
+    counts = torch.stack([COUNTS, ONE])
+    lanes = torch.func.vmap(lambda z, y, n: loss(z, y, n, denominator=denominator))(logits, labels, counts)
+    rows = [loss(*each, denominator=denominator) for each in zip(logits, labels, counts, strict=True)]
+    assert torch.allclose(lanes, torch.stack(rows), rtol=1e-12)
+
+
+# --- in a run -----------------------------------------------------------------------------------------------------
+
+
+def partitioned(*classes: set[int]) -> Any:
+    """The tiny data on a client for each set of classes, which has all training samples of them."""
+    data = tiny()
+    rows, labels = np.sort(data.partition.train.indices), data.open().labels
+    parts = [rows[np.isin(labels[rows], sorted(own))] for own in classes]
+    offsets = np.concatenate([[0], np.cumsum([len(part) for part in parts])]).astype(np.int64)
+    tests = CSR(np.empty(0, np.int64), np.zeros_like(offsets))
+    return replace(data, partition=Partition(CSR(np.concatenate(parts), offsets), tests))
+
+
+SKEWED = partitioned({0, 1}, {1, 2, 3}, {4, 0}, {2, 3, 4})
+
+
+@pytest.mark.parametrize("mixed", [False, True], ids=["labels", "mixup"])
+@pytest.mark.parametrize("denominator", DENOMINATORS)
+def test_a_client_trains_on_the_loss_of_its_own_counts_and_others_see_raw_logits(denominator: Any, mixed: bool) -> None:
+    seen = set()
+
+    class Watched(FedLC):
+        def loss(self, ctx: Context, out: Outputs, batch: Batch) -> Tensor:
+            value = super().loss(ctx, out, batch)
+            rows = SKEWED.partition.train.rows(ctx.client)
+            counts = torch.from_numpy(np.bincount(SKEWED.open().labels[rows], minlength=5))
+            settings = {"class_counts": counts, "tau": 0.7, "denominator": denominator}
+            targets, lam = [batch.raw_targets], torch.ones(())
+            if batch.pair is not None:
+                targets, lam = [*batch.pair[:2]], batch.pair[2]
+            each = [fedlc.calibrated_cross_entropy(logits=out.logits, labels=y, **settings) for y in targets]
+            assert value.item() == pytest.approx((lam * each[0] + (1 - lam) * each[-1]).item(), rel=1e-5)
+            seen.add(ctx.client)
+            return value
+
+        def term(self, ctx: Context, out: Outputs, batch: Batch) -> Tensor:
+            assert torch.equal(out.logits, ctx.model.head(out.features))
+            return out.logits.new_zeros(())
+
+    methods = [Watched(0.7, denominator), *([Mixup(5.0)] if mixed else [])]
+    found = run(recipe(*methods, data=SKEWED), rounds=2)
+    assert not found.failures and seen == {0, 1, 2, 3}
+    assert all(np.isfinite(value).all() for value in found.tensors.values())
+
+
+def test_a_client_with_one_class_sends_what_it_received_and_is_counted() -> None:
+    plain = Local(lr=0.5, momentum=0.9, batch=8)
+    for denominator in DENOMINATORS:
+        study = recipe(FedLC(denominator=denominator), data=partitioned({0}, {1}, {2}, {3}), local=plain)  # type: ignore[arg-type]
+        coordinator = coordinate(study)
+        before = coordinator.server.vector.clone()
+        found = ran(coordinator)
+        assert torch.equal(found.coordinator.server.vector, before)
+        assert [row["fedlc.one_class"] for row in found.rows] == [1.0] * 3
+        assert [row["train_loss"] for row in found.rows] == [0.0] * 3
+    mixed = run(recipe(FedLC(), data=partitioned({0}, {1, 2}, {3, 4}, {1, 4}), local=plain), rounds=1)
+    assert mixed.rows[0]["fedlc.one_class"] == 0.25
+
+
+def test_without_margins_and_exclusion_it_is_fedavg_bit_for_bit() -> None:
+    zero, fedavg = (
+        run(recipe(*methods, data=SKEWED, model=NORMED_MLP), fleet=Ideal())
+        for methods in ([FedLC(0.0, count_floor=1.0)], [])
+    )
+    assert zero.finished.model_sha256 == fedavg.finished.model_sha256
+    assert same(zero.tensors, fedavg.tensors)
+    assert run(recipe(FedLC(0.0), data=SKEWED, model=NORMED_MLP)).finished.model_sha256 != zero.finished.model_sha256
+
+
+def test_outputs_that_are_no_classes_have_no_margin() -> None:
+    class Watched(FedLC):
+        def receive(self, ctx: Context) -> None:
+            super().receive(ctx)
+            assert ctx.kept["fedlc.shifts"].shape == (10,)
+            assert not ctx.kept["fedlc.shifts"][5:].any()
+
+    assert not run(recipe(Watched(), Vhl(batch=4, virtual=10))).failures
+
+
+def others() -> list[Any]:
+    given = {"alone": [], "fedprox": [FedProx(0.1)], "scaffold": [Scaffold()], "fedbn": [FedBN()], "mixup": [Mixup()]}
+    return [pytest.param(methods, id=name) for name, methods in given.items()]
+
+
+@pytest.mark.parametrize("methods", others())
+@pytest.mark.parametrize("settings", [{}, {"denominator": "others"}, {"count_floor": 1.0}], ids=str)
+def test_it_trains_with_other_methods_where_clients_lack_classes(settings: Any, methods: list[Method]) -> None:
+    found = run(recipe(FedLC(**settings), *methods, data=SKEWED, model=NORMED_MLP))
+    fedavg = run(recipe(*methods, data=SKEWED, model=NORMED_MLP))
+    assert not found.failures and found.finished.model_sha256 != fedavg.finished.model_sha256
+
+
+@pytest.mark.parametrize("schedule", [ROUNDS, BUFFER], ids=["rounds", "buffer"])
+def test_a_resumed_run_has_the_bits_and_the_history_of_a_straight_one(schedule: Any, tmp_path: Path) -> None:
+    study = recipe(FedLC(), model=MLP, local=LOCAL)
+    straight = run(study, schedule, rounds=5)
+    run(study, schedule, rounds=5, checkpoint_every=3, folder=str(tmp_path))
+    resumed = run(study, schedule, rounds=5, resume=str(tmp_path / "checkpoints" / "round-000003"))
+    assert (resumed.bits, resumed.history) == (straight.bits, straight.history)
+
+
+@pytest.mark.parametrize("other", [FedRS(), FedMix()], ids=lambda method: method.name)
+def test_methods_that_change_the_same_loss_are_refused(other: Method) -> None:
+    with pytest.raises(
+        ValueError, match=f"method 'fedlc' .*training loss.*{other.name}|both replace the training loss"
+    ):
+        check_composition([FedLC(), other])
+
+
+@pytest.mark.parametrize("settings", [{"tau": -0.1}, {"denominator": "other"}, {"count_floor": -1.0}], ids=str)
+def test_settings_out_of_range_are_refused_by_name(settings: dict[str, Any]) -> None:
+    (key,) = settings
+    with pytest.raises(ValueError, match=rf"method\.fedlc\.{key}="):
+        FedLC(**settings)

@@ -1,0 +1,211 @@
+"""FedRS's scales and loss, the head without a bias, and that a run trains on both."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from studies import BUFFER, LOCAL, NORMED_MLP, ROUNDS, Bare, recipe, run, same, tiny
+from torch import Tensor
+
+from raysim.data.partition import CSR, Partition
+from raysim.fleet import Ideal
+from raysim.host import build_networks
+from raysim.methods import fedrs
+from raysim.methods.fedbn import FedBN
+from raysim.methods.fedlc import FedLC
+from raysim.methods.fedmix import FedMix
+from raysim.methods.fedprox import FedProx
+from raysim.methods.fedrs import KINDS, FedRS
+from raysim.methods.method import Method, check_composition
+from raysim.methods.mixup import Mixup
+from raysim.methods.moon import Moon
+from raysim.methods.scaffold import Scaffold
+from raysim.step import Batch, Context
+
+COUNTS, LABELS = torch.tensor([40, 0, 3, 700, 0]), torch.tensor([0, 2, 2, 3, 3, 0, 3])
+
+
+def random(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+LOGITS = random(7, 5)
+
+
+def loss(logits: Tensor, counts: Tensor = COUNTS, alpha: float = 0.3, **others: Any) -> Tensor:
+    return fedrs.restricted_softmax_cross_entropy(
+        logits=logits, labels=LABELS, class_counts=counts, alpha=alpha, **others
+    )
+
+
+# --- the functions ------------------------------------------------------------------------------------------------
+
+
+def test_scales_by_hand() -> None:
+    binary = fedrs.class_scales(class_counts=torch.tensor([4, 0, 1]), alpha=0.2)
+    assert binary.tolist() == [1.0, 0.2, 1.0]
+    relative = fedrs.class_scales(class_counts=torch.tensor([4, 0, 1]), alpha=0.2, kind="relative")
+    assert relative.tolist() == pytest.approx([1.0, 0.2, 0.4])
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.1, 0.37, 0.9, 1.0])
+def test_relative_scales_rise_with_the_count_from_alpha_to_exactly_one(alpha: float) -> None:
+    counts = torch.tensor([0, 1, 2, 30, 31, 700])
+    scales = fedrs.class_scales(class_counts=counts, alpha=alpha, kind="relative")
+    assert scales.tolist() == sorted(scales.tolist())
+    assert scales[0] == alpha and scales[-1] == 1.0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_permuted_classes_have_permuted_scales(kind: str) -> None:
+    order = torch.tensor([3, 0, 4, 2, 1])
+    scales = fedrs.class_scales(class_counts=COUNTS, alpha=0.3, kind=kind)
+    assert torch.equal(fedrs.class_scales(class_counts=COUNTS[order], alpha=0.3, kind=kind), scales[order])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_at_scale_one_or_equal_counts_it_is_the_cross_entropy(kind: str) -> None:
+    for counts, alpha in ((COUNTS, 1.0), (torch.full((5,), 9), 0.3)):
+        value, found = torch.func.grad_and_value(lambda z: loss(z, counts, alpha, kind=kind))(LOGITS)  # noqa: B023
+        wanted = torch.func.grad_and_value(lambda z: F.cross_entropy(z, LABELS))(LOGITS)
+        assert torch.equal(value, wanted[0]) and torch.equal(found, wanted[1])
+
+
+def test_with_every_class_present_unequal_counts_matter_to_relative_scales_only() -> None:
+    counts = torch.tensor([1, 2, 3, 4, 5])
+    assert torch.equal(loss(LOGITS, counts), F.cross_entropy(LOGITS, LABELS))
+    assert loss(LOGITS, counts, kind="relative") != F.cross_entropy(LOGITS, LABELS)
+
+
+def test_a_missing_classs_weight_is_pushed_alpha_times_as_far_as_by_the_softmax_there() -> None:
+    features, weight, alpha = random(7, 3, seed=1), random(5, 3, seed=2), 0.3
+    found = torch.func.grad(lambda w: loss(features @ w.T, alpha=alpha))(weight)
+    scales = fedrs.class_scales(class_counts=COUNTS, alpha=alpha)
+    push = features.T @ (((features @ weight.T) * scales).softmax(dim=1) - F.one_hot(LABELS, 5)) / 7
+    assert torch.allclose(found, scales.unsqueeze(1) * push.T, rtol=1e-12)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("alpha", [0.0, 0.3])
+def test_a_class_that_is_no_label_is_only_pushed_down(alpha: float, kind: str) -> None:
+    value, found = torch.func.grad_and_value(lambda z: loss(z, alpha=alpha, kind=kind))(LOGITS)[::-1]
+    assert value.isfinite() and found.isfinite().all()
+    assert (found[:, COUNTS == 0] >= 0).all()
+
+
+def test_a_missing_class_of_scale_zero_still_has_its_part_in_the_softmax() -> None:
+    rest = LOGITS.clone()
+    rest[:, COUNTS == 0] = 0.0
+    assert loss(LOGITS, alpha=0.0).item() == pytest.approx(F.cross_entropy(rest, LABELS).item(), rel=1e-12)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_several_clients_at_once_give_what_a_loop_gives(kind: str) -> None:
+    logits, counts = torch.stack([LOGITS, random(7, 5, seed=1)]), torch.stack([COUNTS, COUNTS.flip(0)])
+    lanes = torch.func.vmap(lambda z, n: loss(z, n, kind=kind))(logits, counts)
+    rows = [loss(*each, kind=kind) for each in zip(logits, counts, strict=True)]
+    assert torch.allclose(lanes, torch.stack(rows), rtol=1e-12)
+
+
+# --- the head -----------------------------------------------------------------------------------------------------
+
+
+def test_the_head_loses_its_bias_and_keeps_its_first_weights() -> None:
+    (with_bias, _), (without, layout) = (build_networks(recipe(*m, model=NORMED_MLP)) for m in ([], [FedRS()]))
+    before, after = with_bias["model"].state_dict(), without["model"].state_dict()
+    assert set(before) - set(after) == {"head.bias"}
+    assert all(torch.equal(value, before[key]) for key, value in after.items())
+    assert "model.head.bias" not in {entry.name for entry in layout.entries}
+
+
+def test_at_alpha_one_it_is_fedavg_on_the_model_without_that_bias() -> None:
+    one, fedavg, half = (
+        run(recipe(*methods, model=model, data=skewed()), fleet=Ideal())
+        for methods, model in (([FedRS(1.0)], NORMED_MLP), ([], Bare()), ([FedRS()], NORMED_MLP))
+    )
+    assert one.finished.model_sha256 == fedavg.finished.model_sha256 != half.finished.model_sha256
+    assert same(one.tensors, fedavg.tensors)
+
+
+# --- in a run -----------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def skewed() -> Any:
+    """The tiny data on four clients that lack classes."""
+    data = tiny()
+    rows, labels = np.sort(data.partition.train.indices), data.open().labels
+    parts = [rows[np.isin(labels[rows], own)] for own in ([0, 1], [1, 2, 3], [4, 0], [2, 3, 4])]
+    offsets = np.concatenate([[0], np.cumsum([len(part) for part in parts])]).astype(np.int64)
+    tests = CSR(np.empty(0, np.int64), np.zeros_like(offsets))
+    return replace(data, partition=Partition(CSR(np.concatenate(parts), offsets), tests))
+
+
+@pytest.mark.parametrize("mixed", [False, True], ids=["labels", "mixup"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_client_trains_on_the_logits_scaled_by_its_own_counts(kind: Any, mixed: bool) -> None:
+    seen = set()
+
+    class Watched(FedRS):
+        def logits(self, ctx: Context, logits: Tensor, batch: Batch) -> Tensor:
+            scaled = super().logits(ctx, logits, batch)
+            counts = np.bincount(skewed().open().labels[skewed().partition.train.rows(ctx.client)], minlength=5)
+            scales = fedrs.class_scales(class_counts=torch.from_numpy(counts), alpha=0.3, kind=kind)
+            assert torch.allclose(scaled, logits * scales.float(), rtol=1e-6)
+            seen.add(ctx.client)
+            return scaled
+
+    found = run(recipe(Watched(0.3, kind), *([Mixup(5.0)] if mixed else []), data=skewed()), rounds=2)
+    assert not found.failures and seen == {0, 1, 2, 3}
+
+
+def others() -> list[Any]:
+    given = {"alone": [], "fedprox": [FedProx(0.1)], "scaffold": [Scaffold()], "fedbn": [FedBN()], "mixup": [Mixup()]}
+    return [pytest.param(methods, id=name) for name, methods in given.items()]
+
+
+@pytest.mark.parametrize("methods", others())
+@pytest.mark.parametrize("settings", [{}, {"kind": "relative"}, {"alpha": 0.0}], ids=str)
+def test_it_trains_with_other_methods_where_clients_lack_classes(settings: Any, methods: list[Method]) -> None:
+    found = run(recipe(FedRS(**settings), *methods, data=skewed(), model=NORMED_MLP))
+    fedavg = run(recipe(*methods, data=skewed(), model=Bare()))
+    assert not found.failures and found.finished.model_sha256 != fedavg.finished.model_sha256
+
+
+@pytest.mark.parametrize("schedule", [ROUNDS, BUFFER], ids=["rounds", "buffer"])
+def test_a_resumed_run_has_the_bits_and_the_history_of_a_straight_one(schedule: Any, tmp_path: Path) -> None:
+    study = recipe(FedRS(), local=LOCAL, data=skewed())
+    schedule = replace(schedule, **({"concurrency": 3} if schedule is BUFFER else {}))
+    straight = run(study, schedule, rounds=5)
+    run(study, schedule, rounds=5, checkpoint_every=3, folder=str(tmp_path))
+    resumed = run(study, schedule, rounds=5, resume=str(tmp_path / "checkpoints" / "round-000003"))
+    assert (resumed.bits, resumed.history) == (straight.bits, straight.history)
+
+
+@pytest.mark.parametrize(
+    ("other", "why"),
+    [
+        (Moon(), "both replace the model"),
+        (FedLC(), "replaces the training loss"),
+        (FedMix(), "replaces the training loss"),
+    ],
+    ids=lambda value: getattr(value, "name", ""),
+)
+def test_methods_that_would_undo_it_are_refused(other: Method, why: str) -> None:
+    with pytest.raises(ValueError, match=why) as refused:
+        check_composition([FedRS(), other])
+    assert all(f"method '{name}'" in str(refused.value) for name in ("fedrs", other.name))
+
+
+@pytest.mark.parametrize("settings", [{"alpha": -0.1}, {"alpha": 1.1}, {"kind": "relativ"}], ids=str)
+def test_settings_out_of_range_are_refused_by_name(settings: dict[str, Any]) -> None:
+    (key,) = settings
+    with pytest.raises(ValueError, match=rf"method\.fedrs\.{key}="):
+        FedRS(**settings)

@@ -1,0 +1,164 @@
+"""Local training: nothing travels, nobody matters to anybody, and kept optimisers go on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from studies import BUFFER, LOCAL, MLP, NORMED, ROUNDS, Spy, coordinate, ran, recipe, run, tiny
+from torch import Tensor
+
+from raysim.client import Local
+from raysim.data.federated import FederatedData
+from raysim.data.partition import CSR, Partition
+from raysim.methods.dann import Dann
+from raysim.methods.local import LocalTraining
+from raysim.methods.method import Method
+from raysim.models import ModelRecipe
+from raysim.schedule import Buffered, Synchronous
+from raysim.step import Context
+
+
+def population(*clients: int) -> FederatedData:
+    """Clients with the training data of these clients of the tiny data set, and ten of its test rows each."""
+    rows = [tiny().partition.train.rows(client) for client in clients]
+    train = CSR(np.concatenate(rows), np.cumsum([0, *map(len, rows)]))
+    tests = tiny().central[:10]
+    test = CSR(np.tile(tests, len(rows)), np.arange(len(rows) + 1) * 10)
+    return replace(tiny(), partition=Partition(train, test), central=np.empty(0, np.int64))
+
+
+class Watch(Method):
+    """Keeps what every participation ended with."""
+
+    name = "watch"
+    paper = "a test"
+
+    def __init__(self) -> None:
+        self.ended: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+
+    def finish(self, ctx: Context) -> None:
+        self.ended[ctx.client, ctx.turn] = ctx.vector.data.clone(), ctx.vector.counters.clone()
+
+    def of(self, client: int) -> list[tuple[Tensor, Tensor]]:
+        """By turn."""
+        return [ended for (who, _), ended in sorted(self.ended.items(), key=lambda item: item[0]) if who == client]
+
+
+# --- nothing travels ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("keep", [False, True], ids=["fresh optimisers", "kept optimisers"])
+@pytest.mark.parametrize("model", [MLP, NORMED], ids=["mlp", "cnn with BatchNorm"])
+@pytest.mark.parametrize("schedule", [ROUNDS, BUFFER], ids=["rounds", "buffer"])
+def test_no_float_travels_in_either_direction(schedule: Any, model: ModelRecipe, keep: bool) -> None:
+    study = recipe(LocalTraining(keep), model=model)
+    spy = Spy(study)
+    found = ran(coordinate(study, schedule, runtime=spy, rounds=4))
+    assert all(row["floats_down"] == 0 == row["floats_up"] for row in found.rows)
+    assert all(published.floats == 0 == published.counters.size for _, published in spy.sent)
+    assert all(update.counters.size == 0 == update.floats for update in spy.updates)
+    assert all(update.delta is None or update.delta.size == 0 for update in spy.updates)
+    layout = found.coordinator.layout
+    assert layout.shared == 0 == layout.shared_counters and layout.personal == layout.total > 0
+    assert found.rows[-1]["accuracy"] is not None and found.rows[-1]["accuracy_global"] is None
+
+
+# --- nobody matters to anybody ------------------------------------------------------------------------------------
+
+# Clients 0 and 2 have the same data everywhere, client 1 never the same as in a population of (0, 1, 2).
+POPULATIONS: dict[str, tuple[Sequence[int], Any, int]] = {
+    "other data": ((0, 5, 2), Synchronous(2), 4),
+    "more clients": ((0, 3, 2, 1, 4), Synchronous(4), 4),
+    "a buffer": ((0, 4, 2, 1), Buffered(concurrency=3, size=2), 9),
+}
+
+
+@pytest.mark.parametrize("keep", [False, True], ids=["fresh optimisers", "kept optimisers"])
+@pytest.mark.parametrize("name", POPULATIONS)
+def test_a_clients_model_depends_on_its_own_data_and_turn_alone(name: str, keep: bool) -> None:
+    def trained(clients: Sequence[int], schedule: Any, rounds: int) -> Watch:
+        watch = Watch()
+        run(recipe(LocalTraining(keep), watch, model=NORMED, data=population(*clients)), schedule, rounds=rounds)
+        return watch
+
+    alone, other = trained((0, 1, 2), Synchronous(3), 3), trained(*POPULATIONS[name])
+    for client in (0, 2):
+        here, there = alone.of(client), other.of(client)
+        common = min(len(here), len(there))
+        assert common > 1
+        for one, two in zip(here[:common], there[:common], strict=True):
+            assert torch.equal(one[0], two[0]) and torch.equal(one[1], two[1])
+        assert not torch.equal(here[0][0], here[1][0])
+    assert not torch.equal(alone.of(1)[0][0], other.of(1)[0][0])
+
+
+def test_all_clients_start_from_the_common_initial_model() -> None:
+    class Look(Method):
+        name, paper = "look", "a test"
+
+        def receive(self, ctx: Context) -> None:
+            if ctx.turn == 0:
+                first.append((ctx.client, ctx.vector.data.clone()))
+
+    first: list[tuple[int, Tensor]] = []
+    found = run(recipe(LocalTraining(), Look()), ROUNDS, rounds=4)
+    assert {client for client, _ in first} == set(range(6))
+    assert all(torch.equal(start, found.coordinator.initial.data) for _, start in first)
+
+
+def test_one_client_alone_is_fedavg() -> None:
+    study = {"data": population(0), "model": NORMED, "local": LOCAL}
+    found = run(recipe(LocalTraining(), **study), Synchronous(1), rounds=4)
+    fedavg = run(recipe(**study), Synchronous(1), rounds=4)
+    mine = found.coordinator._client_states()["0/personal"]
+    named = found.coordinator.initial.named(torch.from_numpy(mine), torch.empty(0))
+    assert len(named) > 10
+    for name, values in named.items():
+        # The server adds a difference where the client just goes on: the last bit may differ.
+        np.testing.assert_allclose(values.numpy(), fedavg.tensors[name], rtol=1e-4, atol=1e-5, err_msg=name)
+    assert found.rows[-1]["accuracy"] == fedavg.rows[-1]["accuracy"]
+
+
+# --- optimisers ---------------------------------------------------------------------------------------------------
+
+WHOLE = {"batch": 1000, "lr": 0.05}  # all samples in one batch, whose order does not matter
+OPTIMISERS: dict[str, Local] = {
+    "momentum": Local(**WHOLE, momentum=0.9, weight_decay=0.01),
+    "nesterov": Local(**WHOLE, momentum=0.9, nesterov=True),
+    "adam": Local(**WHOLE | {"lr": 0.01}, optimizer="adam"),
+}
+
+
+@pytest.mark.parametrize("optimiser", OPTIMISERS)
+def test_rounds_with_kept_optimisers_are_one_long_run(optimiser: str) -> None:
+    def trained(rounds: int, epochs: int, keep: bool) -> dict[str, np.ndarray]:
+        local = replace(OPTIMISERS[optimiser], epochs=epochs)
+        found = run(recipe(LocalTraining(keep), local=local), Synchronous(6), rounds=rounds)
+        return {key: value for key, value in found.coordinator._client_states().items() if key.endswith("/personal")}
+
+    long, kept, fresh = trained(1, 6, True), trained(3, 2, True), trained(3, 2, False)
+    assert len(long) == 6
+    for key, values in long.items():
+        np.testing.assert_allclose(kept[key], values, rtol=0, atol=2e-5)
+        assert np.abs(fresh[key] - values).max() > 1e-3
+
+
+def test_every_stage_keeps_an_optimiser_of_its_own() -> None:
+    def trained(rounds: int, epochs: int) -> dict[str, np.ndarray]:
+        local = Local(**WHOLE, momentum=0.9, epochs=epochs)
+        found = run(recipe(LocalTraining(True), Dann(0.5, width=4), local=local), Synchronous(6), rounds=rounds)
+        return dict(found.coordinator._client_states())
+
+    long, kept = trained(1, 4), trained(2, 2)
+    assert {key.partition("/")[2] for key in long} == {
+        "personal",
+        "personal.counters",
+        *(f"local.optimizer.{stage}/{key}" for stage in ("task", "dann.discriminate") for key in ("steps", "first")),
+    }
+    for key, values in long.items():
+        np.testing.assert_allclose(kept[key], values, rtol=0, atol=2e-5, err_msg=key)
