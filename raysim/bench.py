@@ -30,7 +30,7 @@ from raysim.models import Cnn, Mlp, ModelRecipe
 from raysim.schedule import Synchronous
 from raysim.streams import stream
 
-STEPS = "steps"  # the workload that compares methods instead of loops
+METHODS = ("steps", "rules")  # workloads that compare methods instead of loops
 _SKIP = 3  # rounds at the start of a block that are not timed
 
 
@@ -209,19 +209,20 @@ def bench(name: str, root: str | None, blocks: int, hosts: int, say: Callable[[s
     return Result(name, medians[0], medians[1], statistics.median(ratios), ratios, work.limit)
 
 
-def steps(out: Path, blocks: int) -> None:
-    """What each method adds to a local step; prints a table, writes `out`."""
+def methods(kind: str, out: Path, blocks: int) -> None:
+    """What each method adds to a local step, or to the server's; prints a table, writes `out`."""
     from rich.console import Console
     from rich.table import Table
 
     from raysim.host import settle
-    from raysim.stepbench import bench_steps
+    from raysim.methodbench import bench_rules, bench_steps
 
     settle(1)
     console = Console()
-    results = bench_steps(blocks, console.print)
-    table = Table(title=f"a local step beside FedAvg's, one thread; medians of {blocks} paired blocks")
-    for header in ("method", "ms a step", "ratio", "lowest", "highest", "promised"):
+    what, measure = {"steps": ("a local step", bench_steps), "rules": ("the server's step", bench_rules)}[kind]
+    results = measure(blocks, console.print)
+    table = Table(title=f"{what} beside FedAvg's, one thread; medians of {blocks} paired blocks")
+    for header in ("method", "ms", "ratio", "lowest", "highest", "promised"):
         table.add_column(header)
     for r in results:
         promised = "" if r.limit is None else f"{r.limit:.2f}"
@@ -239,14 +240,14 @@ def main(names: list[str], root: str | None, out: Path, blocks: int = 7, hosts: 
 
     from raysim.runtime import ray as cluster
 
-    if unknown := [name for name in names if name not in (*WORKLOADS, STEPS)]:
-        raise ValueError(f"workload {unknown[0]!r} does not exist: use {', '.join((*WORKLOADS, STEPS))}")
-    console = Console()
-    if STEPS in names:
+    if unknown := [name for name in names if name not in (*WORKLOADS, *METHODS)]:
+        raise ValueError(f"workload {unknown[0]!r} does not exist: use {', '.join((*WORKLOADS, *METHODS))}")
+    if apart := [name for name in names if name in METHODS]:
         if len(names) > 1:
-            raise ValueError(f"workload {STEPS!r} runs in this process alone: name it without {', '.join(names)}")
-        steps(out, blocks)
+            raise ValueError(f"workload {apart[0]!r} is measured in one process: name it alone")
+        methods(apart[0], out, blocks)
         return []
+    console = Console()
     cluster.connect(cluster.RayOptions())
     try:
         results = [bench(name, root, blocks, hosts, console.print) for name in names]

@@ -89,6 +89,7 @@ def _first_fit(value: Any, kinds: Sequence[Any], path: str, union: Any) -> Any:
         except Refused:
             continue
     containers = [kind for kind in kinds if get_origin(kind) in (list, tuple) and isinstance(value, (list, tuple))]
+    containers += [kind for kind in kinds if dataclasses.is_dataclass(kind) and isinstance(value, Mapping)]
     if containers:
         return checked(value, containers[0], path)  # its own sentence says which item is wrong
     near = next((near for kind in kinds if (near := _near(value, kind))), "")

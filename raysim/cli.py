@@ -48,7 +48,9 @@ BENCH = """\
 examples:
   raysim bench                              all workloads
   raysim bench W2 W3 --blocks 3             some of them, sooner
-  raysim bench W1 --data DIR --out w1.json  DIR holds FashionMNIST"""
+  raysim bench W1 --data DIR --out w1.json  DIR holds FashionMNIST
+  raysim bench steps                        what each method adds to a local step
+  raysim bench rules                        what each method adds to the server's step"""
 MAIN = """\
 examples:
   raysim run                          train the default study
@@ -146,7 +148,7 @@ def _parser() -> Parser:
     report.add_argument("--out", metavar="DIR", help="where the pictures and the page go (report)")
     report.add_argument("--paper", metavar="TABLE", help="print a published table, such as fedbr/table1, beside runs")
     bench = add("bench", "measure speed against a bare PyTorch loop", BENCH)
-    bench.add_argument("runs", nargs="*", metavar="WORKLOAD", help="W1, W2 and W3 unless given")
+    bench.add_argument("runs", nargs="*", metavar="WORKLOAD", help="W1, W2 and W3 unless given; or steps, or rules")
     bench.add_argument("--data", metavar="DIR", help="where FashionMNIST is; downloaded if nowhere")
     bench.add_argument("--out", default="bench.json", metavar="FILE", help="the results (bench.json)")
     bench.add_argument("--blocks", type=int, default=7, help="blocks of rounds, each beside one of the bare loop (7)")

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 import numpy as np
@@ -117,13 +118,26 @@ def make_plan(
 
 @dataclass(frozen=True)
 class Contribution:
-    """What a method's `contribute` sees of a client, before round 0: normalised inputs [n, ...] and labels [n]."""
+    """What a method's `contribute` sees of a client, before round 0."""
 
     client: int
-    inputs: Tensor
-    labels: Tensor
+    gather: Callable[[], tuple[Tensor, Tensor]]
     generator: np.random.Generator
     num_classes: int
+
+    @cached_property
+    def _samples(self) -> tuple[Tensor, Tensor]:
+        return self.gather()
+
+    @property
+    def inputs(self) -> Tensor:
+        """[n, ...] normalised; gathered on demand."""
+        return self._samples[0]
+
+    @property
+    def labels(self) -> Tensor:
+        """[n]"""
+        return self._samples[1]
 
 
 class Trainer:
@@ -226,9 +240,12 @@ class Trainer:
 
     def contribution(self, client: int) -> Contribution:
         """What `contribute` sees."""
-        inputs, labels = zip(*self.own(client), strict=True)
-        generator = stream(self.seed, "contribute", client)
-        return Contribution(client, torch.cat(inputs), torch.cat(labels), generator, self.task.num_classes)
+
+        def gather() -> tuple[Tensor, Tensor]:
+            inputs, labels = zip(*self.own(client), strict=True)
+            return torch.cat(inputs), torch.cat(labels)
+
+        return Contribution(client, gather, stream(self.seed, "contribute", client), self.task.num_classes)
 
     def training(self, mode: bool) -> None:
         """All networks into train or eval mode."""

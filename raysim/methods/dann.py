@@ -106,8 +106,8 @@ class Dann(Method):
         period = 1 + self.discriminator_steps
         if self.mode == "alternate" and local.steps is not None and local.steps < period:
             raise ValueError(
-                f"method.dann.discriminator_steps={self.discriminator_steps} leaves none of local.steps={local.steps} "
-                f"to the classifier for sure: set local.steps={period} or more"
+                f"method.dann.discriminator_steps={self.discriminator_steps} makes a turn of {period} local steps, of "
+                f"which local.steps={local.steps} is only a part: set local.steps={period} or more"
             )
         return ()
 

@@ -191,7 +191,8 @@ class FedBR(Method):
         """Enough means for a batch of them, and a proxy set of the data's image size."""
         if not self._active:
             return ()
-        if self.pseudo == "rsm" and self.pseudo_batch > (pool := self.means_per_client * task.clients):
+        pool = self.means_per_client * task.clients
+        if self.pseudo == "rsm" and not self.fresh and self.pseudo_batch > pool:
             raise ValueError(
                 f"method.fedbr.pseudo_batch={self.pseudo_batch} is more than the pool of {task.clients} clients x "
                 f"means_per_client={self.means_per_client}: set pseudo_batch={pool} or less"
@@ -202,6 +203,13 @@ class FedBR(Method):
                 f"method.fedbr.proxy has images of {sizes[0]} (channels, height, width), the data has {sizes[1]}: set "
                 f"method.fedbr.proxy.size={task.shape[1]} and method.fedbr.proxy.channels={task.shape[0]}"
             )
+        if self.pseudo == "mixture" and self.proxy is not None:
+            for key, values in (("mean", self.proxy.mean), ("std", self.proxy.std)):
+                if values is not None and len(values) not in (1, task.shape[0]):
+                    raise ValueError(
+                        f"method.fedbr.proxy.{key}={values} has {len(values)} values, its images have {task.shape[0]} "
+                        "channels: give one each"
+                    )
         return ()
 
     def stages(self, plan: Plan) -> Sequence[tuple[Stage, ...]]:
@@ -239,7 +247,13 @@ class FedBR(Method):
         if not self._active or self.fresh:
             return
         if self.pseudo == "rsm":
-            server.state["fedbr.pool"] = torch.from_numpy(np.concatenate(parts["fedbr.pool"]))
+            pool = np.concatenate(parts["fedbr.pool"])
+            if len(pool) < self.pseudo_batch:  # clients without samples sent none
+                raise ValueError(
+                    f"method.fedbr.pseudo_batch={self.pseudo_batch} is more than the {len(pool)} means of all clients "
+                    f"that have samples: set pseudo_batch={len(pool)} or less, or means_per_client higher"
+                )
+            server.state["fedbr.pool"] = torch.from_numpy(pool)
         if self.pseudo_refresh == "once":
             server.state["fedbr.pool"] = self._drawn(server)
 

@@ -8,8 +8,8 @@ Xu, Wang, Wang and Yao, "FedCM: Federated Learning with Client-level Momentum" (
 Choices where the sources differ or are silent
 - Delta starts at 0 (paper), so the first round moves alpha times as far; warm_start=True is plain SGD in round 1, as in
   FedBR's code.
-- Weight decay is part of g. With local momentum the mix comes first and momentum sees v; FedBR's code shifts the
-  momentum buffer in place, which is another method.
+- Weight decay is part of g; with local.clip the part of it that mixing takes away is clipped too. With local momentum
+  the mix comes first and momentum sees v; FedBR's code shifts the momentum buffer in place, which is another method.
 - K_i is what the client really stepped, each group of parameters for itself (FedBR's projector, DANN's discriminator);
   eta_l is the rate of the round that moved.
 - The server's own rate is 1; `method=[fedcm,fedavgm]` has others.
@@ -44,7 +44,8 @@ def server_direction(
 
     ``global_params`` [d], ``client_params`` [m, d], ``num_steps`` [m] above 0, ``weights`` [m], normalised here.
     """
-    shares = weights / weights.sum() / (num_steps * lr)
+    exact = weights.double()
+    shares = exact / exact.sum() / (num_steps.double() * lr)
     total = torch.zeros_like(global_params)
     for params, share in zip(client_params, shares.tolist(), strict=True):
         total.add_(global_params - params, alpha=share)

@@ -29,11 +29,12 @@ if TYPE_CHECKING:
 
 
 def updated_weights(weights: Tensor, losses: Tensor, indices: Tensor, step_size: float) -> Tensor:
-    """q after one round: ``weights`` (N,) above 0, ``losses`` (M,) of the distinct clients ``indices`` int64 (M,).
+    """q after one round: ``weights`` (N,) above 0, ``losses`` (M,) of the clients ``indices`` int64 (M,).
 
     Sums to 1. In the log domain, for exp(step_size * loss) may overflow.
     """
-    return _raised(weights.log(), losses, indices, step_size).exp()
+    raised = _raised(weights.log(), losses, indices, step_size).exp()
+    return raised.clamp_min(torch.finfo(raised.dtype).tiny)
 
 
 def aggregation_weights(weights: Tensor, indices: Tensor) -> Tensor:
@@ -45,7 +46,7 @@ def aggregation_weights(weights: Tensor, indices: Tensor) -> Tensor:
 def _raised(log_weights: Tensor, losses: Tensor, indices: Tensor, step_size: float) -> Tensor:
     """log q after one round, normalised over all clients."""
     raised = log_weights.clone()
-    raised[indices] += step_size * losses.to(raised.dtype)
+    raised.index_add_(0, indices, step_size * losses.to(raised.dtype))  # a client may be there twice
     return raised - raised.logsumexp(0)
 
 

@@ -41,6 +41,7 @@ from raysim.methods.fedbn import FedBN
 from raysim.methods.fedbr import FedBR
 from raysim.methods.fedbss import FedBSS
 from raysim.methods.fedbuff import FedBuff
+from raysim.methods.fedcda import FedCDA
 from raysim.methods.fedcm import FedCM
 from raysim.methods.feddecorr import FedDecorr
 from raysim.methods.fedexp import FedExP
@@ -183,6 +184,11 @@ TABLE: dict[str, Row] = {
             "with a large epsilon": Plain(lambda: FedExP(1e9)),
         },
         frozenset({"fedexp.square"}),
+    ),
+    "fedcda": Row(
+        lambda: FedCDA(warmup_rounds=1),
+        {"with a warm-up as long as the run": Plain(FedCDA, run=UNIFORM)},
+        frozenset({"fedcda.loss"}),
     ),
     "inco": Row(InCo, {"without a pair": Plain(InCo, run=UNIFORM)}, model=BLOCKS),
     "local": Row(lambda: LocalTraining(keep_optimizer=True), personal=True, private=True),
@@ -381,6 +387,9 @@ def test_two_methods_run_together_unless_they_own_one_slot(first: str, second: s
 # Methods of which a list may hold one.
 ALTERNATIVES = [
     ["fedavgm", "fedadagrad", "fedadam", "fedyogi", "fedexp"],  # the server's step
+    # FedCDA sets the model itself.
+    *(["fedcda", name] for name in ("fedavgm", "fedadagrad", "fedadam", "fedyogi", "fedexp")),
+    *(["fedcda", name] for name in ("fedbuff", "groupdro", "inco")),
     ["fedbr", "dann"],  # the stages of an iteration
     ["mixup", "fedmix"],  # soft labels and a need for integer ones
     ["moon", "vhl", "fedrs"],  # the model

@@ -697,7 +697,7 @@ class TestFedCM:
         close(fedcm.server_direction(self.x, clients, 0.4, steps, weights), delta / 4)
         close(fedcm.server_direction(self.x, clients, 0.1, 2 * steps, weights), delta / 2)
         close(fedcm.server_direction(self.x, clients, 0.1, steps, 5 * weights), delta)
-        own = (self.x - clients) / (0.1 * steps.unsqueeze(1))
+        own = (self.x - clients) / (0.1 * steps.double().unsqueeze(1))
         close(delta, (own[0] + 2 * own[1] + 3 * own[2]) / 6)
 
 

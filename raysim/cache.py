@@ -1,0 +1,59 @@
+"""Server-side caches of clients' vectors: rows on disk or in memory, with all the room they may need reserved at once.
+
+A cache is one tensor of the rows in use; the reserved room is the storage behind it. So it may lie in `server.state`: a
+checkpoint writes the rows in use, and what it restores is moved into a new room by `settled`. Rows on disk take no
+memory but the page cache; their file has no name, so it is gone with the process, however that ends.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import shutil
+import tempfile
+from typing import Literal, TypeAlias
+
+import torch
+from torch import Tensor
+
+Place: TypeAlias = Literal["disk", "memory"]
+GIB = 2**30
+
+
+def reserve(shape: tuple[int, ...], dtype: torch.dtype, place: Place) -> Tensor:
+    """An empty cache [0, ...] with room for `shape`: a file in the folder for temporary files, or memory.
+
+    Memory is taken when a row is first written, disk at once. Raises ValueError where the disk is too small.
+    """
+    if place == "memory" or not math.prod(shape):
+        return torch.empty(shape, dtype=dtype)[:0]
+    size, folder = math.prod(shape) * dtype.itemsize, tempfile.gettempdir()
+    if size > (free := shutil.disk_usage(folder).free):
+        raise ValueError(
+            f"a cache of {size / GIB:.3g} GiB does not fit into {folder}, where {free / GIB:.3g} GiB are free: "
+            "set TMPDIR to a folder with more room"
+        )
+    handle, path = tempfile.mkstemp(prefix="raysim-cache-", dir=folder)
+    try:
+        if hasattr(os, "posix_fallocate"):  # in a file with holes, a disk that fills up ends the process by a signal
+            os.posix_fallocate(handle, 0, size)
+        room = torch.from_file(path, shared=True, size=math.prod(shape), dtype=dtype)
+    finally:
+        os.close(handle)
+        os.unlink(path)
+    return room.view(shape)[:0]
+
+
+def extended(rows: Tensor, count: int) -> Tensor:
+    """The first `count` rows of the room that `rows` lie in; new ones hold anything."""
+    return rows.as_strided((count, *rows.shape[1:]), rows.stride())
+
+
+def settled(rows: Tensor, capacity: int, place: Place) -> Tensor:
+    """The rows themselves if their room is a reserved one for `capacity` rows, else a copy in a new room."""
+    shape = (capacity, *rows.shape[1:])
+    storage = rows.untyped_storage()
+    roomy = storage.nbytes() >= math.prod(shape) * rows.dtype.itemsize
+    if roomy and (place == "memory" or storage.filename is not None or not math.prod(shape)):
+        return rows
+    return extended(reserve(shape, rows.dtype, place), len(rows)).copy_(rows)

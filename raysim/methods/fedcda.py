@@ -1,0 +1,367 @@
+"""FedCDA: average, over all clients, those of their last K models that lie close to each other.
+
+Wang, Xu, Li, Xu, Li and Zhang, "FedCDA: Federated Learning with Cross-rounds Divergence-aware Aggregation" (ICLR 2024),
+eq. 3, 7 and 8, Algorithm 1. The participants, in random order, are cut into B batches; each batch in turn chooses one
+cached model per client so as to minimise, over the set S of all chosen models and those of absent clients,
+
+    J = mean F_n(w_n) + (L/2) mean |w_n - w_bar|^2          the mean of all selected models is the next x
+
+Choices where the paper is silent
+- A client counts once it has been seen; with fewer than K models it chooses among those it has.
+- F_n is the mean of the batch losses of the last of the local epochs (of a step budget: its last tenth), as it was when
+  the model was trained. Of a client whose iterations never had the task loss it is 0.
+- Warm-up models enter the cache, and the newest is the selected one; x is FedAvg's mean over the participants.
+- Batches are as even as possible, the larger ones first; later batches are not in S yet.
+- Floating buffers belong to their model: same selection, same mean, but they are no part of a norm.
+- What counts is the model, not its change: a stale client contributes its base plus its change. A client that arrives
+  twice in a buffer is one participant with two more models. Weights of other methods do not enter.
+
+The search is bounded: at most LIMIT combinations per batch, each a few additions on a Gram matrix. Besides, an
+aggregation reads one model of every client seen, and all models of its participants: 0.6 s for 100 clients, 10
+participants and 2.3 million parameters on one core.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from raysim.cache import GIB, extended, reserve, settled
+from raysim.errors import Refused
+from raysim.methods.method import Cost, Method, at_least, between
+
+if TYPE_CHECKING:
+    from raysim.messages import Update
+    from raysim.server import Server
+    from raysim.step import Context
+
+LIMIT = 1_000_000  # combinations that a batch may try; their tables take at most 100 MB
+_PART = 1 << 16  # entries of a model that are in float64 at once
+_TIE = 1e-12  # relative difference of objectives below which the first choice counts
+
+
+def divergence(*, models: Tensor) -> Tensor:
+    """Mean squared distance of ``models`` [M, D] to their mean."""
+    return (models - models.mean(0)).square().sum(1).mean()
+
+
+def selection_objective(*, models: Tensor, losses: Tensor, smoothness: float) -> Tensor:
+    """J of a choice: ``models`` [M, D] with ``losses`` [M]."""
+    return losses.mean() + smoothness / 2 * divergence(models=models)
+
+
+def cross_round_aggregate(*, models: Tensor) -> Tensor:
+    """The uniform mean of the selected ``models`` [N, D] -> [D], added up in float64."""
+    chosen = _Chosen(torch.zeros_like(models[0]), models.shape[1])
+    for model in models:
+        chosen.add(model, 0.0)
+    return chosen.mean().to(models.dtype)
+
+
+def select_models(
+    *,
+    candidates: Tensor,
+    candidate_losses: Tensor,
+    num_candidates: Tensor,
+    fixed_models: Tensor,
+    fixed_losses: Tensor,
+    smoothness: float,
+) -> Tensor:
+    """The choice int64 [B] that minimises J over all combinations; of equal ones the lexicographically first.
+
+    ``candidates`` [B, K, D] with ``candidate_losses`` [B, K], newest first, of which the first ``num_candidates`` int64
+    [B] of each client count; ``fixed_models`` [F, D] with ``fixed_losses`` [F] are in the set already (F may be 0).
+    """
+    return greedy_selection(
+        candidates=candidates,
+        candidate_losses=candidate_losses,
+        num_candidates=num_candidates,
+        fixed_models=fixed_models,
+        fixed_losses=fixed_losses,
+        smoothness=smoothness,
+        num_batches=1,
+    )
+
+
+def greedy_selection(
+    *,
+    candidates: Tensor,
+    candidate_losses: Tensor,
+    num_candidates: Tensor,
+    fixed_models: Tensor,
+    fixed_losses: Tensor,
+    smoothness: float,
+    num_batches: int,
+) -> Tensor:
+    """The choices int64 [P] of clients in the given order, in ``num_batches`` batches, each as in ``select_models``."""
+    chosen = _Chosen(candidates[0, 0], candidates.shape[2])
+    for model, loss in zip(fixed_models, fixed_losses.tolist(), strict=True):
+        chosen.add(model, loss)
+    counts = num_candidates.tolist()
+    models = [row[:count].unbind() for row, count in zip(candidates, counts, strict=True)]
+    losses = [row[:count] for row, count in zip(candidate_losses.tolist(), counts, strict=True)]
+    return torch.tensor(chosen.extend(models, losses, smoothness, num_batches))
+
+
+class _Chosen:
+    """The models chosen so far, as sums in float64: their number, losses, differences to a centre, squared norms.
+
+    J is the same around any centre; around one in their midst little of it cancels. Of a model [D] only the first
+    `trained` entries enter norms.
+    """
+
+    def __init__(self, centre: Tensor, trained: int):
+        self.centre, self.trained = centre, trained
+        self.count, self.loss, self.square = 0, 0.0, 0.0
+        self.total = torch.zeros(len(centre), dtype=torch.float64)
+
+    def mean(self) -> Tensor:
+        """[D] float64, relative to the centre."""
+        return self.total / self.count
+
+    def add(self, model: Tensor, loss: float) -> None:
+        """Put a model [D] into the set."""
+        self.count += 1
+        self.loss += loss
+        for part in _parts(0, self.trained):
+            difference = model[part].double() - self.centre[part]
+            self.total[part] += difference
+            self.square += float(difference.dot(difference))
+        for part in _parts(self.trained, len(model)):
+            self.total[part] += model[part].double() - self.centre[part]
+
+    def extend(
+        self,
+        models: Sequence[Sequence[Tensor]],
+        losses: Sequence[Sequence[float]],
+        smoothness: float,
+        batches: int,
+    ) -> list[int]:
+        """Choose one of each client's models, batch by batch, and put it into the set."""
+        choices: list[int] = []
+        for batch in np.array_split(np.arange(len(models)), batches):
+            if not len(batch):
+                continue
+            part = slice(int(batch[0]), int(batch[-1]) + 1)
+            choice = self._search(models[part], losses[part], smoothness)
+            for own, own_losses, index in zip(models[part], losses[part], choice, strict=True):
+                self.add(own[index], own_losses[index])
+            choices += choice
+        return choices
+
+    def _search(
+        self, models: Sequence[Sequence[Tensor]], losses: Sequence[Sequence[float]], smoothness: float
+    ) -> list[int]:
+        """The best of all combinations; they grow client by client, the first client's choice being the slowest."""
+        gram, products = self._gram([model for own in models for model in own])
+        loss, square = (torch.tensor([value], dtype=torch.float64) for value in (self.loss, self.square))
+        norm = self.total[: self.trained].square().sum()[None]  # |sum of S|^2 of each combination so far
+        cross = products[None]  # its products with the candidates of the clients to come
+        for own in losses:
+            many, norms = len(own), gram.diagonal()[: len(own)]
+            loss = (loss[:, None] + torch.tensor(own, dtype=torch.float64)).flatten()
+            square = (square[:, None] + norms).flatten()
+            norm = (norm[:, None] + 2 * cross[:, :many] + norms).flatten()
+            cross = (cross[:, None, many:] + gram[:many, many:]).flatten(0, 1)
+            gram = gram[many:, many:]
+        count = self.count + len(models)
+        objective = loss / count + smoothness / 2 * (square / count - norm / count**2)
+        best = objective.min()
+        first = int((objective <= best + _TIE * best.abs()).nonzero()[0])
+        return [int(index) for index in np.unravel_index(first, [len(own) for own in losses])]
+
+    def _gram(self, rows: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        """Inner products of the models [T, T], and with the sum of the set [T]."""
+        gram, products = torch.zeros(len(rows), len(rows), dtype=torch.float64), torch.zeros(len(rows)).double()
+        for part in _parts(0, self.trained):
+            block = torch.stack([row[part] for row in rows]).double() - self.centre[part]
+            gram.addmm_(block, block.T)
+            products.addmv_(block, self.total[part])
+        return gram, products
+
+
+def _parts(start: int, stop: int) -> Iterator[slice]:
+    for first in range(start, stop, _PART):
+        yield slice(first, min(stop, first + _PART))
+
+
+def _check_search(memory: int, batches: int, participants: int) -> None:
+    """Refuse a search of more than LIMIT combinations, with the number of batches that would do."""
+    if (combinations := memory ** -(-participants // batches)) > LIMIT:
+        most = next(size for size in range(participants) if memory ** (size + 1) > LIMIT)
+        raise Refused(
+            f"method.fedcda.batches={batches} makes {combinations:.2g} combinations of {memory} models of "
+            f"{-(-participants // batches)} clients to try, more than {LIMIT}: set it to {-(-participants // most)}"
+        )
+
+
+def _check_budget(memory: int, budget: float, clients: int, size: int) -> None:
+    """Refuse a cache that may outgrow its budget [GiB], with what would fit; size: bytes of a model."""
+    each = clients * size / GIB
+    if memory * each > budget:
+        less = f"set method.fedcda.memory={int(budget / each)}, or " if budget >= each else "set "
+        raise ValueError(
+            f"method.fedcda.memory={memory} may keep {memory * each:.3g} GiB of models of {clients} clients, more than "
+            f"method.fedcda.budget={budget:g}: {less}method.fedcda.budget={math.ceil(100 * memory * each) / 100:g}"
+        )
+
+
+_SETS = "it makes its own step, and FedCDA sets the model to a mean of cached ones"
+_WEIGHS = "its weights have no part in FedCDA's mean, in which all clients count alike"
+
+
+class FedCDA(Method):
+    """A cache of every client's last models on the server, and the choice among them.
+
+    memory: K. batches: B. smoothness: L. warmup: what the first rounds average, the participants' models ("fedavg") or
+    the newest of every client seen ("selected"). cache: where models are kept; budget: how much they may take, in GiB.
+    """
+
+    name = "fedcda"
+    paper = "Wang et al., ICLR 2024"
+    weighting = "uniform"
+    excludes: ClassVar[Mapping[str, str]] = {
+        **dict.fromkeys(("fedavgm", "fedadagrad", "fedadam", "fedyogi", "fedexp", "fedasync", "fadas"), _SETS),
+        **dict.fromkeys(("fedbuff", "groupdro"), _WEIGHS),
+        "inco": "it changes a mean update, and FedCDA sets the model to a mean of cached ones",
+    }
+
+    def __init__(
+        self,
+        memory: int = 3,
+        batches: int = 3,
+        smoothness: float = 1.0,
+        warmup_rounds: int = 50,
+        warmup: Literal["fedavg", "selected"] = "fedavg",
+        cache: Literal["disk", "memory"] = "disk",
+        budget: float = 8.0,
+    ):
+        self.memory = int(between("method.fedcda.memory", memory, 1, LIMIT))
+        self.batches = int(at_least("method.fedcda.batches", batches, 1))
+        self.smoothness = at_least("method.fedcda.smoothness", smoothness, 0.0)
+        self.warmup_rounds = int(at_least("method.fedcda.warmup_rounds", warmup_rounds, 0))
+        self.warmup, self.cache = warmup, cache
+        self.budget = at_least("method.fedcda.budget", budget, 0.0)
+
+    def cost(self, server: Server, samples: int, trained: float, turn: int) -> Cost:
+        """The loss travels up."""
+        return Cost(up=1)
+
+    def finish(self, ctx: Context) -> None:
+        """F_n. Of epochs that differ in length (FedBSS) the last is taken to have the mean length."""
+        losses = ctx.losses
+        assert losses is not None
+        last = losses[-max(1, len(losses) // (ctx.trainer.local.epochs or 10)) :]
+        ctx.upload["fedcda.loss"] = last.mean(0, keepdim=True) if len(last) else losses.new_zeros(1)
+
+    def start(self, server: Server) -> None:
+        """A row for each client seen so far: its id, models, losses and rounds (a ring), pushes, selected place."""
+        if server.weighting == "samples":
+            raise ValueError(
+                "weighting=samples has no effect on method 'fedcda', in whose means all clients count alike: "
+                "set weighting=uniform"
+            )
+        clients, vector = int(np.count_nonzero(server.counts)), server.vector
+        _check_budget(self.memory, self.budget, clients, vector.nbytes)
+        server.state |= {
+            "fedcda.clients": torch.empty(0, dtype=torch.int64),
+            "fedcda.pushes": torch.empty(0, dtype=torch.int64),
+            "fedcda.selected": torch.empty(0, dtype=torch.int64),
+            "fedcda.losses": torch.empty(0, self.memory, dtype=torch.float64),
+            "fedcda.rounds": torch.empty(0, self.memory, dtype=torch.int64),
+            "fedcda.models": reserve((clients, self.memory, len(vector)), vector.dtype, self.cache),
+        }
+
+    def combine(self, updates: Sequence[Update], weights: Sequence[float], divisor: float, server: Server) -> Tensor:
+        """From x to the mean of the selected models, buffers included."""
+        state, clients = server.state, sorted({update.client for update in updates})
+        _check_search(self.memory, self.batches, len(clients))
+        capacity = int(np.count_nonzero(server.counts))
+        state["fedcda.models"] = settled(state["fedcda.models"], capacity, self.cache)  # it may be a checkpoint's
+        for update in updates:
+            self._push(update, server)
+        warm = server.version < self.warmup_rounds
+        if warm and self.warmup == "fedavg":
+            direction = _mean_movement(updates, server)
+        else:
+            direction = self._select([] if warm else clients, server).to(server.vector.dtype)
+        places = torch.arange(len(state["fedcda.clients"])), state["fedcda.selected"]
+        ages = server.version - state["fedcda.rounds"][places]
+        server.report["fedcda.age"] = float(ages.double().mean())
+        return direction
+
+    def _push(self, update: Update, server: Server) -> None:
+        """Put a model and its loss in the place of the client's oldest; it is the selected one for now."""
+        state = server.state
+        row = _row(state["fedcda.clients"], update.client)
+        if row == len(state["fedcda.clients"]):
+            state["fedcda.models"] = extended(state["fedcda.models"], row + 1)
+            state["fedcda.clients"] = torch.cat([state["fedcda.clients"], torch.tensor([update.client])])
+            for name in ("pushes", "selected", "losses", "rounds"):
+                column = state[f"fedcda.{name}"]
+                state[f"fedcda.{name}"] = torch.cat([column, column.new_zeros(1, *column.shape[1:])])
+        place = int(state["fedcda.pushes"][row]) % self.memory
+        state["fedcda.pushes"][row] += 1
+        state["fedcda.selected"][row] = place
+        state["fedcda.losses"][row, place] = float(update.extras["fedcda.loss"][0])
+        state["fedcda.rounds"][row, place] = server.version
+        base, delta = torch.from_numpy(server.bases[update.version].vector), torch.from_numpy(update.delta)
+        torch.add(base, delta, out=state["fedcda.models"][row, place])
+
+    def _select(self, clients: Sequence[int], server: Server) -> Tensor:
+        """Let these clients choose anew: [layout.shared] float64 from x to the mean of all selected models."""
+        state = server.state
+        models, losses, selected = (state[f"fedcda.{name}"] for name in ("models", "losses", "selected"))
+        rows = [_row(state["fedcda.clients"], client) for client in clients]
+        rows = [rows[index] for index in server.stream("fedcda.batches").permutation(len(rows))]
+        chosen, choosing = _Chosen(server.vector, server.layout.trained), set(rows)
+        for row in range(len(models)):
+            if row not in choosing:
+                place = int(selected[row])
+                chosen.add(models[row, place], float(losses[row, place]))
+        places = [_newest_first(int(state["fedcda.pushes"][row]), self.memory) for row in rows]
+        choices = chosen.extend(
+            [[models[row, place] for place in own] for row, own in zip(rows, places, strict=True)],
+            [[float(losses[row, place]) for place in own] for row, own in zip(rows, places, strict=True)],
+            self.smoothness,
+            self.batches,
+        )
+        for row, own, choice in zip(rows, places, choices, strict=True):
+            selected[row] = own[choice]
+        return chosen.mean()
+
+
+def _row(clients: Tensor, client: int) -> int:
+    """Where a client's row is, or would be."""
+    found = (clients == client).nonzero()
+    return int(found[0]) if len(found) else len(clients)
+
+
+def _newest_first(pushes: int, memory: int) -> list[int]:
+    """The places of a ring that hold something."""
+    return [(pushes - 1 - back) % memory for back in range(min(pushes, memory))]
+
+
+def _mean_movement(updates: Sequence[Update], server: Server) -> Tensor:
+    """FedAvg's direction with equal weights, in its order and groups, to the mean of the participants' models."""
+    movements = []
+    for update in updates:
+        movement = torch.from_numpy(update.delta)
+        if update.version != server.version:
+            movement = movement + (torch.from_numpy(server.bases[update.version].vector) - server.vector)
+        movements.append(movement)
+    groups = [movements[start : start + server.group] for start in range(0, len(updates), server.group)]
+    return _sum([_sum(group) for group in groups]).div_(float(len(updates)))
+
+
+def _sum(tensors: Sequence[Tensor]) -> Tensor:
+    """In their order."""
+    total = tensors[0].clone()
+    for tensor in tensors[1:]:
+        total.add_(tensor)
+    return total
