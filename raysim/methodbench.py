@@ -49,7 +49,7 @@ from raysim.schedule import Synchronous
 from raysim.server import Server
 from raysim.vector import plan_layout
 
-BATCH, STEPS, ROUNDS = 64, 10, 2
+BATCH, STEPS, ROUNDS = 64, 10, 1
 
 # Method and what we promise at most; None where nothing is promised.
 METHODS: Mapping[str, tuple[Callable[[], Method], float | None]] = {
@@ -95,7 +95,7 @@ class Cost:
 
 def step_recipe(*methods: Method) -> Recipe:
     """Two clients of FedBR's RotatedMNIST network on noise of 14 x 14 pixels."""
-    source = Synthetic(shape=[1, 14, 14], samples=4000, test_samples=100, mean=[0.5], std=[0.5])
+    source = Synthetic(shape=[1, 14, 14], samples=1280, test_samples=100, mean=[0.5], std=[0.5])
     data = federate(source, IID(clients=2), 0)
     return Recipe(MnistCnn(), methods, Local(lr=0.01, epochs=None, steps=STEPS, batch=BATCH), data, seed=0)
 

@@ -52,6 +52,7 @@ class Server:
         self.weights: list[float] = []
         self.divided_by = 1.0
         self.combined = vector[:0]  # [layout.trained] the direction before methods mix it
+        self.following = vector[:0]  # [layout.trained] where `apply` may write the next parameters
         self.staleness: list[int] = []  # of each update, at its arrival
         self.bases: Mapping[int, Published] = {}  # base versions of the updates
         self._weighers, self._mixers = owners(methods, "weigh"), owners(methods, "mix")
@@ -138,10 +139,11 @@ class Server:
         for method in self._mixers:
             direction = method.mix(direction, self)
         following = torch.empty_like(self.vector)
+        self.following = following[:trained]
         if self._applier is None:
-            torch.add(self.params, direction, out=following[:trained])
-        else:
-            following[:trained] = self._applier.apply(self.params, direction, self)
+            torch.add(self.params, direction, out=self.following)
+        elif (found := self._applier.apply(self.params, direction, self)) is not self.following:
+            self.following.copy_(found)
         # Buffers are statistics: no server rate or momentum touches them.
         torch.add(self.vector[trained:], buffers, out=following[trained:])
         if len(self.counters):

@@ -128,7 +128,7 @@ class FedExP(Method):
         """x + eta D. What is kept as previous after the first step is x^1 itself, whose mean with x^1 is x^1."""
         eta = self._step_size(server)
         server.report["fedexp.step_size"] = eta
-        following = torch.add(params, direction, alpha=eta)
+        following = torch.add(params, direction, alpha=eta, out=server.following)
         server.state["fedexp.previous"] = params if "fedexp.previous" in server.state else following
         return following
 

@@ -20,6 +20,8 @@ Choices where paper and code disagree or are silent
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -41,9 +43,8 @@ def fedavgm_step(
     nesterov: bool = False,
 ) -> dict[str, Tensor]:
     """One step of server momentum, all [D]: {"params", "momentum_buffer"}; ``delta`` points towards improvement."""
-    buffer = momentum * momentum_buffer + delta
-    direction = delta + momentum * buffer if nesterov else buffer
-    return {"params": params + server_lr * direction, "momentum_buffer": buffer}
+    state = {"momentum_buffer": momentum_buffer.clone()}
+    return {"params": _fedavgm(torch.empty_like(params), params, delta, state, server_lr, momentum, nesterov), **state}
 
 
 def fedadagrad_step(
@@ -57,7 +58,11 @@ def fedadagrad_step(
     tau: float = 1e-3,
 ) -> dict[str, Tensor]:
     """One FedAdagrad step, all [D]: {"params", "first_moment", "second_moment"}."""
-    return _adaptive_step(params, delta, first_moment, second_moment + delta.square(), server_lr, beta1, tau)
+    state = {"first_moment": first_moment.clone(), "second_moment": second_moment.clone()}
+    return {
+        "params": _adaptive(_adagrad, torch.empty_like(params), params, delta, state, server_lr, beta1, tau),
+        **state,
+    }
 
 
 def fedadam_step(
@@ -73,8 +78,11 @@ def fedadam_step(
     step: int | None = None,
 ) -> dict[str, Tensor]:
     """One FedAdam step, as ``fedadagrad_step``; ``step`` (the server's, counted from 1) asks for bias correction."""
-    second = beta2 * second_moment + (1.0 - beta2) * delta.square()
-    return _adaptive_step(params, delta, first_moment, second, server_lr, beta1, tau, beta2, step)
+    state = {"first_moment": first_moment.clone(), "second_moment": second_moment.clone()}
+    return {
+        "params": _adaptive(_adam, torch.empty_like(params), params, delta, state, server_lr, beta1, tau, beta2, step),
+        **state,
+    }
 
 
 def fedyogi_step(
@@ -90,31 +98,73 @@ def fedyogi_step(
     step: int | None = None,
 ) -> dict[str, Tensor]:
     """One FedYogi step, as ``fedadam_step``; v moves by at most (1 - beta2) delta^2."""
-    square = delta.square()
-    second = second_moment - (1.0 - beta2) * square * (second_moment - square).sign()
-    return _adaptive_step(params, delta, first_moment, second, server_lr, beta1, tau, beta2, step)
+    state = {"first_moment": first_moment.clone(), "second_moment": second_moment.clone()}
+    return {
+        "params": _adaptive(_yogi, torch.empty_like(params), params, delta, state, server_lr, beta1, tau, beta2, step),
+        **state,
+    }
 
 
-def _adaptive_step(
+# --- the same, stepping `state` in place; each writes the next params `into` a place, and returns it ------------------
+def _fedavgm(
+    into: Tensor,
     params: Tensor,
     delta: Tensor,
-    first_moment: Tensor,
-    second: Tensor,
+    state: Mapping[str, Tensor],
+    server_lr: float,
+    momentum: float,
+    nesterov: bool,
+) -> Tensor:
+    buffer = state["momentum_buffer"].mul_(momentum).add_(delta)
+    direction = delta + momentum * buffer if nesterov else buffer
+    return torch.add(params, direction, alpha=server_lr, out=into)
+
+
+def _adagrad(second: Tensor, delta: Tensor, beta2: float) -> None:
+    second.addcmul_(delta, delta)
+
+
+def _adam(second: Tensor, delta: Tensor, beta2: float) -> None:
+    second.mul_(beta2).addcmul_(delta, delta, value=1.0 - beta2)
+
+
+def _yogi(second: Tensor, delta: Tensor, beta2: float) -> None:
+    square = delta.square()
+    second.addcmul_(square, (second - square).sign_(), value=beta2 - 1.0)
+
+
+def _adaptive(
+    move: Callable[[Tensor, Tensor, float], None],
+    into: Tensor,
+    params: Tensor,
+    delta: Tensor,
+    state: Mapping[str, Tensor],
     server_lr: float,
     beta1: float,
     tau: float,
     beta2: float = 0.0,
     step: int | None = None,
-) -> dict[str, Tensor]:
-    """What the adaptive rules share: all but ``second``, the new second moment."""
+) -> Tensor:
+    """What the adaptive rules share: all but how the second moment moves."""
     if step is not None:
         server_lr *= math.sqrt(1.0 - beta2**step) / (1.0 - beta1**step)
-    first = beta1 * first_moment + (1.0 - beta1) * delta
-    return {
-        "params": params + server_lr * first / (second.sqrt() + tau),
-        "first_moment": first,
-        "second_moment": second,
-    }
+    first, second = state["first_moment"], state["second_moment"]
+    move(second, delta, beta2)
+    first.lerp_(delta, 1.0 - beta1)
+    return torch.addcdiv(params, first, second.sqrt().add_(tau), value=server_lr, out=into)
+
+
+_BLOCK = 1 << 18  # entries that are stepped at once: all that a rule reads and writes of them stays in the cache
+
+
+def _in_blocks(
+    rule: Callable[..., Tensor], into: Tensor, params: Tensor, delta: Tensor, state: Mapping[str, Tensor]
+) -> Tensor:
+    """The next params, `into` their place; ``state`` is stepped in place. The rules go entry by entry."""
+    for start in range(0, len(params), _BLOCK):
+        part = slice(start, start + _BLOCK)
+        rule(into[part], params[part], delta[part], {key: values[part] for key, values in state.items()})
+    return into
 
 
 class FedAvgM(Method):
@@ -134,16 +184,10 @@ class FedAvgM(Method):
 
     def apply(self, params: Tensor, direction: Tensor, server: Server) -> Tensor:
         """One step of `fedavgm_step`."""
-        after = fedavgm_step(
-            params=params,
-            delta=direction,
-            momentum_buffer=server.state["fedavgm.momentum"],
-            server_lr=self.server_lr,
-            momentum=self.momentum,
-            nesterov=self.nesterov,
+        rule = partial(_fedavgm, server_lr=self.server_lr, momentum=self.momentum, nesterov=self.nesterov)
+        return _in_blocks(
+            rule, server.following, params, direction, {"momentum_buffer": server.state["fedavgm.momentum"]}
         )
-        server.state["fedavgm.momentum"] = after["momentum_buffer"]
-        return after["params"]
 
 
 class _Adaptive(Method):
@@ -169,12 +213,10 @@ class _Adaptive(Method):
     def apply(self, params: Tensor, direction: Tensor, server: Server) -> Tensor:
         """One step of the rule."""
         moments = {key: server.state[f"{self.name}.{key}"] for key in ("first_moment", "second_moment")}
-        after = self._step(params, direction, moments, server.version + 1)
-        for key in moments:
-            server.state[f"{self.name}.{key}"] = after[key]
-        return after["params"]
+        return _in_blocks(self._rule(server.version + 1), server.following, params, direction, moments)
 
-    def _step(self, params: Tensor, delta: Tensor, moments: dict[str, Tensor], step: int) -> dict[str, Tensor]:
+    def _rule(self, step: int) -> Callable[..., Tensor]:
+        """The rule with its settings; step: the server's, counted from 1."""
         raise NotImplementedError
 
 
@@ -186,8 +228,8 @@ class FedAdagrad(_Adaptive):
     def __init__(self, server_lr: float = 0.1, beta1: float = 0.0, tau: float = 1e-3):
         self._check(server_lr, tau, beta1=beta1)
 
-    def _step(self, params: Tensor, delta: Tensor, moments: dict[str, Tensor], step: int) -> dict[str, Tensor]:
-        return fedadagrad_step(params=params, delta=delta, **moments, **vars(self))  # type: ignore[arg-type]
+    def _rule(self, step: int) -> Callable[..., Tensor]:
+        return partial(_adaptive, _adagrad, **vars(self))
 
 
 class _Decaying(_Adaptive):
@@ -214,8 +256,8 @@ class FedAdam(_Decaying):
 
     name = "fedadam"
 
-    def _step(self, params: Tensor, delta: Tensor, moments: dict[str, Tensor], step: int) -> dict[str, Tensor]:
-        return fedadam_step(params=params, delta=delta, **moments, **self._own(step))  # type: ignore[arg-type]
+    def _rule(self, step: int) -> Callable[..., Tensor]:
+        return partial(_adaptive, _adam, **self._own(step))  # type: ignore[arg-type]
 
 
 class FedYogi(_Decaying):
@@ -223,5 +265,5 @@ class FedYogi(_Decaying):
 
     name = "fedyogi"
 
-    def _step(self, params: Tensor, delta: Tensor, moments: dict[str, Tensor], step: int) -> dict[str, Tensor]:
-        return fedyogi_step(params=params, delta=delta, **moments, **self._own(step))  # type: ignore[arg-type]
+    def _rule(self, step: int) -> Callable[..., Tensor]:
+        return partial(_adaptive, _yogi, **self._own(step))  # type: ignore[arg-type]

@@ -21,6 +21,7 @@ Choices where paper and code disagree or are silent
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, ClassVar, Literal
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
 
 GRANULARITIES, ALIGNS = ("kernel", "tensor"), ("always", "conflict")
 _CONVOLUTION = re.compile(r"((?:.*\.)?layer\d+)\.(\d+)\.(conv\d+)\.weight")
+_BLOCK = 1 << 18  # numbers that are mixed at once
 _NORM = re.compile(r"((?:.*\.)?blocks\.\d+)\.norm2\.weight")
 
 
@@ -53,16 +55,19 @@ def cross_layer_gradient(
     """g' of ``target`` g and ``source`` g0, of one shape; "kernel": every [o, i] slice of [O, I, ...] for itself."""
     spatial = target[0, 0].numel() if granularity == "kernel" and target.ndim > 2 else 1
     shape = (-1, spatial) if spatial > 1 else (1, -1)
-    g, g0 = target.reshape(shape), source.reshape(shape)
-    length, length0 = (torch.linalg.vector_norm(each, dim=1, keepdim=True) for each in (g, g0))
-    product = (g * g0).sum(dim=1, keepdim=True)
+    g, g0 = target.reshape(shape), source.reshape(shape).to(target)
+    ones = g.new_ones(g.shape[1], 1)  # a product with it is the fast way to sum rows of nine
+    length, length0, product = (a * b @ ones for a, b in ((g, g), (g0, g0), (g, g0)))
+    length, length0 = length.sqrt_(), length0.sqrt_()
     theta = (product.abs() / (length0.square() + eps)).clamp(max=clamp_max)
     half = (length + length0) / 2
-    mixed: Tensor = (half / (length + eps)) * g + (theta * half / (length0 + eps)) * g0
+    # Spread over their rows first: a product with a column is slow on rows of nine.
+    own, other = (each @ ones.T for each in (half / (length + eps), theta * half / (length0 + eps)))
+    mixed: Tensor = own.mul_(g).addcmul_(other, g0)
     if align == "conflict":
         mixed = torch.where(product < 0, mixed, g)
     if value_clip is not None:
-        mixed = mixed.clamp(-value_clip, value_clip)
+        mixed = mixed.clamp_(-value_clip, value_clip)
     return mixed.reshape(target.shape)
 
 
@@ -134,15 +139,21 @@ class InCo(Method):
         mixed = direction.clone()
         for target, source in pairs.items():
             entry = shared[target]
-            mixed[entry.start : entry.stop].view(entry.shape).copy_(
-                cross_layer_gradient(
-                    target=updates[target],
-                    source=updates[source],
-                    granularity=self.granularity,
-                    align=self.align,
-                    clamp_max=self.clamp_max,
-                    value_clip=self.value_clip,
-                    eps=self.eps,
-                )
-            )
+            # Kernels are mixed one by one: some output channels at a time, so that all stays in the cache.
+            alone = self.granularity == "kernel" and math.prod(entry.shape[2:]) > 1
+            size = max(1, _BLOCK * entry.shape[0] // (entry.stop - entry.start)) if alone else entry.shape[0]
+            parts = (each.split(size) for each in (mixed[entry.start : entry.stop].view(entry.shape), updates[target]))
+            for into, own, other in zip(*parts, updates[source].split(size), strict=True):
+                into.copy_(self._mixed(own, other))
         return mixed
+
+    def _mixed(self, target: Tensor, source: Tensor) -> Tensor:
+        return cross_layer_gradient(
+            target=target,
+            source=source,
+            granularity=self.granularity,
+            align=self.align,
+            clamp_max=self.clamp_max,
+            value_clip=self.value_clip,
+            eps=self.eps,
+        )

@@ -222,7 +222,7 @@ class Method:
         return direction
 
     def apply(self, params: Tensor, direction: Tensor, server: Server) -> Tensor:
-        """Exclusive. The next shared parameters [layout.trained]."""
+        """Exclusive. The next shared parameters [layout.trained], in `server.following` or a tensor of their own."""
         return params + direction
 
     def absorb(self, updates: Sequence[Update], server: Server) -> None:
