@@ -393,7 +393,7 @@ class Coordinator:
             rest.update(key.encode() + np.ascontiguousarray(array).tobytes())
         for name, tensor in sorted(self.server.state.items()):
             rest.update(name.encode())
-            rest.update(tensor.contiguous().numpy())  # as it lies: a cache may be larger than memory
+            rest.update(tensor.contiguous().numpy().data)  # as it lies: a cache may be larger than memory
         if self.settings.folder:
             shared = self.initial.named(self.server.vector, self.server.counters)
             path = Path(self.settings.folder) / "model.safetensors"
