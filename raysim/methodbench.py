@@ -47,6 +47,7 @@ from raysim.models.resnet import ResNet
 from raysim.runtime.inprocess import InProcess
 from raysim.schedule import Synchronous
 from raysim.server import Server
+from raysim.streams import stream
 from raysim.vector import plan_layout
 
 BATCH, STEPS, ROUNDS = 64, 10, 1
@@ -154,7 +155,7 @@ def seconds_per_rule(updates: Sequence[Update], *methods: Method) -> float:
 
 def _updates() -> list[Update]:
     layout = plan_layout({"model": ResNet(18).build((3, 32, 32), 10, 0)})
-    generator = np.random.default_rng(0)
+    generator = stream(0, "bench")
     extras: dict[str, np.ndarray] = {"groupdro.loss": np.ones(1, np.float32), "fedexp.square": np.ones(1)}
     counters = np.ones(layout.shared_counters, np.int64)
     return [

@@ -181,8 +181,19 @@ def test_costs_are_per_participation(tmp_path: Path) -> None:
 
 
 def test_runs_beside_a_paper_without_presets_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(Refused, match="fedbss/table1 has no presets yet"):
-        compare("fedbss/table1", [make(tmp_path / "a", ["method=[]"], rows([0.5]))])
+    with pytest.raises(Refused, match="fraug/table1 has no presets yet"):
+        compare("fraug/table1", [make(tmp_path / "a", ["method=[]"], rows([0.5]))])
+
+
+def test_a_run_of_fedbss_stands_in_the_column_of_its_split_with_its_deviation_over_the_last_ten_rounds(
+    tmp_path: Path,
+) -> None:
+    words = ["experiment=fedbss/fashion_mnist", "method=[]", "partition.alpha=0.3"]
+    run = make(tmp_path / "a", words, rows([0.1, *[0.70] * 5, *[0.72] * 5]))
+    text = compare("fedbss/table1", [run])
+    assert "71.00 ± 1.00" in text
+    assert "experiment=fedbss/fashion_mnist method=[] partition.alpha=0.1" in text, "what is still to be run"
+    assert "experiment=fedbss/fashion_mnist method=[] partition.alpha=0.3" not in text
 
 
 # --- the command ----------------------------------------------------------------------------------------------------

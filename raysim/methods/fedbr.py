@@ -344,14 +344,15 @@ class FedBR(Method):
 
     def _global_features(self, ctx: Context, out: Outputs) -> Tensor:
         """Of the received extractor: once per job where the pseudo-data stay the same in it, else at every step."""
-        received = cast("Classifier", ctx.frozen()["model"])
+        each = self._mixes and self.global_features == "step"
+        if not each and "fedbr.global" in ctx.kept:
+            return ctx.kept["fedbr.global"]
         inputs, _ = self._mixed(ctx, out)
-        compute = functools.partial(inferred, lambda: received.features(inputs))
-        if self._mixes and self.global_features == "step":
-            return out.once("fedbr.global", compute)
-        if "fedbr.global" not in ctx.kept:
-            ctx.kept["fedbr.global"] = compute()
-        return ctx.kept["fedbr.global"]
+        received = cast("Classifier", ctx.frozen()["model"])
+        features = out.once("fedbr.global", lambda: inferred(lambda: received.features(inputs)))
+        if not each:
+            ctx.kept["fedbr.global"] = features
+        return features
 
     def _contrast(self, ctx: Context, out: Outputs, pseudo: Tensor, real: Tensor) -> Tensor:
         """Row j of the pseudo-data meets row j of the batch, modulo its length."""

@@ -129,8 +129,8 @@ def _adam(second: Tensor, delta: Tensor, beta2: float) -> None:
 
 
 def _yogi(second: Tensor, delta: Tensor, beta2: float) -> None:
-    square = delta.square()
-    second.addcmul_(square, (second - square).sign_(), value=beta2 - 1.0)
+    signed = (second - delta.square()).sign_().mul_(delta)
+    second.addcmul_(delta, signed, value=beta2 - 1.0)  # rounds as Adam's does
 
 
 def _adaptive(

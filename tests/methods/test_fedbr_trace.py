@@ -78,7 +78,8 @@ def test_one_step_of_fedbr_follows_the_trace(
     targets = args["pseudo_targets"] and tensor(args["pseudo_targets"])
 
     @functools.wraps(fedbr.pseudo_label_loss)
-    def watched_loss(logits: Tensor) -> Tensor:
+    def watched_loss(logits: Tensor, uniform: None) -> Tensor:
+        assert uniform is None
         pseudo_losses.append(original(logits, targets))
         return pseudo_losses[-1]
 
