@@ -190,6 +190,11 @@ class Trainer:
         for start in range(0, len(rows), size):
             yield self.gather(rows[start : start + size])
 
+    def class_counts(self, client: int) -> Tensor:
+        """See `Context.class_counts`."""
+        rows = torch.from_numpy(self.partition.rows(client)).to(self.labels.device)
+        return torch.bincount(self.labels.index_select(0, rows).cpu(), minlength=self.task.num_classes)
+
     def _batches(self, plan: Plan, client: int, turn: int) -> Iterator[Batch]:
         """The plan's batches; several are gathered and normalised at once."""
         rows = self.partition.rows(client)[plan.positions]

@@ -236,9 +236,10 @@ class Coordinator:
         self._once = sum(array.size for array in constants.values())
         if not constants and not self.settings.probe_every:
             return
-        ref = self.runtime.put(constants)
-        for host in range(self.runtime.hosts):
-            self.runtime.get(self.runtime.call(host, "keep", ref, self._probed())[0])
+        ref, probed = self.runtime.put(constants), self._probed()
+        calls = [self.runtime.call(host, "keep", ref, probed)[0] for host in range(self.runtime.hosts)]
+        for call in calls:
+            self.runtime.get(call)
 
     def _probed(self) -> np.ndarray:
         """Rows of the central test set, as many of each class."""

@@ -24,7 +24,7 @@ from safetensors.numpy import load, save
 
 from raysim.data.partition import Floats, Ints
 from raysim.metrics import Row, known, replace_file
-from raysim.report import LIGHT
+from raysim.report import LIGHT, theme
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -183,13 +183,7 @@ def _figure(path: Path, title: str, size: tuple[float, float]) -> Iterator[Figur
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
-    theme: dict[Any, object] = {
-        "font.size": 11, "axes.titlesize": 11, "axes.labelsize": 11, "lines.linewidth": 1.8, "grid.alpha": 0.15,
-        "axes.spines.top": False, "axes.spines.right": False, "text.color": _INK, "axes.labelcolor": _INK,
-        "axes.edgecolor": _INK, "xtick.color": _INK, "ytick.color": _INK, "grid.color": _INK,
-        "text.parse_math": False, "legend.frameon": False,
-    }  # fmt: skip
-    with matplotlib.rc_context(theme):
+    with matplotlib.rc_context(theme(_INK) | {"axes.titlesize": 11}):
         figure = Figure(figsize=size, dpi=130, layout=ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.1))
         figure.suptitle(textwrap.fill(title, int(9 * size[0])), fontsize=13)
         yield figure

@@ -129,6 +129,7 @@ class Host:
         self._stateful = owners(recipe.methods, "state")
         self._personalisers = owners(recipe.methods, "personalise")
         self._predictor = owner(recipe.methods, "predict")
+        self._singly = any(method.singly for method in recipe.methods)
         self._resident: dict[int, tuple[int, dict[str, Tensor]]] = {}
         self._received: tuple[tuple[int, bool], Tensor, Tensor, dict[str, Tensor]] | None = None
         self._constants: dict[str, Tensor] = {}
@@ -246,10 +247,7 @@ class Host:
                 delta=delta.to("cpu", copy=True).numpy() if keep else None,
                 counters=self._counters(),
                 extras={key: value.cpu().numpy() for key, value in ctx.upload.items()},
-                moves=tuple(
-                    (part.start, part.stop, steps * factor * ctx.rate)
-                    for part, steps, factor in self.trainer.step.movements()
-                ),
+                moves=self._moves(ctx),
                 report=ctx.report,
                 probe=probe,
             )
@@ -259,6 +257,13 @@ class Host:
             text = f"{where}: {type(error).__name__}: {error}"
             blamed = error.method if isinstance(error, NotFinite) else _blame(error)
             return Failure(job.number, job.client, job.version, self.name, blamed, text, traceback.format_exc()), state
+
+    def _moves(self, ctx: Context) -> tuple[tuple[int, int, float], ...]:
+        """For methods that read single updates."""
+        if not self._singly:
+            return ()
+        moved = self.trainer.step.movements()
+        return tuple((part.start, part.stop, steps * factor * ctx.rate) for part, steps, factor in moved)
 
     def _probe(self, ctx: Context) -> Probe:
         """The local model beside the received one on the probed rows, scored in eval mode."""
@@ -277,13 +282,11 @@ class Host:
         each = max(1, PROBE_FEATURES // self.recipe.task.num_classes)
         some = balanced_rows(truth.cpu().numpy(), each, stream(self.recipe.seed, "probe.features"))
         local, base = (torch.cat(column).cpu().float().numpy()[some] for column in zip(*columns, strict=True))
-        seen = np.zeros(self.recipe.task.num_classes, bool)
-        seen[np.unique(self.recipe.data.open().labels[self.recipe.data.partition.train.rows(ctx.client)])] = True
         return Probe(
             client=ctx.client,
             version=ctx.version,
             labels=truth.cpu().numpy()[some],
-            seen=seen,
+            seen=(ctx.class_counts() > 0).numpy(),
             accuracy=float((score.argmax(1) == truth).double().mean()),
             features=local,
             received=base,

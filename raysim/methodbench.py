@@ -84,7 +84,7 @@ COHORT = 10  # updates of ResNet-18, 11 million floats each
 
 
 @dataclass(frozen=True)
-class Cost:
+class Measured:
     """Seconds a step (median over blocks), and its ratios to FedAvg's."""
 
     method: str
@@ -169,7 +169,7 @@ def _beside(run: Callable[..., float], make: Callable[[], Method]) -> tuple[floa
     return run(make()), run()
 
 
-def bench_steps(blocks: int, say: Callable[[str], None]) -> list[Cost]:
+def bench_steps(blocks: int, say: Callable[[str], None]) -> list[Measured]:
     """FedAvg beside each method, in turn, `blocks` times; FedBSS beside the parts that it is made of."""
     seconds_per_step()
     pairs = {name: partial(_beside, seconds_per_step, make) for name, (make, _) in METHODS.items()}
@@ -177,7 +177,7 @@ def bench_steps(blocks: int, say: Callable[[str], None]) -> list[Cost]:
     return _bench({**pairs, "fedbss": fedbss_and_its_parts}, limits | {"fedbss": 1.05}, blocks, say)
 
 
-def bench_rules(blocks: int, say: Callable[[str], None]) -> list[Cost]:
+def bench_rules(blocks: int, say: Callable[[str], None]) -> list[Measured]:
     """The weighted mean beside each rule of the server, in turn, `blocks` times."""
     rule = partial(seconds_per_rule, _updates())
     pairs = {name: partial(_beside, rule, make) for name, (make, _) in RULES.items()}
@@ -189,7 +189,7 @@ def _bench(
     limits: Mapping[str, float | None],
     blocks: int,
     say: Callable[[str], None],
-) -> list[Cost]:
+) -> list[Measured]:
     pairs: dict[str, list[tuple[float, float]]] = {name: [] for name in timed}
     for block in range(blocks):
         for name, pair in timed.items():
@@ -199,5 +199,5 @@ def _bench(
     for name, found in pairs.items():
         ratios = tuple(own / other for own, other in found)
         seconds = statistics.median(own for own, _ in found)
-        results.append(Cost(name, seconds, statistics.median(ratios), ratios, limits[name]))
+        results.append(Measured(name, seconds, statistics.median(ratios), ratios, limits[name]))
     return results

@@ -330,21 +330,28 @@ def _panel(
     ax.xaxis.set_major_locator(MaxNLocator(5, integer=title == "round"))
 
 
+def theme(ink: str) -> dict[Any, object]:
+    """What all of our figures look like, for `matplotlib.rc_context`."""
+    return {
+        "font.size": 11, "axes.labelsize": 11, "lines.linewidth": 1.8, "grid.alpha": 0.15,
+        "axes.spines.top": False, "axes.spines.right": False, "text.color": ink, "axes.labelcolor": ink,
+        "axes.edgecolor": ink, "xtick.color": ink, "ytick.color": ink, "grid.color": ink, "text.parse_math": False,
+        "legend.frameon": False,
+    }  # fmt: skip
+
+
 def _draw(curves: Sequence[Curve], title: str, ylabel: str, *, dark: bool = False) -> bytes:
     """A PNG of 1300 x 1000 pixels or taller: the same curves against rounds, floats, virtual time and wall time."""
     import matplotlib
     from matplotlib.figure import Figure
 
     ink, paper = ("#e6e8ea", "#16191d") if dark else ("#22262a", "#ffffff")
-    theme: dict[Any, object] = {
-        "font.size": 11, "axes.labelsize": 11, "lines.linewidth": 1.8, "axes.grid": True, "grid.alpha": 0.15,
-        "axes.spines.top": False, "axes.spines.right": False, "text.color": ink, "axes.labelcolor": ink,
-        "axes.edgecolor": ink, "xtick.color": ink, "ytick.color": ink, "grid.color": ink, "text.parse_math": False,
-        "figure.facecolor": paper, "axes.facecolor": paper, "savefig.facecolor": paper, "legend.frameon": False,
-    }  # fmt: skip
+    on_paper: dict[Any, object] = {"axes.grid": True} | dict.fromkeys(
+        ("figure.facecolor", "axes.facecolor", "savefig.facecolor"), paper
+    )
     names = [textwrap.shorten(curve.label, 100, placeholder=" …") for curve in curves]
     across = max(1, min(len(curves), 110 // (max(map(len, names), default=0) + 8)))
-    with matplotlib.rc_context(theme):
+    with matplotlib.rc_context(theme(ink) | on_paper):
         figure = Figure(figsize=(10, 7.2 + 0.24 * math.ceil(len(curves) / across)), dpi=130, layout="constrained")
         panels = list(figure.subplots(2, 2, sharey=True).flat)
         for ax, axis in zip(panels, AXES, strict=True):

@@ -130,10 +130,10 @@ class Session:
         title, probes = self.experiment.title, load_probes(found[-1])
         paths = [self.folder / f"{name}.png" for name in ("bias", "features", "outputs")]
         last = f"{title}, round {int(found[-1].stem.removeprefix('round-'))}"
-        draw_bias(self.rows, paths[0], title)
+        drawn = draw_bias(self.rows, paths[0], title)
         draw_features(probes, paths[1], last)
         draw_outputs(probes, paths[2], last)
-        return paths
+        return paths if drawn else paths[1:]
 
     def _stop(self, status: str) -> None:
         write_history(self.rows, self.folder / "history.parquet")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, cast
+from typing import TYPE_CHECKING, Literal, TypeVar, cast
 
 import numpy as np
 import torch
@@ -19,6 +19,9 @@ from raysim.vector import Vector
 if TYPE_CHECKING:
     from raysim.client import Plan, Trainer
     from raysim.models import Classifier
+
+
+T = TypeVar("T")
 
 
 @dataclass(slots=True)
@@ -95,6 +98,10 @@ class Context:
         """Normalised inputs and labels of the client's own training samples, in order, unaugmented, in batches."""
         return self.trainer.own(self.client)
 
+    def class_counts(self) -> Tensor:
+        """The client's training samples of each class of the data: int64 [C], on the CPU."""
+        return self.trainer.class_counts(self.client)
+
     @contextmanager
     def statistics_kept(self) -> Iterator[None]:
         """Forward passes inside normalise with their own batch but leave running statistics alone."""
@@ -117,25 +124,18 @@ def inferred(compute: Callable[[], Tensor]) -> Tensor:
 class Outputs:
     """What the model makes of a batch, each computed at most once however many methods ask."""
 
-    __slots__ = ("_groups", "_kept", "_more", "batch", "ctx")
+    __slots__ = ("_kept", "_more", "batch", "ctx")
 
     def __init__(self, ctx: Context, batch: Batch, more: Mapping[str, Tensor] | None = None):
         self.ctx, self.batch, self._more = ctx, batch, more
-        self._kept: dict[str, Tensor] = {}
-        self._groups: dict[str, dict[str, Tensor]] = {}
+        self._kept: dict[str, object] = {}
 
-    def once_each(self, name: str, compute: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
-        """The same for several tensors that are made together."""
-        if name not in self._groups:
-            self._groups[name] = compute()
-        return self._groups[name]
-
-    def once(self, name: str, compute: Callable[[], Tensor]) -> Tensor:
+    def once(self, name: str, compute: Callable[[], T]) -> T:
         """The value of that name, computed on first demand and kept for the rest of the iteration."""
         value = self._kept.get(name)
         if value is None:
             value = self._kept[name] = compute()
-        return value
+        return cast(T, value)
 
     @property
     def features(self) -> Tensor:
@@ -153,12 +153,12 @@ class Outputs:
     def rows(self, name: str) -> Tensor:
         """[R, F] features of what the method of that name added with `rows`, out of the same forward pass."""
         _ = self.features
-        return self._kept[f"rows.{name}"]
+        return cast(Tensor, self._kept[f"rows.{name}"])
 
     @property
     def logits(self) -> Tensor:
         """[B, C] raw logits of the model in training."""
-        return self.once("logits", lambda: self.ctx.model.head(self.features))
+        return self.once("logits", lambda: cast(Tensor, self.ctx.model.head(self.features)))
 
     @property
     def base_features(self) -> Tensor:

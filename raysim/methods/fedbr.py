@@ -328,7 +328,7 @@ class FedBR(Method):
         base = ctx.kept[PSEUDO] if self.fresh else ctx.published[PSEUDO]
         if not self._mixes:
             return base, None
-        mixed = out.once_each("fedbr.mixed", lambda: self._mix(ctx, base, out.batch))
+        mixed = out.once("fedbr.mixed", lambda: self._mix(ctx, base, out.batch))
         return mixed["inputs"], mixed["targets"]
 
     def _mix(self, ctx: Context, base: Tensor, batch: Batch) -> dict[str, Tensor]:

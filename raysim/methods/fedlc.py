@@ -76,13 +76,6 @@ def calibrated_cross_entropy(
     return others_loss(calibrated, labels, margins.isfinite().sum() > 1)
 
 
-def own_class_counts(ctx: Context) -> Tensor:
-    """The client's training samples of each class of the data: int64 [C], on the CPU."""
-    labels = ctx.trainer.labels
-    rows = torch.from_numpy(ctx.trainer.partition.rows(ctx.client)).to(labels.device)
-    return torch.bincount(labels.index_select(0, rows).cpu(), minlength=ctx.trainer.task.num_classes)
-
-
 class FedLC(Method):
     """tau scales the margins. Replaces the loss, for "others" is no cross-entropy; terms read the raw logits."""
 
@@ -97,7 +90,7 @@ class FedLC(Method):
 
     def receive(self, ctx: Context) -> None:
         """Once per job, for the counts are a matter of microseconds: what is subtracted, [outputs of the model]."""
-        counts = own_class_counts(ctx)
+        counts = ctx.class_counts()
         margins = calibration_margins(class_counts=counts, tau=self.tau, count_floor=self.count_floor)
         margins = F.pad(margins, (0, ctx.num_classes - len(margins)))
         data = ctx.vector.data

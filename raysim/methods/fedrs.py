@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Literal, cast
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from raysim.methods.fedlc import own_class_counts
 from raysim.methods.method import Method, Task, between
 from raysim.models.classifier import Classifier, one_of
 
@@ -63,7 +62,7 @@ class FedRS(Method):
 
     def receive(self, ctx: Context) -> None:
         """The client's scales, [outputs of the model]."""
-        scales = class_scales(class_counts=own_class_counts(ctx), alpha=self.alpha, kind=self.kind)
+        scales = class_scales(class_counts=ctx.class_counts(), alpha=self.alpha, kind=self.kind)
         padded = F.pad(scales, (0, ctx.num_classes - len(scales)), value=1.0)
         ctx.kept["fedrs.scales"] = padded.to(ctx.vector.data)
 

@@ -88,7 +88,7 @@ class Method:
     weighting: ClassVar[str] = "samples"  # the raw weights it asks for, unless the configuration names others
     excludes: ClassVar[Mapping[str, str]] = {}  # other method -> why the two do not combine
     targets: ClassVar[Literal["any", "soft", "integer"]] = "any"  # "soft": makes them soft; "integer": needs labels
-    singly: ClassVar[bool] = False  # whether its `absorb` reads the deltas of single updates
+    singly: ClassVar[bool] = False  # whether its `absorb` reads `delta` and `moves` of single updates
 
     def __repr__(self) -> str:
         return f"{self.name}({', '.join(f'{key}={value!r}' for key, value in parameters(self).items())})"
