@@ -93,6 +93,11 @@ class Coordinator:
         )
         self.eligible = np.flatnonzero(self.counts)
         check_concurrency(schedule, self.counts)
+        if settings.probe_every and not len(recipe.data.central):
+            raise ValueError(
+                f"evaluate.probe={settings.probe_every} looks at local models on the central test set, of which the "
+                "data has none: set evaluate.probe=0"
+            )
         stays = self.layout.personal > 0 or self.layout.total_counters > self.layout.shared_counters
         self.personal = stays or bool(owners(recipe.methods, "personalise"))  # whether every client has its own model
         self.stateful = stays or bool(owners(recipe.methods, "state"))

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from studies import coordinate, recipe, sized
 
 from raysim import diagnostics
 from raysim.diagnostics import Probe
@@ -294,3 +295,8 @@ def test_a_history_without_probes_draws_no_bias(tmp_path: Path) -> None:
     assert not diagnostics.draw_bias(rows, tmp_path / "bias.png", "bias")
     assert not diagnostics.draw_bias([], tmp_path / "bias.png", "bias")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_probes_without_a_central_test_set_are_refused_before_anything_is_trained() -> None:
+    with pytest.raises(ValueError, match=r"evaluate.probe=1 .* set evaluate.probe=0"):
+        coordinate(recipe(data=sized([5] * 4)), probe_every=1)
