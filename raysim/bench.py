@@ -22,6 +22,7 @@ from raysim.coordinator import Coordinator, Settings
 from raysim.data.federated import federate
 from raysim.data.partition import DirichletClient
 from raysim.data.sources import FashionMnist, Source, Synthetic
+from raysim.evaluation import Evaluation
 from raysim.events import Finished, Round
 from raysim.fleet import Ideal
 from raysim.host import Recipe
@@ -179,7 +180,7 @@ class Bare:
 
 # --- raysim --------------------------------------------------------------------------------------------------------
 def _rounds(recipe: Recipe, work: Workload, runtime: Any, count: int) -> float:
-    settings = Settings(rounds=count + _SKIP, evaluate_every=10**9)
+    settings = Settings(rounds=count + _SKIP, evaluation=Evaluation(every=10**9))
     stamps = []
     for event in Coordinator(recipe, Synchronous(work.cohort), Ideal(), runtime, settings).run():
         if isinstance(event, Round):

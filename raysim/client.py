@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from raysim.data.batches import Pipeline
 from raysim.data.partition import CSR
 from raysim.messages import Job
-from raysim.methods.method import Method, Stage, Task, at_least, owner, owners
+from raysim.methods.method import Finetune, Method, Stage, Task, at_least, owner, owners
 from raysim.models.classifier import is_stochastic
 from raysim.step import Batch, Context, Optimizer, Step
 from raysim.streams import stream, torch_seed
@@ -140,6 +140,26 @@ class Contribution:
         return self._samples[1]
 
 
+@dataclass(frozen=True)
+class Own:
+    """What a method's `personalise` sees of a client.
+
+    state: its accepted private state (the initial one if it never trained). extras: what `broadcast` has for it at the
+    scored version.
+    """
+
+    client: int
+    vector: Vector
+    state: Mapping[str, Tensor]
+    extras: Mapping[str, Tensor]
+    trainer: Trainer
+    trained: bool
+
+    def data(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """As `Context.data`."""
+        return self.trainer.own(self.client)
+
+
 class Trainer:
     """The networks, the data and the loop of one host; trains one client after another.
 
@@ -161,6 +181,7 @@ class Trainer:
         self.task, self.vector, self.methods, self.local, self.seed = task, vector, methods, local, seed
         self.images, self.labels, self.partition, self.pipeline = images, labels, partition, pipeline
         self.step = Step(vector, methods, local.settings(), local.clip)
+        self.tuner = Step(vector, (), local.settings(), local.clip)
         self.selector = owner(methods, "select")
         self.stager = owner(methods, "stages")
         self.drawers = owners(methods, "draws")
@@ -195,10 +216,10 @@ class Trainer:
         rows = torch.from_numpy(self.partition.rows(client)).to(self.labels.device)
         return torch.bincount(self.labels.index_select(0, rows).cpu(), minlength=self.task.num_classes)
 
-    def _batches(self, plan: Plan, client: int, turn: int) -> Iterator[Batch]:
+    def _batches(self, plan: Plan, client: int, turn: int, purpose: str = "augment") -> Iterator[Batch]:
         """The plan's batches; several are gathered and normalised at once."""
         rows = self.partition.rows(client)[plan.positions]
-        generator = stream(self.seed, "augment", client, turn) if self.pipeline.augment else None
+        generator = stream(self.seed, purpose, client, turn) if self.pipeline.augment else None
         start = first = 0
         while first < plan.steps:
             last, stop = first, start
@@ -341,6 +362,25 @@ class Trainer:
             ctx.state["personal"] = self.vector.personal.clone()
             ctx.state["personal.counters"] = self.vector.counters[len(counters) :].clone()
         return ctx
+
+    def adapt(self, client: int, version: int, how: Finetune) -> None:
+        """Fine-tune what lies in the vector on the client's samples: cross-entropy alone, on streams of its own."""
+        samples = len(self.partition.rows(client))
+        if not samples:
+            return
+        local = replace(self.local, epochs=how.epochs, steps=None)
+        order = stream(self.seed, "finetune", client, version)
+        plan = make_plan(local, samples, [np.arange(samples)] * how.epochs, order, self.batchnorm)
+        if self.stochastic:
+            torch.manual_seed(torch_seed(self.seed, "finetune.torch", client, version))
+        rate = self.local.lr * self.local.lr_decay**version
+        base = self.vector.shared
+        ctx = Context(self, self.seed, client, 0, version, samples, rate, self.vector, base, {}, {}, {}, plan=plan)
+        stage = Stage("finetune", ("model.head",), modes={"model": False}) if how.head else Stage("finetune")
+        self.training(True)
+        self.tuner.begin()
+        for batch in self._batches(plan, client, version, "finetune.augment"):
+            self.tuner(ctx, batch, (stage,))
 
     def _plan(self, ctx: Context) -> Plan:
         if self.selector is not None:

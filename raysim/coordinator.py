@@ -20,10 +20,11 @@ from safetensors.torch import save_file
 from raysim import checkpoint
 from raysim.diagnostics import Probe, balanced_rows, summarise_probes
 from raysim.dispatch import Dispatcher, Flight, Ref, Runtime
+from raysim.evaluation import Evaluation, Evaluator, Scoring
 from raysim.events import Event, Finished, Round, Row, Saved, Started, TooManyFailures
 from raysim.fleet import Fleet
 from raysim.host import Recipe, build_networks, settle
-from raysim.messages import Failure, Job, Published, Report, Task, Update
+from raysim.messages import Failure, Job, Published, Update
 from raysim.methods.method import owners
 from raysim.metrics import peak_memory
 from raysim.schedule import Aggregate, Dispatch, Schedule, View
@@ -39,10 +40,7 @@ class Settings:
     rounds: int
     weighting: Weighting | None = None  # None: by samples, unless a method asks for uniform
     group: int = 5
-    evaluate_every: int = 1
-    evaluate_clients: int | None = None  # None: all
-    probe_every: int = 0  # versions whose clients' local models are probed before they are averaged; 0: none
-    probe_rows: int = 1000  # of the central test set, as many of each class
+    evaluation: Evaluation = field(default_factory=Evaluation)
     checkpoint_every: int = 0  # 0: none
     tolerate: float = 0.1  # share of an aggregation's clients that may fail
     folder: str = ""  # where model and checkpoints go; "": nowhere
@@ -56,8 +54,7 @@ class _Pending:
     row: Row
     failures: tuple[Failure, ...]
     probes: tuple[Probe, ...]
-    reports: list[Ref] = field(default_factory=list)
-    clients: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
+    scoring: list[Scoring] = field(default_factory=list)
 
 
 def check_concurrency(schedule: Schedule, counts: np.ndarray) -> None:
@@ -93,15 +90,16 @@ class Coordinator:
         )
         self.eligible = np.flatnonzero(self.counts)
         check_concurrency(schedule, self.counts)
-        if settings.probe_every and not len(recipe.data.central):
+        if settings.evaluation.probe and not len(recipe.data.central):
             raise ValueError(
-                f"evaluate.probe={settings.probe_every} looks at local models on the central test set, of which the "
-                "data has none: set evaluate.probe=0"
+                f"evaluate.probe={settings.evaluation.probe} looks at local models on the central test set, of "
+                "which the data has none: set evaluate.probe=0"
             )
         stays = self.layout.personal > 0 or self.layout.total_counters > self.layout.shared_counters
-        self.personal = stays or bool(owners(recipe.methods, "personalise"))  # whether every client has its own model
         self.stateful = stays or bool(owners(recipe.methods, "state"))
+        self.pooled = any(method.pools for method in recipe.methods)
         self.dispatcher = Dispatcher(runtime, settings.group, self.stateful, self.layout.shared)
+        self.evaluator = Evaluator(recipe, self.layout, runtime, self.dispatcher, settings.evaluation, settings.rounds)
         self._costers = owners(recipe.methods, "cost")
         self._broadcasters = owners(recipe.methods, "broadcast")
 
@@ -135,7 +133,8 @@ class Coordinator:
         while self.server.version < self.settings.rounds:
             taken = self._look_ahead()
             refs = {version: ref for version, (_, ref) in self._published.items()}
-            self.dispatcher.submit(taken, list(self.flights.values()), refs, self.server.summable)
+            summable = self.server.summable and not self.evaluator.asked.decomposes(self.server.version + 1)
+            self.dispatcher.submit(taken, list(self.flights.values()), refs, summable)
             yield from self._report()
             pending = self._aggregate(taken)
             self._publish()
@@ -191,7 +190,7 @@ class Coordinator:
                 state=self._latest.get(client, -1) if self.stateful else -1,
                 weight=self.server.weight(client),
                 extras=extras,
-                probe=bool(every := self.settings.probe_every) and (self.server.version + 1) % every == 0,
+                probe=self.settings.evaluation.probes(self.server.version + 1),
             )
             self.number += 1
             self._latest[client] = job.number
@@ -239,7 +238,7 @@ class Coordinator:
             for key, value in method.constants(self.server).items()
         }
         self._once = sum(array.size for array in constants.values())
-        if not constants and not self.settings.probe_every:
+        if not constants and not self.settings.evaluation.probe:
             return
         ref, probed = self.runtime.put(constants), self._probed()
         calls = [self.runtime.call(host, "keep", ref, probed)[0] for host in range(self.runtime.hosts)]
@@ -248,7 +247,7 @@ class Coordinator:
 
     def _probed(self) -> np.ndarray:
         """Rows of the central test set, as many of each class."""
-        central, rows = self.recipe.data.central, self.settings.probe_rows
+        central, rows = self.recipe.data.central, self.settings.evaluation.probe_rows
         labels = self.recipe.data.open().labels[central]
         each = max(1, rows // max(1, len(np.unique(labels))))
         return central[balanced_rows(labels, each, stream(self.recipe.seed, "probe"))]
@@ -274,13 +273,16 @@ class Coordinator:
         self.server.step(updates, sums, [flight.staleness for flight in flights], bases)
         self.dispatcher.accept(flights)
         present = [update for update in updates if update is not None]
+        scoring = []
+        if present and self.evaluator.asked.decomposes(self.server.version):
+            scoring.append(self.evaluator.decompose(present, bases, self.server.published()))
         losses = [update.loss for update in present if np.isfinite(update.loss)]
         row: Row = {
             "round": self.server.version,
             "virtual_seconds": self.now,
             "wall_seconds": self.wall + time.monotonic() - self._since,
-            "floats_down": self.floats["down"],
-            "floats_up": self.floats["up"],
+            "floats_down": None if self.pooled else self.floats["down"],
+            "floats_up": None if self.pooled else self.floats["up"],
             "train_loss": float(np.mean(losses)) if losses else None,
             "accuracy": None,
             "accuracy_worst": None,
@@ -299,7 +301,7 @@ class Coordinator:
         probes = tuple(update.probe for update in present if update.probe is not None)
         if probes:
             row |= summarise_probes(probes)
-        return _Pending(row, failures, probes)
+        return _Pending(row, failures, probes, scoring)
 
     def _too_many(self, failures: tuple[Failure, ...], flights: Sequence[Flight]) -> TooManyFailures:
         share = len(failures) / len(flights)
@@ -319,77 +321,23 @@ class Coordinator:
     def _evaluate(self, pending: _Pending) -> None:
         """Start scoring the current version; hosts do it before they train the next."""
         self._pending.append(pending)
-        version, every = self.server.version, self.settings.evaluate_every
-        if version % every and version != self.settings.rounds:
+        version = self.server.version
+        if not self.evaluator.asked.evaluates(version, self.settings.rounds):
             return
         published, ref = self._published[version]
         if (scored := self.server.scored()) is not self.server.vector:
-            published = Published(version, scored.numpy(), self.server.counters.numpy(), scored=True)
+            published = Published(version, scored.numpy(), self.server.counters.numpy(), mark="scored")
             ref = self.runtime.put(published)
-        tests = self.recipe.data.partition.test
-        clients = np.flatnonzero(tests.counts)
-        if (some := self.settings.evaluate_clients) is not None and some < len(clients):
-            clients = np.sort(self.server.stream("evaluate").choice(clients, size=some, replace=False))
-        pending.clients = clients
-        size = self.recipe.score_batch
-        central = self.recipe.data.central if not self.personal else np.empty(0, np.int64)
-        if self.personal:
-            tasks = [
-                Task(c, tests.rows(c), self.dispatcher.accepted.get(c, -1), self._extras(c)) for c in clients.tolist()
-            ]
-        else:  # one model for all: whole batches across clients
-            own = np.concatenate([tests.rows(c) for c in clients.tolist()]) if len(clients) else np.empty(0, np.int64)
-            tasks = [Task(-1, rows[i : i + size]) for rows in (own, central) for i in range(0, len(rows), size)]
-        self._score(tasks, ref, pending)
-
-    def _score(self, tasks: Sequence[Task], published: Ref, pending: _Pending) -> None:
-        shares: dict[int, list[Task]] = {}
-        for index, task in enumerate(tasks):
-            host = self.dispatcher.held.get(task.client, (index * self.runtime.hosts // len(tasks), 0))[0]
-            shares.setdefault(host, []).append(task)
-        for host, own in sorted(shares.items()):
-            states = [self.dispatcher.state_for(t.client, t.state, host) for t in own] if self.personal else []
-            pending.reports.append(self.runtime.call(host, "evaluate", own, published, *states)[0])
+        pending.scoring.append(self.evaluator.score(self.server, ref, self._extras))
 
     def _report(self) -> Iterator[Round]:
         """Complete the rows of scored rounds."""
         for pending in self._pending:
-            reports: list[Report] = [report for ref in pending.reports for report in self.runtime.get(ref)]
-            if reports:
-                pending.row |= self._scores(reports, pending.clients)
+            for scoring in pending.scoring:
+                pending.row |= self.evaluator.columns(scoring)
             self.rows.append(pending.row)
             yield Round(pending.row, pending.failures, pending.probes)
         self._pending = []
-
-    def _scores(self, reports: list[Report], clients: np.ndarray) -> Row:
-        """Accuracies per client, and on the central test set."""
-        tests = self.recipe.data.partition.test
-        if self.personal:
-            own = np.array([r.correct.mean() for r in sorted(reports, key=lambda report: report.client)])
-            correct = losses = np.empty(0)
-        else:
-            hits = np.concatenate([report.correct for report in reports])
-            ends = np.cumsum(tests.counts[clients], dtype=np.int64)
-            local, correct = np.split(hits, [ends[-1] if len(ends) else 0])
-            own = np.array([part.mean() for part in np.split(local, ends[:-1])]) if len(clients) else np.empty(0)
-            losses = np.concatenate([report.losses for report in reports])[len(local) :]
-        return {
-            **self._by_domain(correct),
-            "accuracy": float(own.mean()) if len(own) else None,
-            "accuracy_worst": float(own.min()) if len(own) else None,
-            "accuracy_global": float(correct.mean()) if len(correct) else None,
-            "loss_global": float(losses.mean(dtype=np.float64)) if len(losses) else None,
-        }
-
-    def _by_domain(self, correct: np.ndarray) -> Row:
-        """The lowest accuracy over the domains (or angles) of the central test set, where it has several."""
-        if not len(correct):
-            return {}
-        domains = self.recipe.data.open().domains[self.recipe.data.central]
-        present = np.unique(domains)
-        if len(present) < 2:
-            return {}
-        return {"accuracy_worst_domain": float(min(correct[domains == domain].mean() for domain in present))}
 
     # --- the end, and what a run is --------------------------------------------------------------------------------
     def _finish(self) -> Finished:

@@ -14,13 +14,15 @@ from contextlib import closing
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from omegaconf import DictConfig
 
 from raysim.building import TARGET, build as build_object, resolve, shown
+from raysim.client import Local
 from raysim.config import Node, compose, groups, load_yaml, plain, to_yaml
 from raysim.coordinator import Settings, check_concurrency
-from raysim.data.federated import FederatedData, federate
+from raysim.data.federated import FederatedData, federate, pooled
 from raysim.data.partition import Partitioner
 from raysim.data.sources import Source
 from raysim.errors import Refused, instead, refusing
@@ -32,7 +34,7 @@ from raysim.methods.method import Method, check_composition
 from raysim.metrics import replace_file
 from raysim.models import ModelRecipe
 from raysim.plan import plan, slots
-from raysim.schedule import Schedule
+from raysim.schedule import Schedule, Synchronous
 from raysim.server import asked_weighting
 from raysim.session import Session, finished, say
 from raysim.study import Experiment, Interrupted, Result, Study
@@ -137,22 +139,38 @@ def build(config: DictConfig | Mapping[str, Any] | Sequence[str] = (), allow: Se
         weighting = study.weighting or asked_weighting(methods)
         node = {**node, "device": device, "weighting": weighting}
         data = federate(_object(node, "data", allow), _object(node, "partition", allow), study.seed)
-        recipe = Recipe(model, methods, study.local, data, study.seed, device, study.runtime.threads)
+        local = study.local
+        if any(method.pools for method in methods):
+            data, schedule, local = _pooled(data, schedule, local)
+        recipe = Recipe(model, methods, local, data, study.seed, device, study.runtime.threads)
         check_concurrency(schedule, data.partition.train.counts)
         networks, _ = build_networks(recipe)
-        warnings = tuple(text for method in methods for text in method.check(recipe.task, study.local, networks))
+        warnings = tuple(text for method in methods for text in method.check(recipe.task, local, networks))
     settings = Settings(
         rounds=study.rounds,
         weighting=weighting,
         group=study.summation,
-        evaluate_every=study.evaluate.every,
-        evaluate_clients=None if study.evaluate.clients == "all" else study.evaluate.clients,
-        probe_every=study.evaluate.probe,
-        probe_rows=study.evaluate.probe_rows,
+        evaluation=study.evaluate,
         checkpoint_every=study.checkpoint.every,
         tolerate=study.faults.tolerate,
     )
     return Experiment(node, study, recipe, schedule, fleet, settings, warnings)
+
+
+def _pooled(data: FederatedData, schedule: Schedule, local: Local) -> tuple[FederatedData, Schedule, Local]:
+    """One model on all clients' samples: each round processes as many as the cohort of a federated run on average."""
+    if not isinstance(schedule, Synchronous):
+        raise Refused("method 'centralized' trains one model, of which nothing can be late: set schedule=synchronous")
+    check_concurrency(schedule, data.partition.train.counts)
+    share = schedule.cohort / np.count_nonzero(data.partition.train.counts)
+    if local.steps is not None:
+        local = replace(local, steps=local.steps * schedule.cohort)
+    elif local.epochs is not None and not float(local.epochs * share).is_integer():
+        samples = len(data.partition.train.indices)
+        local = replace(local, epochs=None, steps=max(1, round(local.epochs * share * samples / local.batch)))
+    elif local.epochs is not None:
+        local = replace(local, epochs=int(local.epochs * share))
+    return pooled(data), Synchronous(1), local
 
 
 # --- the run --------------------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from raysim.client import Local, Trainer, initial_personal, load
+from raysim.client import Local, Own, Trainer, initial_personal, load
 from raysim.data.federated import FederatedData
 from raysim.diagnostics import Probe, balanced_rows
 from raysim.messages import Arrays, Failure, Job, Outcome, Published, Report, Sum, Task as Score, Trained, Update
@@ -131,7 +131,7 @@ class Host:
         self._predictor = owner(recipe.methods, "predict")
         self._singly = any(method.singly for method in recipe.methods)
         self._resident: dict[int, tuple[int, dict[str, Tensor]]] = {}
-        self._received: tuple[tuple[int, bool], Tensor, Tensor, dict[str, Tensor]] | None = None
+        self._received: tuple[tuple[int, str], Tensor, Tensor, dict[str, Tensor]] | None = None
         self._constants: dict[str, Tensor] = {}
         self._probed = np.empty(0, np.int64)
 
@@ -187,7 +187,7 @@ class Host:
 
     def _receive(self, published: Published) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         """The broadcast as tensors on the device; on a CPU views of the very array that was published."""
-        key = (published.version, published.scored)
+        key = (published.version, published.mark)
         if self._received is None or self._received[0] != key or self.device.type == "cpu":
             extras = {key: torch.from_numpy(value).to(self.device) for key, value in published.extras.items()}
             extras |= self._constants
@@ -319,21 +319,30 @@ class Host:
 
     # --- scoring -------------------------------------------------------------------------------------------------
     def evaluate(self, tasks: Sequence[Score], published: Published, *states: Arrays | None) -> list[Report]:
-        """Score rows with the shared model or a client's own. Touches no stream and no statistics."""
+        """Score rows with the shared model or a client's own. Touches no stream of training and no statistics of it."""
         base, counters, _ = self._receive(published)
         self.trainer.training(False)
         reports = []
-        with torch.no_grad():
-            for index, task in enumerate(tasks):
-                sent = states[index] if states else None
-                state = self._initial if task.client < 0 else self._state(task.client, task.state, sent)
-                load(self.vector, base, counters, state)
-                if task.client >= 0:
-                    extras = {key: torch.from_numpy(value).to(self.device) for key, value in task.extras.items()}
-                    for method in self._personalisers:
-                        method.personalise(self.vector, extras)
+        for index, task in enumerate(tasks):
+            sent = states[index] if states else None
+            state = self._initial if task.client < 0 else self._state(task.client, task.state, sent)
+            load(self.vector, base, counters, state)
+            if task.client >= 0 and task.personalised:
+                self._personalise(task, state)
+            if task.finetune is not None:
+                self.trainer.adapt(task.client, published.version, task.finetune)
+                self.trainer.training(False)
+            with torch.no_grad():
                 reports.append(self._score(task))
         return reports
+
+    def _personalise(self, task: Score, state: Mapping[str, Tensor]) -> None:
+        """Make the vector the client's own model."""
+        extras = {key: torch.from_numpy(value).to(self.device) for key, value in task.extras.items()}
+        own = Own(task.client, self.vector, state, extras, self.trainer, task.state >= 0)
+        with torch.no_grad():
+            for method in self._personalisers:
+                method.personalise(own)
 
     def _score(self, task: Score) -> Report:
         model = self.vector.networks["model"]

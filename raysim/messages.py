@@ -13,6 +13,7 @@ from typing import TypeAlias
 import numpy as np
 
 from raysim.diagnostics import Probe
+from raysim.methods.method import Finetune
 
 Arrays: TypeAlias = Mapping[str, np.ndarray]
 
@@ -25,7 +26,7 @@ class Published:
     vector: np.ndarray  # [layout.shared] parameters, then floating buffers
     counters: np.ndarray  # [layout.shared_counters] int64: integer buffers
     extras: Arrays = field(default_factory=dict)  # by "method.name"
-    scored: bool = False  # a vector that is only evaluated
+    mark: str = ""  # tells vectors that are only evaluated from the version itself
 
     @property
     def floats(self) -> int:
@@ -114,6 +115,8 @@ class Task:
     rows: np.ndarray  # int64
     state: int = -1  # the job whose private state counts
     extras: Arrays = field(default_factory=dict)  # what this client alone would receive
+    personalised: bool = True  # whether methods make the model the client's own; else only its personal part does
+    finetune: Finetune | None = None  # adapt the model to the client's training samples first
 
 
 @dataclass(frozen=True)

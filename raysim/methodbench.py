@@ -20,6 +20,7 @@ from raysim.coordinator import Coordinator, Settings
 from raysim.data.federated import federate
 from raysim.data.partition import IID
 from raysim.data.sources import Synthetic
+from raysim.evaluation import Evaluation
 from raysim.fleet import Ideal
 from raysim.host import Host, Recipe
 from raysim.messages import Update
@@ -104,7 +105,7 @@ def step_recipe(*methods: Method) -> Recipe:
 def _ran(*methods: Method, local: Local | None = None) -> Coordinator:
     """A few rounds of both clients."""
     recipe = step_recipe(*methods) if local is None else replace(step_recipe(*methods), local=local)
-    settings = Settings(rounds=1 + ROUNDS, evaluate_every=10**9)
+    settings = Settings(rounds=1 + ROUNDS, evaluation=Evaluation(every=10**9))
     coordinator = Coordinator(recipe, Synchronous(2), Ideal(), InProcess(recipe), settings)
     for _ in coordinator.run():
         pass

@@ -8,13 +8,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
 from raysim.client import Local
 from raysim.data.federated import statistics
 from raysim.host import build_networks
-from raysim.methods.method import SLOTS, Method
+from raysim.methods.method import SLOTS, Method, owner
 from raysim.study import Experiment
 
 LIBRARIES = ("raysim", "torch", "numpy", "ray", "pyarrow", "mlflow")
@@ -42,10 +43,28 @@ def plan(experiment: Experiment, folder: Path) -> str:
         f"{numbers['empty_clients']} without; {numbers['central_test']} central test samples",
         "rounds": f"{study.rounds} of {experiment.schedule!r}, {weights} weights; {_local(study.local)}",
         "BatchNorm": _batchnorm(networks, {entry.name for entry in layout.entries if entry.personal}),
+        "extra": "; ".join(_extra(experiment)),
         "hosts": f"{hosts}, {runtime.threads} thread{'s' if runtime.threads > 1 else ''} each, device {recipe.device}",
         "folder": str(folder),
     }
     return "\n".join(f"{key:<10}{text}" for key, text in lines.items() if text)
+
+
+def _extra(experiment: Experiment) -> list[str]:
+    """Evaluation that costs more than scoring, and how much."""
+    asked, recipe, found = experiment.settings.evaluation, experiment.recipe, []
+    how = (tuner.finetuning() if (tuner := owner(recipe.methods, "finetuning")) else None) or asked.finetune
+    if how.epochs:
+        when = "after the last round" if how.last else f"every {asked.every} rounds"
+        found.append(f"fine-tuning of {asked.clients} clients for {how.epochs} epochs {when}")
+    if asked.decompose:
+        m, counts = experiment.schedule.concurrency, recipe.data.partition.train.counts
+        each = np.minimum(counts[counts > 0], asked.decompose_rows).mean()
+        found.append(
+            f"loss decomposition every {asked.decompose} rounds: {m} x {m} + {m} evaluations, "
+            f"{(m + 1) * m * each:,.0f} forward passes"
+        )
+    return found
 
 
 def slots(cls: type[Method]) -> list[str]:

@@ -9,6 +9,7 @@ from typing import Any, Literal, TypeAlias
 from raysim.client import Local
 from raysim.config import Node
 from raysim.coordinator import Settings
+from raysim.evaluation import Evaluation
 from raysim.fleet import Fleet
 from raysim.host import Recipe
 from raysim.methods.method import at_least, between
@@ -17,23 +18,6 @@ from raysim.schedule import Schedule
 from raysim.server import Weighting
 
 Rows: TypeAlias = list[dict[str, int | float | None]]
-
-
-@dataclass(frozen=True)
-class Evaluate:
-    """How often (in aggregations), and how many clients."""
-
-    every: int = 1
-    clients: int | Literal["all"] = "all"
-    probe: int = 0  # rounds between probes of the local models before they are averaged; 0: never
-    probe_rows: int = 1000
-
-    def __post_init__(self) -> None:
-        at_least("evaluate.every", self.every, 1)
-        at_least("evaluate.probe", self.probe, 0)
-        at_least("evaluate.probe_rows", self.probe_rows, 1)
-        if self.clients != "all":
-            at_least("evaluate.clients", self.clients, 1)
 
 
 @dataclass(frozen=True)
@@ -101,7 +85,7 @@ class Study:
     summation: int = 5
     thresholds: list[float] = field(default_factory=lambda: list(THRESHOLDS))
     local: Local = field(default_factory=Local)
-    evaluate: Evaluate = field(default_factory=Evaluate)
+    evaluate: Evaluation = field(default_factory=Evaluation)
     runtime: RuntimeOptions = field(default_factory=RuntimeOptions)
     tracking: Tracking = field(default_factory=Tracking)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)

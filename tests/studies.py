@@ -17,6 +17,7 @@ from raysim.coordinator import Coordinator, Finished, Round, Row, Runtime, Setti
 from raysim.data.federated import FederatedData, federate
 from raysim.data.partition import CSR, IID, Dirichlet, Partition
 from raysim.data.sources import Synthetic
+from raysim.evaluation import Evaluation
 from raysim.fleet import Fleet, Ideal, Lognormal
 from raysim.host import Host, Recipe
 from raysim.messages import Failure, Job, Published, Trained, Update
@@ -270,7 +271,7 @@ def silent(
     ledger = Ledger()
     study = recipe(ledger, model=Mlp((1,)), data=sized(counts), seed=seed)
     runtime = Silent(0, np.asarray(counts))
-    asked = {"evaluate_every": 10**9} | settings
+    asked = {"evaluation": Evaluation(every=10**9)} | settings
     coordinator = coordinate(study, schedule, fleet or Ideal(), runtime, **asked)
     runtime.shared = coordinator.layout.shared
     return coordinator, ledger, runtime

@@ -11,9 +11,10 @@ from raysim.building import TARGET, build as build_object, defaults, resolve
 from raysim.client import Local
 from raysim.config import compose, conf_folder, groups, plain, to_yaml
 from raysim.errors import Refused
+from raysim.evaluation import Evaluation
 from raysim.experiment import build
 from raysim.methods.method import Method
-from raysim.study import Checkpoint, Evaluate, Faults, RuntimeOptions, Study, Tracking
+from raysim.study import Checkpoint, Faults, RuntimeOptions, Study, Tracking
 
 QUICK = ["runtime=inprocess", "tracking=none", "data=synthetic", "schedule.cohort=2"]
 
@@ -68,7 +69,7 @@ def test_what_a_class_has_a_default_for_stands_in_its_file(group: str) -> None:
 
 @pytest.mark.parametrize(
     ("group", "cls"),
-    [("evaluate", Evaluate), ("runtime", RuntimeOptions), ("tracking", Tracking), ("checkpoint", Checkpoint)],
+    [("evaluate", Evaluation), ("runtime", RuntimeOptions), ("tracking", Tracking), ("checkpoint", Checkpoint)],
 )
 def test_groups_without_classes_agree_with_their_dataclasses(group: str, cls: type) -> None:
     values = node()[group]
@@ -141,7 +142,7 @@ def test_values_reach_the_objects() -> None:
     experiment = build([*QUICK, "method=[fedprox]", "method.fedprox.mu=0.3", "local.lr=1", "evaluate.clients=3"])
     assert vars(experiment.recipe.methods[0]) == {"mu": 0.3}
     assert experiment.recipe.local.lr == 1.0
-    assert experiment.settings.evaluate_clients == 3
+    assert experiment.settings.evaluation.clients == 3
 
 
 def test_weighting_is_by_samples_unless_a_method_or_the_user_asks_otherwise() -> None:
@@ -243,9 +244,9 @@ def test_a_target_of_ones_own_needs_permission(tmp_path: Path, monkeypatch: pyte
 
 
 def test_a_constructor_is_called_with_checked_values_only() -> None:
-    assert build_object(Evaluate, {"every": 2, "clients": "all"}, "evaluate") == Evaluate(2, "all")
+    assert build_object(Evaluation, {"every": 2, "clients": "all"}, "evaluate") == Evaluation(2, "all")
     with pytest.raises(Refused, match=r"evaluate\.every=null must be an integer"):
-        build_object(Evaluate, {"every": None}, "evaluate")
+        build_object(Evaluation, {"every": None}, "evaluate")
 
 
 def test_the_configuration_files_are_found() -> None:

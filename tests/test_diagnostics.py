@@ -12,6 +12,7 @@ from studies import coordinate, recipe, sized
 
 from raysim import diagnostics
 from raysim.diagnostics import Probe
+from raysim.evaluation import Evaluation
 from raysim.metrics import Row
 
 LABELS = np.array([0, 1, 2, 2])
@@ -299,4 +300,4 @@ def test_a_history_without_probes_draws_no_bias(tmp_path: Path) -> None:
 
 def test_probes_without_a_central_test_set_are_refused_before_anything_is_trained() -> None:
     with pytest.raises(ValueError, match=r"evaluate.probe=1 .* set evaluate.probe=0"):
-        coordinate(recipe(data=sized([5] * 4)), probe_every=1)
+        coordinate(recipe(data=sized([5] * 4)), evaluation=Evaluation(probe=1))

@@ -11,6 +11,7 @@ from studies import MLP, NORMED, NORMED_MLP, SEED, Ran, Several, coordinate, eve
 
 from raysim.client import Local
 from raysim.coordinator import Finished, Round, Settings
+from raysim.evaluation import Evaluation
 from raysim.fleet import Ideal, Lognormal
 from raysim.methods.fedbn import FedBN
 from raysim.methods.fedbr import FedBR
@@ -103,7 +104,7 @@ def test_the_coordinator_may_be_an_actor_too(methods: list[Any], schedule: str, 
 def test_clients_may_move_between_hosts_and_runs_be_resumed_on_another_number_of_them(
     methods: list[Any], size: int, count: int, tmp_path: Path
 ) -> None:
-    schedule, asked = Buffered(concurrency=5, size=size), {"rounds": 8, "group": 2, "evaluate_every": 3}
+    schedule, asked = Buffered(concurrency=5, size=size), {"rounds": 8, "group": 2, "evaluation": Evaluation(every=3)}
 
     def small() -> Any:
         return recipe(*methods, model=NORMED_MLP)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from studies import even, ran, recipe, run, silent
 
+from raysim.evaluation import Evaluation
 from raysim.fleet import Ideal, Lognormal
 from raysim.methods.scaffold import Scaffold
 from raysim.schedule import Action, Aggregate, Buffered, Dispatch, Synchronous, View, Wait
@@ -200,7 +201,9 @@ def test_only_the_idle_client_can_be_drawn_when_all_others_are_busy() -> None:
 def test_the_cohorts_do_not_depend_on_the_method() -> None:
     ways = []
     for methods in ([], [Scaffold()]):
-        found = run(recipe(*methods, data=even()), Synchronous(2), Lognormal(), rounds=4, evaluate_every=9)
+        found = run(
+            recipe(*methods, data=even()), Synchronous(2), Lognormal(), rounds=4, evaluation=Evaluation(every=9)
+        )
         ways.append(found.coordinator.turns)
     assert ways[0] == ways[1]
     assert len(ways[0]) > 2

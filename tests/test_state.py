@@ -17,6 +17,7 @@ from studies import NORMED, coordinate, recipe, run, same, tiny
 from raysim import checkpoint
 from raysim.client import Local
 from raysim.coordinator import Coordinator, Saved
+from raysim.evaluation import Evaluation
 from raysim.methods.fedbn import FedBN
 from raysim.methods.fedbss import FedBSS
 from raysim.methods.scaffold import Scaffold
@@ -41,7 +42,13 @@ def snapshots(coordinator: Coordinator) -> Iterator[checkpoint.Snapshot]:
 def every_round(
     folder: Path, *methods: Any, schedule: str = "rounds", runtime: Any = None
 ) -> list[checkpoint.Snapshot]:
-    asked = {"rounds": ROUNDS, "checkpoint_every": 1, "folder": str(folder), "runtime": runtime, "evaluate_every": 99}
+    asked = {
+        "rounds": ROUNDS,
+        "checkpoint_every": 1,
+        "folder": str(folder),
+        "runtime": runtime,
+        "evaluation": Evaluation(every=99),
+    }
     found = list(snapshots(coordinate(study(*methods), SCHEDULES[schedule], **asked)))
     assert len(found) == ROUNDS
     return found

@@ -16,11 +16,11 @@ import torch
 from torch import Tensor, nn
 
 if TYPE_CHECKING:
-    from raysim.client import Contribution, Local, Plan
+    from raysim.client import Contribution, Local, Own, Plan
     from raysim.messages import Update
     from raysim.server import Server
     from raysim.step import Batch, Context, Outputs
-    from raysim.vector import Layout, Vector
+    from raysim.vector import Layout
 
 
 @dataclass(frozen=True)
@@ -76,6 +76,19 @@ class Cost:
     up: int = 0
 
 
+@dataclass(frozen=True)
+class Finetune:
+    """Adapting a client's model to its own data before it is scored; nothing of it is kept.
+
+    epochs: of the run's local optimiser, started anew, on the cross-entropy alone. head: step the head only, with the
+    extractor in eval mode. last: only after the final round.
+    """
+
+    epochs: int = 0
+    head: bool = False
+    last: bool = False
+
+
 # A forward pass alone, in units of a forward and backward pass.
 FORWARD = 1 / 3
 
@@ -88,6 +101,7 @@ class Method:
     weighting: ClassVar[str] = "samples"  # the raw weights it asks for, unless the configuration names others
     excludes: ClassVar[Mapping[str, str]] = {}  # other method -> why the two do not combine
     targets: ClassVar[Literal["any", "soft", "integer"]] = "any"  # "soft": makes them soft; "integer": needs labels
+    pools: ClassVar[bool] = False  # whether it trains one model on the clients' pooled data
     singly: ClassVar[bool] = False  # whether its `absorb` reads `delta` and `moves` of single updates
 
     def __repr__(self) -> str:
@@ -187,11 +201,15 @@ class Method:
         """Exclusive. Logits [B, C'] to the scores [B, C] that evaluation ranks."""
         return logits
 
-    def personalise(self, vector: Vector, extras: Mapping[str, Tensor]) -> None:
-        """Change what counts as a client's own model; the vector holds the shared part and the client's personal one.
+    def personalise(self, own: Own) -> None:
+        """Change `own.vector` into the client's own model; it holds the shared part and the client's personal one.
 
-        extras: what `broadcast` has for this client at the scored version. For clients that never trained, too.
+        For clients that never trained, too. Touches nothing else: training goes on as if nobody had looked.
         """
+
+    def finetuning(self) -> Finetune | None:
+        """Exclusive. Fine-tuning that it asks evaluation for, in place of `evaluate.finetune`."""
+        return None
 
     # --- on the server -------------------------------------------------------------------------------------------
     def start(self, server: Server) -> None:
@@ -233,7 +251,10 @@ class Method:
         return server.vector
 
 
-EXCLUSIVE = ("model", "stages", "select", "logits", "loss", "predict", "divisor", "combine", "apply", "scored")
+EXCLUSIVE = (
+    *("model", "stages", "select", "logits", "loss", "predict", "finetuning"),
+    *("divisor", "combine", "apply", "scored"),
+)
 SLOTS = tuple(name for name, value in vars(Method).items() if callable(value) and not name.startswith("_"))
 
 
@@ -264,6 +285,7 @@ _DOES = {
     "logits": "change the logits of the training loss",
     "loss": "replace the training loss",
     "predict": "turn logits into predictions",
+    "finetuning": "decide how models are fine-tuned for evaluation",
     "divisor": "decide what the sum of updates is divided by",
     "combine": "combine the updates",
     "apply": "own the server's step",
