@@ -230,4 +230,5 @@ class Evaluator:
                 row[place[report.client]] = report.losses.mean(dtype=np.float64)
         weights = self.recipe.data.partition.train.counts[list(found.members)]
         terms = loss_decomposition(loss_matrix=table[:-1], global_losses=table[-1], weights=weights)
-        return {f"decomposition.{name}": float(value) for name, value in terms.items()}
+        signed = ("global_loss", "local_loss", "distribution_shift", "aggregation")
+        return {f"decomposition.{name}": float(terms[name]) for name in signed}

@@ -377,6 +377,9 @@ def draw_run(rows: Sequence[Row], folder: Path, title: str) -> list[Path]:
             "accuracy": "mean of the clients",
             "accuracy_worst": "worst client",
             "accuracy_global": "central test set",
+            "accuracy_shared": "shared model, mean of the clients",
+            "accuracy_finetuned": "after fine-tuning, mean of the clients",
+            "accuracy_common": "clients' models, central test set",
         },
         "loss": {"train_loss": "training", "loss_global": "central test set"},
     }

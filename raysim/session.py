@@ -9,8 +9,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from raysim import checkpoint
-from raysim.diagnostics import draw_bias, draw_features, draw_outputs, draw_reports, load_probes, save_probes
+from raysim.diagnostics import load_probes, save_probes
 from raysim.events import Event, Finished, Round, Saved, Started
+from raysim.figures import (
+    draw_bias,
+    draw_decomposition,
+    draw_domains,
+    draw_features,
+    draw_outputs,
+    draw_reports,
+)
 from raysim.messages import Failure
 from raysim.metrics import read_history, replace_file, summarise, write_history, write_json
 from raysim.plan import identity
@@ -113,8 +121,9 @@ class Session:
         write_history(self.rows, self.folder / "history.parquet")
         title = self.experiment.title
         pictures = [*draw_run(self.rows, self.folder, title), *self._draw_probes()]
-        if draw_reports(self.rows, reports := self.folder / "methods.png", title):
-            pictures.append(reports)
+        for name, draw in (("methods", draw_reports), ("domains", draw_domains), ("decomposition", draw_decomposition)):
+            if draw(self.rows, path := self.folder / f"{name}.png", title):
+                pictures.append(path)
         write_json(summary, self.folder / "summary.json")  # last: it says that the run is complete
         names = ("config.yaml", "history.parquet", "summary.json", "model.safetensors", "failures.jsonl")
         files = [self.folder / name for name in names if (self.folder / name).exists()]
@@ -164,6 +173,9 @@ def _closing(summary: Mapping[str, Any], folder: Path) -> str:
         "accuracy_global": "on the central test set",
         "accuracy": "mean of the clients",
         "accuracy_worst": "worst client",
+        "accuracy_shared": "shared model, mean of the clients",
+        "accuracy_finetuned": "after fine-tuning, mean of the clients",
+        "accuracy_common": "clients' models on the central test set",
     }
     scores = [f"{summary[key]:.4f} {text}" for key, text in names.items() if summary.get(key) is not None]
     return f"accuracy {', '.join(scores) or 'unknown'} after {summary['rounds']} rounds; results are in {folder}"
