@@ -150,8 +150,12 @@ def _adaptive(
         server_lr *= math.sqrt(1.0 - beta2**step) / (1.0 - beta1**step)
     first, second = state["first_moment"], state["second_moment"]
     move(second, delta, beta2)
-    first.lerp_(delta, 1.0 - beta1)
-    return torch.addcdiv(params, first, second.sqrt().add_(tau), value=server_lr, out=into)
+    if beta1:
+        first.lerp_(delta, 1.0 - beta1)
+    else:
+        first.copy_(delta)
+    divisor = torch.sqrt(second, out=into).add_(tau)  # in the place of what follows: no memory of its own
+    return torch.addcdiv(params, first, divisor, value=server_lr, out=into)
 
 
 _BLOCK = 1 << 18  # entries that are stepped at once: all that a rule reads and writes of them stays in the cache
