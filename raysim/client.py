@@ -216,10 +216,10 @@ class Trainer:
         rows = torch.from_numpy(self.partition.rows(client)).to(self.labels.device)
         return torch.bincount(self.labels.index_select(0, rows).cpu(), minlength=self.task.num_classes)
 
-    def _batches(self, plan: Plan, client: int, turn: int, purpose: str = "augment") -> Iterator[Batch]:
-        """The plan's batches; several are gathered and normalised at once."""
-        rows = self.partition.rows(client)[plan.positions]
-        generator = stream(self.seed, purpose, client, turn) if self.pipeline.augment else None
+    def _batches(self, plan: Plan, rows: np.ndarray, purpose: str, *keys: int) -> Iterator[Batch]:
+        """The plan's batches of these rows, augmented on a stream; several are gathered and normalised at once."""
+        rows = rows[plan.positions]
+        generator = stream(self.seed, purpose, *keys) if self.pipeline.augment else None
         start = first = 0
         while first < plan.steps:
             last, stop = first, start
@@ -349,7 +349,11 @@ class Trainer:
         }
         cycle: Sequence[tuple[Stage, ...]] = ((Stage(),),) if self.stager is None else self.stager.stages(plan)
         losses: list[Tensor] = []
-        batches = prepared[1] if prepared else self._batches(plan, job.client, job.turn)
+        batches = (
+            prepared[1]
+            if prepared
+            else self._batches(plan, self.partition.rows(job.client), "augment", job.client, job.turn)
+        )
         for index, batch in enumerate(batches):
             ctx.step = index
             loss = self.step(ctx, batch, cycle[index % len(cycle)])
@@ -363,9 +367,9 @@ class Trainer:
             ctx.state["personal.counters"] = self.vector.counters[len(counters) :].clone()
         return ctx
 
-    def adapt(self, client: int, version: int, how: Finetune) -> None:
-        """Fine-tune what lies in the vector on the client's samples: cross-entropy alone, on streams of its own."""
-        samples = len(self.partition.rows(client))
+    def adapt(self, client: int, rows: np.ndarray, version: int, how: Finetune) -> None:
+        """Fine-tune what lies in the vector on rows of the data set: cross-entropy alone, on streams of its own."""
+        samples = len(rows)
         if not samples:
             return
         local = replace(self.local, epochs=how.epochs, steps=None)
@@ -379,7 +383,7 @@ class Trainer:
         stage = Stage("finetune", ("model.head",), modes={"model": False}) if how.head else Stage("finetune")
         self.training(True)
         self.tuner.begin()
-        for batch in self._batches(plan, client, version, "finetune.augment"):
+        for batch in self._batches(plan, rows, "finetune.augment", client, version):
             self.tuner(ctx, batch, (stage,))
 
     def _plan(self, ctx: Context) -> Plan:

@@ -22,7 +22,7 @@ from raysim.client import Local, Own, Trainer, initial_personal, load
 from raysim.data.federated import FederatedData
 from raysim.diagnostics import Probe, balanced_rows
 from raysim.messages import Arrays, Failure, Job, Outcome, Published, Report, Sum, Task as Score, Trained, Update
-from raysim.methods.method import Method, Task, owner, owners
+from raysim.methods.method import Finetune, Method, Task, owner, owners
 from raysim.models import Classifier, ModelRecipe
 from raysim.step import Context
 from raysim.streams import stream, torch_seed
@@ -330,7 +330,7 @@ class Host:
             if task.client >= 0 and task.personalised:
                 self._personalise(task, state)
             if task.finetune is not None:
-                self.trainer.adapt(task.client, published.version, task.finetune)
+                self._finetune(task.client, published.version, task.finetune)
                 self.trainer.training(False)
             with torch.no_grad():
                 reports.append(self._score(task))
@@ -343,6 +343,13 @@ class Host:
         with torch.no_grad():
             for method in self._personalisers:
                 method.personalise(own)
+
+    def _finetune(self, client: int, version: int, how: Finetune) -> None:
+        partition = self.recipe.data.partition
+        rows = partition.train.rows(client)
+        if how.samples == "all" and partition.spare is not None:
+            rows = np.concatenate([rows, partition.spare.rows(client)])
+        self.trainer.adapt(client, rows, version, how)
 
     def _score(self, task: Score) -> Report:
         model = self.vector.networks["model"]

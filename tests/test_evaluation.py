@@ -114,12 +114,28 @@ def test_fine_tuning_of_the_head_alone_leaves_the_extractor() -> None:
     host = Several(study, 1)._hosts[0]
     for head in (True, False):
         before = host.vector.data.clone()
-        host.trainer.adapt(0, 1, Finetune(1, head=head))
+        host.trainer.adapt(0, study.data.partition.train.rows(0), 1, Finetune(1, head=head))
         moved = {entry.path: host.vector.data[entry.start : entry.stop] != before[entry.start : entry.stop]
                  for entry in host.layout.entries if entry.start is not None}  # fmt: skip
         seen.append({path: changed.any() for path, changed in moved.items()})
     assert {path for path, moved in seen[0].items() if moved} == {"head.weight", "head.bias"}
     assert all(seen[1][path] for path in seen[1] if path.startswith("extractor") and "weight" in path)
+
+
+def test_fine_tuning_may_see_what_training_did_not() -> None:
+    source = Synthetic(samples=120, test_samples=20, classes=5)
+    data = federate(source, IID(clients=4, test_fraction=0.2, fraction=0.25), SEED)
+    whole = federate(source, IID(clients=4, test_fraction=0.2), SEED).partition.train
+    assert data.partition.spare is not None
+    for client in range(4):
+        kept, left = data.partition.train.rows(client), data.partition.spare.rows(client)
+        assert np.array_equal(np.sort(np.concatenate([kept, left])), np.sort(whole.rows(client)))
+    own, every = (
+        run(recipe(data=data), evaluation=Evaluation(finetune=Finetune(3, samples=samples)))  # type: ignore[arg-type]
+        for samples in ("own", "all")
+    )
+    assert own.bits == every.bits
+    assert [row["accuracy_finetuned"] for row in own.rows] != [row["accuracy_finetuned"] for row in every.rows]
 
 
 def test_fine_tuning_after_the_last_round_only() -> None:

@@ -56,10 +56,14 @@ class CSR:
 
 @dataclass(frozen=True, eq=False)
 class Partition:
-    """Each client's training rows and its own held-out rows; the same number of clients in both."""
+    """Each client's training rows, its own held-out rows, and training rows that `fraction` left out.
+
+    The same number of clients in all; `spare` is None where nothing was left out.
+    """
 
     train: CSR
     test: CSR
+    spare: CSR | None = None
 
     def __len__(self) -> int:
         return len(self.train)
@@ -303,8 +307,11 @@ class Partitioner:
         if self.fraction == 1:
             return parts
         train = parts.train
-        kept = subsample(indices=train.indices, offsets=train.offsets, fraction=self.fraction, order=draws.order())
-        return Partition(CSR(**kept), parts.test)
+        kept = CSR(
+            **subsample(indices=train.indices, offsets=train.offsets, fraction=self.fraction, order=draws.order())
+        )
+        left = ~np.isin(train.indices, kept.indices)
+        return Partition(kept, parts.test, CSR(**_grouped(train.indices[left], train.owners[left], len(train))))
 
 
 @dataclass(frozen=True)

@@ -81,12 +81,19 @@ class Finetune:
     """Adapting a client's model to its own data before it is scored; nothing of it is kept.
 
     epochs: of the run's local optimiser, started anew, on the cross-entropy alone. head: step the head only, with the
-    extractor in eval mode. last: only after the final round.
+    extractor in eval mode. last: only after the final round. samples: "own" are the client's training samples, "all"
+    also those of it that `partition.fraction` left out of training.
     """
 
     epochs: int = 0
     head: bool = False
     last: bool = False
+    samples: Literal["own", "all"] = "own"
+
+    def __post_init__(self) -> None:
+        at_least("evaluate.finetune.epochs", self.epochs, 0)
+        if self.samples not in ("own", "all"):
+            raise ValueError(f"evaluate.finetune.samples={self.samples!r} does not exist: use own or all")
 
 
 # A forward pass alone, in units of a forward and backward pass.
