@@ -70,7 +70,7 @@ def compare(name: str, runs: Sequence[Run] = (), width: int = 120) -> str:
     parts = [
         "\n".join(above),
         *_grids(entries, width),
-        *_paragraph("notes", _said(table, entries)),
+        *_paragraph("notes", _said(table, entries, study)),
         *_paragraph(f"runs ({CHANGED}: not at the paper's setting)", notes),
     ]
     return "\n\n".join([*parts, *_paragraph("without a run", _missing(entries))])
@@ -80,12 +80,13 @@ def _paragraph(title: str, lines: Sequence[str]) -> list[str]:
     return ["\n".join([f"{title}:", *(f"  {line}" for line in lines)])] if lines else []
 
 
-def _said(table: Table, entries: Sequence[Entry]) -> list[str]:
+def _said(table: Table, entries: Sequence[Entry], study: Study | None) -> list[str]:
     theirs = [f"the paper's ± is over {table.deviation_of}"] if table.deviation_of else []
     ours = (
         ["our ± is the standard deviation over runs, divisor n - 1"] if any(len(e.values) > 1 for e in entries) else []
     )
-    return [*theirs, *ours, *table.notes]
+    own = [study.notes[table.name]] if study and table.name in study.notes else []
+    return [*theirs, *ours, *table.notes, *own]
 
 
 # --- which run belongs to which cell --------------------------------------------------------------------------------
