@@ -328,6 +328,7 @@ class Trainer:
             rate,
             self.vector,
             base,
+            base,
             published,
             extras,
             dict(state),
@@ -379,7 +380,9 @@ class Trainer:
             torch.manual_seed(torch_seed(self.seed, "finetune.torch", client, version))
         rate = self.local.lr * self.local.lr_decay**version
         base = self.vector.shared
-        ctx = Context(self, self.seed, client, 0, version, samples, rate, self.vector, base, {}, {}, {}, plan=plan)
+        ctx = Context(
+            self, self.seed, client, 0, version, samples, rate, self.vector, base, base, {}, {}, {}, plan=plan
+        )
         stage = Stage("finetune", ("model.head",), modes={"model": False}) if how.head else Stage("finetune")
         self.training(True)
         self.tuner.begin()

@@ -50,7 +50,8 @@ class Context:
     samples: int
     rate: float  # learning rate of this job
     vector: Vector
-    base: Tensor  # [layout.shared] the received vector
+    received: Tensor  # [layout.shared] the received vector, from which the update is measured
+    base: Tensor  # [layout.shared] where training starts: the received vector, unless a method mixes it with others
     published: Mapping[str, Tensor]  # what all clients of this version received, now or once
     extras: Mapping[str, Tensor]  # what this client alone received
     state: dict[str, Tensor]  # private; replace entries, never change them in place

@@ -121,7 +121,7 @@ class FedExP(Method):
     def finish(self, ctx: Context) -> None:
         """|D_i|^2."""
         trained = ctx.vector.layout.trained
-        moved = ctx.vector.data[:trained] - ctx.base[:trained]
+        moved = ctx.vector.data[:trained] - ctx.received[:trained]
         ctx.upload["fedexp.square"] = moved.square_().sum(dtype=torch.float64).reshape(1)
 
     def apply(self, params: Tensor, direction: Tensor, server: Server) -> Tensor:

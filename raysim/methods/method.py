@@ -114,6 +114,11 @@ class Method:
     def __repr__(self) -> str:
         return f"{self.name}({', '.join(f'{key}={value!r}' for key, value in parameters(self).items())})"
 
+    @property
+    def idle(self) -> frozenset[str]:
+        """Slots that its class fills and that do nothing at its settings."""
+        return frozenset()
+
     # --- declared once -------------------------------------------------------------------------------------------
     def model(self, task: Task, model: nn.Module) -> nn.Module:
         """Exclusive. Replace or wrap the model; it keeps `features` and `head`."""
@@ -267,7 +272,7 @@ SLOTS = tuple(name for name, value in vars(Method).items() if callable(value) an
 
 def overrides(method: Method, slot: str) -> bool:
     """Whether the method fills the slot."""
-    return getattr(type(method), slot) is not getattr(Method, slot)
+    return getattr(type(method), slot) is not getattr(Method, slot) and slot not in method.idle
 
 
 def owners(methods: Sequence[Method], slot: str) -> list[Method]:
@@ -327,6 +332,15 @@ def check_composition(methods: Sequence[Method]) -> None:
         raise ValueError(
             f"method '{needy}' does not combine with method '{soft}': it needs integer labels, which '{soft}' makes "
             "soft; keep one of them"
+        )
+    pooling = next((method.name for method in methods if method.pools), None)
+    own = next(
+        (m.name for m in methods for slot in ("personal", "personalise", "finetuning") if overrides(m, slot)), None
+    )
+    if pooling and own:
+        raise ValueError(
+            f"method '{own}' does not combine with method '{pooling}': it gives every client a model of its own, where "
+            "pooled data have one for all; keep one of them"
         )
     for method in methods:
         for other, why in method.excludes.items():

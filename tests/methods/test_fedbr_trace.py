@@ -93,7 +93,8 @@ def test_one_step_of_fedbr_follows_the_trace(
     ctx = Context(
         trainer=SimpleNamespace(tracking=[], task=SimpleNamespace(num_classes=labels.shape[1])),  # type: ignore[arg-type]
         seed=0, client=0, turn=0, version=0, samples=len(inputs), rate=args["lr"],
-        vector=vector, base=vector.shared.clone(), published={"fedbr.pseudo": pseudo}, extras={}, state={},
+        vector=vector, received=vector.shared, base=vector.shared.clone(),
+        published={"fedbr.pseudo": pseudo}, extras={}, state={},
     )  # fmt: skip
     with torch.no_grad():
         ctx.kept["fedbr.global"] = torch.tanh(dense(args["global_feature"])(pseudo))

@@ -1,0 +1,82 @@
+"""Centralized training: what the class says, and the reference to which pooled training comes down."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from studies import LOCAL, MLP, SEED, recipe, run
+
+from raysim.data.federated import FederatedData, federate, pooled
+from raysim.data.partition import CSR, IID, Dirichlet, Partition
+from raysim.data.sources import Synthetic
+from raysim.methods.centralized import Centralized
+from raysim.methods.fedbn import FedBN
+from raysim.methods.fedprox import FedProx
+from raysim.methods.local import LocalTraining
+from raysim.methods.method import SLOTS, check_composition, overrides, parameters
+from raysim.methods.mixup import Mixup
+from raysim.methods.partialfed import PartialFed
+from raysim.methods.pfedavg import PFedAvg
+from raysim.schedule import Synchronous
+
+SOURCE = Synthetic(samples=120, test_samples=20, classes=5)
+
+
+def population(clients: int = 4) -> FederatedData:
+    """Clients with test rows of their own."""
+    return federate(SOURCE, IID(clients=clients, test_fraction=0.2), SEED)
+
+
+def test_it_asks_for_pooled_data_and_does_nothing_else() -> None:
+    assert Centralized.name == "centralized" and Centralized.pools
+    assert not any(overrides(Centralized(), slot) for slot in SLOTS) and not parameters(Centralized())
+
+
+@pytest.mark.parametrize("method", [FedBN(), LocalTraining(), PartialFed(), PFedAvg(), PFedAvg("finetune")])
+def test_what_gives_every_client_its_own_model_is_refused(method: Any) -> None:
+    with pytest.raises(ValueError, match=f"'centralized' does not combine with method '{method.name}': .* one for all"):
+        check_composition([Centralized(), method])
+
+
+def test_losses_and_data_changes_combine_with_it() -> None:
+    check_composition([Centralized(), FedProx(), Mixup()])
+
+
+def test_with_one_client_and_the_same_batches_it_is_local_training() -> None:
+    data = pooled(population(1))
+    found = run(recipe(Centralized(), data=data), Synchronous(1), rounds=4)
+    local = run(recipe(LocalTraining(), data=data), Synchronous(1), rounds=4)
+    mine = found.coordinator.server.vector.numpy()
+    # The server adds a difference where the client just goes on: the last bit may differ.
+    np.testing.assert_allclose(mine, local.coordinator._client_states()["0/personal"], rtol=1e-4, atol=1e-5)
+    assert [row["accuracy"] for row in found.rows] == [row["accuracy"] for row in local.rows]
+
+
+def test_one_step_on_all_samples_is_one_round_of_fedsgd() -> None:
+    data = federate(SOURCE, Dirichlet(clients=4, alpha=1.0, minimum=5), SEED)
+    assert len(set(data.partition.train.counts.tolist())) > 1, "or weights would not matter"
+    local = replace(LOCAL, momentum=0.0, weight_decay=0.0, batch=1000)
+    found = run(recipe(Centralized(), model=MLP, data=pooled(data), local=local), Synchronous(1), rounds=1)
+    fedsgd = run(recipe(model=MLP, data=data, local=local), Synchronous(4), rounds=1)
+    mine, its = found.coordinator.server.vector, fedsgd.coordinator.server.vector
+    moved = (its - fedsgd.coordinator.initial.shared).abs().max()
+    assert moved > 1e-3 and torch.allclose(mine, its, rtol=1e-4, atol=1e-6)
+
+
+def test_neither_the_order_of_clients_nor_the_split_matters() -> None:
+    data = population()
+    train, order = data.partition.train, [2, 0, 3, 1]
+    rows = [train.rows(client) for client in order]
+    shuffled = CSR(np.concatenate(rows), np.cumsum([0, *map(len, rows)]))
+    other = replace(data, partition=Partition(shuffled, data.partition.test))
+    first, second = (run(recipe(Centralized(), data=pooled(each)), Synchronous(1)) for each in (data, other))
+    assert first.bits == second.bits
+
+
+def test_traffic_does_not_apply() -> None:
+    rows = run(recipe(Centralized(), data=pooled(population())), Synchronous(1)).rows
+    assert all(row["floats_down"] is None and row["floats_up"] is None for row in rows)

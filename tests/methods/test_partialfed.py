@@ -1,0 +1,530 @@
+"""PartialFed's masks and policy, where training starts, what the settings make of it, and which model is scored."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from studies import BUFFER, LOCAL, MLP, NORMED, NORMED_MLP, ROUNDS, SEED, Spy, coordinate, ran, recipe, run, same, tiny
+from torch import Tensor
+from torch.func import functional_call
+
+from raysim.client import Own, initial_personal
+from raysim.data.federated import FederatedData, federate
+from raysim.data.partition import IID
+from raysim.data.sources import Synthetic
+from raysim.fleet import Ideal
+from raysim.host import Host, build_networks
+from raysim.messages import Job
+from raysim.methods import partialfed
+from raysim.methods.dann import Dann
+from raysim.methods.fedbn import FedBN
+from raysim.methods.fedbss import FedBSS
+from raysim.methods.fedprox import FedProx
+from raysim.methods.local import LocalTraining
+from raysim.methods.method import Method
+from raysim.methods.partialfed import PartialFed, model_layers
+from raysim.models import ModelRecipe
+from raysim.schedule import Buffered, Synchronous
+from raysim.step import Context
+
+EVERYBODY = Synchronous(6)
+# Everybody starts from the initial model; later, the first participation would load what others made of it.
+TOGETHER = [EVERYBODY, Buffered(concurrency=6, size=3)]
+
+
+def random(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def population(clients: int = 4) -> FederatedData:
+    """Clients with test rows of their own."""
+    return federate(Synthetic(samples=120, test_samples=20, classes=5), IID(clients=clients, test_fraction=0.2), SEED)
+
+
+class Watch(Method):
+    """Keeps where every participation started and ended; listed behind PartialFed."""
+
+    name = "watch"
+    paper = "a test"
+
+    def __init__(self) -> None:
+        self.started: list[tuple[int, Tensor, Tensor, Tensor]] = []
+        self.ended: dict[tuple[int, int], Tensor] = {}
+
+    def receive(self, ctx: Context) -> None:
+        self.started.append((ctx.turn, ctx.vector.shared.clone(), ctx.base.clone(), ctx.vector.counters.clone()))
+
+    def finish(self, ctx: Context) -> None:
+        self.ended[ctx.client, ctx.turn] = ctx.vector.data.clone()
+
+
+class Client:
+    """Client 0, who trains from whatever it is given."""
+
+    def __init__(self, *methods: Method, model: ModelRecipe = NORMED_MLP, local: Any = LOCAL) -> None:
+        self.host = Host(recipe(*methods, model=model, local=local))
+        self.initial, self.counters = self.host.vector.shared.clone(), self.host.vector.counters.clone()
+        self.state: dict[str, Tensor] = initial_personal(self.host.vector)
+        for method in methods:
+            self.state |= method.state(self.host.layout, 1)
+        self.turn = 0
+
+    def train(self, base: Tensor | None = None, counters: Tensor | None = None, version: int | None = None) -> Context:
+        version = self.turn if version is None else version
+        job = Job(self.turn, 0, self.turn, version, self.turn - 1, 1.0)
+        base = self.initial if base is None else base
+        ctx = self.host.trainer.train(job, base, self.counters if counters is None else counters, {}, {}, self.state)
+        self.turn, self.state = self.turn + 1, ctx.state
+        return ctx
+
+    def named(self, flat: Tensor) -> dict[str, Tensor]:
+        return {entry.path: flat[entry.start : entry.stop] for entry in self.host.layout.entries}
+
+
+def other(vector: Tensor) -> Tensor:
+    """A vector with every value changed, and still fit for a variance."""
+    return vector + 0.1 + vector.abs()
+
+
+# --- the functions ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("loaded", range(6))
+def test_bottom_up_loads_the_first_layers_and_top_down_the_last(loaded: int) -> None:
+    masks = [
+        partialfed.fixed_loading_mask(num_layers=5, strategy=strategy, num_loaded=loaded)
+        for strategy in ("bottom_up", "top_down")
+    ]
+    assert masks[0].tolist() == [True] * loaded + [False] * (5 - loaded)
+    assert masks[1].tolist() == masks[0].flip(0).tolist()
+
+
+def test_more_layers_than_there_are_cannot_be_loaded() -> None:
+    with pytest.raises(ValueError, match=r"num_loaded=6 does not fit a model of 5 layers: set it to 5 or less"):
+        partialfed.fixed_loading_mask(num_layers=5, strategy="bottom_up", num_loaded=6)
+
+
+def sampled(temperature: float, logits: Tensor | None = None, gumbel: Tensor | None = None) -> dict[str, Tensor]:
+    logits = random(7, 2) if logits is None else logits
+    return partialfed.sample_loading_policy(
+        logits=logits, gumbel=random(7, 2, seed=1) if gumbel is None else gumbel, temperature=temperature
+    )
+
+
+@pytest.mark.parametrize("temperature", [1e-3, 0.1, 1.0, 5.0, 1e4])
+def test_shares_sum_to_one_and_the_decision_does_not_depend_on_the_temperature(temperature: float) -> None:
+    found = sampled(temperature)
+    assert torch.allclose(found["soft"].sum(1), torch.ones(7, dtype=torch.float64))
+    assert torch.equal(found["load_global"], sampled(1.0)["load_global"])
+    assert 0 < found["load_global"].sum() < 7
+
+
+def test_a_cold_policy_decides_and_a_hot_one_shares_equally() -> None:
+    cold, hot = sampled(1e-6), sampled(1e6)
+    assert torch.equal(cold["soft"][:, 0], cold["load_global"].double())
+    assert torch.allclose(hot["soft"], torch.full((7, 2), 0.5, dtype=torch.float64), atol=1e-5)
+
+
+def test_equal_logits_without_noise_load_every_layer() -> None:
+    assert sampled(5.0, torch.zeros(7, 2), torch.zeros(7, 2))["load_global"].all()
+
+
+def test_a_mask_chooses_tensors_to_the_bit_and_shares_mix_them() -> None:
+    new, old = [random(3), random(2, 2)], [random(3, seed=1), random(2, 2, seed=1)]
+
+    def start(loads: Tensor) -> list[Tensor]:
+        return partialfed.partial_initialize(global_layers=new, local_layers=old, load_global=loads)
+
+    chosen = start(torch.tensor([True, False]))
+    assert torch.equal(chosen[0], new[0]) and torch.equal(chosen[1], old[1])
+    mixed = start(torch.tensor([0.25, 1.0]))
+    assert torch.allclose(mixed[0], 0.25 * new[0] + 0.75 * old[0]) and torch.equal(mixed[1], new[1])
+
+
+# --- where training starts ----------------------------------------------------------------------------------------
+
+# NORMED_MLP's layers, and which each strategy loads.
+LAYERS = ["extractor.1", "extractor.2", "head"]
+LOADED: dict[str, tuple[PartialFed, set[str]]] = {
+    "bottom_up": (PartialFed("bottom_up", 1), {"extractor.1"}),
+    "top_down": (PartialFed("top_down", 2), {"extractor.2", "head"}),
+    "no_bn": (PartialFed("no_bn"), {"extractor.1", "head"}),
+    "no_classifier": (PartialFed("no_classifier"), {"extractor.1", "extractor.2"}),
+    "no_bn_no_classifier": (PartialFed(), {"extractor.1"}),
+    "all": (PartialFed("all"), set(LAYERS)),
+    "none": (PartialFed("none"), set()),
+}
+
+
+def test_a_layer_is_a_module_with_entries_of_its_own() -> None:
+    networks, layout = build_networks(recipe(model=NORMED_MLP))
+    assert model_layers(layout, networks["model"]) == LAYERS
+    networks, layout = build_networks(recipe(FedBN(), Dann(0.5, width=4), model=NORMED_MLP))
+    assert model_layers(layout, networks["model"]) == LAYERS, "what stays on the client counts, other networks do not"
+
+
+@pytest.mark.parametrize("name", LOADED)
+def test_training_starts_from_the_received_values_in_the_loaded_layers_and_from_the_own_ones_elsewhere(
+    name: str,
+) -> None:
+    method, loaded = LOADED[name]
+    watch = Watch()
+    client = Client(method, watch)
+    trained = client.train().vector.shared.clone()
+    counted = client.host.vector.counters.clone()
+    received, counters = other(client.initial), torch.full_like(client.counters, 99)
+    ctx = client.train(received, counters)
+    _, start, base, counting = watch.started[1]
+    assert torch.equal(start, base), "what corrections refer to is the start"
+    found, new, old = (client.named(flat) for flat in (start, received, trained))
+    for path, values in found.items():
+        wanted = new if path.rpartition(".")[0] in loaded else old
+        assert torch.equal(values, wanted[path]) and not torch.equal(new[path], old[path]), path
+    assert torch.equal(counting, counters if "extractor.2" in loaded else counted)
+    assert ctx.report["partialfed.loaded"] == pytest.approx(len(loaded) / 3)
+
+
+def test_the_first_participation_loads_everything() -> None:
+    watch = Watch()
+    client = Client(PartialFed("none"), watch)
+    received = other(client.initial)
+    ctx = client.train(received)
+    assert torch.equal(watch.started[0][1], received) and ctx.report["partialfed.loaded"] == 1.0
+
+
+@pytest.mark.parametrize(("most", "loads"), [(None, False), (3, False), (2, True)])
+def test_after_too_long_an_absence_everything_is_loaded(most: int | None, loads: bool) -> None:
+    watch = Watch()
+    client = Client(PartialFed("none", max_staleness=most), watch)
+    client.train(version=4)
+    received = other(client.initial)
+    client.train(received, version=7)
+    assert torch.equal(watch.started[1][1], received) == loads
+
+
+def test_other_networks_are_loaded_whatever_the_strategy() -> None:
+    watch = Watch()
+    client = Client(PartialFed("none"), Dann(0.5, width=4), watch)
+    client.train()
+    received = other(client.initial)
+    client.train(received)
+    for entry in client.host.layout.entries:
+        there = slice(entry.start, entry.stop)
+        assert torch.equal(watch.started[1][1][there], received[there]) == (entry.network != "model")
+
+
+def test_an_update_is_the_difference_to_the_shared_model_not_to_the_mixed_start() -> None:
+    watch = Watch()
+    study = recipe(PartialFed("none"), watch, model=NORMED_MLP)
+    spy = Spy(study)
+    ran(coordinate(study, EVERYBODY, runtime=spy, rounds=3, group=1))
+    published = {job.number: vector.vector for job, vector in spy.sent}
+    turns = {job.number: job.turn for job, _ in spy.sent}
+    deltas = {update.job: update.delta for update in spy.updates if update.delta is not None}
+    assert max(turns[job] for job in deltas) == 2
+    clients = {job.number: job.client for job, _ in spy.sent}
+    for job, delta in deltas.items():
+        assert np.array_equal(delta, watch.ended[clients[job], turns[job]].numpy() - published[job])
+
+
+def test_frozen_models_and_rankings_refer_to_the_mixed_start() -> None:
+    seen: list[Tensor] = []
+
+    class Look(Method):
+        name, paper = "look", "a test"
+
+        def receive(self, ctx: Context) -> None:
+            model = ctx.frozen()["model"]
+            seen.append(torch.cat([p.detach().reshape(-1) for p in model.parameters()]))
+
+    client = Client(PartialFed("none"), FedBSS(0), Look(), model=MLP, local=replace(LOCAL, epochs=2))
+    trained = client.train().vector.shared.clone()
+    client.state["fedbss.losses"] = torch.zeros(0)
+    client.train(torch.zeros_like(client.initial))
+    assert torch.equal(seen[1], trained)
+    model, losses = client.host.vector.networks["model"], client.state["fedbss.losses"]
+    client.host.vector.shared.copy_(trained)
+    with torch.no_grad():
+        own = [torch.nn.functional.cross_entropy(model(x), y, reduction="none") for x, y in client.host.trainer.own(0)]
+    assert torch.allclose(losses, torch.cat(own)), "FedBSS is listed behind PartialFed"
+
+
+class FirstGradient(Method):
+    """Keeps the first gradient of a job, as other methods corrected it."""
+
+    name, paper, correction = "first", "a test", "mix"
+
+    def __init__(self) -> None:
+        self.gradients: list[Tensor] = []
+
+    def gradient(self, ctx: Context, grad: Tensor, part: slice) -> None:
+        if ctx.step == 0:
+            self.gradients.append(grad.clone())
+
+
+def test_a_proximal_term_vanishes_at_the_mixed_start() -> None:
+    with_term, without = FirstGradient(), FirstGradient()
+    for methods in ((FedProx(10.0), with_term), (without,)):
+        client = Client(PartialFed("none"), *methods, model=MLP)
+        client.train()
+        client.state["partialfed.model"] = client.initial
+        client.train(torch.zeros_like(client.initial))
+    assert torch.equal(with_term.gradients[1], without.gradients[1]) and with_term.gradients[1].any()
+
+
+# --- what the settings make of it ---------------------------------------------------------------------------------
+
+
+def states(found: Any, key: str) -> dict[int, np.ndarray]:
+    ends = f"/{key}"
+    return {
+        int(name.partition("/")[0]): value
+        for name, value in found.coordinator._client_states().items()
+        if name.endswith(ends)
+    }
+
+
+@pytest.mark.parametrize("schedule", [ROUNDS, BUFFER], ids=["rounds", "buffer"])
+@pytest.mark.parametrize("model", [MLP, NORMED], ids=["mlp", "cnn with BatchNorm"])
+def test_to_load_everything_is_fedavg_bit_for_bit(model: ModelRecipe, schedule: Any) -> None:
+    found = run(recipe(PartialFed("all"), model=model), schedule, fleet=Ideal(), rounds=5)
+    fedavg = run(recipe(model=model), schedule, fleet=Ideal(), rounds=5)
+    assert same(found.tensors, fedavg.tensors)
+    assert [row["train_loss"] for row in found.rows] == [row["train_loss"] for row in fedavg.rows]
+
+
+@pytest.mark.parametrize("schedule", TOGETHER, ids=["rounds", "buffer"])
+@pytest.mark.parametrize("model", [MLP, NORMED], ids=["mlp", "cnn with BatchNorm"])
+def test_to_load_nothing_is_local_training_of_every_client_bit_for_bit(model: ModelRecipe, schedule: Any) -> None:
+    data = population(6)
+    found = run(recipe(PartialFed("none"), model=model, data=data), schedule, fleet=Ideal(), rounds=5)
+    local = run(recipe(LocalTraining(), model=model, data=data), schedule, fleet=Ideal(), rounds=5)
+    for mine, its in (("partialfed.model", "personal"), ("partialfed.counters", "personal.counters")):
+        got, want = states(found, mine), states(local, its)
+        assert len(got) > 3 and got.keys() == want.keys()
+        assert all(np.array_equal(got[client], want[client]) for client in got)
+    assert found.rows[-1]["accuracy"] == local.rows[-1]["accuracy"]
+
+
+@pytest.mark.parametrize("schedule", TOGETHER, ids=["rounds", "buffer"])
+@pytest.mark.parametrize("model", [NORMED_MLP, NORMED], ids=["mlp", "cnn"])
+def test_to_load_all_but_batchnorm_is_fedbn_bit_for_bit(model: ModelRecipe, schedule: Any) -> None:
+    data = population(6)
+    found = run(recipe(PartialFed("no_bn"), model=model, data=data), schedule, fleet=Ideal(), rounds=5)
+    fedbn = run(recipe(FedBN(), model=model, data=data), schedule, fleet=Ideal(), rounds=5)
+    assert set(fedbn.tensors) < set(found.tensors)
+    assert same({name: found.tensors[name] for name in fedbn.tensors}, fedbn.tensors)
+    layout = fedbn.coordinator.layout
+    mine = {entry.name: entry for entry in found.coordinator.layout.entries}
+    models, layers = states(found, "partialfed.model"), states(fedbn, "personal")
+    assert models.keys() == layers.keys() and len(models) > 3
+    for client, model_ in models.items():
+        for entry in layout.entries:
+            if entry.personal:
+                own = layers[client][entry.start - layout.shared : entry.stop - layout.shared]
+                assert np.array_equal(model_[mine[entry.name].start : mine[entry.name].stop], own)
+
+
+def test_with_fedbn_the_layers_that_stay_are_its_matter() -> None:
+    alone = run(recipe(FedBN(), model=NORMED_MLP), fleet=Ideal(), rounds=4)
+    both = run(recipe(FedBN(), PartialFed("all"), model=NORMED_MLP), fleet=Ideal(), rounds=4)
+    assert same(alone.tensors, both.tensors)
+
+
+# --- the learnt policy --------------------------------------------------------------------------------------------
+
+
+class Learning(PartialFed):
+    """Looks at the model around the steps of the policy."""
+
+    def _adapted(self, ctx: Context, paths: Any) -> Tensor:
+        before = self.seen(ctx)
+        torch.manual_seed(5)
+        random_state = torch.get_rng_state()
+        loads = super()._adapted(ctx, paths)
+        after = self.seen(ctx)
+        assert before.keys() == after.keys()
+        self.kept = all(torch.equal(before[key], after[key]) for key in before)
+        self.kept &= torch.equal(random_state, torch.get_rng_state())
+        self.training = all(module.training for module in ctx.model.modules())
+        return loads
+
+    @staticmethod
+    def seen(ctx: Context) -> Mapping[str, Tensor]:
+        tensors = {name: tensor.clone() for name, tensor in ctx.model.state_dict().items()}
+        places = {f"at {name}": torch.tensor(tensor.data_ptr()) for name, tensor in ctx.model.state_dict().items()}
+        return tensors | places | {"data": ctx.vector.data.clone(), "received": ctx.base.clone()}
+
+
+@pytest.mark.parametrize("model", [NORMED_MLP, NORMED], ids=["mlp", "cnn"])
+def test_the_policys_steps_change_its_logits_and_nothing_else(model: ModelRecipe) -> None:
+    method = Learning("adaptive")
+    client = Client(method, model=model)
+    client.train()
+    received, previous = client.initial + 0.01, client.state["partialfed.model"].clone()
+    old = client.state["partialfed.logits"]
+    ctx = client.train(received)
+    assert method.kept and method.training
+    new = ctx.state["partialfed.logits"]
+    layers = len(model_layers(client.host.layout, client.host.vector.networks["model"]))
+    assert old.shape == new.shape == (layers, 2) and not old.any()
+    assert (new != 0).all(), "every layer has a gradient"
+    assert int(ctx.state["partialfed.adam.steps"]) == 10
+    assert all(ctx.state[f"partialfed.adam.{buffer}"].shape == (2 * layers,) for buffer in ("first", "second"))
+    assert torch.equal(received, client.initial + 0.01) and not torch.equal(previous, ctx.state["partialfed.model"])
+
+
+def test_the_policys_optimiser_goes_on_in_the_next_participation() -> None:
+    client = Client(PartialFed("adaptive", policy_steps=3))
+    for _ in range(3):
+        client.train(client.initial)
+    assert int(client.state["partialfed.adam.steps"]) == 6
+
+
+def test_the_policy_without_a_difference_between_the_models_has_no_gradient() -> None:
+    client = Client(PartialFed("adaptive"))
+    client.train()
+    ctx = client.train(client.state["partialfed.model"])
+    assert not ctx.state["partialfed.logits"].any() and ctx.report["partialfed.loaded"] == 1.0
+
+
+def test_the_policy_keeps_what_the_received_model_spoils() -> None:
+    client = Client(PartialFed("adaptive", policy_lr=0.1, policy_steps=40), local=replace(LOCAL, epochs=10))
+    client.train()
+    spoilt = client.state["partialfed.model"].clone()
+    for entry in client.host.layout.entries:
+        if entry.path.startswith("head"):
+            spoilt[entry.start : entry.stop] *= -3
+    ctx = client.train(spoilt)
+    difference = ctx.state["partialfed.logits"][:, 0] - ctx.state["partialfed.logits"][:, 1]
+    assert difference[2] < -1 and ctx.report["partialfed.loaded"] == pytest.approx(2 / 3)
+
+
+def test_the_decision_may_be_drawn() -> None:
+    client = Client(PartialFed("adaptive", policy_lr=1e-9, sample_decision=True))
+    found = {client.train(client.initial).report["partialfed.loaded"] for _ in range(12)}
+    assert found > {1.0}, "with logits of 0 noise decides"
+
+
+def test_the_relaxed_model_is_the_one_between_and_knows_the_statistics_derivative() -> None:
+    client = Client(PartialFed("adaptive"))
+    ctx = client.train()
+    ctx.base = other(client.initial)
+    model, paths = ctx.model.eval(), LAYERS
+    inputs, _ = next(ctx.data())
+    shares = torch.tensor([0.3, 0.6, 0.9])
+
+    def relaxed(soft: Tensor) -> Tensor:
+        return functional_call(model, partialfed._relaxed(ctx, paths, soft), (inputs,)).square().mean()
+
+    mixed = ctx.state["partialfed.model"].clone()
+    for entry in client.host.layout.entries:
+        u = float(shares[paths.index(entry.path.rpartition(".")[0])])
+        there = slice(entry.start, entry.stop)
+        mixed[there] = u * ctx.base[there] + (1 - u) * mixed[there]
+    client.host.vector.shared.copy_(mixed)
+    assert torch.allclose(relaxed(shares), model(inputs).square().mean(), rtol=1e-5)
+    # By the statistics alone.
+    for entry in client.host.layout.entries:
+        if "running" not in entry.path:
+            ctx.base[entry.start : entry.stop] = ctx.state["partialfed.model"][entry.start : entry.stop]
+    leaf = shares.clone().requires_grad_()
+    (grad,) = torch.autograd.grad(relaxed(leaf), [leaf])
+    step = torch.tensor([0.0, 1e-2, 0.0])
+    slope = (relaxed(shares + step) - relaxed(shares - step)) / 2e-2
+    assert grad[1] == pytest.approx(slope.item(), rel=1e-2) and grad[1] != 0 and grad[0] == 0 == grad[2]
+
+
+def test_the_policy_costs_its_batches_and_every_strategy_sends_the_whole_model() -> None:
+    adaptive, fixed = PartialFed("adaptive", policy_steps=3, policy_batch=20), PartialFed()
+    server: Any = None
+    assert adaptive.cost(server, 50, 50, 0).samples == 0 == fixed.cost(server, 50, 50, 1).samples
+    assert adaptive.cost(server, 50, 50, 1).samples == 60 and adaptive.cost(server, 7, 7, 1).samples == 21
+    found, fedavg = (run(recipe(*methods, model=NORMED_MLP)).rows[-1] for methods in ((PartialFed("none"),), ()))
+    assert (found["floats_down"], found["floats_up"]) == (fedavg["floats_down"], fedavg["floats_up"])
+
+
+# --- which model is scored ----------------------------------------------------------------------------------------
+
+
+def test_a_clients_own_model_is_what_it_trained_last_and_the_shared_one_before_that() -> None:
+    method = PartialFed("none")
+    client = Client(method)
+    vector, trainer = client.host.vector, client.host.trainer
+    shared = other(client.initial)
+
+    def own(state: Mapping[str, Tensor], trained: bool) -> tuple[Tensor, Tensor]:
+        vector.shared.copy_(shared)
+        vector.counters.fill_(7)
+        method.personalise(Own(0, vector, state, {}, trainer, trained))
+        return vector.shared.clone(), vector.counters.clone()
+
+    assert torch.equal(own(client.state, False)[0], shared)
+    trained = client.train()
+    weights, counters = trained.vector.shared.clone(), trained.vector.counters.clone()
+    found = own(client.state, True)
+    assert torch.equal(found[0], weights) and torch.equal(found[1], counters)
+
+
+def test_a_client_whose_first_participation_failed_is_scored_with_the_shared_model() -> None:
+    class Failing(Method):
+        name, paper = "failing", "a test"
+
+        def finish(self, ctx: Context) -> None:
+            if ctx.client == 0:
+                raise RuntimeError
+
+    study = recipe(PartialFed(), Failing(), data=population())
+    found = run(study, Synchronous(4), tolerate=0.5)
+    assert len(found.failures) == 3 and found.rows[-1]["accuracy"] is not None
+
+
+def test_own_and_shared_models_are_columns_of_their_own() -> None:
+    row = run(recipe(PartialFed(), model=NORMED_MLP, data=population()), rounds=4).rows[-1]
+    assert row["accuracy"] is not None and row["accuracy_shared"] is not None and row["accuracy_global"] is not None
+
+
+# --- settings -----------------------------------------------------------------------------------------------------
+
+BAD: list[tuple[dict[str, Any], str]] = [
+    ({"strategy": "bottom"}, r"method\.partialfed\.strategy='bottom' does not exist: use one of 'bottom_up'"),
+    ({"strategy": "bottom_up"}, r"num_loaded=null needs a number with strategy=bottom_up"),
+    ({"num_loaded": 2}, r"num_loaded=2 means nothing with strategy=no_bn_no_classifier: set it to null"),
+    ({"strategy": "top_down", "num_loaded": -1}, r"num_loaded=-1 must be at least 0"),
+    ({"max_staleness": 0}, r"max_staleness=0 must be at least 1"),
+    ({"policy_steps": 0}, r"policy_steps=0 must be at least 1"),
+    ({"policy_batch": 0}, r"policy_batch=0 must be at least 1"),
+    ({"policy_lr": -1.0}, r"policy_lr=-1.0 must be at least 0"),
+    ({"temperature": 0.0}, r"temperature=0.0"),
+    ({"decay": 1.5}, r"decay=1.5"),
+    ({"floor": 0.0}, r"floor=0.0"),
+    ({"sample_decision": True}, r"sample_decision=true means nothing with strategy=no_bn_no_classifier"),
+]
+
+
+@pytest.mark.parametrize(("settings", "message"), BAD)
+def test_settings_that_mean_nothing_are_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        PartialFed(**settings)
+
+
+def test_a_strategy_is_checked_against_the_model() -> None:
+    study = recipe(model=MLP)
+    networks, _ = build_networks(study)
+    with pytest.raises(ValueError, match="num_loaded=9 does not fit a model of 2 layers"):
+        PartialFed("bottom_up", 9).check(study.task, LOCAL, networks)
+    (warning,) = PartialFed("no_bn").check(study.task, LOCAL, networks)
+    assert "keeps no layer of this model and trains as FedAvg" in warning
+    for method in (PartialFed(), PartialFed("all"), PartialFed("adaptive"), PartialFed("none")):
+        assert not method.check(study.task, LOCAL, networks)
+
+
+def test_every_client_of_the_tiny_data_keeps_a_model() -> None:
+    found = run(recipe(PartialFed("adaptive", policy_steps=2), model=NORMED_MLP), EVERYBODY, rounds=3)
+    assert len(states(found, "partialfed.model")) == len(tiny().partition.train) == 6
+    assert all(0 <= row["partialfed.loaded"] <= 1 for row in found.rows)  # type: ignore[operator]
