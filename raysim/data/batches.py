@@ -10,16 +10,27 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from raysim.data.colour import brightened, contrasted, greyed, hue_turned, saturated
+from raysim.data.crops import TRIES, crop_boxes, resized_crops
+
 
 @dataclass(frozen=True)
 class Pipeline:
-    """Normalisation constants per channel (or one for all; None: only scale to [0, 1]) and train-time augmentation."""
+    """Normalisation constants per channel (or one for all; None: only scale to [0, 1]) and train-time augmentation.
+
+    augment: any of `resized_crop` (`crop_area`: lowest and highest share of the image), `crop` (`crop_padding`),
+    `flip`, `rotate` (`rotate_degrees`), `jitter` (strength of each of four) and `grey` (its probability), applied in
+    this order whatever theirs in the list.
+    """
 
     mean: tuple[float, ...] | None = None
     std: tuple[float, ...] | None = None
     augment: tuple[str, ...] = ()
     crop_padding: int = 4
     rotate_degrees: float = 30.0
+    crop_area: tuple[float, float] = (0.7, 1.0)
+    jitter: float = 0.3
+    grey: float = 0.1
 
     def normalise(self, images: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
         """uint8 [..., c, h, w] to (x / 255 - mean) / std in `dtype`, on the images' device."""
@@ -30,13 +41,32 @@ class Pipeline:
         return scaled.sub_(_constant(self.mean, dtype, device)).div_(_constant(self.std, dtype, device))
 
     def augmented(self, images: Tensor, rng: np.random.Generator) -> Tensor:
-        """Zero-pad and crop, flip with probability 1/2, rotate, as `augment` says; uint8 [B, c, h, w] to the same.
+        """What `augment` says, done to each image by itself; uint8 [B, c, h, w] to the same.
 
-        Draws, in this order: vertical and horizontal offset of each image, each image's flip, each image's angle
-        (uniform up to `rotate_degrees` either way; nearest pixel, zero outside).
+        Draws, in this order: four uniforms for each of ten rectangles of each image; vertical and horizontal offset of
+        each image; each image's flip (probability 1/2); its angle (uniform up to `rotate_degrees` either way; nearest
+        pixel, zero outside); its factors of brightness, contrast and saturation (1 - jitter to 1 + jitter) and its
+        shift of hue (up to `jitter` of the circle either way), applied in this order; whether it turns grey. Images of
+        one channel draw the same.
         """
-        if not self.augment:
-            return images
+        if "resized_crop" in self.augment:
+            uniforms = rng.random((4, TRIES, len(images)))
+            height, width = images.shape[2:]
+            boxes = crop_boxes(height=height, width=width, area=self.crop_area, uniforms=uniforms)
+            images = resized_crops(images, boxes)
+        if {"crop", "flip", "rotate"} & set(self.augment):
+            images = self._moved(images, rng)
+        if "jitter" in self.augment:
+            factors = _on(images, rng.uniform(1 - self.jitter, 1 + self.jitter, (3, len(images))))
+            turns = _on(images, rng.uniform(-self.jitter, self.jitter, len(images)))
+            images = saturated(contrasted(brightened(images, factors[0]), factors[1]), factors[2])
+            images = hue_turned(images, turns)
+        if "grey" in self.augment:
+            images = greyed(images, torch.from_numpy(rng.random(len(images)) < self.grey).to(images.device))
+        return images
+
+    def _moved(self, images: Tensor, rng: np.random.Generator) -> Tensor:
+        """Zero-pad and crop, flip, rotate: pixels change their places and nothing else."""
         batch, channels, height, width = images.shape
         padding = self.crop_padding if "crop" in self.augment else 0
         rows = np.broadcast_to(np.arange(height), (batch, height))
@@ -71,6 +101,10 @@ def _turned(height: int, width: int, degrees: np.ndarray) -> tuple[np.ndarray, n
     inside = (rows >= 0) & (rows < height) & (columns >= 0) & (columns < width)
     places = np.where(inside, rows * width + columns, 0)
     return places.reshape(len(degrees), -1), inside.reshape(len(degrees), -1)
+
+
+def _on(images: Tensor, values: np.ndarray) -> Tensor:
+    return torch.from_numpy(values.astype(np.float32)).to(images.device)
 
 
 @functools.lru_cache(maxsize=64)

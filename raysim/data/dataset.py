@@ -11,6 +11,7 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 import pyarrow as pa
@@ -86,6 +87,17 @@ def cached(cache: str | None, name: str, content: Mapping[str, object], make: Ca
     return Dataset(path)
 
 
+def copied(name: str, read: Callable[[], NDArray[np.uint8]]) -> Path:
+    """The file of that name in this machine's cache folder, written from another machine's bytes if it is missing."""
+    path = cache_folder(None) / name
+    if not path.exists():
+        with alone(path.parent):
+            if not path.exists():
+                with _whole(path) as file:
+                    file.write(read())
+    return path
+
+
 @contextlib.contextmanager
 def alone(folder: Path) -> Iterator[None]:
     """One process at a time per folder, which is made if need be."""
@@ -118,11 +130,17 @@ def _write(path: Path, samples: Samples) -> None:
     ]
     batch = pa.record_batch(columns, names=["image", "label", "domain"])
     batch = batch.replace_schema_metadata({"raysim": json.dumps(header)})
+    with _whole(path) as file, pa.ipc.new_file(file, batch.schema) as writer:
+        writer.write_batch(batch)
+
+
+@contextlib.contextmanager
+def _whole(path: Path) -> Iterator[BinaryIO]:
+    """A file to write, which appears under its name when all of it is on disk."""
     unfinished = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
     try:
         with unfinished.open("wb") as file:
-            with pa.ipc.new_file(file, batch.schema) as writer:
-                writer.write_batch(batch)
+            yield file
             file.flush()
             os.fsync(file.fileno())
         unfinished.replace(path)

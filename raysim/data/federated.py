@@ -30,9 +30,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 CHUNK = 8192  # images corrupted at once
-UNTOLD = frozenset(
-    ("root", "cache", "download", "mean", "std", "augment", "crop_padding", "rotate_degrees")
-)  # left out of titles
+UNTOLD = frozenset(("root", "cache", "download", *(entry.name for entry in fields(Pipeline))))  # left out of titles
 BARS, LEGEND, COLUMNS, BINS = 50, 20, 1000, 30  # most clients as bars, classes in a legend, columns, bars of sizes
 
 
@@ -78,13 +76,7 @@ def federate(source: Source, partitioner: Partitioner, seed: int) -> FederatedDa
         dataset_path=dataset.path,
         partition=partition,
         central=np.arange(dataset.train_rows, len(dataset)),
-        pipeline=Pipeline(
-            None if source.mean is None else tuple(source.mean),
-            None if source.std is None else tuple(source.std),
-            tuple(source.augment),
-            source.crop_padding,
-            source.rotate_degrees,
-        ),
+        pipeline=source.pipeline(),
         title=f"{_described(source)}, {_described(partitioner)}",
     )
 

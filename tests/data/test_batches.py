@@ -1,14 +1,17 @@
-"""The training pipeline: exact normalisation, and augmentation that moves pixels without inventing any."""
+"""The training pipeline: exact normalisation, and augmentation as a function of one stream."""
 
 from __future__ import annotations
 
+import hashlib
 import pickle
 
 import numpy as np
 import pytest
 import torch
 
+from raysim.data import colour
 from raysim.data.batches import Pipeline
+from raysim.data.crops import TRIES, crop_boxes, resized_crops
 
 IMAGES = torch.from_numpy(np.random.default_rng(0).integers(1, 256, (64, 3, 8, 6), dtype=np.uint8))
 
@@ -51,7 +54,10 @@ def test_a_crop_is_a_window_of_the_zero_padded_image() -> None:
     assert cropped.dtype == torch.uint8 and cropped.is_contiguous()
 
 
-@pytest.mark.parametrize("augment", [("crop",), ("flip",), ("crop", "flip")])
+ALL = ("resized_crop", "crop", "flip", "rotate", "jitter", "grey")
+
+
+@pytest.mark.parametrize("augment", [("crop",), ("flip",), ("crop", "flip"), ("resized_crop",), ("jitter",), ALL])
 def test_augmentation_is_a_function_of_the_stream(augment: tuple[str, ...]) -> None:
     pipeline = pickle.loads(pickle.dumps(Pipeline(augment=augment)))
     first, again, other = (pipeline.augmented(IMAGES, np.random.default_rng(seed)) for seed in (5, 5, 6))
@@ -79,3 +85,37 @@ def test_rotation_comes_after_crop_and_flip_and_leaves_their_draws_alone() -> No
     alone = Pipeline(augment=("crop", "flip"))
     found, expected = (each.augmented(IMAGES, np.random.default_rng(3)) for each in (both, alone))
     assert torch.equal(found, expected)
+
+
+def test_what_only_moves_pixels_has_the_bits_it_always_had() -> None:
+    moved = Pipeline(augment=("crop", "flip", "rotate")).augmented(IMAGES, np.random.default_rng(5))
+    assert hashlib.sha256(moved.numpy().tobytes()).hexdigest()[:16] == "78083843e9596208"
+
+
+def test_everything_together_is_each_step_after_the_other_on_the_draws_in_the_stated_order() -> None:
+    pipeline = Pipeline(augment=ALL[::-1], crop_area=(0.5, 0.9), jitter=0.4, grey=0.5)
+    found = pipeline.augmented(IMAGES, np.random.default_rng(7))
+    rng, count = np.random.default_rng(7), len(IMAGES)
+    boxes = crop_boxes(height=8, width=6, area=(0.5, 0.9), uniforms=rng.random((4, TRIES, count)))
+    images = Pipeline(augment=("crop", "flip", "rotate")).augmented(resized_crops(IMAGES, boxes), rng)
+    factors = torch.from_numpy(rng.uniform(0.6, 1.4, (3, count))).float()
+    for change, strength in zip((colour.brightened, colour.contrasted, colour.saturated), factors, strict=True):
+        images = change(images, strength)
+    images = colour.hue_turned(images, torch.from_numpy(rng.uniform(-0.4, 0.4, count)).float())
+    images = colour.greyed(images, torch.from_numpy(rng.random(count) < 0.5))
+    assert torch.equal(found, images) and found.dtype == torch.uint8 and found.shape == IMAGES.shape
+
+
+def test_grey_images_of_one_channel_and_of_three_are_augmented_alike() -> None:
+    """FRAug transforms the one channel of its grey digits and then repeats it; here it is repeated before."""
+    one, pipeline = IMAGES[:, :1], Pipeline(augment=ALL, grey=0.5)
+    single = pipeline.augmented(one, np.random.default_rng(3))
+    triple = pipeline.augmented(one.repeat(1, 3, 1, 1), np.random.default_rng(3))
+    assert torch.equal(triple, single.repeat(1, 3, 1, 1))
+
+
+def test_about_the_stated_share_of_images_turns_grey() -> None:
+    images = IMAGES.repeat(20, 1, 1, 1)
+    found = Pipeline(augment=("grey",), grey=0.1).augmented(images, np.random.default_rng(0))
+    grey = (found == found[:, :1]).flatten(1).all(1)
+    assert 90 < int(grey.sum()) < 170 and torch.equal(found[~grey], images[~grey])

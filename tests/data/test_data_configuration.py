@@ -11,10 +11,13 @@ from omegaconf import OmegaConf
 
 from raysim.building import build, resolve
 from raysim.config import conf_folder
+from raysim.data.domains import Domains
 from raysim.data.partition import Partitioner
-from raysim.data.sources import Cifar10, FashionMnist, Mnist, Source
+from raysim.data.sources import Cifar10, FashionMnist, Mnist, Source, Stored
 
 FOLDER = Path(conf_folder())
+PIPELINE = ("mean", "std", "augment", "crop_area", "rotate_degrees")
+PAPERS = {"name", "only", "size", "channels", *PIPELINE}  # what a file may set otherwise than the constructor
 OPTIONS = sorted(
     f"{group}/{path.stem}"
     for group in ("data", "partition")
@@ -46,7 +49,7 @@ def test_a_file_says_the_same_as_the_constructor_except_for_papers_values(option
     thing = built(option)
     for field in dataclasses.fields(thing):  # type: ignore[arg-type]
         default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
-        if default is not dataclasses.MISSING and field.name not in ("mean", "std", "augment"):
+        if default is not dataclasses.MISSING and field.name not in PAPERS:
             assert getattr(thing, field.name) == default, field.name
 
 
@@ -62,6 +65,46 @@ def test_the_papers_pipelines_are_the_defaults_of_their_data_sets() -> None:
     assert isinstance(mnist, Mnist) and isinstance(fashion, FashionMnist) and isinstance(cifar, Cifar10)
     assert (mnist.mean, mnist.augment, fashion.mean, fashion.std) == (None, [], [0.5], [0.5])
     assert cifar.std == [0.247, 0.2435, 0.2616] and cifar.augment == ["crop", "flip"]
+
+
+IMAGENET = ([0.485, 0.456, 0.406], [0.229, 0.224, 0.225])
+
+
+@pytest.mark.parametrize(
+    ("option", "size", "augment", "area"),
+    [
+        ("office_home", 224, ["resized_crop", "flip", "jitter", "grey"], [0.7, 1.0]),
+        ("pacs", 224, ["resized_crop", "flip", "jitter", "grey"], [0.7, 1.0]),
+        ("digit_domains", 32, ["resized_crop", "jitter", "grey"], [0.7, 1.0]),
+        ("covid_fl", 384, ["resized_crop", "flip", "rotate"], [0.8, 1.2]),
+    ],
+)
+def test_feature_shift_studies_have_their_papers_pipelines(
+    option: str, size: int, augment: list[str], area: list[float]
+) -> None:
+    source = built(f"data/{option}")
+    assert isinstance(source, Stored | Domains)
+    assert (source.size, source.channels, source.mean, source.std) == (size, 3, *IMAGENET)
+    assert (source.augment, source.crop_area, source.jitter, source.grey) == (augment, area, 0.3, 0.1)
+
+
+def test_medical_and_ten_class_studies_have_their_papers_pipelines() -> None:
+    retina, covid, ten = (built(f"data/{option}") for option in ("retina", "covid_fl", "domainnet"))
+    assert isinstance(retina, Stored) and isinstance(covid, Stored) and isinstance(ten, Stored)
+    assert (retina.crop_area, retina.rotate_degrees, covid.rotate_degrees) == ([0.6, 1.0], 10.0, 10.0)
+    assert (retina.mean, retina.std) == ([0.5007, 0.501, 0.5019], [0.0342, 0.0535, 0.0484])
+    assert ten.only and len(ten.only) == 10 and (ten.size, ten.mean, ten.augment) == (256, None, ["flip", "rotate"])
+
+
+def test_the_small_medical_set_is_found_by_its_name(shared: Path) -> None:
+    source = built("data/pneumonia_mnist", f"data.root={shared / 'data'}")
+    assert isinstance(source, Stored) and source.build().class_names == ["normal", "pneumonia"]
+
+
+def test_a_user_chooses_the_domains(shared: Path) -> None:
+    source = built("data/digit_domains", f"data.root={shared / 'data'}", "data.domains=[usps,digits]")
+    assert isinstance(source, Domains)
+    assert source.build().domain_names == ["usps", "digits"] and source.build().shape == (3, 32, 32)
 
 
 def test_a_wrong_value_is_refused_with_its_key() -> None:

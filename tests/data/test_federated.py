@@ -40,6 +40,13 @@ def test_federated_data_travel_as_a_path_and_arrays() -> None:
     assert np.array_equal(copy.partition.train.rows(3), data.partition.train.rows(3))
 
 
+def test_the_training_step_gets_the_pipeline_of_the_source() -> None:
+    source = replace(SOURCE, augment=["resized_crop", "rotate"], crop_area=[0.6, 1.0], jitter=0.1, grey=0.5)
+    data = federate(source, IID(5), 0)
+    assert data.pipeline == source.pipeline() and data.pipeline.crop_area == (0.6, 1.0)
+    assert "crop_area" not in data.title
+
+
 def test_noise_hits_exactly_the_stated_number_of_each_clients_training_labels_and_nothing_else() -> None:
     source, partitioner = replace(SOURCE, label_noise=0.3), Quantity(6, 2.0, test_fraction=0.25)
     data, clean = federate(source, partitioner, 1), SOURCE.build()

@@ -1,0 +1,152 @@
+"""What a source of images is: the settings that all share, and the raw samples that each delivers."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from raysim.data.batches import Pipeline
+from raysim.data.corruption import Rotation
+from raysim.data.dataset import Dataset, Samples, cached
+from raysim.data.partition import Ints
+from raysim.data.pictures import Picture, numbered, stacked
+from raysim.errors import instead
+
+AUGMENTATIONS = ("crop", "flip", "rotate", "resized_crop", "jitter", "grey")
+
+
+@dataclass(frozen=True, eq=False)
+class Raw:
+    """What a source delivers: pixels as stored, or pictures still to be decoded; training rows first."""
+
+    images: NDArray[np.uint8] | Iterable[Picture]
+    labels: Ints
+    train_rows: int
+    class_names: list[str]
+    domains: Ints | None = None
+    domain_names: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """The settings that all sources share. `size` resizes to a square, `channels` makes grey or RGB of every image.
+
+    only: names of the classes to keep, which are numbered in this order; None keeps all. From `mean` on, the settings
+    of the training step's pipeline.
+    """
+
+    only: list[str] | None = None
+    size: int | None = None
+    channels: Literal[1, 3] | None = None
+    cache: str | None = None
+    label_noise: float = 0.0
+    rotation: Rotation = field(default_factory=Rotation)
+    pool: int = 1
+    mean: list[float] | None = None
+    std: list[float] | None = None
+    augment: list[Literal["crop", "flip", "rotate", "resized_crop", "jitter", "grey"]] = field(default_factory=list)
+    crop_padding: int = 4
+    rotate_degrees: float = 30.0
+    crop_area: list[float] = field(default_factory=lambda: [0.7, 1.0])
+    jitter: float = 0.3
+    grey: float = 0.1
+
+    def __post_init__(self) -> None:
+        within("size", self.size, self.size is None or self.size >= 1, "at least 1, or null")
+        within("channels", self.channels, self.channels in (None, 1, 3), "1, 3 or null")
+        within("label_noise", self.label_noise, 0 <= self.label_noise <= 1, "from 0 to 1")
+        within("pool", self.pool, self.pool >= 1, "at least 1")
+        within("only", self.only, self.only is None or self.only, "a list of names, or null")
+        within("std", self.std, self.std is None or all(value > 0 for value in self.std), "above 0 everywhere, or null")
+        if (self.mean is None) != (self.std is None):
+            raise ValueError(
+                f"data.mean={self.mean} and data.std={self.std} belong together: give both, or null for both."
+            )
+        self._check_augmentation()
+        self.check()
+
+    def _check_augmentation(self) -> None:
+        kinds = f"{', '.join(AUGMENTATIONS[:-1])} and {AUGMENTATIONS[-1]}"
+        within("augment", self.augment, set(self.augment) <= set(AUGMENTATIONS), f"a list of {kinds}, or []")
+        within("crop_padding", self.crop_padding, self.crop_padding >= 0, "at least 0")
+        within("rotate_degrees", self.rotate_degrees, 0 <= self.rotate_degrees <= 180, "from 0 to 180")
+        area = self.crop_area
+        valid = len(area) == 2 and 0 < area[0] <= area[1]
+        within("crop_area", area, valid, "[lowest, highest] share of the image, above 0 and in this order")
+        within("jitter", self.jitter, 0 <= self.jitter <= 0.5, "from 0 to 0.5")
+        within("grey", self.grey, 0 <= self.grey <= 1, "from 0 to 1")
+
+    def check(self) -> None:
+        """Refuse settings that cannot be meant."""
+
+    def files(self) -> list[Path]:
+        """The files read; names, sizes and times are part of the cached file's name. Downloads what is missing."""
+        return []
+
+    def read(self) -> Raw:
+        """All images."""
+        raise NotImplementedError
+
+    def pipeline(self) -> Pipeline:
+        """What the training step does to a batch."""
+        return Pipeline(
+            None if self.mean is None else tuple(self.mean),
+            None if self.std is None else tuple(self.std),
+            tuple(self.augment),
+            self.crop_padding,
+            self.rotate_degrees,
+            (self.crop_area[0], self.crop_area[1]),
+            self.jitter,
+            self.grey,
+        )
+
+    def build(self) -> Dataset:
+        """The cached data set without corruptions; the first call on a machine reads, resizes and writes it."""
+        shared = {entry.name for entry in fields(Source)} - {"size", "channels"}
+        settings = {key: value for key, value in asdict(self).items() if key not in shared}
+        settings |= {"only": self.only} if self.only else {}
+        stats = [(str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns) for path in self.files()]
+        name = type(self).__name__.lower()
+        return cached(self.cache, name, {"source": name, "settings": settings, "files": stats}, self._samples)
+
+    def _samples(self) -> Samples:
+        raw = self.read() if self.only is None else _only(self.read(), self.only)
+        count = len(raw.labels)
+        if not 0 < raw.train_rows <= count:
+            raise ValueError(f"data source {type(self).__name__} has no training images: check data.root.")
+        domains = np.zeros(count, dtype=np.int64) if raw.domains is None else raw.domains
+        names = raw.domain_names or [type(self).__name__.lower()]
+        images = stacked(raw.images, count, self.size, self.channels)
+        return Samples(images, raw.labels.astype(np.int64), domains, raw.train_rows, raw.class_names, names)
+
+
+def numbered_domains(names: NDArray[np.str_], train: NDArray[np.bool_]) -> tuple[Ints, list[str]]:
+    """Domains as numbers, alphabetically; those without training rows come last, where they leave no client empty."""
+    known = sorted(set(names[train].tolist()))
+    return numbered(names, known + sorted(set(names.tolist()) - set(known)), "a domain")
+
+
+def within(key: str, value: object, holds: object, allowed: str) -> None:
+    """Raises ValueError for a setting of a source that does not hold."""
+    if not holds:
+        raise ValueError(f"data.{key}={value} is out of range: it must be {allowed}.")
+
+
+def _only(raw: Raw, classes: Sequence[str]) -> Raw:
+    """What is of these classes; pictures of others are never decoded."""
+    if unknown := [name for name in classes if name not in raw.class_names]:
+        raise ValueError(f"data.only names {unknown[0]!r}: {instead(unknown[0], raw.class_names, 'the data has')}")
+    numbers = np.full(len(raw.class_names), -1)
+    numbers[[raw.class_names.index(name) for name in classes]] = np.arange(len(classes))
+    labels = numbers[raw.labels]
+    kept = labels >= 0
+    images = raw.images[kept] if isinstance(raw.images, np.ndarray) else itertools.compress(raw.images, kept)
+    domains = None if raw.domains is None else raw.domains[kept]
+    train_rows = int(np.count_nonzero(kept[: raw.train_rows]))
+    return Raw(images, labels[kept], train_rows, list(classes), domains, raw.domain_names)

@@ -1,0 +1,320 @@
+"""Data sets of the user's own, in the form in which they lie: Parquet, folders of pictures, strips."""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import itertools
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from numpy.typing import NDArray
+
+from raysim.data.packed import Strips, are_strips
+from raysim.data.pictures import Picture, numbered, spread_test, train_first
+from raysim.data.raw import Raw, Source, numbered_domains, within
+
+PICTURES = frozenset((".jpg", ".jpeg", ".png", ".bmp", ".webp", ".gif", ".tif", ".tiff", ".ppm", ".pgm"))
+
+
+@dataclass(frozen=True)
+class Parquet(Source):
+    """Folders with train.parquet and test.parquet, or split in parts train-*.parquet, as Hugging Face stores them.
+
+    `root` is one such folder, a list of them, or a folder of them; with several, each is a domain named by its folder.
+    An image is its file's bytes, alone or in a struct {bytes, path}; a domain column is used where there is one.
+    Where a folder has no test.parquet, `test_fraction` of each domain's classes is taken from training; null demands
+    the file.
+    """
+
+    root: str | list[str] | None = None
+    image_column: str = "image"
+    label_column: str = "label"
+    domain_column: str = "domain"
+    test_fraction: float | None = None
+
+    def check(self) -> None:
+        fraction = self.test_fraction
+        within("test_fraction", fraction, fraction is None or 0 <= fraction < 1, "at least 0 and below 1, or null")
+
+    def files(self) -> list[Path]:
+        return [path for folder in self._folders() for split in ("train", "test") for path in _parts(folder, split)]
+
+    def read(self) -> Raw:
+        folders = self._folders()
+        tables = [
+            (split, folder, path) for split in ("train", "test") for folder in folders for path in _parts(folder, split)
+        ]
+        columns = [self._columns(path, folder.name, len(folders) > 1) for _, folder, path in tables]
+        paths = [path for *_, path in tables]
+        labels, class_names = numbered(
+            np.concatenate([labels for labels, _ in columns]), _class_names(paths, self.label_column), str(folders[0])
+        )
+        names = np.concatenate([names for _, names in columns])
+        sizes = [len(labels) for labels, _ in columns]
+        test = np.repeat([split == "test" for split, *_ in tables], sizes)
+        whole = np.repeat([not _parts(folder, "test") for _, folder, _ in tables], sizes)
+        if whole.any():
+            groups = np.unique(names[whole], return_inverse=True)[1] * len(class_names) + labels[whole]
+            test[whole] = spread_test(groups, self.test_fraction or 0.0)
+        domains, domain_names = numbered_domains(names, ~test)
+        order, train_rows = train_first(test)
+        masks = np.split(test, np.cumsum(sizes)[:-1])
+        pictures = itertools.chain(self._chosen(paths, [~mask for mask in masks]), self._chosen(paths, masks))
+        return Raw(pictures, labels[order], train_rows, class_names, domains[order], domain_names)
+
+    def _folders(self) -> list[Path]:
+        if not self.root:
+            raise ValueError(
+                "data.root is empty: name a folder with train.parquet and test.parquet, or a list of them."
+            )
+        if isinstance(self.root, list):
+            folders = [Path(root).expanduser() for root in self.root]
+            names = [folder.name for folder in folders]
+            if len(set(names)) < len(names):
+                raise ValueError(
+                    f"data.root={self.root} has two folders of one name, and a domain is named by its folder."
+                )
+        else:
+            root = Path(self.root).expanduser()
+            inner = [] if _parts(root, "train") or not root.is_dir() else sorted(root.iterdir())
+            folders = [folder for folder in inner if _parts(folder, "train")] or [root]
+        for folder in folders:
+            for split in ("train", "test") if self.test_fraction is None else ("train",):
+                if not _parts(folder, split):
+                    hint = ", or set data.test_fraction" if split == "test" else ""
+                    raise ValueError(
+                        f"data.root={folder} holds no {split}.parquet: looked for it and for {split}-*.parquet there; "
+                        f"name a folder that has it{hint}."
+                    )
+        return folders
+
+    def _columns(self, path: Path, folder: str, several: bool) -> tuple[NDArray[np.generic], NDArray[np.str_]]:
+        """Labels as stored, and the domain's name for each row."""
+        names = _schema(path).names
+        for key, column in (("image_column", self.image_column), ("label_column", self.label_column)):
+            if column not in names:
+                raise ValueError(f"{path} has no column {column}, it has {', '.join(names)}: set data.{key}.")
+        with _readable(path):
+            table = pq.read_table(path, columns=[n for n in names if n in (self.label_column, self.domain_column)])
+        if any(column.null_count for column in table.columns):
+            raise ValueError(f"{path} has rows without a label or a domain: remove them.")
+        labels = table[self.label_column].to_numpy()
+        if self.domain_column not in names:
+            return labels, np.full(len(labels), folder)
+        domains = table[self.domain_column].to_numpy().astype(np.str_)
+        return labels, np.char.add(f"{folder}/", domains) if several else domains
+
+    def _chosen(self, paths: list[Path], masks: list[NDArray[np.bool_]]) -> Iterator[Picture]:
+        for path, mask in zip(paths, masks, strict=True):
+            if mask.any():
+                yield from itertools.compress(self._pictures(path), mask)
+
+    def _pictures(self, path: Path) -> Iterator[Picture]:
+        batches = pq.ParquetFile(path).iter_batches(256, columns=[self.image_column])
+        rows = itertools.count()
+        while True:
+            with _readable(path):
+                batch = next(batches, None)
+            if batch is None:
+                return
+            for value in batch.column(0).to_pylist():
+                yield Picture(f"{path}, row {next(rows)}", value["bytes"] if isinstance(value, dict) else value)
+
+
+@dataclass(frozen=True)
+class ImageFolder(Source):
+    """Pictures in root/class/ or root/domain/class/, or in either below root/train/ and root/test/.
+
+    A file root/split.csv with the columns path, domain, class, split (train or test) decides what is there and what
+    is test; without one and without the two folders, every class of every domain gives `test_fraction` of its
+    pictures, evenly spread by name.
+    """
+
+    root: str | None = None
+    test_fraction: float = 0.2
+
+    def check(self) -> None:
+        within("test_fraction", self.test_fraction, 0 <= self.test_fraction < 1, "at least 0 and below 1")
+
+    def files(self) -> list[Path]:
+        listed = [self._root() / "split.csv"] if (self._root() / "split.csv").is_file() else []
+        return listed + [self._root() / path for path, *_ in self._rows()]
+
+    def read(self) -> Raw:
+        rows = self._rows()
+        root = self._root()
+        classes, class_names = numbered(np.array([row[2] for row in rows]), None, str(root))
+        names = np.array([row[1] for row in rows])
+        if rows[0][3]:
+            test = np.array([row[3] == "test" for row in rows])
+        else:
+            groups = np.unique(names, return_inverse=True)[1] * len(class_names) + classes
+            test = spread_test(groups, self.test_fraction)
+        domains, domain_names = numbered_domains(names, ~test)
+        order, train_rows = train_first(test)
+        paths = [root / row[0] for row in rows]
+        pictures = (Picture(str(paths[row]), paths[row]) for row in order.tolist())
+        return Raw(pictures, classes[order], train_rows, class_names, domains[order], domain_names)
+
+    def _root(self) -> Path:
+        root = Path(self.root or "").expanduser()
+        if not self.root or not root.is_dir():
+            raise ValueError(f"data.root={self.root} is no folder: name one with a subfolder of pictures per class.")
+        return root
+
+    def _rows(self) -> list[tuple[str, str, str, str]]:
+        """(path below root, domain, class, split or "") of every picture, sorted by path."""
+        root = self._root()
+        rows = _listed(root / "split.csv") if (root / "split.csv").is_file() else _found(root)
+        if not rows:
+            raise ValueError(
+                f"data.root={root} holds no pictures: looked for class/*.jpg and domain/class/*.jpg there."
+            )
+        return sorted(rows)
+
+
+@dataclass(frozen=True)
+class Stored(Source):
+    """A set by name, as strips, Parquet or pictures, whichever lies there.
+
+    root: its folder, or the one around it, in which the folder called `name` is found whatever its case and hyphens.
+    `test_fraction` of each domain's classes is for testing where the files do not say what is; the columns are those
+    of Parquet files.
+    """
+
+    root: str | None = None
+    name: str | None = None
+    image_column: str = "image"
+    label_column: str = "label"
+    domain_column: str = "domain"
+    test_fraction: float = 0.2
+
+    def check(self) -> None:
+        within("test_fraction", self.test_fraction, 0 <= self.test_fraction < 1, "at least 0 and below 1")
+
+    def files(self) -> list[Path]:
+        try:
+            return self.form().files()
+        except ValueError as error:
+            root = Path(self.root or "").expanduser()
+            if not self.name or not root.is_dir() or named_folder(root, self.name):
+                raise
+            raise ValueError(f"data.root={root} has no folder {self.name} and is none itself: {error}") from error
+
+    def read(self) -> Raw:
+        return self.form().read()
+
+    def form(self) -> Strips | Parquet | ImageFolder:
+        """The source that reads what is there. Raises ValueError when nothing is."""
+        root = Path(self.root or "").expanduser()
+        if not self.root or not root.is_dir():
+            raise ValueError(
+                f"data.root={self.root} is no folder: name the one with {self.name or 'the images'} as strips, Parquet "
+                "files or folders of pictures."
+            )
+        folder = (self.name and named_folder(root, self.name)) or root
+        if are_strips(folder):
+            return Strips(root=str(folder))
+        if _has_parquet(folder):
+            columns = (self.image_column, self.label_column, self.domain_column)
+            return Parquet(str(folder), *columns, test_fraction=self.test_fraction)
+        return ImageFolder(root=str(folder), test_fraction=self.test_fraction)
+
+
+def named_folder(root: Path, name: str) -> Path | None:
+    """The folder in root that is called so, whatever the case, blanks, hyphens and underscores."""
+    inner = sorted(path for path in root.iterdir() if path.is_dir()) if root.is_dir() else []
+    return next((path for path in inner if _plain(path.name) == _plain(name)), None)
+
+
+def holds_images(folder: Path) -> bool:
+    """Whether there is anything that `Stored` could read."""
+    pictures = (path for path in folder.glob("*/**/*") if path.suffix.lower() in PICTURES)
+    return are_strips(folder) or _has_parquet(folder) or next(pictures, None) is not None
+
+
+def _plain(name: str) -> str:
+    return re.sub("[^a-z0-9]", "", name.lower())
+
+
+def _has_parquet(folder: Path) -> bool:
+    inner = [path for path in folder.iterdir() if path.is_dir()]
+    return any(_parts(each, "train") for each in (folder, *inner))
+
+
+def _listed(path: Path) -> list[tuple[str, str, str, str]]:
+    with path.open(newline="") as file:
+        reader = csv.DictReader(file)
+        if missing := {"path", "domain", "class", "split"} - set(reader.fieldnames or ()):
+            raise ValueError(f"{path} lacks the column {sorted(missing)[0]}; it needs path, domain, class and split.")
+        rows = [(row["path"], row["domain"], row["class"], row["split"]) for row in reader]
+    for name, _, _, split in rows:
+        if split not in ("train", "test"):
+            raise ValueError(f"{path}: split={split} of {name} must be train or test.")
+        if not (path.parent / name).is_file():
+            raise ValueError(f"{path} names {name}, which is not there: remove the row or restore the file.")
+    return rows
+
+
+def _found(root: Path) -> list[tuple[str, str, str, str]]:
+    if not all((root / split).is_dir() for split in ("train", "test")):
+        return [(*row, "") for row in _below(root, root.name)]
+    return [
+        (f"{split}/{path}", domain, name, split)
+        for split in ("train", "test")
+        for path, domain, name in _below(root / split, root.name)
+    ]
+
+
+def _below(root: Path, only_domain: str) -> list[tuple[str, str, str]]:
+    """(path below root, domain, class) of every picture in class/ or domain/class/."""
+    rows = []
+    for path in root.glob("*/**/*"):
+        parts = path.relative_to(root).parts
+        if path.suffix.lower() not in PICTURES or any(part.startswith(".") for part in parts):
+            continue
+        if len(parts) not in (2, 3):
+            raise ValueError(f"{path} lies too deep: pictures belong into class/ or domain/class/ below {root}.")
+        rows.append(("/".join(parts), parts[0] if len(parts) == 3 else only_domain, parts[-2]))
+    if len({row[0].count("/") for row in rows}) > 1:
+        raise ValueError(f"data.root={root} mixes class/ and domain/class/: use one of them for all pictures.")
+    return rows
+
+
+def _parts(folder: Path, split: str) -> list[Path]:
+    whole = folder / f"{split}.parquet"
+    return [whole] if whole.is_file() else sorted(folder.glob(f"{split}-*.parquet"))
+
+
+@contextlib.contextmanager
+def _readable(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, pa.ArrowException) as error:
+        raise ValueError(f"{path} is no readable Parquet file ({error}): fetch it again.") from error
+
+
+def _schema(path: Path) -> pa.Schema:
+    with _readable(path):
+        return pq.read_schema(path)
+
+
+def _class_names(paths: list[Path], label_column: str) -> list[str] | None:
+    """The class names that the files' metadata give, ours or Hugging Face's; all files must agree."""
+    found: list[str] | None = None
+    for path in paths:
+        metadata = _schema(path).metadata or {}
+        names = json.loads(metadata.get(b"class_names", b"null"))
+        features = json.loads(metadata.get(b"huggingface", b"{}")).get("info", {}).get("features", {})
+        names = names or features.get(label_column, {}).get("names")
+        if names and found and names != found:
+            raise ValueError(f"{path} names the classes {', '.join(names)}, the files before it {', '.join(found)}.")
+        found = found or names
+    return found

@@ -1,0 +1,113 @@
+"""Strips: every image at its place, and a sentence for files that do not belong together."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+from tiny import picture, write_picture, write_strips
+
+from raysim.data.sources import Strips
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("RAYSIM_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+def test_strips_are_cut_from_top_to_bottom_in_the_order_of_their_numbers(channels: int, tmp_path: Path) -> None:
+    images = write_strips(tmp_path / "set", channels=channels, rows=(12, 4), classes=["no", "yes"])
+    built = Strips(root=str(tmp_path / "set")).build()
+    assert np.array_equal(built.images, images[:, None] if channels == 1 else images.transpose(0, 3, 1, 2))
+    assert built.labels.tolist() == [0, 1] * 6 + [0, 1] * 2 and built.train_rows == 12
+    assert built.class_names == ["no", "yes"] and built.domain_names == ["set"]
+
+
+def test_the_folder_may_be_named_or_the_one_around_it_and_other_splits_are_not_read(tmp_path: Path) -> None:
+    write_strips(tmp_path / "set")
+    write_picture(tmp_path / "set/val-000.png", picture())
+    built = Strips(root=str(tmp_path), name="set").build()
+    assert len(built) == 22
+    assert Strips(root=str(tmp_path / "set"), name="set").build().labels.tolist() == built.labels.tolist()
+
+
+def test_without_a_description_images_are_square_and_classes_are_numbers(tmp_path: Path) -> None:
+    write_strips(tmp_path, classes=["a", "b", "c"])
+    (tmp_path / "meta.json").unlink()
+    built = Strips(root=str(tmp_path)).build()
+    assert built.shape == (1, 4, 4) and built.class_names == ["0", "1", "2"]
+
+
+def test_the_description_may_give_another_height(tmp_path: Path) -> None:
+    images = write_strips(tmp_path, rows=(4, 2), classes=["a"], per_strip=2)
+    for split, count in (("train", 8), ("test", 4)):
+        np.save(tmp_path / f"{split}-labels.npy", np.zeros(count, dtype=np.uint8))
+    (tmp_path / "meta.json").write_text(json.dumps({"height": 2}))
+    built = Strips(root=str(tmp_path)).build()
+    assert built.shape == (1, 2, 4) and np.array_equal(built.images[1, 0], images[0, 2:])
+
+
+def test_what_does_not_fit_together_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"data.root=None holds no strips"):
+        Strips().build()
+    with pytest.raises(ValueError, match=rf"data.root={tmp_path} holds no pneumoniamnist: .* train-labels.npy"):
+        Strips(root=str(tmp_path), name="pneumoniamnist").build()
+    write_strips(tmp_path)
+    np.save(tmp_path / "test-labels.npy", np.zeros(7, dtype=np.uint8))
+    with pytest.raises(ValueError, match=r"test-labels.npy has labels of the shape \(7,\), its strips hold 10 images"):
+        Strips(root=str(tmp_path)).build()
+    write_strips(tmp_path, classes=["a", "b"])
+    (tmp_path / "meta.json").write_text('{"classes": ["a"]}')
+    with pytest.raises(ValueError, match=r"has the label 1, its classes are 0 to 0"):
+        Strips(root=str(tmp_path)).build()
+    (tmp_path / "meta.json").write_text("[1")
+    with pytest.raises(ValueError, match=r"meta.json is no readable JSON mapping"):
+        Strips(root=str(tmp_path)).build()
+
+
+def test_strips_of_broken_or_unequal_size_are_named(tmp_path: Path) -> None:
+    write_strips(tmp_path)
+    (tmp_path / "meta.json").unlink()
+    write_picture(tmp_path / "train-001.png", picture(9, 4))
+    with pytest.raises(ValueError, match=r"train-001.png is 9 pixels high, no multiple of 4"):
+        Strips(root=str(tmp_path)).build()
+    write_picture(tmp_path / "train-001.png", picture(10, 5))
+    with pytest.raises(ValueError, match=r"train-001.png has images of the shape \(1, 5, 5\).*before it \(1, 4, 4\)"):
+        Strips(root=str(tmp_path)).build()
+    (tmp_path / "train-001.png").write_bytes(b"no picture")
+    with pytest.raises(ValueError, match=r"train-001.png is not a readable picture"):
+        Strips(root=str(tmp_path)).build()
+    write_strips(tmp_path)
+    (tmp_path / "train-labels.npy").write_bytes(b"no array")
+    with pytest.raises(ValueError, match=r"train-labels.npy is no readable NumPy file"):
+        Strips(root=str(tmp_path)).build()
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "rows", "classes"),
+    [
+        ("pneumoniamnist", (1, 28, 28), (4708, 5332), 2),
+        ("mnist_m", (3, 32, 32), (3000, 5000), 10),
+        ("usps", (1, 16, 16), (7291, 9298), 10),
+        ("cifar10", (3, 32, 32), (50_000, 60_000), 10),
+    ],
+)
+def test_the_real_strips_have_their_stated_sizes(
+    name: str, shape: tuple[int, ...], rows: tuple[int, int], classes: int, shared: Path
+) -> None:
+    built = Strips(root=str(shared / "data"), name=name).build()
+    assert (built.shape, built.train_rows, len(built), built.num_classes) == (shape, *rows, classes)
+    first = Image.open(min((shared / "data" / name).glob("train-[0-9]*.*"))).crop((0, 0, *shape[:0:-1]))
+    assert np.array_equal(built.images[0].transpose(1, 2, 0).squeeze(), np.asarray(first))
+
+
+def test_the_x_rays_have_their_published_mean(shared: Path) -> None:
+    built = Strips(root=str(shared / "data"), name="pneumoniamnist").build()
+    assert built.class_names == ["normal", "pneumonia"]
+    assert np.bincount(built.labels[:4708]).tolist() == [1214, 3494]
+    assert abs(built.images[:4708].mean() / 255 - 0.5719) < 1e-4
