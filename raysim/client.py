@@ -342,6 +342,8 @@ class Trainer:
         self.step.begin()
         for method in self.receivers:
             method.receive(ctx)
+        if self.receivers and self.vector.layout.personal:  # frozen networks start from what training starts from
+            self._start = {"personal": self.vector.personal.clone(), "personal.counters": self._own_counters()}
         plan = ctx.plan = prepared[0] if prepared else self._plan(ctx)
         ctx.draws = {
             key: values
@@ -365,8 +367,11 @@ class Trainer:
             method.finish(ctx)
         if self.vector.layout.personal or len(self.vector.counters) > len(counters):
             ctx.state["personal"] = self.vector.personal.clone()
-            ctx.state["personal.counters"] = self.vector.counters[len(counters) :].clone()
+            ctx.state["personal.counters"] = self._own_counters()
         return ctx
+
+    def _own_counters(self) -> Tensor:
+        return self.vector.counters[self.vector.layout.shared_counters :].clone()
 
     def adapt(self, client: int, rows: np.ndarray, version: int, how: Finetune) -> None:
         """Fine-tune what lies in the vector on rows of the data set: cross-entropy alone, on streams of its own."""

@@ -257,6 +257,14 @@ class _Group:
     shared: tuple[bool, ...]
 
 
+def _part(networks: Mapping[str, nn.Module], name: str) -> nn.Module:
+    """A network ("fraug.generator") or a module in one ("model.extractor")."""
+    if name in networks:
+        return networks[name]
+    network, _, path = name.partition(".")
+    return networks[network].get_submodule(path)
+
+
 _KINDS = {"add": 0, "shift": 1, "mix": 2}
 
 
@@ -300,8 +308,8 @@ class Step:
         reported: Tensor | None = None
         for stage in stages:
             ctx.stage = stage
-            for network, training in stage.modes.items():
-                ctx.networks[network].train(training)
+            for part, training in stage.modes.items():
+                _part(ctx.networks, part).train(training)
             if stage.loss is not None:
                 loss = stage.loss(ctx, out, batch)
             else:

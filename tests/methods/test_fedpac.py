@@ -1,0 +1,675 @@
+"""FedPAC: its statistics and mixtures against definitions and other solvers, its two phases, and everybody's head."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from studies import MLP, NORMED_MLP, SEED, Ran, Spy, coordinate, ran, recipe, run, tiny
+from torch import Tensor, nn
+
+from raysim.client import Local, Own, Plan
+from raysim.data.federated import FederatedData
+from raysim.data.partition import CSR, Partition
+from raysim.fleet import Ideal
+from raysim.host import Host, build_networks
+from raysim.messages import Job, Update
+from raysim.methods import fedpac
+from raysim.methods.fedbss import FedBSS
+from raysim.methods.fedpac import (
+    FedPAC,
+    aggregate_prototypes,
+    classifier_combination_weights,
+    feature_alignment_loss,
+    head_steps,
+    local_statistics,
+)
+from raysim.methods.local import LocalTraining
+from raysim.methods.method import Method, Stage, Task, check_composition
+from raysim.schedule import Buffered, Synchronous
+from raysim.server import Server
+from raysim.step import Batch, Context
+from raysim.vector import Vector
+
+TWO = Local(lr=0.02, momentum=0.5, weight_decay=1e-3, batch=8, epochs=3)
+TASK = Task((1, 8, 8), 5, 6)
+UPLOADS = {"fedpac.head", "fedpac.class_means", "fedpac.weighted_means", "fedpac.class_counts", "fedpac.variance"}
+
+
+def random(*shape: int, seed: int = 0) -> Tensor:
+    """Reproducible normal numbers in float64."""
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def close(got: Tensor, want: Tensor, tolerance: float = 1e-12) -> None:
+    assert got.shape == want.shape and torch.allclose(got, want, rtol=tolerance, atol=tolerance), f"{got} is not {want}"
+
+
+# --- statistics and prototypes --------------------------------------------------------------------------------------
+
+LABELS = torch.tensor([0, 2, 2, 0, 0, 2, 4, 0, 2, 0, 4, 4])  # of 5 classes; nothing in 1 and 3
+
+
+def test_statistics_are_those_of_the_definition_and_zero_for_absent_classes() -> None:
+    features = random(12, 3) + 2
+    found = local_statistics(features=features, labels=LABELS, num_classes=5)
+    assert found["class_counts"].tolist() == [5, 0, 4, 0, 3] and found["class_counts"].dtype == torch.int64
+    spread, square = 0.0, 0.0
+    for k in range(5):
+        mine = torch.eq(LABELS, k)
+        own, share = features[mine], float(mine.double().mean())
+        mean = own.mean(0) if len(own) else torch.zeros(3, dtype=torch.float64)
+        close(found["class_means"][k], mean)
+        close(found["weighted_means"][k], share * mean)
+        spread += share * float(own.square().sum(1).mean()) if len(own) else 0.0
+        square += share**2 * float(mean.square().sum())
+    assert found["variance"] == pytest.approx((spread - square) / 12, rel=1e-12)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_variance_is_never_negative_and_scales_with_the_square_of_the_features(seed: int) -> None:
+    features, labels = random(6, 4, seed=seed), torch.tensor([0, 1, 1, 2, 2, 2])
+    one, ten = (local_statistics(features=f, labels=labels, num_classes=3) for f in (features, 10 * features))
+    assert 0 < one["variance"] == pytest.approx(ten["variance"] / 100, rel=1e-12)
+    close(10 * one["weighted_means"], ten["weighted_means"])
+    same = features[seed].expand(5, 4)  # nothing varies, and rounding must not make it negative
+    assert 0 <= local_statistics(features=same, labels=labels[:1].expand(5), num_classes=3)["variance"] < 1e-14
+
+
+def test_prototypes_are_the_pooled_class_means_where_the_extractor_is_the_same() -> None:
+    features, owner = random(12, 3), torch.arange(12) % 3
+    parts = [local_statistics(features=features[owner == i], labels=LABELS[owner == i], num_classes=5) for i in (0, 1)]
+    found = aggregate_prototypes(
+        class_means=torch.stack([part["class_means"] for part in parts]),
+        class_counts=torch.stack([part["class_counts"] for part in parts]),
+    )
+    pooled = local_statistics(features=features[owner < 2], labels=LABELS[owner < 2], num_classes=5)
+    close(found["prototypes"], pooled["class_means"])
+    assert torch.equal(found["present"], pooled["class_counts"] > 0) and not found["present"].all()
+
+
+# --- the alignment --------------------------------------------------------------------------------------------------
+
+
+def alignment(features: Tensor, labels: Tensor, present: Sequence[bool], held: Sequence[bool]) -> Tensor:
+    return feature_alignment_loss(
+        features=features,
+        labels=labels,
+        global_prototypes=random(3, 4, seed=1),
+        global_present=torch.tensor(present),
+        local_prototypes=random(3, 4, seed=2),
+        local_present=torch.tensor(held),
+    )
+
+
+def test_a_target_is_global_if_there_is_one_else_local_else_the_feature_itself() -> None:
+    features, labels = random(6, 4), torch.tensor([0, 1, 2, 2, 1, 0])
+    targets = torch.stack([random(3, 4, seed=1)[0], random(3, 4, seed=2)[1], torch.zeros(4)])[labels]
+    targets[labels == 2] = features[labels == 2]
+    got = alignment(features, labels, [True, False, False], [True, True, False])
+    close(got, (features - targets).square().sum() / (6 * 4))
+    assert alignment(features, labels, [False] * 3, [False] * 3) == 0
+
+
+def test_neither_the_targets_nor_the_head_have_a_gradient_of_the_alignment() -> None:
+    inputs, labels = random(6, 3), torch.tensor([0, 1, 2, 2, 1, 0])
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 3)).double()
+    prototypes = random(3, 4, seed=1).requires_grad_()
+    yes = torch.ones(3, dtype=torch.bool)
+    loss = feature_alignment_loss(
+        features=model[0](inputs),
+        labels=labels,
+        global_prototypes=prototypes,
+        global_present=yes,
+        local_prototypes=prototypes,
+        local_present=yes,
+    )
+    wanted = [*model[0].parameters(), *model[1].parameters(), prototypes]
+    found = torch.autograd.grad(loss, wanted, allow_unused=True)
+    assert all(g is not None and g.abs().max() > 0 for g in found[:2])
+    assert len(found) == 5 and all(g is None for g in found[2:])
+
+
+# --- the mixture ----------------------------------------------------------------------------------------------------
+
+
+def quadratic(variances: Tensor, weighted: Tensor, client: int) -> Tensor:
+    """P, straight from its definition."""
+    difference = (weighted[client] - weighted).flatten(1)
+    return torch.diag(variances) + difference @ difference.T
+
+
+def case(seed: int, clients: int, kind: str = "plain") -> tuple[Tensor, Tensor]:
+    """V and h of some clients."""
+    draw = np.random.default_rng(seed)
+    spread = {"plain": 0.3, "near": 0.01, "far": 30.0, "twins": 0.3, "mixed": 1.0}[kind]
+    weighted = torch.from_numpy(5 + spread * draw.standard_normal((clients, 3, 5)))
+    variances = torch.from_numpy(draw.uniform(0.05, 1.0, clients))
+    if kind == "twins":  # columns that depend on each other, and clients that know themselves exactly
+        weighted[1::2] = weighted[::2][: clients // 2]
+        variances[1::3] = 0.0
+    if kind == "mixed":
+        weighted = 5 + (weighted - 5) * torch.logspace(-4, 2, clients).double()[:, None, None]
+        variances = variances * torch.logspace(2, -6, clients).double()
+    return variances, weighted
+
+
+KINDS = ["plain", "near", "far", "twins", "mixed"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("clients", [1, 2, 5, 20])
+@pytest.mark.parametrize("seed", range(3))
+def test_weights_are_on_the_simplex_and_meet_the_conditions_of_a_minimum(seed: int, clients: int, kind: str) -> None:
+    variances, weighted = case(seed, clients, kind)
+    for client in range(clients):
+        P = quadratic(variances, weighted, client)
+        a = classifier_combination_weights(variances=variances, weighted_means=weighted, client=client, min_weight=0.0)
+        assert (a >= 0).all() and float(a.sum()) == pytest.approx(1, abs=1e-12)
+        value, slope = a @ P @ a, P @ a
+        # P a >= a'Pa everywhere, with equality where a > 0: nothing is gained by moving weight. Up to rounding in P.
+        scale = float(P.diagonal()[a > 0].max()) * 1e-9
+        assert (slope >= value - scale).all()
+        assert ((slope - value).abs()[a > 1e-9] <= scale).all()
+
+
+@pytest.mark.parametrize("kind", ["plain", "near", "far"])
+@pytest.mark.parametrize("seed", range(4))
+def test_weights_are_those_of_three_independent_solvers(seed: int, kind: str) -> None:
+    optimize = pytest.importorskip("scipy.optimize")
+    variances, weighted = case(seed, 7, kind)
+    for client in (0, 4):
+        P = quadratic(variances, weighted, client)
+        a = classifier_combination_weights(variances=variances, weighted_means=weighted, client=client, min_weight=0.0)
+        difference = (weighted[client] - weighted).flatten(1)
+        A = torch.cat([variances.sqrt().diag(), difference.T, torch.ones(1, 7, dtype=torch.float64)])
+        wanted = np.zeros(len(A))
+        wanted[-1] = 1
+        b, _ = optimize.nnls(A.numpy(), wanted)
+        close(a, torch.from_numpy(b / b.sum()), 1e-8)
+        close(a, projected_gradient(P), 1e-6)
+        assert float(a @ P @ a) <= slsqp(P) * (1 + 1e-9)
+
+
+def slsqp(P: Tensor) -> float:
+    """The least a'Pa that sequential quadratic programming finds on the simplex."""
+    optimize = pytest.importorskip("scipy.optimize")
+    matrix, many = P.numpy(), len(P)
+    found = optimize.minimize(
+        lambda x: x @ matrix @ x,
+        np.full(many, 1 / many),
+        jac=lambda x: 2 * matrix @ x,
+        bounds=[(0, 1)] * many,
+        constraints={"type": "eq", "fun": lambda x: x.sum() - 1, "jac": np.ones_like},
+        method="SLSQP",
+        options={"ftol": 1e-15, "maxiter": 1000},
+    )
+    return float(found.fun)
+
+
+def projected_gradient(P: Tensor) -> Tensor:
+    """The minimum over the simplex by many small steps, each followed by the Euclidean projection."""
+    a = torch.full((len(P),), 1 / len(P), dtype=torch.float64)
+    rate = 0.5 / float(torch.linalg.eigvalsh(P)[-1])
+    for _ in range(60000):
+        free = a - rate * 2 * (P @ a)
+        ordered = free.sort(descending=True).values
+        heights = (ordered.cumsum(0) - 1) / torch.arange(1, len(P) + 1)
+        following = (free - heights[int((ordered > heights).sum()) - 1]).clamp_min(0)
+        if float((following - a).abs().max()) < 1e-15:
+            break
+        a = following
+    return a
+
+
+def test_equal_means_weigh_by_one_over_the_variance() -> None:
+    variances = torch.tensor([0.1, 0.2, 0.4, 0.8]).double()
+    for client in range(4):
+        a = classifier_combination_weights(
+            variances=variances, weighted_means=random(1, 3, 5).expand(4, 3, 5), client=client
+        )
+        close(a, (1 / variances) / (1 / variances).sum())
+
+
+def test_a_distant_client_gets_nothing_and_a_single_one_all() -> None:
+    weighted = random(3, 2, 4) * 0.01
+    weighted[1] += 100
+    a = classifier_combination_weights(variances=torch.full((3,), 0.1), weighted_means=weighted, client=0)
+    assert a[1] == 0 and a[0] > 0 and a[2] > 0
+    alone = classifier_combination_weights(variances=torch.ones(3), weighted_means=weighted, client=1)
+    assert alone.tolist() == [0, 1, 0]
+    for variance in (0.0, 0.3):
+        one = classifier_combination_weights(variances=torch.tensor([variance]), weighted_means=weighted[:1], client=0)
+        assert one.tolist() == [1.0]
+
+
+@pytest.mark.parametrize("factor", [1e-6, 8.0, 1e5])
+def test_a_scale_of_the_features_changes_no_weight(factor: float) -> None:
+    variances, weighted = case(1, 6)
+    a, b = (
+        classifier_combination_weights(variances=v, weighted_means=h, client=2)
+        for v, h in ((variances, weighted), (factor**2 * variances, factor * weighted))
+    )
+    close(a, b, 1e-9)
+
+
+def test_permuted_clients_have_permuted_weights() -> None:
+    variances, weighted = case(2, 6)
+    order = torch.tensor([3, 1, 5, 0, 2, 4])
+    a = classifier_combination_weights(variances=variances, weighted_means=weighted, client=5)
+    b = classifier_combination_weights(variances=variances[order], weighted_means=weighted[order], client=2)
+    close(b, a[order], 1e-10)
+
+
+def test_a_client_without_variance_keeps_its_head_though_others_are_as_good() -> None:
+    zero = torch.zeros(4, 2, 3)
+    for client in range(4):
+        a = classifier_combination_weights(variances=torch.zeros(4), weighted_means=zero, client=client)
+        assert a.tolist() == F.one_hot(torch.tensor(client), 4).tolist()
+
+
+def test_small_weights_are_cut_off_and_the_rest_sums_to_one() -> None:
+    variances = torch.tensor([0.1, 0.1, 0.1, 10.0, 400.0]).double()
+    given: dict[str, Any] = {"variances": variances, "weighted_means": torch.zeros(5, 1, 1), "client": 0}
+    full, cut = (classifier_combination_weights(**given, min_weight=least) for least in (0.0, 1e-3))
+    assert 0 < full[4] < 1e-3 < full[3] and cut[4] == 0
+    close(cut[:4], full[:4] / full[:4].sum())
+    close(classifier_combination_weights(**given, min_weight=0.9), full)  # else nothing would be left
+
+
+# --- the phases -----------------------------------------------------------------------------------------------------
+
+
+class Watch(Method):
+    """Keeps the batches of every job, and all that the model holds before each step and after the last."""
+
+    name = "watch"
+    paper = "a test"
+
+    def __init__(self) -> None:
+        self.batches: list[list[Batch]] = []
+        self.seen: list[list[Mapping[str, Tensor]]] = []
+        self.jobs: list[Context] = []
+        self.modes: set[bool] = set()  # in which hooks of later methods find the model before and after training
+
+    def receive(self, ctx: Context) -> None:
+        self.jobs.append(ctx)
+        self.modes |= {module.training for module in ctx.model.modules()}
+        self.batches.append([])
+        self.seen.append([])
+
+    def transform(self, ctx: Context, batch: Batch) -> Batch:
+        self.batches[-1].append(batch)
+        self.seen[-1].append(copy.deepcopy(ctx.model.state_dict()))
+        return batch
+
+    def finish(self, ctx: Context) -> None:
+        self.modes |= {module.training for module in ctx.model.modules()}
+        self.seen[-1].append(copy.deepcopy(ctx.model.state_dict()))
+
+    def steps(self, job: int) -> Iterator[tuple[bool, bool]]:
+        """(the head moved, anything of the extractor or its buffers moved) of every step of a job."""
+        for before, after in pairwise(self.seen[job]):
+            moved = {name for name in before if not torch.equal(before[name], after[name])}
+            heads = {name for name in moved if name.startswith("head.")}
+            yield bool(heads), bool(moved - heads)
+
+
+def train(host: Host, client: int = 0, turn: int = 0, **received: Mapping[str, Tensor]) -> Context:
+    """One participation from the initial values; received: published, extras, state."""
+    networks, layout = build_networks(host.recipe)
+    initial = Vector(networks, layout, torch.device("cpu"), torch.float32)
+    counters = initial.counters[: layout.shared_counters]
+    parts = (dict(received.get(name, {})) for name in ("published", "extras", "state"))
+    return host.trainer.train(Job(0, client, turn, 0, -1, 1.0), initial.shared, counters, *parts)
+
+
+def prototypes(present: Sequence[bool] = (True, False, True, True, False)) -> dict[str, Tensor]:
+    """What a server may have published: of some classes only."""
+    return {"fedpac.prototypes": random(5, 12).float(), "fedpac.present": torch.tensor(present)}
+
+
+@pytest.mark.parametrize(
+    ("sizes", "samples", "epochs", "expected"),
+    [
+        ([8, 8, 4] * 3, 20, 1, 3),
+        ([8, 8, 4] * 3, 20, 2, 6),
+        ([8, 8, 1] * 2, 17, 1, 3),
+        ([8, 8] * 3, 17, 1, 2),  # the last sample of an epoch is dropped
+        ([5] * 2, 5, 1, 1),
+        ([1] * 4, 1, 1, 1),
+        ([8] * 6, 8000, 1, 3),  # a budget of steps: half of them
+        ([8] * 9, 8000, 2, 6),
+        ([8] * 40, 20, 1, 3),
+        ([8, 2, 8, 8, 4], 20, 1, 2),  # a first epoch of some samples only: at most half
+        ([8], 20, 1, 0),
+    ],
+)
+def test_the_head_has_its_passes_and_never_the_extractors_share(
+    sizes: list[int], samples: int, epochs: int, expected: int
+) -> None:
+    assert head_steps(sizes, samples, epochs) == expected
+    plan = Plan(np.zeros(sum(sizes), np.int64), tuple(sizes), samples)
+    names = [stage.name for (stage,) in FedPAC(head_epochs=epochs).stages(plan)]
+    assert names == ["fedpac.head"] * expected + ["fedpac.extractor"] * (len(sizes) - expected)
+
+
+@pytest.mark.parametrize("others", [[], [FedBSS(warmup_rounds=0)]], ids=["alone", "with FedBSS"])
+@pytest.mark.parametrize("epochs", [1, 2])
+@pytest.mark.parametrize("first", [True, False])
+def test_each_phase_leaves_the_other_part_alone_to_the_bit(first: bool, epochs: int, others: list[Method]) -> None:
+    watch, method = Watch(), FedPAC(head_epochs=epochs)
+    methods = [method, *others] if first else [*others, method]
+    found = run(recipe(*methods, watch, model=NORMED_MLP, local=TWO), rounds=3)
+    assert not found.failures and watch.modes == {True}
+    for job, ctx in enumerate(watch.jobs):
+        assert ctx.plan is not None
+        many = head_steps(ctx.plan.sizes, ctx.samples, epochs)
+        if not others:
+            assert many * 3 == ctx.plan.steps * epochs, "so many of three epochs"
+        assert list(watch.steps(job)) == [(True, False)] * many + [(False, True)] * (ctx.plan.steps - many)
+
+
+@pytest.mark.parametrize("lam", [0.0, 0.7])
+def test_a_job_is_a_phase_of_each_of_two_optimisers(lam: float) -> None:
+    watch = Watch()
+    study = recipe(FedPAC(lam, head_lr_factor=5.0), watch, model=NORMED_MLP, local=TWO)
+    ctx = train(Host(study), client=3, published=prototypes())
+    model: Any = build_networks(study)[0]["model"]
+    inputs, labels = next(ctx.data())
+    local = local_statistics(features=model.eval().features(inputs).detach(), labels=labels, num_classes=5)
+    known = torch.tensor([True, False, True, True, False])
+    assert (local["class_counts"] > 0)[~known].any(), "a class falls back on the client's own mean"
+    targets = torch.where(known[:, None], random(5, 12), local["class_means"]).float()
+    many = len(watch.batches[0]) // 3
+    head = torch.optim.SGD(model.head.parameters(), 0.1, 0.5, weight_decay=1e-3)
+    for batch in watch.batches[0][:many]:
+        head.zero_grad()
+        F.cross_entropy(model(batch.inputs), batch.targets).backward()
+        head.step()
+    model.train()
+    body = torch.optim.SGD(model.extractor.parameters(), 0.02, 0.5, weight_decay=1e-3)
+    for batch in watch.batches[0][many:]:
+        body.zero_grad()
+        z = model.features(batch.inputs)
+        loss = F.cross_entropy(model.head(z), batch.targets)
+        (loss + lam * (z - targets[batch.targets]).square().mean()).backward()
+        body.step()
+    for name, value in ctx.model.state_dict().items():
+        assert torch.allclose(value, model.state_dict()[name], rtol=1e-4, atol=1e-5), name
+    assert int(ctx.model.state_dict()["extractor.2.num_batches_tracked"]) == len(watch.batches[0]) - many
+
+
+def test_statistics_are_of_the_received_and_class_means_of_the_trained_extractor() -> None:
+    study = recipe(FedPAC(), model=NORMED_MLP, local=TWO)
+    ctx = train(Host(study), client=2)
+    assert set(ctx.upload) == UPLOADS
+    initial: Any = build_networks(study)[0]["model"].eval()
+    inputs, labels = next(ctx.data())
+    assert len(labels) == ctx.samples
+    with torch.no_grad():
+        before, after = initial.features(inputs), ctx.model.eval().features(inputs)
+    wanted = local_statistics(features=before, labels=labels, num_classes=5)
+    close(ctx.upload["fedpac.weighted_means"], wanted["weighted_means"].float(), 1e-6)
+    assert float(ctx.upload["fedpac.variance"]) == pytest.approx(wanted["variance"], rel=1e-5)
+    assert ctx.upload["fedpac.class_counts"].tolist() == ctx.class_counts().tolist()
+    trained = local_statistics(features=after, labels=labels, num_classes=5)
+    close(ctx.upload["fedpac.class_means"], trained["class_means"].float(), 1e-6)
+    assert not torch.allclose(trained["class_means"], wanted["class_means"], atol=1e-3)
+
+
+def test_a_job_starts_from_the_head_that_the_server_sends_and_sends_its_own() -> None:
+    watch = Watch()
+    study = recipe(FedPAC(), watch, model=MLP, local=TWO)
+    host = Host(study)
+    sent = random(5 * 12 + 5).float()
+    stale = {"personal": torch.zeros(65), "personal.counters": torch.zeros(0, dtype=torch.int64)}
+    ctx = train(host, extras={"fedpac.head": sent}, state=stale)
+    first, last = watch.seen[0][0], watch.seen[0][-1]
+    assert torch.equal(torch.cat([first["head.weight"].flatten(), first["head.bias"]]), sent)
+    trained = torch.cat([last["head.weight"].flatten(), last["head.bias"]])
+    assert torch.equal(ctx.upload["fedpac.head"], trained) and not torch.equal(trained, sent)
+    assert torch.equal(ctx.state["personal"], trained)
+
+
+def test_the_alignment_of_mixed_samples_is_the_mean_over_both_labels() -> None:
+    published, method = prototypes([True] * 5), FedPAC(2.0)
+    no = torch.zeros(5, dtype=torch.bool)
+    ctx: Any = SimpleNamespace(
+        stage=Stage("fedpac.extractor"),
+        published=published,
+        kept={"fedpac.local": torch.zeros(5, 12), "fedpac.held": no},
+    )
+    features, own, other = random(4, 12, seed=3).float(), torch.tensor([0, 1, 2, 3]), torch.tensor([3, 0, 4, 1])
+    out: Any = SimpleNamespace(features=features, logits=features)
+    inputs = torch.zeros(4)
+    mixed = Batch(inputs, torch.zeros(4, 5), inputs, own, (own, other, torch.tensor(0.3, dtype=torch.float64)))
+    one, two = (method.term(ctx, out, Batch(inputs, y, inputs, y)) for y in (own, other))
+    got = method.term(ctx, out, mixed)
+    close(got, 0.3 * one + 0.7 * two, 1e-6)
+    assert got.dtype == torch.float32
+    ctx.stage = Stage("fedpac.head")
+    assert method.term(ctx, out, mixed) == 0
+
+
+def test_in_the_first_round_there_is_nothing_to_align_with() -> None:
+    one, other, later, unaligned = (
+        run(recipe(FedPAC(lam), local=TWO), fleet=Ideal(), rounds=rounds).finished.model_sha256
+        for lam, rounds in ((1.0, 1), (0.0, 1), (1.0, 2), (0.0, 2))
+    )
+    assert one == other and later != unaligned
+
+
+# --- the heads ------------------------------------------------------------------------------------------------------
+
+
+class Alternation(Method):
+    """FedRep-like: a personal head, trained for the first of three epochs; then the extractor. Nothing else."""
+
+    name = "alternation"
+    paper = "a test"
+
+    def personal(self, networks: Mapping[str, nn.Module]) -> Sequence[str]:
+        return ["model.head.weight", "model.head.bias"]
+
+    def stages(self, plan: Plan) -> Sequence[tuple[Stage, ...]]:
+        each = plan.steps // 3
+        head, body = Stage("head", ("model.head",), rate=10.0), Stage("body", ("model.extractor",))
+        return [(head,)] * each + [(body,)] * (2 * each)
+
+    def transform(self, ctx: Context, batch: Batch) -> Batch:
+        assert ctx.plan is not None
+        ctx.model.extractor.train(ctx.step >= ctx.plan.steps // 3)
+        return batch
+
+
+@pytest.mark.parametrize("model", [MLP, NORMED_MLP], ids=["mlp", "with BatchNorm"])
+@pytest.mark.parametrize("schedule", [Synchronous(4), Buffered(concurrency=4, size=1)], ids=["rounds", "one by one"])
+def test_without_alignment_and_mixing_it_alternates_between_a_personal_head_and_a_shared_extractor(
+    schedule: Any, model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def identity(variances: Tensor, points: Tensor, client: int, min_weight: float) -> Tensor:
+        return F.one_hot(torch.tensor(client), len(variances)).double()
+
+    def finished(method: Method) -> tuple[Ran, dict[int, Tensor]]:
+        watch = Watch()
+        found = run(recipe(method, watch, model=model, local=TWO), schedule, Ideal(), rounds=6)
+        ended = [copy.deepcopy(seen[-1]["head.weight"]) for seen in watch.seen]
+        return found, {ctx.client: head for ctx, head in zip(watch.jobs, ended, strict=True)}
+
+    mixed, _ = finished(FedPAC(0.0))
+    plain, heads = finished(Alternation())
+    monkeypatch.setattr(fedpac, "_combination", identity)
+    same, own = finished(FedPAC(0.0))
+    assert same.finished.model_sha256 == plain.finished.model_sha256
+    assert (same.finished.model_sha256 != mixed.finished.model_sha256) == isinstance(schedule, Synchronous)
+    assert [row["train_loss"] for row in same.rows] == [row["train_loss"] for row in plain.rows]
+    assert own.keys() == heads.keys() and all(torch.equal(own[client], heads[client]) for client in own)
+
+
+class Recorded(FedPAC):
+    """Keeps, of every aggregation, the updates, all clients' heads before and after, and the rows of the server's."""
+
+    def __init__(self, **settings: Any):
+        super().__init__(**settings)
+        self._rounds: list[tuple[list[Update], dict[int, Tensor], dict[int, Tensor], int]] = []
+
+    def absorb(self, updates: Sequence[Update], server: Server) -> None:
+        before = self._heads(server)
+        super().absorb(updates, server)
+        self._rounds.append((list(updates), before, self._heads(server), len(server.state["fedpac.heads"])))
+
+    def _heads(self, server: Server) -> dict[int, Tensor]:
+        sent = {client: self.broadcast(server, client) for client in range(server.clients)}
+        return {client: torch.from_numpy(own["fedpac.head"]) for client, own in sent.items() if own}
+
+
+def test_participants_get_mixtures_of_what_they_sent_and_others_keep_their_heads() -> None:
+    method = Recorded()
+    found = run(recipe(method, local=TWO), Synchronous(3), rounds=6)
+    mixed = sat_out = 0
+    for updates, before, after, rows in method._rounds:
+        sent = {name: torch.from_numpy(np.stack([update.extras[name] for update in updates])) for name in UPLOADS}
+        for i, update in enumerate(updates):
+            a = classifier_combination_weights(
+                variances=sent["fedpac.variance"].flatten(), weighted_means=sent["fedpac.weighted_means"], client=i
+            )
+            assert torch.equal(after[update.client], (a @ sent["fedpac.head"].double()).float())
+            mixed += int((a > 0).sum()) > 1
+        present = {update.client for update in updates}
+        assert after.keys() == before.keys() | present
+        assert rows == len(after), "the server keeps rows of clients seen only"
+        for client in before.keys() - present:
+            assert torch.equal(after[client], before[client])
+            sat_out += 1
+    assert mixed > 3 and sat_out > 3
+    heads = list(method._rounds[-1][2].values())
+    assert len({tuple(head.tolist()) for head in heads}) == len(heads) > 3, "a head of one's own for everybody"
+    assert 0 < found.rows[-1]["fedpac.own_weight"] < 1  # type: ignore[operator]
+
+
+def test_a_client_that_is_twice_in_a_buffer_counts_once_with_its_last_update() -> None:
+    study = recipe(FedPAC(), local=TWO)
+    host, method = Host(study), FedPAC()
+    server = coordinate(study).server
+    updates = []
+    for number, client in enumerate([1, 4, 1]):
+        ctx = train(host, client=client, turn=number)
+        extras = {name: value.numpy() for name, value in ctx.upload.items()}
+        updates.append(SimpleNamespace(client=client, extras=extras))
+    states = []
+    for arrived in (updates, [updates[2], updates[1]]):
+        method.start(server)
+        method.absorb(arrived, server)  # type: ignore[arg-type]
+        states.append({client: method.broadcast(server, client)["fedpac.head"] for client in (1, 4)})
+        states[-1]["prototypes"] = server.state["fedpac.prototypes"].numpy()  # type: ignore[index]
+    assert all(np.array_equal(states[0][key], states[1][key]) for key in states[0])
+
+
+def test_a_clients_own_model_has_its_mixture_or_the_initial_head() -> None:
+    study = recipe(FedPAC(), local=TWO)
+    host = Host(study)
+    before, head = host.vector.data.clone(), random(65).float()
+    for extras in ({}, {"fedpac.head": head}):
+        study.methods[0].personalise(Own(0, host.vector, {}, extras, host.trainer, bool(extras)))
+        assert torch.equal(host.vector.shared, before[:-65])
+        assert torch.equal(host.vector.personal, head if extras else before[-65:])
+
+
+def test_own_models_are_scored_with_the_mixtures_that_the_next_job_starts_from() -> None:
+    method = Recorded()
+    study = recipe(method, local=TWO)
+    found = run(study, Synchronous(3), rounds=3)
+    server, tests = found.coordinator.server, tiny().partition.test
+    host, hits = Host(study), []
+    for client in range(6):
+        host.vector.shared.copy_(server.vector)
+        initial = build_networks(host.recipe)[0]["model"].state_dict()
+        mine = method._rounds[-1][2].get(client, torch.cat([initial["head.weight"].flatten(), initial["head.bias"]]))
+        host.vector.personal.copy_(mine)
+        inputs, labels = host.trainer.gather(tests.rows(client))
+        hits.append(float((host.vector.networks["model"].eval()(inputs).argmax(1) == labels).double().mean()))
+    assert found.rows[-1]["accuracy"] == pytest.approx(np.mean(hits), abs=1e-6)
+
+
+# --- classes that nobody has ----------------------------------------------------------------------------------------
+
+
+def sorted_data() -> FederatedData:
+    """Four clients: of class 0 alone, of 0 and 1, of 2 and 3, of 4 alone."""
+    data = tiny()
+    rows = data.partition.train.indices
+    labels = data.open().labels[rows]
+    parts = [rows[np.isin(labels, own)] for own in ([0], [0, 1], [2, 3], [4])]
+    parts[0], parts[1] = parts[0][::2], np.setdiff1d(parts[1], parts[0][::2])
+    train = CSR(np.concatenate(parts), np.cumsum([0, *map(len, parts)]))
+    return replace(data, partition=Partition(train, CSR(np.empty(0, np.int64), np.zeros(5, np.int64))))
+
+
+def test_classes_that_no_participant_holds_have_no_prototype_and_stop_nobody() -> None:
+    study = recipe(FedPAC(), local=TWO, data=sorted_data())
+    spy = Spy(study)
+    found = ran(coordinate(study, Synchronous(1), Ideal(), spy, rounds=8))
+    assert not found.failures and all(np.isfinite(row["train_loss"]) for row in found.rows)  # type: ignore[arg-type]
+    held = [{0}, {0, 1}, {2, 3}, {4}]
+    cohorts = [job.client for job, _ in spy.sent]
+    assert set(cohorts) == set(range(4))
+    assert "fedpac.prototypes" not in spy.sent[0][1].extras
+    for earlier, (_, published) in zip(cohorts, spy.sent[1:], strict=False):
+        present = published.extras["fedpac.present"]
+        assert set(np.flatnonzero(present)) == held[earlier], "prototypes are the last participants'"
+        assert not published.extras["fedpac.prototypes"][~present].any()
+
+
+# --- costs and refusals ---------------------------------------------------------------------------------------------
+
+
+def test_what_it_costs() -> None:
+    server = coordinate(recipe(FedPAC(), local=TWO)).server
+    cost = FedPAC().cost(server, 30, 90, 0)
+    assert cost.up == 65 + 2 * 5 * 12 + 5 + 1
+    assert cost.samples == pytest.approx(2 * 30 / 3 - 30 * 2 / 3), (
+        "two forward passes; the head needs no other backward"
+    )
+    assert server.layout.shared == sum(p.numel() for p in MLP.build((1, 8, 8), 5, SEED).extractor.parameters())
+
+
+@pytest.mark.parametrize("head", [nn.Sequential(nn.Linear(12, 5)), nn.Conv2d(1, 5, 1)], ids=["sequence", "conv"])
+def test_a_head_that_is_not_linear_is_refused(head: nn.Module) -> None:
+    model = MLP.build((1, 8, 8), 5, 0)
+    assert FedPAC().check(TASK, TWO, {"model": model}) == ()
+    model.head = head  # type: ignore[assignment]
+    with pytest.raises(ValueError, match=f"needs a model of an extractor and a linear head.*{type(head).__name__}"):
+        FedPAC().check(TASK, TWO, {"model": model})
+
+
+@pytest.mark.parametrize("key", ["epochs", "steps"])
+def test_a_budget_that_the_head_uses_up_is_refused(key: str) -> None:
+    networks = {"model": MLP.build((1, 8, 8), 5, 0)}
+    for budget in (1, 2):
+        local = Local(**({"epochs": None, key: budget}))  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match=rf"local\.{key}={budget} .* set local\.{key}=3 or more"):
+            FedPAC(head_epochs=2).check(TASK, local, networks)
+    assert FedPAC(head_epochs=2).check(TASK, Local(**({"epochs": None, key: 3})), networks) == ()  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "settings", [{"lam": -1}, {"head_epochs": 0}, {"head_lr_factor": 0}, {"min_weight": 1.5}], ids=str
+)
+def test_settings_out_of_range_are_refused_by_name(settings: dict[str, Any]) -> None:
+    (key,) = settings
+    with pytest.raises(ValueError, match=rf"method\.fedpac\.{key}="):
+        FedPAC(**settings)
+
+
+def test_local_training_is_refused_beside_it() -> None:
+    with pytest.raises(ValueError, match="method 'fedpac' does not combine with method 'local'"):
+        check_composition([LocalTraining(), FedPAC()])
