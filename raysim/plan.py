@@ -85,19 +85,23 @@ def _local(local: Local) -> str:
 
 def _batchnorm(networks: Mapping[str, nn.Module], personal: set[str]) -> str:
     """What happens to the running statistics and the weights of BatchNorm; "" without such layers."""
-    kinds = {"parameters": [], "statistics": []}  # type: dict[str, list[str]]
+    found: dict[str, list[str]] = {}  # networks by what happens there
     for network, module in networks.items():
+        kinds: dict[str, list[str]] = {"parameters": [], "statistics": []}
         for path, layer in module.named_modules():
             if isinstance(layer, nn.modules.batchnorm._BatchNorm):
                 kinds["parameters"] += [f"{network}.{path}.{name}" for name, _ in layer.named_parameters()]
                 kinds["statistics"] += [
                     f"{network}.{path}.{name}" for name, b in layer.named_buffers() if b.is_floating_point()
                 ]
-    if not any(kinds.values()):
-        return ""
-    return ", ".join(
-        f"{kind} {'personal' if set(names) <= personal else 'shared'}" for kind, names in kinds.items() if names
-    )
+        text = ", ".join(
+            f"{kind} {'personal' if set(names) <= personal else 'shared'}" for kind, names in kinds.items() if names
+        )
+        if text:
+            found.setdefault(text, []).append(network)
+    if len(found) == 1:
+        return next(iter(found))
+    return "; ".join(f"{', '.join(names)}: {text}" for text, names in found.items())
 
 
 def identity(experiment: Experiment) -> dict[str, object]:
