@@ -74,8 +74,8 @@ def reestimate_statistics(
             layer.training, layer.momentum = training, momentum
 
 
-_BATCH = (nn.modules.batchnorm._BatchNorm,)
-_ALL = (*_BATCH, nn.GroupNorm, nn.LayerNorm, nn.modules.instancenorm._InstanceNorm)
+BATCHNORM = (nn.modules.batchnorm._BatchNorm,)
+NORMS = (*BATCHNORM, nn.GroupNorm, nn.LayerNorm, nn.modules.instancenorm._InstanceNorm)
 
 
 class FedBN(Method):
@@ -118,7 +118,7 @@ class FedBN(Method):
 
     def personal(self, networks: Mapping[str, nn.Module]) -> Sequence[str]:
         """Entries of the model's normalisation layers, by the layers' type or by their names."""
-        model, kinds = networks["model"], _BATCH if self.layers == "batch" else _ALL
+        model, kinds = networks["model"], BATCHNORM if self.layers == "batch" else NORMS
         names = [name for name, tensor in (*model.named_parameters(), *model.named_buffers())]
         if self.name_rule is not None:
             found = [name for name in names if self.name_rule in name and self._in_scope(name)]

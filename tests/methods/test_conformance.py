@@ -53,6 +53,7 @@ from raysim.methods.fedopt import FedAdagrad, FedAdam, FedAvgM, FedYogi
 from raysim.methods.fedpac import FedPAC
 from raysim.methods.fedprox import FedProx
 from raysim.methods.fedrs import FedRS
+from raysim.methods.fraug import FRAug
 from raysim.methods.groupdro import GroupDRO
 from raysim.methods.inco import InCo
 from raysim.methods.local import LocalTraining
@@ -215,6 +216,17 @@ TABLE: dict[str, Row] = {
         frozenset({"fedcda.loss"}),
     ),
     "inco": Row(InCo, {"without a pair": Plain(InCo, run=UNIFORM)}, model=BLOCKS),
+    "fraug": Row(
+        lambda: FRAug(4, noise_dim=6),
+        {
+            "weight=0 without generator, on a model without BatchNorm": Plain(
+                lambda: FRAug(4, noise_dim=6, weight=0.0, use_generator=False, keep_optimizer=False),
+                study={"model": MLP},
+            )
+        },
+        personal=True,
+        private=True,
+    ),
     "fedpac": Row(
         FedPAC,
         uploads=frozenset(
@@ -432,12 +444,12 @@ ALTERNATIVES = [
     # FedCDA sets the model itself.
     *(["fedcda", name] for name in ("fedavgm", "fedadagrad", "fedadam", "fedyogi", "fedexp")),
     *(["fedcda", name] for name in ("fedbuff", "groupdro", "inco")),
-    ["fedbr", "dann", "fedpac"],  # the stages of an iteration
+    ["fedbr", "dann", "fedpac", "fraug"],  # the stages of an iteration
     ["fedpac", "local"],  # one extractor for all
-    ["mixup", "fedmix"],  # soft labels and a need for integer ones
+    *(["mixup", name] for name in ("fedmix", "fraug")),  # soft labels and a need for integer ones
     ["moon", "vhl", "fedrs"],  # the model
-    ["fedlc", "fedrs", "fedmix"],  # the logits of the loss, or all of it
-    *(["centralized", name] for name in ("fedbn", "local", "partialfed", "pfedavg", "fedpac")),  # one model for all
+    ["fedlc", "fedrs", "fedmix", "fraug"],  # the logits of the loss, or all of it
+    *(["centralized", name] for name in ("fedbn", "local", "partialfed", "pfedavg", "fedpac", "fraug")),  # one model for all
 ]
 
 

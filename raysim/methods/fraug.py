@@ -1,0 +1,502 @@
+"""FRAug: a shared generator and a private network make embeddings of every client's kind, on which the head trains too.
+
+Chen, Frikha, Krompass, Gu and Tresp, "FRAug: Tackling Federated Learning with Non-IID Features via Representation
+Augmentation" (ICCV 2023), eqs. (1)-(6), Algorithm 1. FedBN's classifier h(f(x)), class prototypes c, a generator G that
+is averaged, and a network H (RTNet) that stays. In round t of T, with rho = exp(gamma (t - T)), beta = min(1/2, rho):
+
+    c_k <- (1 - mu) c_k + mu mean_{y_b = k} f(x_b)      for the classes k of the batch
+    v^ = c_y^ + rho H(G(z, y^), y^)     labels y^ in turn          v~ = f(x) + rho H(G(z', y), y)     both constant
+    classifier:  (1 - beta) CE(h(f(x)), y) + beta/2 [CE(h(v~), y) + CE(h(v^), y^)]
+    generator:   CE(h(e), y^) - lambda_G D(e, f(x)),  e = G(z, y^)
+    RTNet:       -1/2 [entropy(h(v~)) + entropy(h(v^))] + lambda_H/2 [D(v~, f(x)) + D(v^, c_y^)],  rho = 1
+
+are three optimiser steps on every batch. In each the other networks are fixed and in eval mode, and D is the squared
+maximum mean discrepancy with five Gaussian kernels.
+
+Choices where paper and code disagree or are silent
+- Noise is normal (paper); noise="uniform" on [0, 1) is the code's.
+- mu stays as it is (code); prototype_ramp=True multiplies it by exp(-5 (1 - t/T)^2), to which the paper refers.
+- A class that is not in the batch keeps its prototype, and a new one starts at mu times its mean (code).
+- The weights of the three cross-entropies, illegible in the paper, are the code's.
+- D is taken once per batch, with all classes together (code; the paper speaks of each class).
+- rho and beta follow the global round, not the iteration (code), and stay where they are after round T.
+- BatchNorm is known by its type: names, as in the code, miss the shortcuts of a ResNet.
+- Optimisers go on from round to round (code); keep_optimizer=False starts them anew, as other methods do. The order of
+  the data begins anew in every round, as in all runs; the code goes on in it.
+- Generator and RTNet move at multiples of local.lr and share the other settings of the local optimiser.
+- A batch of one sample is left out, as in the code: there BatchNorm has nothing to normalise with.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Literal, cast
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from raysim.methods.fedbn import BATCHNORM, split_parameter_names
+from raysim.methods.method import FORWARD, Cost, Method, Network, Stage, Task, at_least, between
+from raysim.models.classifier import one_of
+from raysim.step import inferred
+
+if TYPE_CHECKING:
+    from raysim.client import Local, Plan
+    from raysim.server import Server
+    from raysim.step import Batch, Context, Outputs
+    from raysim.vector import Layout
+
+RAMPS = ("exp", "laine_aila", "reciprocal", "constant")
+METRICS = ("mmd", "mse", "mmd_moments")
+
+
+def class_prototype_ema(*, prototypes: Tensor, features: Tensor, labels: Tensor, momentum: float) -> Tensor:
+    """Prototypes [C, D] moved by ``momentum`` towards the means of ``features`` [B, D] of their class, int64 [B].
+
+    Classes without a sample keep theirs.
+    """
+    members = _one_hot(labels, len(prototypes), features.dtype)
+    counts = members.sum(0).unsqueeze(1)
+    means = members.T @ features / counts.clamp(min=1)
+    return torch.where(counts > 0, (1 - momentum) * prototypes + momentum * means, prototypes)
+
+
+def rampup_coefficient(*, step: int, total_steps: int, gamma: float, form: str = "exp") -> float:
+    """How far a schedule is at ``step`` of ``total_steps``: in [0, 1] up to there, non-decreasing.
+
+    "exp" e^(gamma (s - T)), "laine_aila" e^(-gamma (1 - min(s/T, 1))^2), "reciprocal" 1 - 1/(gamma s + 1), "constant"
+    1/2. Raises ValueError for another form.
+    """
+    one_of("method.fraug.ramp", form, RAMPS)
+    if form == "exp":
+        return math.exp(gamma * (step - total_steps))
+    if form == "laine_aila":
+        return math.exp(-gamma * (1.0 - min(step / total_steps, 1.0)) ** 2)
+    return 0.5 if form == "constant" else 1.0 - 1.0 / (gamma * step + 1.0)
+
+
+def balanced_labels(*, batch_size: int, num_classes: int, step: int) -> Tensor:
+    """All classes in turn, int64 [B]; the next step goes on where this one ends, except for what B leaves over."""
+    return (torch.arange(batch_size) + step * batch_size % num_classes) % num_classes
+
+
+def mmd(*, x: Tensor, y: Tensor, kernel: str = "gaussian", kernel_mul: float = 2.0, kernel_num: int = 5) -> Tensor:
+    """Squared maximum mean discrepancy of ``x`` [n, D] and ``y`` [k, D], biased: a scalar, 0 if all rows coincide.
+
+    Kernel q = 0..num-1 is exp(-|a - b|^2 / w_q), w_q the mean squared distance of all rows (a constant in gradients)
+    times mul^(q - num // 2). kernel="moments": mean squared differences of means and of unbiased covariances instead.
+    """
+    one_of("kernel", kernel, ("gaussian", "moments"))
+    if kernel == "moments":
+        return F.mse_loss(x.mean(0), y.mean(0)) + F.mse_loss(_covariance(x), _covariance(y))
+    n, rows = len(x), torch.cat([x, y])
+    rows = rows - rows[:1].detach()  # distances stay as they are, and large common parts do not cancel in them
+    norms = rows.square().sum(1)
+    squares = (norms[:, None] + norms - 2 * rows @ rows.T).clamp(min=0)
+    mean = squares.detach().sum() / (len(rows) ** 2 - len(rows))
+    scaled = -squares / torch.where(mean > 0, mean, 1)
+    kernels = torch.stack([torch.exp(scaled / kernel_mul ** (q - kernel_num // 2)) for q in range(kernel_num)]).sum(0)
+    return kernels[:n, :n].mean() + kernels[n:, n:].mean() - 2 * kernels[:n, n:].mean()
+
+
+def classification_loss(
+    *,
+    real_logits: Tensor,
+    real_labels: Tensor,
+    domain_logits: Tensor,
+    proto_logits: Tensor,
+    proto_labels: Tensor,
+    weight: float,
+) -> Tensor:
+    """Of logits [B, C] of real samples, of embeddings around them (same labels), and of ones around prototypes.
+
+    ``weight``: beta, the share of the two synthetic parts, which count alike.
+    """
+    synthetic = F.cross_entropy(domain_logits, real_labels) + F.cross_entropy(proto_logits, proto_labels)
+    return (1 - weight) * F.cross_entropy(real_logits, real_labels) + weight / 2 * synthetic
+
+
+def generator_loss(
+    *,
+    fake_embeddings: Tensor,
+    labels: Tensor,
+    reference: Tensor,
+    head_weight: Tensor,
+    head_bias: Tensor | None,
+    lam: float,
+    metric: str = "mmd",
+) -> Tensor:
+    """Embeddings [B, D] that the head knows, ``lam`` times their distance from ``reference`` [k, D] subtracted."""
+    loss = F.cross_entropy(F.linear(fake_embeddings, head_weight, head_bias), labels)
+    return loss - lam * _distance(fake_embeddings, reference, metric)
+
+
+def rtnet_loss(
+    *,
+    domain_embeddings: Tensor,
+    real_embeddings: Tensor,
+    proto_embeddings: Tensor,
+    anchors: Tensor,
+    head_weight: Tensor,
+    head_bias: Tensor | None,
+    lam: float,
+    metric: str = "mmd",
+) -> Tensor:
+    """Embeddings [B, D] that the head doubts, ``lam`` times their distances from what they lie around added.
+
+    Those of the domain lie around ``real_embeddings`` [B, D], the others around ``anchors`` [B, D]; both count alike.
+    """
+    doubt = sum(_entropy(F.linear(each, head_weight, head_bias)) for each in (domain_embeddings, proto_embeddings))
+    distance = _distance(domain_embeddings, real_embeddings, metric) + _distance(proto_embeddings, anchors, metric)
+    return lam / 2 * distance - doubt / 2
+
+
+def _distance(a: Tensor, b: Tensor, metric: str) -> Tensor:
+    one_of("method.fraug metric", metric, METRICS)
+    if metric == "mse":
+        return F.mse_loss(a, b)
+    return mmd(x=a, y=b, kernel="gaussian" if metric == "mmd" else "moments")
+
+
+def _covariance(x: Tensor) -> Tensor:
+    centred = x - x.mean(0)
+    return centred.T @ centred / (len(x) - 1)
+
+
+def _entropy(logits: Tensor) -> Tensor:
+    logs = F.log_softmax(logits, dim=1)
+    return -(logs.exp() * logs).sum(1).mean()
+
+
+def _one_hot(labels: Tensor, num_classes: int, dtype: torch.dtype) -> Tensor:
+    """Rows [B, C]; torch's own asks the device for the largest label."""
+    return (labels.unsqueeze(1) == torch.arange(num_classes, device=labels.device)).to(dtype)
+
+
+class Conditional(nn.Module):
+    """Layers that see rows [B, n] beside their labels, one-hot."""
+
+    def __init__(self, num_classes: int, *layers: nn.Module):
+        super().__init__()
+        self.num_classes = num_classes
+        self.layers = nn.Sequential(*layers)
+
+    def forward(self, rows: Tensor, labels: Tensor) -> Tensor:
+        coded = torch.cat([rows, _one_hot(labels, self.num_classes, rows.dtype)], dim=1)
+        return cast(Tensor, self.layers(coded))
+
+
+def make_generator(features: int, noise: int, num_classes: int) -> Conditional:
+    """G: noise [B, Z] to embeddings [B, D], none of them negative."""
+    first, second = nn.Linear(noise + num_classes, features), nn.Linear(features, features)
+    layers = first, nn.BatchNorm1d(features), nn.ReLU(), second, nn.BatchNorm1d(features), nn.ReLU()
+    return Conditional(num_classes, *layers)
+
+
+def make_rtnet(source: int, features: int, hidden: int, num_classes: int, norm: bool) -> Conditional:
+    """H: what G makes [B, source] to residuals [B, D] of either sign. norm: a BatchNorm at the end."""
+    first, second = nn.Linear(source + num_classes, hidden), nn.Linear(hidden, features)
+    last = (nn.BatchNorm1d(features),) if norm else ()
+    return Conditional(num_classes, first, nn.BatchNorm1d(hidden), nn.ReLU(), second, *last)
+
+
+GENERATOR, RTNET = "fraug.generator", "fraug.rtnet"
+PROTOTYPES, NOISE = "fraug.prototypes", "fraug.noise"
+_OPTIMIZER = "fraug.optimizer."
+
+
+class FRAug(Method):
+    """rounds: T of the ramps, the run's own in the configuration. noise_dim: Z, half of D in the paper's networks.
+
+    generator_lam, rtnet_lam: lambda of the two distances, of kind `*_metric`; with "mse" the generator's is the one
+    from the prototypes. *_lr_factor: on local.lr. ramp, gamma: rho (see `rampup_coefficient`). weight: the most that
+    beta may be. residual: the strength of residuals in the classifier's step in place of rho. prototype_weight: mu.
+    generator_norm="local" keeps the generator's BatchNorm on the client. rtnet_norm: RTNet ends with BatchNorm.
+
+    The parts of Table 3, whose marks are lost in the text, are left out like this:
+    generator (use_generator=False): RTNet makes residuals of the noise itself, and nothing but the classifier travels;
+    transformation network (use_rtnet=False): the generator's embeddings themselves, rho G + (1 - rho) v (code);
+    moving average (prototype_weight=1): a prototype is the mean of the last batch that had its class;
+    smoothing (residual=1): synthetic embeddings carry the full residual from the first round on (code).
+    """
+
+    name = "fraug"
+    paper = "Chen et al., ICCV 2023"
+    targets = "integer"
+
+    def __init__(
+        self,
+        rounds: int | None = None,
+        noise_dim: int = 256,
+        noise: Literal["normal", "uniform"] = "normal",
+        generator_lam: float = 1.0,
+        generator_metric: Literal["mmd", "mse", "mmd_moments"] = "mmd",
+        generator_lr_factor: float = 5.0,
+        generator_norm: Literal["shared", "local"] = "shared",
+        rtnet_lam: float = 1.0,
+        rtnet_metric: Literal["mmd", "mse", "mmd_moments"] = "mmd",
+        rtnet_lr_factor: float = 2.5,
+        rtnet_norm: bool = True,
+        ramp: Literal["exp", "laine_aila", "reciprocal", "constant"] = "exp",
+        gamma: float = 0.01,
+        weight: float = 0.5,
+        residual: float | None = None,
+        prototype_weight: float = 0.3,
+        prototype_ramp: bool = False,
+        use_generator: bool = True,
+        use_rtnet: bool = True,
+        keep_optimizer: bool = True,
+    ):
+        self.rounds = None if rounds is None else int(at_least("method.fraug.rounds", rounds, 1))
+        self.noise_dim = int(at_least("method.fraug.noise_dim", noise_dim, 1))
+        one_of("method.fraug.noise", noise, ("normal", "uniform"))
+        one_of("method.fraug.generator_norm", generator_norm, ("shared", "local"))
+        one_of("method.fraug.generator_metric", generator_metric, METRICS)
+        one_of("method.fraug.rtnet_metric", rtnet_metric, METRICS)
+        one_of("method.fraug.ramp", ramp, RAMPS)
+        self.noise, self.generator_norm, self.rtnet_norm = noise, generator_norm, rtnet_norm
+        self.generator_lam = at_least("method.fraug.generator_lam", generator_lam, 0.0)
+        self.rtnet_lam = at_least("method.fraug.rtnet_lam", rtnet_lam, 0.0)
+        self.generator_metric, self.rtnet_metric = generator_metric, rtnet_metric
+        for key, factor in (("generator_lr_factor", generator_lr_factor), ("rtnet_lr_factor", rtnet_lr_factor)):
+            if not factor > 0:
+                raise ValueError(f"method.fraug.{key}={factor} must be above 0")
+        self.generator_lr_factor, self.rtnet_lr_factor = generator_lr_factor, rtnet_lr_factor
+        self.ramp, self.gamma = ramp, at_least("method.fraug.gamma", gamma, 0.0)
+        self.weight = between("method.fraug.weight", weight, 0.0, 1.0)
+        self.residual = None if residual is None else at_least("method.fraug.residual", residual, 0.0)
+        self.prototype_weight = between("method.fraug.prototype_weight", prototype_weight, 0.0, 1.0)
+        self.prototype_ramp, self.keep_optimizer = prototype_ramp, keep_optimizer
+        if not (use_generator or use_rtnet):
+            raise ValueError(
+                "method.fraug.use_generator=false and method.fraug.use_rtnet=false leave nothing to make embeddings "
+                "with: set one of them to true, or use method=[fedbn]"
+            )
+        self.use_generator, self.use_rtnet = use_generator, use_rtnet
+
+    # --- declared once -------------------------------------------------------------------------------------------
+    def networks(self, task: Task, model: nn.Module) -> Mapping[str, Network]:
+        """G, which travels, and H, which does not."""
+        size, classes = int(model.feature_dim), task.num_classes  # type: ignore[arg-type]
+        found = {}
+        if self.use_generator:
+            found[GENERATOR] = Network(make_generator(size, self.noise_dim, classes))
+        if self.use_rtnet:
+            source = size if self.use_generator else self.noise_dim
+            rtnet = make_rtnet(source, size, self.noise_dim, classes, self.rtnet_norm)
+            found[RTNET] = Network(rtnet, personal=True)
+        return found
+
+    def personal(self, networks: Mapping[str, nn.Module]) -> Sequence[str]:
+        """BatchNorm of the model, as in FedBN, and that of the generator where it is local."""
+        local = (GENERATOR,) if self.use_generator and self.generator_norm == "local" else ()
+        return [name for network in ("model", *local) for name in _normalising(network, networks[network])]
+
+    def state(self, layout: Layout, samples: int) -> Mapping[str, Tensor]:
+        """Prototypes, one for every output of the head, all zero."""
+        shape = next(entry.shape for entry in layout.entries if entry.name == "model.head.weight")
+        return {PROTOTYPES: torch.zeros(shape)}
+
+    def check(self, task: Task, local: Local, networks: Mapping[str, nn.Module]) -> Sequence[str]:
+        """A length for the ramps, batches of two, a linear head; without BatchNorm the classifier is all shared."""
+        ends = self.ramp in ("exp", "laine_aila")
+        if self.rounds is None and (ends or self.prototype_ramp):
+            which = f"ramp={self.ramp}" if ends else "prototype_ramp=true"
+            raise ValueError(
+                f"method.fraug.rounds=null leaves the end of method.fraug.{which} open: set it to the number of rounds"
+            )
+        if local.batch == 1:
+            raise ValueError(
+                "local.batch=1 makes batches of one sample, which method 'fraug' leaves out: set local.batch=2 or more"
+            )
+        if not isinstance(head := networks["model"].head, nn.Linear):
+            raise ValueError(
+                f"method 'fraug' trains the model's head on embeddings, and {type(head).__name__} is no linear layer: "
+                "choose a model with one Linear as its head"
+            )
+        if not _normalising("model", networks["model"]):
+            return (
+                "method 'fraug' finds no BatchNorm in the model, so that no layer besides RTNet's stays on the client: "
+                "choose a model.norm=batch",
+            )
+        return ()
+
+    def stages(self, plan: Plan) -> Sequence[tuple[Stage, ...]]:
+        """Classifier, generator, RTNet; nothing on a batch of one sample."""
+        own = [name for name, used in ((GENERATOR, self.use_generator), (RTNET, self.use_rtnet)) if used]
+        fixed = dict.fromkeys(("model", *own), False)
+        stages = [Stage(modes={**fixed, "model": True})]
+        if self.use_generator:
+            factor = self.generator_lr_factor
+            stages.append(Stage(GENERATOR, (GENERATOR,), self.deceive, rate=factor, modes={**fixed, GENERATOR: True}))
+        if self.use_rtnet:
+            factor = self.rtnet_lr_factor
+            stages.append(Stage(RTNET, (RTNET,), self.transfer, rate=factor, modes={**fixed, RTNET: True}))
+        every = tuple(stages)
+        return [every if size > 1 else () for size in plan.sizes]
+
+    def draws(self, plan: Plan, generator: np.random.Generator) -> Mapping[str, Sequence[Tensor]]:
+        """Noise of a step [5, B, Z]: two for the classifier, one for the generator, two for RTNet."""
+        draw = generator.standard_normal if self.noise == "normal" else generator.random
+        shapes = [(5, size, self.noise_dim) for size in plan.sizes]
+        return {NOISE: [torch.from_numpy(draw(shape, dtype=np.float32)) for shape in shapes]}
+
+    def cost(self, server: Server, samples: int, trained: float, turn: int) -> Cost:
+        """A forward pass in eval mode, and the small networks' passes in proportion to their parameters.
+
+        That makes them dearer than they are beside convolutions, which use a parameter many times.
+        """
+        size = {name: _floats(server.layout, name) for name in ("model", GENERATOR, RTNET)}
+        first, last = 2 * bool(self.weight), 2 * self.use_rtnet  # rows per sample in the first and the third step
+        own = size[GENERATOR] * (FORWARD * (first + last) + 1) + size[RTNET] * (FORWARD * first + last)
+        return Cost(samples=(FORWARD * self._looks + own / max(1, size["model"])) * trained)
+
+    @property
+    def _looks(self) -> bool:
+        """Whether anything is compared with real embeddings."""
+        return self.use_rtnet or self.generator_metric != "mse"
+
+    # --- once per job --------------------------------------------------------------------------------------------
+    def receive(self, ctx: Context) -> None:
+        """Let the optimisers go on where they were."""
+        if self.keep_optimizer:
+            kept = {key.removeprefix(_OPTIMIZER): v for key, v in ctx.state.items() if key.startswith(_OPTIMIZER)}
+            ctx.trainer.step.resume(kept)
+
+    def finish(self, ctx: Context) -> None:
+        """Keep the optimisers' buffers."""
+        if self.keep_optimizer:
+            ctx.state |= {f"{_OPTIMIZER}{key}": value for key, value in ctx.trainer.step.optimizers().items()}
+
+    # --- the three steps -----------------------------------------------------------------------------------------
+    def loss(self, ctx: Context, out: Outputs, batch: Batch) -> Tensor:
+        """The classifier's; prototypes move first."""
+        features = out.features.detach()
+        self._remember(ctx, features, batch.targets)
+        rho = self._ramp(ctx, self.ramp, self.gamma)
+        beta = min(self.weight, rho)
+        if not beta:
+            return F.cross_entropy(out.logits, batch.targets)
+        labels = self._labels(ctx, out)
+        with torch.no_grad():
+            anchors = torch.cat([features, self._anchors(ctx, labels)])
+            strength = rho if self.residual is None else self.residual
+            synthetic = self._around(ctx, anchors, self._noise(ctx, out)[:2], (batch.targets, labels), strength)
+        domain, proto = ctx.model.head(synthetic).split(len(labels))
+        return classification_loss(
+            real_logits=out.logits,
+            real_labels=batch.targets,
+            domain_logits=domain,
+            proto_logits=proto,
+            proto_labels=labels,
+            weight=beta,
+        )
+
+    def deceive(self, ctx: Context, out: Outputs, batch: Batch) -> Tensor:
+        """The generator's loss."""
+        labels = self._labels(ctx, out)
+        fake = ctx.networks[GENERATOR](self._noise(ctx, out)[2], labels)
+        mse = self.generator_metric == "mse"
+        reference = self._anchors(ctx, labels) if mse else self._real(ctx, out)
+        weight, bias = _head(ctx)
+        return generator_loss(
+            fake_embeddings=fake,
+            labels=labels,
+            reference=reference,
+            head_weight=weight,
+            head_bias=bias,
+            lam=self.generator_lam,
+            metric=self.generator_metric,
+        )
+
+    def transfer(self, ctx: Context, out: Outputs, batch: Batch) -> Tensor:
+        """RTNet's loss. Its BatchNorm sees the two kinds of residuals apart, in the code's order."""
+        labels, real, rtnet = self._labels(ctx, out), self._real(ctx, out), ctx.networks[RTNET]
+        both, anchors = (labels, batch.targets), self._anchors(ctx, labels)
+        with torch.no_grad():
+            first, second = self._source(ctx, self._noise(ctx, out)[3:], both).split(len(labels))
+        proto = anchors + rtnet(first, labels)
+        domain = real + rtnet(second, batch.targets)
+        weight, bias = _head(ctx)
+        return rtnet_loss(
+            domain_embeddings=domain,
+            real_embeddings=real,
+            proto_embeddings=proto,
+            anchors=anchors,
+            head_weight=weight,
+            head_bias=bias,
+            lam=self.rtnet_lam,
+            metric=self.rtnet_metric,
+        )
+
+    # --- their parts ---------------------------------------------------------------------------------------------
+    def _ramp(self, ctx: Context, form: str, gamma: float) -> float:
+        step = ctx.version if self.rounds is None else min(ctx.version, self.rounds)
+        return rampup_coefficient(step=step, total_steps=self.rounds or 1, gamma=gamma, form=form)
+
+    def _remember(self, ctx: Context, features: Tensor, labels: Tensor) -> None:
+        """Move the prototypes of the batch's classes."""
+        momentum = self.prototype_weight * (self._ramp(ctx, "laine_aila", 5.0) if self.prototype_ramp else 1.0)
+        before = ctx.state[PROTOTYPES].to(features.dtype)
+        after = class_prototype_ema(prototypes=before, features=features, labels=labels, momentum=momentum)
+        ctx.state[PROTOTYPES] = after
+
+    def _labels(self, ctx: Context, out: Outputs) -> Tensor:
+        """y^, the same in all three steps; classes that a method adds to the head have no part in it."""
+
+        def compute() -> Tensor:
+            plan, size = ctx.plan, len(out.batch.inputs)
+            assert plan is not None
+            network = ctx.networks[GENERATOR if self.use_generator else RTNET]
+            classes, step = cast(Conditional, network).num_classes, ctx.version * plan.steps + ctx.step
+            found = balanced_labels(batch_size=size, num_classes=classes, step=step)
+            return found.to(out.batch.inputs.device)
+
+        return out.once("fraug.labels", compute)
+
+    def _noise(self, ctx: Context, out: Outputs) -> Tensor:
+        inputs = out.batch.inputs
+        return out.once(NOISE, lambda: ctx.drawn(NOISE).to(inputs.device, inputs.dtype))
+
+    def _real(self, ctx: Context, out: Outputs) -> Tensor:
+        """f(x) of the classifier as it is after its step, in eval mode; one pass for generator and RTNet."""
+        return out.once("fraug.real", lambda: inferred(lambda: ctx.model.features(out.batch.inputs)))
+
+    @staticmethod
+    def _anchors(ctx: Context, labels: Tensor) -> Tensor:
+        return ctx.state[PROTOTYPES].index_select(0, labels)
+
+    def _source(self, ctx: Context, noise: Tensor, labels: tuple[Tensor, Tensor]) -> Tensor:
+        """What RTNet transforms [2B, n]: noise [2, B, Z] through the generator, all rows at once."""
+        noise = noise.flatten(0, 1)
+        return cast(Tensor, ctx.networks[GENERATOR](noise, torch.cat(labels))) if self.use_generator else noise
+
+    def _around(
+        self, ctx: Context, anchors: Tensor, noise: Tensor, labels: tuple[Tensor, Tensor], strength: float
+    ) -> Tensor:
+        """Synthetic embeddings [2B, D]."""
+        source = self._source(ctx, noise, labels)
+        if not self.use_rtnet:
+            return (1 - strength) * anchors + strength * source
+        return anchors + strength * cast(Tensor, ctx.networks[RTNET](source, torch.cat(labels)))
+
+
+def _normalising(network: str, module: nn.Module) -> list[str]:
+    """Full names of all that belongs to a network's BatchNorm layers."""
+    norms = [f"{network}.{path}" for path, each in module.named_modules() if isinstance(each, BATCHNORM)]
+    names = [f"{network}.{path}" for path, _ in (*module.named_parameters(), *module.named_buffers())]
+    return split_parameter_names(names=names, norm_modules=norms)["personal"]
+
+
+def _head(ctx: Context) -> tuple[Tensor, Tensor | None]:
+    """Weight and bias as constants."""
+    head = ctx.model.head
+    bias = cast("Tensor | None", head.bias)  # another method may have taken it off
+    return head.weight.detach(), None if bias is None else bias.detach()
+
+
+def _floats(layout: Layout, network: str) -> int:
+    return sum(entry.stop - entry.start for entry in layout.within((network,)))
