@@ -239,3 +239,86 @@ def test_a_preset_builds_on_images_of_its_size(name: str) -> None:
     experiment = build([f"experiment={name}", "data=synthetic", "data.test_samples=40", "runtime=inprocess", *images])
     assert experiment.study.rounds >= 400
     assert experiment.recipe.task.num_classes in (7, 10, 100)
+
+
+# --- FRAug ----------------------------------------------------------------------------------------------------------
+FRAUG = tables("fraug")
+# Steps and batch of a round, share of the data, and the three learning rates, from the released code.
+FRAUG_CODE = {
+    "office_home": (10, 16, 0.1, (0.01, 0.05, 0.025)),
+    "pacs": (5, 32, 0.1, (0.01, 0.05, 0.05)),
+    "digits": (20, 64, 0.01, (0.01, 0.05, 0.025)),
+}
+
+
+@pytest.mark.parametrize("name", FRAUG)
+def test_every_printed_number_of_fraug_has_a_command_and_a_column(name: str) -> None:
+    for cell in FRAUG[name].cells:
+        words = STUDIES["fraug"].command(FRAUG[name], cell).words()
+        score = STUDIES["fraug"].score(FRAUG[name], cell)
+        rows = [{"accuracy": 0.5, "accuracy_finetuned": 0.6, "accuracy.Real World": 0.1, "accuracy.mnist": 0.2}]
+        rows[0] |= {"accuracy.mnist_m": 0.3, "accuracy_finetuned.art_painting": 0.4}
+        finetuned = bool(cell.variant.get("head_finetune"))
+        assert score.column.startswith("accuracy_finetuned" if finetuned else "accuracy")
+        if cell.column in ("Avg", "avg"):
+            assert score.summary(rows, score.column) == (0.6 if finetuned else 0.5)
+        elif not finetuned and cell.column in ("R", "MT", "MM"):
+            assert score.summary(rows, score.column) == {"R": 0.1, "MT": 0.2, "MM": 0.3}[cell.column]
+        if cell.column != FRAUG[name].cells[0].column and cell.dataset == "office_home":
+            continue  # every row once
+        node = composed(*words)
+        steps, batch, share, rates = FRAUG_CODE[cell.dataset]
+        assert list(node["method"]) == list(cell.methods)
+        assert node["choices"]["model"] == ("digits_cnn" if cell.dataset == "digits" else "resnet18")
+        assert node["model"].get("pretrained", cell.dataset != "digits") == (cell.dataset != "digits")
+        assert (node["rounds"], node["schedule"]["cohort"], node["choices"]["partition"]) == (300, 4, "domain")
+        assert (node["local"]["steps"], node["local"]["batch"], node["partition"]["fraction"]) == (steps, batch, share)
+        assert (node["local"]["lr"], node["local"]["momentum"]) == (0.01, 0.5)
+        if "fraug" in node["method"]:
+            part = node["method"]["fraug"]
+            assert tuple(0.01 * f for f in (1, part["generator_lr_factor"], part["rtnet_lr_factor"])) == rates
+            assert part["rounds"] == node["rounds"]
+            assert part["generator_norm"] == ("local" if cell.dataset == "office_home" else "shared")
+
+
+def test_the_ablation_of_fraug_lacks_a_part_in_every_row_but_the_last() -> None:
+    found = {
+        cell.variant["row"]: composed(*STUDIES["fraug"].command(FRAUG["fraug/table3"], cell).words())["method"]["fraug"]
+        for cell in FRAUG["fraug/table3"].cells
+    }
+    whole = composed("experiment=fraug/office_home")["method"]["fraug"]
+    assert found[7] == whole and len({json.dumps(part) for part in found.values()}) == 7
+
+
+# --- FedLD ----------------------------------------------------------------------------------------------------------
+FEDLD = tables("fedld")
+
+
+@pytest.mark.parametrize("name", FEDLD)
+def test_every_printed_number_of_fedld_has_a_command_with_the_settings_of_its_table(name: str) -> None:
+    asked = setting(name)
+    for cell in FEDLD[name].cells:
+        command = STUDIES["fedld"].command(FEDLD[name], cell)
+        node = composed(*command.words())
+        local = node["local"]
+        assert (node["rounds"], local["batch"]) == (asked["rounds"], asked["batch"])
+        assert local["epochs"] == asked["local_epochs"] + ("fedpac" in node["method"])  # one of the head beside
+        assert local["lr"] == asked["learning_rate"][cell.dataset]
+        assert node["choices"]["model"] == "resnet50" and node["model"]["pretrained"]
+        clients = asked["clients"][cell.dataset]
+        assert node["partition"].get("clients", 12) == clients
+        assert node["schedule"]["cohort"] == round(clients * asked["participation"])
+        if cell.dataset == "retina":
+            said = asked["partition"]["retina"]
+            alpha = said.rpartition("alpha ")[2] if name.endswith("3") else said.split(f"{cell.column} alpha ")[-1]
+            assert node["partition"]["alpha"] == float(alpha.split(",")[0])
+        margin = node["method"].get("fedld_margin")
+        if margin and asked["margin_weight"]:
+            assert margin["lam"] == asked["margin_weight"][cell.column if cell.dataset == "retina" else "covid_fl"]
+        assert bool(margin) == ("fedld" in cell.methods and cell.variant.get("margin", True))
+        principal = node["method"].get("fedld_principal")
+        assert bool(principal) == ("fedld" in cell.methods and cell.variant.get("principal", True))
+        assert not principal or principal["fraction"] == asked["principal_share"]
+        own = bool({"fedbn", "fedpac"} & set(node["method"]))
+        assert node["evaluate"]["common"] == own
+        assert STUDIES["fedld"].score(FEDLD[name], cell).column == ("accuracy_common" if own else "accuracy_global")
