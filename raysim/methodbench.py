@@ -25,17 +25,20 @@ from raysim.fleet import Ideal
 from raysim.host import Host, Recipe
 from raysim.messages import Update
 from raysim.methods.dann import Dann
+from raysim.methods.fedbn import FedBN
 from raysim.methods.fedbr import FedBR
 from raysim.methods.fedbss import FedBSS
 from raysim.methods.fedcm import FedCM
 from raysim.methods.feddecorr import FedDecorr
 from raysim.methods.fedexp import FedExP
 from raysim.methods.fedlc import FedLC
+from raysim.methods.fedld import PrincipalGradient
 from raysim.methods.fedmix import FedMix
 from raysim.methods.fedntd import FedNTD
 from raysim.methods.fedopt import FedAdagrad, FedAdam, FedAvgM, FedYogi
 from raysim.methods.fedprox import FedProx
 from raysim.methods.fedrs import FedRS
+from raysim.methods.fraug import FRAug
 from raysim.methods.groupdro import GroupDRO
 from raysim.methods.inco import InCo
 from raysim.methods.method import Method, Task
@@ -43,7 +46,8 @@ from raysim.methods.mixup import Mixup
 from raysim.methods.moon import Moon
 from raysim.methods.scaffold import Scaffold
 from raysim.methods.vhl import Vhl
-from raysim.models.cnn import MnistCnn
+from raysim.models import Mlp
+from raysim.models.cnn import DigitsCnn, MnistCnn
 from raysim.models.resnet import ResNet
 from raysim.runtime.inprocess import InProcess
 from raysim.schedule import Synchronous
@@ -104,7 +108,11 @@ def step_recipe(*methods: Method) -> Recipe:
 
 def _ran(*methods: Method, local: Local | None = None) -> Coordinator:
     """A few rounds of both clients."""
-    recipe = step_recipe(*methods) if local is None else replace(step_recipe(*methods), local=local)
+    recipe = step_recipe(*methods)
+    return _of(recipe if local is None else replace(recipe, local=local))
+
+
+def _of(recipe: Recipe) -> Coordinator:
     settings = Settings(rounds=1 + ROUNDS, evaluation=Evaluation(every=10**9))
     coordinator = Coordinator(recipe, Synchronous(2), Ideal(), InProcess(recipe), settings)
     for _ in coordinator.run():
@@ -119,7 +127,11 @@ def _total(coordinator: Coordinator, column: str) -> float:
 
 def seconds_per_step(*methods: Method) -> float:
     """Of a local step."""
-    return _total(_ran(*methods), "host_seconds") / (2 * STEPS * ROUNDS)
+    return _per_step(_ran(*methods))
+
+
+def _per_step(coordinator: Coordinator) -> float:
+    return _total(coordinator, "host_seconds") / (2 * STEPS * ROUNDS)
 
 
 def fedbss_and_its_parts() -> tuple[float, float]:
@@ -136,6 +148,39 @@ def fedbss_and_its_parts() -> tuple[float, float]:
     evaluation = (time.perf_counter() - since) * ROUNDS
     share = _total(own, "samples") / _total(plain, "samples")
     return _total(own, "host_seconds"), share * _total(plain, "host_seconds") + evaluation
+
+
+def fraug_and_fedbn() -> tuple[float, float]:
+    """Seconds of a step of each, on FRAug's network for digits (32 x 32 pixels)."""
+    source = Synthetic(shape=[3, 32, 32], samples=640, test_samples=100, mean=[0.5], std=[0.5])
+    data = federate(source, IID(clients=2), 0)
+    local = Local(lr=0.01, momentum=0.5, epochs=None, steps=STEPS, batch=BATCH)
+
+    def seconds(*methods: Method) -> float:
+        return _per_step(_of(Recipe(DigitsCnn(), methods, local, data, seed=0)))
+
+    return seconds(FRAug(rounds=1 + ROUNDS)), seconds(FedBN())
+
+
+def principal_and_the_loop() -> tuple[float, float]:
+    """Seconds of the principal-gradient sum of 50 updates of 10 M floats, and of adding them up one by one."""
+    networks = {"model": Mlp((3200, 2400)).build((1, 28, 28), 10, 0)}
+    layout, generator = plan_layout(networks), stream(0, "bench")
+    counters = np.empty(0, np.int64)
+    deltas = [generator.random(layout.shared, np.float32) for _ in range(50)]
+    updates = [Update(i, i, 0, 100, 100, 1, 1.0, 0.0, delta, counters) for i, delta in enumerate(deltas)]
+    start, weights = torch.zeros(layout.shared), [100.0] * len(updates)
+    server = Server(
+        layout, start, torch.empty(0, dtype=torch.int64), [], np.full(50, 100), 0, Task((1, 28, 28), 10, 50)
+    )
+    since = time.perf_counter()
+    PrincipalGradient().combine(updates, weights, 5000.0, server)
+    own = time.perf_counter() - since
+    since = time.perf_counter()
+    total = torch.zeros(layout.shared)
+    for delta, weight in zip(deltas, weights, strict=True):
+        total.add_(torch.from_numpy(delta), alpha=weight)
+    return own, time.perf_counter() - since
 
 
 def seconds_per_rule(updates: Sequence[Update], *methods: Method) -> float:
@@ -171,18 +216,22 @@ def _beside(run: Callable[..., float], make: Callable[[], Method]) -> tuple[floa
 
 
 def bench_steps(blocks: int, say: Callable[[str], None]) -> list[Measured]:
-    """FedAvg beside each method, in turn, `blocks` times; FedBSS beside the parts that it is made of."""
+    """FedAvg beside each method, in turn, `blocks` times; FedBSS beside its parts, FRAug beside FedBN."""
     seconds_per_step()
+    pairs: dict[str, Callable[[], tuple[float, float]]]
     pairs = {name: partial(_beside, seconds_per_step, make) for name, (make, _) in METHODS.items()}
     limits = {name: limit for name, (_, limit) in METHODS.items()}
-    return _bench({**pairs, "fedbss": fedbss_and_its_parts}, limits | {"fedbss": 1.05}, blocks, say)
+    pairs |= {"fedbss": fedbss_and_its_parts, "fraug": fraug_and_fedbn}
+    return _bench(pairs, limits | {"fedbss": 1.05, "fraug": 1.6}, blocks, say)
 
 
 def bench_rules(blocks: int, say: Callable[[str], None]) -> list[Measured]:
-    """The weighted mean beside each rule of the server, in turn, `blocks` times."""
+    """The weighted mean beside each rule of the server, in turn, `blocks` times; principal gradients beside a loop."""
     rule = partial(seconds_per_rule, _updates())
+    pairs: dict[str, Callable[[], tuple[float, float]]]
     pairs = {name: partial(_beside, rule, make) for name, (make, _) in RULES.items()}
-    return _bench(pairs, {name: limit for name, (_, limit) in RULES.items()}, blocks, say)
+    limits = {name: limit for name, (_, limit) in RULES.items()} | {"fedld_principal": 3.0}
+    return _bench(pairs | {"fedld_principal": principal_and_the_loop}, limits, blocks, say)
 
 
 def _bench(

@@ -17,6 +17,8 @@ NUMPY = {"Generator", "PCG64", "SeedSequence", "BitGenerator"}
 TORCH = {"seed", "rand", "randn", "randint", "randperm", "rand_like", "randn_like", "randint_like", "normal",
          "bernoulli", "multinomial", "poisson"}  # fmt: skip
 # The one exception: dropout and initial values draw from torch's generator, which these seed.
+# FedSR's noise, inside a forward pass as dropout's is; a job, and the building of networks, seed torch's generator.
+DRAWERS = {"methods/fedsr.py": {"torch.randn", "torch.randn_like"}}
 SEEDERS = {"client.py": 2, "host.py": 2, "models/classifier.py": 1}
 
 
@@ -78,8 +80,9 @@ def seedings(tree: ast.AST) -> int:
 @pytest.mark.parametrize("path", sources(), ids=lambda path: path.relative_to(PACKAGE).as_posix())
 def test_nothing_draws_from_a_global_generator(path: Path) -> None:
     tree = ast.parse(path.read_text())
-    assert not list(global_draws(tree))
-    assert seedings(tree) == SEEDERS.get(path.relative_to(PACKAGE).as_posix(), 0)
+    name = path.relative_to(PACKAGE).as_posix()
+    assert set(global_draws(tree)) == DRAWERS.get(name, set())
+    assert seedings(tree) == SEEDERS.get(name, 0)
 
 
 @pytest.mark.parametrize(

@@ -48,8 +48,8 @@ class Stage:
     trains: networks or modules whose parameters it steps ("model", "model.head", "fedbr.projector").
     loss: its own loss; None is the task loss, to which all methods' terms are added.
     ascend: step uphill; the gradient that hooks see is that of the negated loss.
-    rate: factor on the run's learning rate. modes: networks or modules that are in train (True) or eval (False) mode meanwhile,
-    set in this order.
+    rate: factor on the run's learning rate. modes: networks or modules that are in train (True) or eval (False) mode
+    meanwhile, set in this order.
     """
 
     name: str = "task"

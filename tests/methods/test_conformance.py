@@ -46,13 +46,16 @@ from raysim.methods.fedcda import FedCDA
 from raysim.methods.fedcm import FedCM
 from raysim.methods.feddecorr import FedDecorr
 from raysim.methods.fedexp import FedExP
+from raysim.methods.fedgh import FedGH, HierarchicalFedGH
 from raysim.methods.fedlc import FedLC
+from raysim.methods.fedld import DampedMargin, MarginControl, PrincipalGradient
 from raysim.methods.fedmix import FedMix
 from raysim.methods.fedntd import FedNTD
 from raysim.methods.fedopt import FedAdagrad, FedAdam, FedAvgM, FedYogi
 from raysim.methods.fedpac import FedPAC
 from raysim.methods.fedprox import FedProx
 from raysim.methods.fedrs import FedRS
+from raysim.methods.fedsr import FedSR
 from raysim.methods.fraug import FRAug
 from raysim.methods.groupdro import GroupDRO
 from raysim.methods.inco import InCo
@@ -216,6 +219,22 @@ TABLE: dict[str, Row] = {
         frozenset({"fedcda.loss"}),
     ),
     "inco": Row(InCo, {"without a pair": Plain(InCo, run=UNIFORM)}, model=BLOCKS),
+    "fedld_margin": Row(MarginControl, {"lam=0": Plain(lambda: MarginControl(0.0))}),
+    "fedld_damped": Row(DampedMargin),
+    "fedld_principal": Row(
+        PrincipalGradient, {"with one client": Plain(PrincipalGradient, run={"schedule": Synchronous(1)})}
+    ),
+    "fedgh": Row(
+        lambda: FedGH(granularity="tensor"), {"with one client": Plain(FedGH, run={"schedule": Synchronous(1)})}
+    ),
+    "fedgh_hierarchical": Row(
+        HierarchicalFedGH,
+        {
+            "with one client": Plain(HierarchicalFedGH, run=UNIFORM | {"schedule": Synchronous(1)}),
+            "in the first round": Plain(HierarchicalFedGH, run=UNIFORM | {"rounds": 1}),
+        },
+    ),
+    "fedsr": Row(FedSR, personal=True, private=True),
     "fraug": Row(
         lambda: FRAug(4, noise_dim=6),
         {
@@ -444,12 +463,14 @@ ALTERNATIVES = [
     # FedCDA sets the model itself.
     *(["fedcda", name] for name in ("fedavgm", "fedadagrad", "fedadam", "fedyogi", "fedexp")),
     *(["fedcda", name] for name in ("fedbuff", "groupdro", "inco")),
-    ["fedbr", "dann", "fedpac", "fraug"],  # the stages of an iteration
+    ["fedbr", "dann", "fedpac", "fraug", "fedsr"],  # the stages of an iteration
     ["fedpac", "local"],  # one extractor for all
     *(["mixup", name] for name in ("fedmix", "fraug")),  # soft labels and a need for integer ones
-    ["moon", "vhl", "fedrs"],  # the model
-    ["fedlc", "fedrs", "fedmix", "fraug"],  # the logits of the loss, or all of it
-    *(["centralized", name] for name in ("fedbn", "local", "partialfed", "pfedavg", "fedpac", "fraug")),  # one model for all
+    ["moon", "vhl", "fedrs", "fedsr"],  # the model
+    ["fedcda", "fedld_principal", "fedgh", "fedgh_hierarchical"],  # the combination of updates
+    ["fedlc", "fedrs", "fedmix", "fraug", "fedld_damped"],  # the logits of the loss, or all of it
+    # One model for all.
+    *(["centralized", name] for name in ("fedbn", "local", "partialfed", "pfedavg", "fedpac", "fraug", "fedsr")),
 ]
 
 
