@@ -13,6 +13,7 @@ from raysim.config import compose, plain, to_yaml
 from raysim.errors import Refused
 from raysim.metrics import Row, summarise, write_history, write_json
 from raysim.papers.comparison import compare
+from raysim.papers.presets import STUDIES
 from raysim.papers.tables import PAPERS, find, listing, tables
 from raysim.report import Run, load_run
 
@@ -180,9 +181,8 @@ def test_costs_are_per_participation(tmp_path: Path) -> None:
     assert line(compare("fedbr/table7", [run], WIDE), "FedAvg").startswith("FedAvg 9.2 4.0 -5.2 0.29 0.30 +0.01 22.4")
 
 
-def test_runs_beside_a_paper_without_presets_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(Refused, match="fraug/table1 has no presets yet"):
-        compare("fraug/table1", [make(tmp_path / "a", ["method=[]"], rows([0.5]))])
+def test_every_paper_has_presets() -> None:
+    assert set(STUDIES) == set(PAPERS)
 
 
 def test_a_run_of_fedbss_stands_in_the_column_of_its_split_with_its_deviation_over_the_last_ten_rounds(

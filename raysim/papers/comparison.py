@@ -8,7 +8,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from decimal import Decimal
 
-from raysim.errors import Refused
 from raysim.metrics import column, known
 from raysim.papers.presets import STUDIES, Command, Score, Study
 from raysim.papers.tables import Cell, Table, find, tables
@@ -27,26 +26,24 @@ CHANGED = "*"  # behind a number of ours
 
 @dataclass
 class Entry:
-    """A printed number and ours: `command` and `score` are None where the paper has no presets yet."""
+    """A printed number and ours."""
 
     cell: Cell
-    command: Command | None = None
-    score: Score | None = None
+    command: Command
+    score: Score
     runs: list[Run] = field(default_factory=list)
     changed: bool = False  # a run of it is not at the paper's setting
 
     @property
     def values(self) -> list[float]:
         """Ours, one of each run that measured it."""
-        if not self.score:
-            return []
         found = [self.score.summary(run.rows, self.score.column) for run in self.runs]
         return [value * self.score.factor for value in found if value is not None]
 
     @property
     def spread(self) -> float | None:
         """The deviation within the one run, where the table has such."""
-        if not self.score or not self.score.spread or not self.runs:
+        if not self.score.spread or not self.runs:
             return None
         value = self.score.spread(self.runs[0].rows, self.score.column)
         return None if value is None else value * self.score.factor
@@ -58,14 +55,9 @@ def compare(name: str, runs: Sequence[Run] = (), width: int = 120) -> str:
     width: columns of text; data sets that do not fit go below the others. Raises Refused for an unknown name.
     """
     table = find(name)
-    study = STUDIES.get(name.partition("/")[0])
-    if runs and not study:
-        raise Refused(f"{name} has no presets yet, so no run can be put beside it: leave the runs out")
-    entries = [
-        Entry(cell, study.command(table, cell), study.score(table, cell)) if study else Entry(cell)
-        for cell in table.cells
-    ]
-    notes = list(_match(study, name, entries, runs)) if study else []
+    study = STUDIES[name.partition("/")[0]]
+    entries = [Entry(cell, study.command(table, cell), study.score(table, cell)) for cell in table.cells]
+    notes = list(_match(study, name, entries, runs))
     above = [f"{table.title}: {table.caption}", table.metric]
     parts = [
         "\n".join(above),
@@ -80,12 +72,12 @@ def _paragraph(title: str, lines: Sequence[str]) -> list[str]:
     return ["\n".join([f"{title}:", *(f"  {line}" for line in lines)])] if lines else []
 
 
-def _said(table: Table, entries: Sequence[Entry], study: Study | None) -> list[str]:
+def _said(table: Table, entries: Sequence[Entry], study: Study) -> list[str]:
     theirs = [f"the paper's ± is over {table.deviation_of}"] if table.deviation_of else []
     ours = (
         ["our ± is the standard deviation over runs, divisor n - 1"] if any(len(e.values) > 1 for e in entries) else []
     )
-    own = [study.notes[table.name]] if study and table.name in study.notes else []
+    own = [study.notes[table.name]] if table.name in study.notes else []
     return [*theirs, *ours, *table.notes, *own]
 
 
@@ -98,7 +90,7 @@ def _match(study: Study, name: str, entries: Sequence[Entry], runs: Sequence[Run
         found: dict[str, list[str]] = {}
         for entry in entries:
             command = entry.command
-            if not command or not _same_choices(run, command):
+            if not _same_choices(run, command):
                 continue
             key = command.experiment, command.methods
             if key not in presets:
@@ -172,7 +164,7 @@ def _missing(entries: Sequence[Entry]) -> list[str]:
     """The commands of the cells that no run has a number for, each once."""
     commands: dict[str, list[str]] = {}
     for entry in entries:
-        if entry.command and not entry.values:
+        if not entry.values:
             where = commands.setdefault(str(entry.command), [])
             where += [] if (label := f"{entry.cell.label}, {entry.cell.dataset}") in where else [label]
     labels = {command: " / ".join(where) for command, where in commands.items()}
@@ -224,7 +216,6 @@ def _threshold(key: str, entry: Entry, entries: Sequence[Entry]) -> float | None
     """0.8 of "0.80"; of a FedAvg threshold the last accuracy of our own FedAvg runs, None without any."""
     if not key.startswith(FEDAVG_FINAL):
         return float(key)
-    assert entry.score
     place = _place(entry, entries)
     runs = [
         run for other in entries if not other.cell.methods and _place(other, entries) == place for run in other.runs
@@ -235,7 +226,7 @@ def _threshold(key: str, entry: Entry, entries: Sequence[Entry]) -> float | None
 
 def _rounds(key: str, entry: Entry, entries: Sequence[Entry]) -> str:
     """Mean over the runs of a cell; a dash where one of them never got there."""
-    if not entry.score or (threshold := _threshold(key, entry, entries)) is None:
+    if (threshold := _threshold(key, entry, entries)) is None:
         return NOTHING
     found = [_round(run, entry.score.column, threshold) for run in entry.runs]
     reached = [number for number in found if number is not None]
