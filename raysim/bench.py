@@ -32,6 +32,7 @@ from raysim.schedule import Synchronous
 from raysim.streams import stream
 
 METHODS = ("steps", "rules")  # workloads that compare methods instead of loops
+SCALE = "scale"  # the one that measures the coordinator alone
 _SKIP = 3  # rounds at the start of a block that are not timed
 
 
@@ -241,12 +242,17 @@ def main(names: list[str], root: str | None, out: Path, blocks: int = 7, hosts: 
 
     from raysim.runtime import ray as cluster
 
-    if unknown := [name for name in names if name not in (*WORKLOADS, *METHODS)]:
-        raise ValueError(f"workload {unknown[0]!r} does not exist: use {', '.join((*WORKLOADS, *METHODS))}")
-    if apart := [name for name in names if name in METHODS]:
+    if unknown := [name for name in names if name not in (*WORKLOADS, *METHODS, SCALE)]:
+        raise ValueError(f"workload {unknown[0]!r} does not exist: use {', '.join((*WORKLOADS, *METHODS, SCALE))}")
+    if apart := [name for name in names if name not in WORKLOADS]:
         if len(names) > 1:
             raise ValueError(f"workload {apart[0]!r} is measured in one process: name it alone")
-        methods(apart[0], out, blocks)
+        if apart[0] == SCALE:
+            from raysim.scalebench import main as scale
+
+            scale(out, blocks, print)
+        else:
+            methods(apart[0], out, blocks)
         return []
     console = Console()
     cluster.connect(cluster.RayOptions())

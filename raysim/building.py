@@ -73,6 +73,9 @@ def checked(value: Any, kind: Any, path: str) -> Any:
         inner = get_args(kind)[0]
         items = [checked(item, inner, f"{path}[{index}]") for index, item in enumerate(value)]
         return tuple(items) if get_origin(kind) is tuple else items
+    if get_origin(kind) is dict and isinstance(value, Mapping):
+        inner = get_args(kind)[1]
+        return {str(key): checked(item, inner, f"{path}.{key}") for key, item in value.items()}
     if get_origin(kind) in (Union, types.UnionType):
         return _first_fit(value, get_args(kind), path, kind)
     if not _fits(value, kind):
@@ -123,6 +126,8 @@ def described(kind: Any) -> str:
         return " or ".join(described(part) for part in inner)
     if origin in (list, tuple, Sequence):
         return f"a list ({described(inner[0])} each)"
+    if origin is dict:
+        return f"a mapping ({described(inner[1])} each)"
     if dataclasses.is_dataclass(kind):
         return f"a mapping with the keys {', '.join(field.name for field in dataclasses.fields(kind))}"
     return _NAMES.get(kind, "a value")

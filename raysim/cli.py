@@ -1,4 +1,4 @@
-"""The command `raysim`: run, methods, partition, report, bench; parse, call, print.
+"""The command `raysim`: run, study, methods, partition, report, bench; parse, call, print.
 
 Exit status: 0 done, 1 the run failed, 2 refused as asked (one sentence on stderr), 130 interrupted.
 """
@@ -28,6 +28,31 @@ examples:
 
 The groups method, schedule, fleet, data, partition, model, local, evaluate, runtime, tracking and experiment take the
 name of an option; all other keys take a value. A wrong name is answered with the nearest right one."""
+STUDY = """\
+examples:
+  raysim study method=[],[fedprox],[scaffold] seed=range(5) rounds=20 out=studies/mine
+                                          15 runs: a comma outside brackets separates values; [] is FedAvg
+  raysim study method=[],[fedprox] partition.alpha=0.1,0.5 seed=0,1,2 method.fedprox.mu=0.1
+                                          a key that only some runs have (fedprox.mu) is for these alone
+  raysim study out=studies/mine resume=latest
+                                          go on where it stopped: what is finished stays
+  raysim study out=studies/mine resume=latest seed=range(10) --metric best5_mean
+                                          more seeds, and another number to compare
+  raysim report studies/mine/runs/*       every run of it as a curve of its own
+
+The first method is the one that the others are compared to, seed by seed: mean difference, 95 % interval, paired
+t-test with Holm's correction, Wilcoxon's test from six seeds on. Where no method varies, the first key that does."""
+SUBMIT = """\
+examples:
+  raysim submit run method=[fedprox] out=/shared/runs/first
+                                          on the cluster at $RAY_API_SERVER_ADDRESS, else http://127.0.0.1:8265
+  raysim submit --address http://HEAD:8265 sweep sweep=fedbr method=[fedbr] out=/shared/sweeps/fedbr
+  raysim submit --with mine run --conf mine/conf --allow mine method=[my_method] out=/shared/runs/mine
+  raysim submit --runtime-env jobs/runtime_env.yaml run out=/shared/runs/first
+                                          where the nodes have Ray alone: installs the rest
+
+Uploads the package and its configuration, and shows the job's output; Ctrl-C leaves the job running. The exit status is
+the job's own. The command joins the cluster (runtime=cluster) unless it names a runtime. See jobs/README.md."""
 METHODS = """\
 examples:
   raysim methods          a table: name, paper, slots, parameters
@@ -37,6 +62,25 @@ examples:
   raysim partition                                             the default study's split
   raysim partition partition=dirichlet partition.alpha=0.1     a harder one
   raysim partition data=mnist data.root=DIR partition=shards --out shards.png"""
+SWEEP = """\
+examples:
+  raysim sweep sweep=fedbr method=[fedbr]                 FedBR's weights and temperatures, 16 random settings
+  raysim sweep sweep=fedbr method=[fedbr] sweep.search=optuna sweep.scheduler=asha sweep.trials=30
+  raysim sweep sweep=methods sweep.seeds=3 rounds=30      methods themselves, each under three seeds
+  raysim sweep method=[fedprox] method.fedprox.mu=0.01,0.1,1 sweep.search=grid
+                                                          a list of values makes a key part of the space
+  raysim sweep method=[],[fedbr] local.lr='tag(log, interval(1e-3, 1))' local.epochs='int(interval(1, 10))'
+                                                          so does a range; without tag(log, ...) all is as likely
+  raysim sweep sweep=fedbr method=[fedbr] sweep.scheduler=pbt sweep.interval=5
+                                                          values change while the runs go on
+  raysim sweep sweep=fedprox method=[fedprox] sweep.hosts=2 runtime=cluster
+                                                          two hosts for each trial, on a cluster
+  raysim sweep out=runs/mine resume=latest                go on where it stopped
+  raysim run --config runs/mine/best.yaml seed=7          train the best setting again
+
+A search is described by sweep.search (random, grid, optuna), scheduler (none, asha, pbt), trials, metric, mode, seeds,
+concurrent, hosts, grace and reduction (of asha), interval (of pbt), minutes. All other words are those of `raysim run`
+and hold for all trials; a key of the space that is given one value is not searched."""
 REPORT = """\
 examples:
   raysim report runs/a                    one run
@@ -50,12 +94,15 @@ examples:
   raysim bench W2 W3 --blocks 3             some of them, sooner
   raysim bench W1 --data DIR --out w1.json  DIR holds FashionMNIST
   raysim bench steps                        what each method adds to a local step
-  raysim bench rules                        what each method adds to the server's step"""
+  raysim bench rules                        what each method adds to the server's step
+  raysim bench scale --blocks 3             the coordinator's own time for 1,000 to 100,000 clients a round"""
 MAIN = """\
 examples:
   raysim run                          train the default study
   raysim run method=[fedbr,mixup]     any list of methods
   raysim run -h                       how to choose data, models, schedules
+  raysim study method=[],[fedprox] seed=0,1,2
+                                      methods x seeds as one job with one report
   raysim methods                      what can be in such a list
   raysim partition partition.alpha=1  look at a split before training
   raysim report runs/*                compare runs
@@ -83,6 +130,15 @@ def call(words: Sequence[str]) -> int:
     if words and not words[0].startswith("-") and words[0] not in COMMANDS:
         sys.stderr.write(f"raysim: there is no command {words[0]}: {instead(words[0], COMMANDS)}\n")
         return 2
+    given = _parsed(words)
+    if not given.command:
+        _parser().print_help()
+        return 0
+    return _guarded(lambda: COMMANDS[given.command](given))
+
+
+def _parsed(words: Sequence[str]) -> argparse.Namespace:
+    """The words as a command and its options; a wrong one ends the process with status 2."""
     given, unknown = (parser := _parser()).parse_known_args(words)
     if dashed := [word for word in unknown if word.startswith("-")]:
         parser.error(f"there is no option {dashed[0]}")
@@ -92,10 +148,7 @@ def call(words: Sequence[str]) -> int:
             unknown = []
     if unknown:
         parser.error(f"'{unknown[0]}' has no meaning here")
-    if not given.command:
-        parser.print_help()
-        return 0
-    return _guarded(lambda: COMMANDS[given.command](given))
+    return given
 
 
 def _guarded(command: Callable[[], int]) -> int:
@@ -138,6 +191,25 @@ def _parser() -> Parser:
     run = add("run", "train one study and record it", RUN)
     _configurable(run)
     run.add_argument("--quiet", action="store_true", help="print nothing but errors")
+    study = add("study", "methods x seeds x partitions as one job: means, deviations, tests of differences", STUDY)
+    _configurable(study)
+    study.add_argument("--parallel", type=int, default=1, metavar="N", help="runs side by side, in processes (1)")
+    study.add_argument(
+        "--metric", action="append", default=[], metavar="NAME", help="a number of summary.json to compare; repeatable"
+    )
+    run.add_argument("--config", metavar="FILE", help="start from a stored configuration, such as a sweep's best.yaml")
+    sweep = add("sweep", "search for good settings with Ray Tune", SWEEP)
+    _configurable(sweep)
+    sweep.add_argument("--quiet", action="store_true", help="print nothing but errors")
+    submit = add("submit", "run a command on a cluster: pack, upload, follow, return its exit status", SUBMIT)
+    submit.add_argument("words", nargs=argparse.REMAINDER, metavar="COMMAND", help="run, study or sweep, as usual")
+    submit.add_argument("--address", metavar="URL", help="the cluster's job server, http://HOST:8265")
+    submit.add_argument(
+        "--with", action="append", default=[], dest="extra", metavar="PATH", help="a file or folder to pack besides"
+    )
+    submit.add_argument("--limit", type=float, default=50.0, metavar="MB", help="refuse to upload more (50)")
+    submit.add_argument("--runtime-env", metavar="FILE", help="what nodes install and set, as Ray's runtime_env")
+    submit.add_argument("--no-wait", action="store_true", help="do not follow the job")
     methods = add("methods", "list the methods: paper, slots, parameters", METHODS)
     methods.add_argument("--json", action="store_true", help="as JSON")
     partition = add("partition", "print statistics of a split, and draw it", PARTITION)
@@ -148,7 +220,7 @@ def _parser() -> Parser:
     report.add_argument("--out", metavar="DIR", help="where the pictures and the page go (report)")
     report.add_argument("--paper", metavar="TABLE", help="print a published table, such as fedbr/table1, beside runs")
     bench = add("bench", "measure speed against a bare PyTorch loop", BENCH)
-    bench.add_argument("runs", nargs="*", metavar="WORKLOAD", help="W1, W2 and W3 unless given; or steps, or rules")
+    bench.add_argument("runs", nargs="*", metavar="WORKLOAD", help="W1, W2 and W3 unless given; or steps, rules, scale")
     bench.add_argument("--data", metavar="DIR", help="where FashionMNIST is; downloaded if nowhere")
     bench.add_argument("--out", default="bench.json", metavar="FILE", help="the results (bench.json)")
     bench.add_argument("--blocks", type=int, default=7, help="blocks of rounds, each beside one of the bare loop (7)")
@@ -170,13 +242,61 @@ def _configurable(parser: argparse.ArgumentParser) -> None:
 def _run(given: argparse.Namespace) -> int:
     from raysim.config import compose
 
-    config = compose(given.overrides, given.conf)  # before torch is imported: a typing mistake is answered at once
+    config = compose(
+        given.overrides, given.conf, given.config
+    )  # before torch is imported: a typing mistake is answered at once
     if given.allow:
         sys.path.insert(0, os.getcwd())  # as `python` does for code of the user's own
     from raysim.experiment import run
 
     run(config, quiet=given.quiet, allow=given.allow)
     return 0
+
+
+def _study(given: argparse.Namespace) -> int:
+    from raysim.campaign import carry_out, check, plan, store
+    from raysim.campaign_report import check_metrics, report
+
+    if given.parallel < 1:
+        raise Refused(f"--parallel {given.parallel} must be at least 1")
+    check_metrics(given.metric)
+    campaign = plan(given.overrides, given.conf)
+    if given.allow:
+        sys.path.insert(0, os.getcwd())
+    campaign = check(campaign, given.allow, given.parallel)
+    print(campaign, flush=True)
+    with refusing():
+        store(campaign)
+    failed = carry_out(campaign, parallel=given.parallel, allow=given.allow, say=lambda text: print(text, flush=True))
+    with refusing():
+        print(f"\n{report(campaign, given.metric, failed)}")
+    for name, sentence in failed.items():
+        sys.stderr.write(f"raysim: run {name} failed: {sentence}\n")
+    return 1 if failed else 0
+
+
+def _sweep(given: argparse.Namespace) -> int:
+    from raysim.search import asked
+
+    search = asked(given.overrides, given.conf)  # before torch and Ray are imported
+    if given.allow:
+        sys.path.insert(0, os.getcwd())
+    from raysim.sweep import run
+
+    run(search, quiet=given.quiet, allow=given.allow)
+    return 0
+
+
+def _submit(given: argparse.Namespace) -> int:
+    from raysim import submission
+
+    words = given.words[1:] if given.words[:1] == ["--"] else given.words
+    if not words or words[0] not in submission.COMMANDS:
+        named = words[0] if words else "nothing"
+        raise Refused(f"submit {named}: {instead(named, submission.COMMANDS, 'what can be submitted is')}")
+    inner = _parsed(words)
+    command = submission.Command(words, inner.overrides, inner.conf, getattr(inner, "config", None))
+    return submission.submit(command, given.address, given.extra, given.limit, given.runtime_env, not given.no_wait)
 
 
 def _methods(given: argparse.Namespace) -> int:
@@ -275,6 +395,9 @@ def _bench(given: argparse.Namespace) -> int:
 
 COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "run": _run,
+    "sweep": _sweep,
+    "study": _study,
+    "submit": _submit,
     "methods": _methods,
     "partition": _partition,
     "report": _report,

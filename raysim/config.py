@@ -15,17 +15,19 @@ import yaml
 from hydra import compose as hydra_compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override
+from hydra.core.override_parser.types import ChoiceSweep, IntervalSweep, Override, RangeSweep, Transformer
 from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from raysim.errors import Refused, instead, nearest
+from raysim.space import Choice, Interval, Range, checked
 
 Node: TypeAlias = dict[str, Any]
 
 LISTS = ("method",)  # groups of which any number of options is chosen
+SWEEP = "sweep"  # the group that no run has
 ALTERNATIVES = (("local.epochs", "local.steps"),)  # setting one empties the other, unless it is set too
 _QUOTE = "put a value with special characters into quotes, such as 'out=\"a=b\"'"
 
@@ -56,34 +58,167 @@ def groups(folders: Sequence[Path] = ()) -> Groups:
     return Groups(files)
 
 
-def compose(overrides: Sequence[str] = (), folders: Sequence[str | Path] = ()) -> DictConfig:
+def compose(
+    overrides: Sequence[str] = (), folders: Sequence[str | Path] = (), stored: str | Path | None = None
+) -> DictConfig:
     """One resolved configuration; `choices` in it names the option of every group.
 
-    folders: the user's own, laid out like `conf`. With resume=, what no override names is as the run's folder says.
-    Raises Refused, in one sentence, for whatever does not exist.
+    folders: the user's own, laid out like `conf`. stored: a configuration file of a run or of a search, which holds
+    for all that no override names; with resume=, that of the run's folder. Raises Refused, in one sentence, for
+    whatever does not exist.
     """
-    roots = [Path(folder).expanduser().resolve() for folder in folders]
-    known = groups(roots)
+    given = _stored(stored)
+    config, values, named = _drafted(overrides, groups(roots := _roots(folders)), roots, given)
+    before = given or (_continued(values) if "experiment" not in named else None)
+    if before:
+        config = _onto(before, config, named)
+    return _resolved(config, values)
+
+
+def _roots(folders: Sequence[str | Path]) -> list[Path]:
+    return [Path(folder).expanduser().resolve() for folder in folders]
+
+
+def _drafted(
+    overrides: Sequence[str], known: Groups, roots: Sequence[Path], stored: Node | None = None
+) -> tuple[DictConfig, dict[str, Any], list[str]]:
+    """The configuration before its references are resolved, the values set in it, and all keys and groups named.
+
+    stored: gives the options of groups that no override names.
+    """
     parsed = [_parsed(text) for text in overrides]
+    for override in parsed:
+        if override.key_or_group.partition(".")[0] == SWEEP:
+            raise Refused(f"'{override.input_line}' is for searches: write raysim sweep {override.input_line}")
     chosen = {o.key_or_group: _options(o, known) for o in parsed if o.key_or_group in known.files}
     values = {o.key_or_group: (o.value(), str(o.input_line)) for o in parsed if o.key_or_group not in known.files}
-    config = _composed(chosen, known, roots)
+    config = _composed(_chosen_before(stored, known) | chosen, known, roots)
     for key, (value, text) in values.items():
         _check_key(config, key, known)
         _refuse_plus(text)
         _assign(config, key, value, text)
+    plain_values = {key: value for key, (value, _) in values.items()}
+    _empty_alternatives(config, plain_values)
+    return config, plain_values, [*chosen, *values]
+
+
+def _empty_alternatives(config: DictConfig, values: Mapping[str, Any]) -> None:
     for pair in ALTERNATIVES:
         for one, other in (pair, pair[::-1]):
-            if one in values and other not in values and values[one][0] is not None:
+            if one in values and other not in values and values[one] is not None:
                 OmegaConf.update(config, other, None)
-    if (stored := _continued({key: value for key, (value, _) in values.items()})) and "experiment" not in chosen:
-        config = _onto(stored, config, [*chosen, *values])
+
+
+def _resolved(config: DictConfig, values: Mapping[str, Any]) -> DictConfig:
     try:
         OmegaConf.resolve(config)
     except OmegaConfBaseException as error:
-        named = next((text for _, text in values.values() if "${" in text), "a ${...} in the configuration")
+        named = next((f"{key}={value}" for key, value in values.items() if "${" in str(value)), "")
+        named = named or "a ${...} in the configuration"
         raise Refused(f"{named} refers to something that does not exist: write the value itself") from error
     return config
+
+
+def _stored(path: str | Path | None) -> Node | None:
+    """A configuration file to start from, without what belongs to its own run alone."""
+    if path is None:
+        return None
+    if not Path(path).expanduser().is_file():
+        raise Refused(f"{path} is no file: name the config.yaml of a run, or the best.yaml of a search")
+    node = load_yaml(Path(path).expanduser())
+    if not isinstance(node, dict) or not isinstance(node.get("choices"), dict):
+        raise Refused(
+            f"{path} is no complete configuration: name the config.yaml of a run, or the best.yaml of a search"
+        )
+    return node | {"out": None, "resume": None}
+
+
+def _chosen_before(stored: Node | None, known: Groups) -> dict[str, list[str]]:
+    """The options that a stored configuration was made of, as far as they still exist; presets are in its values."""
+    found = {}
+    for group, choice in (stored or {}).get("choices", {}).items():
+        names = choice if isinstance(choice, list) else [choice]
+        if group in known.files and group != "experiment" and all(name in known.files[group] for name in names):
+            found[group] = names
+    return found
+
+
+# --- searches -------------------------------------------------------------------------------------------------------
+def draft(overrides: Sequence[str], folders: Sequence[str | Path], keys: Sequence[str]) -> tuple[Node, dict[str, str]]:
+    """A configuration as plain data in which the values of some keys are still to be set.
+
+    Also a sentence for each of the keys that it does not have. Raises Refused.
+    """
+    known = groups(roots := _roots(folders))
+    config, *_ = _drafted(overrides, known, roots)
+    missing = {}
+    for key in keys:
+        try:
+            _check_key(config, key, known)
+        except Refused as error:
+            missing[key] = str(error)
+    return cast(Node, OmegaConf.to_container(config)), missing
+
+
+def settled(drafted: Node, values: Mapping[str, Any]) -> Node:
+    """A draft with these values, resolved; no file is read."""
+    config = OmegaConf.create(drafted)
+    for key, value in values.items():
+        _assign(config, key, value, f"{key}={value}")
+    _empty_alternatives(config, values)
+    return plain(_resolved(config, values))
+
+
+def sweeping(words: Sequence[str], folders: Sequence[str | Path] = ()) -> tuple[Node, dict[str, Range], list[str]]:
+    """The words of a search, apart: its options, what each key is searched over, and the overrides of all its runs.
+
+    "sweep=NAME" chooses a file of `conf/sweep`, "sweep.trials=8" sets an option, "method.fedprox.mu=0.01,0.1" or
+    "local.lr='tag(log, interval(1e-3, 1))'" search over a key, and any other word holds for all runs: a key of the
+    file's space that it names is not searched. Raises Refused.
+    """
+    options = groups(_roots(folders)).files.get(SWEEP, {})
+    read = {(override := _read(text)).key_or_group: (override, text) for text in words}
+    name = str(read[SWEEP][0].value()) if SWEEP in read else "default"
+    if name not in options:
+        raise Refused(f"{SWEEP}={name} does not exist: {instead(name, options)}")
+    node = load_yaml(options[name])
+    space = {key: _listed_range(key, value) for key, value in (node.pop("space", None) or {}).items()}
+    fixed = []
+    for key, (override, text) in read.items():
+        head, _, option = key.partition(".")
+        if head != SWEEP and override.is_sweep_override():
+            space[key] = _range(override, text)
+        elif head != SWEEP:
+            fixed.append(text)
+            space.pop(key, None)
+        elif option.partition(".")[0] == "space":
+            raise Refused(f"'{text}' sets the space as a whole: give each key its values, such as local.lr=0.01,0.1")
+        elif option:
+            _parsed(text)
+            node[option] = override.value()
+    return {"name": name, **node}, {key: checked(key, found) for key, found in space.items()}, fixed
+
+
+def _listed_range(key: str, value: Any) -> Range:
+    """A range as a file writes it: a list of values, or text as on the command line."""
+    if isinstance(value, list):
+        return Choice(tuple(value))
+    override = _read(text := f"{key}={value}")
+    return _range(override, text) if override.is_sweep_override() else Choice((override.value(),))
+
+
+def _range(override: Override, text: str) -> Range:
+    found, key = override.value(), override.key_or_group
+    if isinstance(found, (ChoiceSweep, RangeSweep)) and not found.shuffle and override.package is None:
+        return Choice(tuple(override.sweep_iterator(Transformer.identity)))
+    if isinstance(found, IntervalSweep) and found.tags <= {"log"} and override.package is None:
+        low, high = found.start, found.end
+        assert low is not None and high is not None, "the parser asks for both"
+        return Interval(low, high, "log" in found.tags, isinstance(low, int) and isinstance(high, int))
+    raise Refused(
+        f"'{text}' is no range: write {key}=VALUE,VALUE, or {key}='interval(LOW, HIGH)', "
+        "'int(interval(LOW, HIGH))' or 'tag(log, interval(LOW, HIGH))'"
+    )
 
 
 # --- a run that is continued ----------------------------------------------------------------------------------------
@@ -110,8 +245,23 @@ def _onto(stored: Node, config: DictConfig, named: Sequence[str]) -> DictConfig:
 
 
 # --- overrides ----------------------------------------------------------------------------------------------------
-def _parsed(text: str) -> Override:
-    """One override `key=value`; anything else that Hydra knows is refused."""
+def spread(text: str) -> tuple[str, list[str]]:
+    """The key of a word of a study, and an override for each of the values that it gives.
+
+    "seed=0,1" and "seed=range(2)" give two; "method=[],[fedbr,mixup]" gives two lists. Raises Refused.
+    """
+    override = _read(text)
+    key = override.key_or_group
+    if not override.is_sweep_override():
+        return _parsed(text).key_or_group, [text]
+    value = override.value()
+    if not isinstance(value, (ChoiceSweep, RangeSweep)) or value.shuffle or override.package is not None:
+        raise Refused(f"'{text}' does not list the values of {key}: write {key}=VALUE,VALUE or {key}=range(N)")
+    return key, [f"{key}={each}" for each in override.sweep_string_iterator()]
+
+
+def _read(text: str) -> Override:
+    """One override as Hydra reads it."""
     try:
         override: Override = OverridesParser.create().parse_override(text)
         if not override.is_delete() and not override.is_sweep_override():
@@ -119,6 +269,12 @@ def _parsed(text: str) -> Override:
     except (HydraException, ValueError, TypeError) as error:
         hint = _QUOTE if "=" in text else "write the name of a setting, '=' and its value"
         raise Refused(f"'{text}' cannot be read as key=value: {hint}") from error
+    return override
+
+
+def _parsed(text: str) -> Override:
+    """One override `key=value`; anything else that Hydra knows is refused."""
+    override = _read(text)
     key = override.key_or_group
     if override.is_delete():
         raise Refused(f"'{text}' would remove a setting, but every setting stays: give it another value instead")

@@ -118,6 +118,8 @@ class Coordinator:
         self._latest: dict[int, int] = {}  # by client: its last job, accepted or not
         self._pending: list[_Pending] = []
         self._once = 0  # floats that a client receives at its first participation only
+        self._worked: dict[str, float] = {}  # by host: its seconds of work at the last row
+        self._row_at = 0.0  # wall time of this session at the last row
 
     # --- the loop ------------------------------------------------------------------------------------------------
     def run(self) -> Iterator[Event]:
@@ -152,7 +154,7 @@ class Coordinator:
         """Follow the schedule on virtual time until it aggregates; the flights it takes, in order of acceptance."""
         while True:
             idle = len(self.eligible) - len(self.running)
-            action = self.schedule.decide(View(len(self.running), tuple(self.arrived), idle))
+            action = self.schedule.decide(View(len(self.running), self.arrived, idle))
             if isinstance(action, Aggregate):
                 self.arrived = self.arrived[len(action.jobs) :]
                 return [self.flights.pop(number) for number in action.jobs]
@@ -264,7 +266,9 @@ class Coordinator:
 
     # --- aggregation and scoring ---------------------------------------------------------------------------------
     def _aggregate(self, flights: Sequence[Flight]) -> _Pending:
+        results = self.dispatcher.floats([*flights, *self.flights.values()])
         outcomes, sums = self.dispatcher.collect(flights)
+        stored = self._stored(results)
         failures = tuple(outcome for outcome in outcomes if isinstance(outcome, Failure))
         if len(failures) > self.settings.tolerate * len(flights):
             raise self._too_many(failures, flights)
@@ -292,6 +296,8 @@ class Coordinator:
             "failures": len(failures),
             "samples": sum(update.trained for update in present),
             "host_seconds": sum(update.seconds for update in present),
+            **self._busy(),
+            "store_bytes": stored,
             "staleness": float(np.mean([flight.staleness for flight in flights])),
         }
         names = dict.fromkeys(name for update in present for name in update.report)
@@ -302,6 +308,26 @@ class Coordinator:
         if probes:
             row |= summarise_probes(probes)
         return _Pending(row, failures, probes, scoring)
+
+    def _stored(self, results: int) -> int:
+        """Bytes kept in the object store when a round's results are all there: live versions, results, states.
+
+        results: floats that were under way. What is not known yet counts as what a job uploads, or as other states.
+        """
+        published = [p.vector.nbytes + p.counters.nbytes + _bytes(p.extras) for p, _ in self._published.values()]
+        return sum(published) + results * self.recipe.dtype.itemsize + self.dispatcher.state_bytes
+
+    def _busy(self) -> Row:
+        """The share of wall time since the last row that hosts worked: their mean, and the one that worked least.
+
+        A call counts when its results are taken.
+        """
+        now, worked = time.monotonic() - self._since, self.dispatcher.busy
+        span = max(now - self._row_at, 1e-9)
+        shares = [min(1.0, (total - self._worked.get(host, 0.0)) / span) for host, total in worked.items()]
+        shares += [0.0] * (self.runtime.hosts - len(shares))
+        self._worked, self._row_at = dict(worked), now
+        return {"host_busy": float(np.mean(shares)), "host_busy_least": min(shares)}
 
     def _too_many(self, failures: tuple[Failure, ...], flights: Sequence[Flight]) -> TooManyFailures:
         share = len(failures) / len(flights)
@@ -416,9 +442,10 @@ class Coordinator:
         for key, array in snapshot.clients.items():
             client, _, name = key.partition("/")
             states[int(client)][name] = array
-        self.dispatcher.states = {
-            self.dispatcher.accepted[client]: self.runtime.put(state) for client, state in states.items()
-        }
+        for owned, state in states.items():
+            accepted = self.dispatcher.accepted[owned]
+            self.dispatcher.states[accepted] = self.runtime.put(state)
+            self.dispatcher.sized(accepted, _bytes(state))
         for entry in numbers["flights"]:
             extras = _under(arrays, f"job/{entry['number']}/")
             names = ("number", "client", "turn", "version", "state", "weight", "probe")
@@ -433,6 +460,10 @@ class Coordinator:
                 published = Published(job.version, held["vector"], held["counters"], _under(held, "extras/"))
                 self._published[job.version] = (published, self.runtime.put(published))
         heapq.heapify(self.running)
+
+
+def _bytes(arrays: Mapping[str, np.ndarray]) -> int:
+    return sum(array.nbytes for array in arrays.values())
 
 
 def _under(arrays: Mapping[str, np.ndarray], prefix: str) -> dict[str, np.ndarray]:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias
 
-from raysim.messages import Job, Outcome, Sum, Trained
+from raysim.messages import Job, Outcome, Sum, Trained, Update
 
 Ref: TypeAlias = Any  # a runtime's handle on a result that may not exist yet
 
@@ -52,6 +53,7 @@ class _Call:
     """A call to a host, and what it returned once that is known."""
 
     ref: Ref
+    floats: int = 0  # that it returns, private states apart
     outcomes: dict[int, Outcome] = field(default_factory=dict)
     sums: tuple[Sum, ...] = ()
 
@@ -65,10 +67,14 @@ class Dispatcher:
 
     def __init__(self, runtime: Runtime, group: int, stateful: bool, shared: int):
         self.runtime, self.group, self.stateful = runtime, group, stateful
+        self.shared = shared
         self._most = max(1, _CALL // max(1, shared))  # unsummed deltas per call
         self.accepted: dict[int, int] = {}  # by client: the job that made its accepted state
         self.states: dict[int, Ref] = {}  # by job: the state it left
         self.held: dict[int, tuple[int, int]] = {}  # by client: its host, and the last job submitted there
+        self.sizes: dict[int, int] = {}  # by job: bytes of the state it left, once that is known
+        self.busy: dict[str, float] = {}  # by host: seconds that it has worked, as far as is known
+        self._known = 0  # sum of the sizes
 
     def submit(
         self, taken: Sequence[Flight], others: Sequence[Flight], published: Mapping[int, Ref], summable: bool
@@ -81,7 +87,8 @@ class Dispatcher:
         fresh = all(flight.call is None for flight in taken) and len({flight.job.version for flight in taken}) == 1
         whole = fresh and summable and not self.stateful  # one call holds one version, and a group one call
         groups = self._groups(taken) if whole else []
-        summed = {flight.job.number: tuple(f.job.number for f in unit) for unit in groups for flight in unit}
+        members = [tuple(flight.job.number for flight in unit) for unit in groups]
+        summed = {number: group for group in members for number in group}
         units = groups + _chains([flight for flight in waiting if flight.job.number not in summed])
         per_host: dict[int, list[list[Flight]]] = {}
         unsettled = {flight.job.number for flight in others}
@@ -129,7 +136,7 @@ class Dispatcher:
         self, host: int, flights: Sequence[Flight], summed: Mapping[int, tuple[int, ...]], published: Ref
     ) -> None:
         jobs = [flight.job for flight in flights]
-        sums = list(dict.fromkeys(summed[job.number] for job in jobs if job.number in summed))
+        sums = list({id(group): group for job in jobs if (group := summed.get(job.number)) is not None}.values())
         states: list[Ref] = []
         if self.stateful:
             for job in jobs:
@@ -137,7 +144,8 @@ class Dispatcher:
                 self.held[job.client] = (host, job.number)
         returns = 1 + len(jobs) if self.stateful else 1
         first, *rest = self.runtime.call(host, "train", jobs, sums, published, *states, returns=returns)
-        call = _Call(first)
+        summed_here = sum(job.number in summed for job in jobs)
+        call = _Call(first, sum(f.up for f in flights) - self.shared * (summed_here - len(sums)))
         for flight in flights:
             flight.call = call
         self.states.update({job.number: ref for job, ref in zip(jobs, rest, strict=False)})
@@ -149,24 +157,58 @@ class Dispatcher:
     def collect(self, flights: Sequence[Flight]) -> tuple[list[Outcome], list[Sum]]:
         """Outcomes in the order of the flights; waits."""
         outcomes: list[Outcome] = []
-        sums: dict[tuple[int, ...], Sum] = {}
+        calls: list[_Call] = []
+        used: dict[int, _Call] = {}
         for flight in flights:
             call = flight.call
             assert call is not None
-            if not call.outcomes:
-                trained: Trained = self.runtime.get(call.ref)
-                call.outcomes, call.sums = {outcome.job: outcome for outcome in trained.outcomes}, trained.sums
-                call.ref = None
+            if call.ref is not None:
+                self._take(call, calls)
             outcomes.append(call.outcomes.pop(flight.job.number))
-            sums |= {part.jobs: part for part in call.sums}
-        return outcomes, list(sums.values())
+            used[id(call)] = call
+        for call in calls:
+            call.outcomes = {number: _apart(outcome) for number, outcome in call.outcomes.items()}
+        return outcomes, [part for call in used.values() for part in call.sums]
+
+    def _take(self, call: _Call, calls: list[_Call]) -> None:
+        """Wait for what a call returned."""
+        trained: Trained = self.runtime.get(call.ref)
+        call.outcomes, call.sums, call.ref = {outcome.job: outcome for outcome in trained.outcomes}, trained.sums, None
+        calls.append(call)
+        self.busy[trained.host] = max(trained.busy, self.busy.get(trained.host, 0.0))
+        for outcome, size in zip(trained.outcomes, trained.states, strict=False):
+            self.sized(outcome.job, size)
+
+    def sized(self, number: int, size: int) -> None:
+        """Note the bytes of the state that a job left."""
+        self.sizes[number] = size
+        self._known += size
+
+    @property
+    def state_bytes(self) -> int:
+        """Of all private states that the coordinator holds; those of jobs under way count as the mean of the others."""
+        mean = self._known / len(self.sizes) if self.sizes else 0.0
+        return self._known + round(mean * (len(self.states) - len(self.sizes)))
+
+    def floats(self, flights: Sequence[Flight]) -> int:
+        """What the results of flights amount to that were submitted and not collected, private states apart."""
+        calls = {id(flight.call): flight.call for flight in flights if flight.call is not None}
+        return sum(call.floats for call in calls.values() if call.ref is not None)
 
     def accept(self, flights: Sequence[Flight]) -> None:
         """Commit the private states that these jobs left; nothing else does."""
         if self.stateful:
             for flight in flights:
-                self.states.pop(self.accepted.get(flight.job.client, -1), None)
+                before = self.accepted.get(flight.job.client, -1)
+                self.states.pop(before, None)
+                self._known -= self.sizes.pop(before, 0)
                 self.accepted[flight.job.client] = flight.job.number
+
+
+def _apart(outcome: Outcome) -> Outcome:
+    """A copy of what lies in an object store, read-only: a part of a result would keep all of it there."""
+    stored = isinstance(outcome, Update) and outcome.delta is not None and not outcome.delta.flags.writeable
+    return copy.deepcopy(outcome) if stored else outcome
 
 
 def _work(unit: Sequence[Flight]) -> float:

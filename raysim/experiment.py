@@ -218,15 +218,18 @@ def _events(experiment: Experiment, settings: Settings, console: Console) -> Gen
 def _on_ray(experiment: Experiment, settings: Settings, console: Console) -> Iterator[Event]:
     from raysim.runtime import ray
 
+    def tell(text: str) -> None:
+        say(console, f"{'':<10}{text}")
+
     asked = experiment.study.runtime
-    mine = ray.connect(options := ray.RayOptions(asked.hosts, asked.cpus, asked.gpus, asked.address or "local"))
+    mine = ray.connect(asked)
     try:
-        size = ray.fit(options, experiment.recipe, experiment.schedule.concurrency)
+        size = ray.fit(asked, experiment.recipe, experiment.schedule.concurrency, tell)
         if asked.hosts is None:
-            count, cpus, gpus = size
-            each = f"{cpus:g} CPU{f' and {gpus:g} GPU' if gpus else ''}"
-            say(console, f"{'':<10}{count} host{'s' if count != 1 else ''} of {each} fit")
-        yield from ray.run(experiment.recipe, experiment.schedule, experiment.fleet, settings, size)
+            tell(f"{size} fit")
+        if experiment.study.device == "auto" and experiment.recipe.device == "cpu" and ray.has_gpus():
+            tell("device=auto is the CPU because this process sees no GPU, but the cluster has some: set device=cuda")
+        yield from ray.run(experiment.recipe, experiment.schedule, experiment.fleet, settings, size, asked, tell)
     finally:
         if mine:
             ray.disconnect()

@@ -31,7 +31,7 @@ _MODELS, _ROWS, _PANELS = 4, 150, 6  # clients and rows of a t-SNE (a few second
 
 
 @contextmanager
-def _figure(path: Path, title: str, size: tuple[float, float]) -> Iterator[Figure]:
+def figure_file(path: Path, title: str, size: tuple[float, float]) -> Iterator[Figure]:
     """A figure in the report's looks; when the block ends it is a PNG with 130 pixels per inch."""
     import matplotlib
     from matplotlib.figure import Figure
@@ -84,7 +84,7 @@ def draw_features(probes: Sequence[Probe], path: Path, title: str) -> None:
     Shown are up to 10 classes and about 150 rows, for clients which received the same version.
     """
     chosen = _comparable(probes)
-    with _figure(path, title, (12.0, 6.9 if chosen else 3.0)) as figure:
+    with figure_file(path, title, (12.0, 6.9 if chosen else 3.0)) as figure:
         if not chosen:
             return _say(figure.subplots(), "No probed model has finite features on these rows.")
         rows = _shown_rows(chosen[0].labels)
@@ -132,7 +132,7 @@ def draw_outputs(probes: Sequence[Probe], path: Path, title: str) -> None:
     biased = [(probe, output) for probe, output in outputs if output is not None][:_PANELS]
     across = min(3, max(1, len(biased)))
     down = math.ceil(len(biased) / across)
-    with _figure(path, title, (max(7.0, 4.2 * across), 1.2 + 2.9 * down) if biased else (7.0, 3.0)) as figure:
+    with figure_file(path, title, (max(7.0, 4.2 * across), 1.2 + 2.9 * down) if biased else (7.0, 3.0)) as figure:
         if not biased:
             return _say(figure.subplots(), "Every probed client has seen every class.")
         panels = figure.subplots(down, across, sharey=True, squeeze=False)
@@ -173,7 +173,7 @@ def draw_bias(rows: Sequence[Row], path: Path, title: str) -> bool:
     """Write how accuracy, feature bias and classifier bias go over the rounds; False, and no file, without probes."""
     if not known([row.get(key) for row in rows for key in _PROBED]):
         return False
-    with _figure(path, title, (14.0, 5.0)) as figure:
+    with figure_file(path, title, (14.0, 5.0)) as figure:
         accuracy, features, classifier = figure.subplots(1, 3, sharex=True)
         similarity = features.twinx()
         similarity.spines["right"].set_visible(True)
@@ -210,7 +210,7 @@ def draw_reports(rows: Sequence[Row], path: Path, title: str) -> bool:
         return False
     across = min(3, len(keys))
     down = -(-len(keys) // across)
-    with _figure(path, title, (4.6 * across, 3.6 * down)) as figure:
+    with figure_file(path, title, (4.6 * across, 3.6 * down)) as figure:
         panels = list(figure.subplots(down, across, squeeze=False).flat)
         for ax, key in zip(panels, keys, strict=False):
             _over_rounds(ax, rows, key, key, LIGHT[0])
@@ -233,7 +233,7 @@ def draw_decomposition(rows: Sequence[Row], path: Path, title: str) -> bool:
     """Write FedLD's parts of the loss, signed, over the rounds; False, and no file, without."""
     if not any(key.startswith("decomposition.") for key in _dotted(rows)):
         return False
-    with _figure(path, title, (7.0, 4.8)) as figure:
+    with figure_file(path, title, (7.0, 4.8)) as figure:
         ax = figure.subplots()
         ax.axhline(0, color=_SOFT, linewidth=1)
         for (name, label), colour in zip(_TERMS.items(), (_INK, *LIGHT), strict=False):
@@ -258,7 +258,7 @@ def draw_domains(rows: Sequence[Row], path: Path, title: str) -> bool:
         "accuracy_shared": "Shared model",
         "accuracy_finetuned": "Fine-tuned models",
     }
-    with _figure(path, title, (5.6 * len(kinds), 4.8)) as figure:
+    with figure_file(path, title, (5.6 * len(kinds), 4.8)) as figure:
         panels = figure.subplots(1, len(kinds), sharey=True, squeeze=False).flat
         for ax, (kind, domains) in zip(panels, kinds.items(), strict=True):
             for domain, colour in zip(domains, itertools.cycle((*LIGHT, "#a9b800", _INK)), strict=False):

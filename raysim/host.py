@@ -134,6 +134,7 @@ class Host:
         self._received: tuple[tuple[int, str], Tensor, Tensor, dict[str, Tensor]] | None = None
         self._constants: dict[str, Tensor] = {}
         self._probed = np.empty(0, np.int64)
+        self._busy = 0.0  # seconds of work
 
     def ready(self) -> str:
         """Its name, once it can work."""
@@ -164,6 +165,7 @@ class Host:
         groups: numbers of jobs, consecutive here, whose deltas are summed on this host.
         states: for each job the accepted state to start from, or None if it is resident; nothing in stateless runs.
         """
+        since = time.perf_counter()
         member = {number: group for group in groups for number in group}
         totals: dict[tuple[int, ...], np.ndarray] = {}
         outcomes: list[Outcome] = []
@@ -182,7 +184,9 @@ class Host:
                 self._resident[job.client] = (job.number, new)
                 after.append({key: value.cpu().numpy() for key, value in new.items()})
         sums = tuple(Sum(group, total) for group, total in totals.items())
-        trained = Trained(tuple(outcomes), sums)
+        sizes = tuple(sum(array.nbytes for array in state.values()) for state in after)
+        self._busy += time.perf_counter() - since
+        trained = Trained(tuple(outcomes), sums, self.name, self._busy, sizes)
         return (trained, *after) if states else trained
 
     def _receive(self, published: Published) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
@@ -320,6 +324,7 @@ class Host:
     # --- scoring -------------------------------------------------------------------------------------------------
     def evaluate(self, tasks: Sequence[Score], published: Published, *states: Arrays | None) -> list[Report]:
         """Score rows with the shared model or a client's own. Touches no stream of training and no statistics of it."""
+        since = time.perf_counter()
         base, counters, _ = self._receive(published)
         self.trainer.training(False)
         reports = []
@@ -334,6 +339,7 @@ class Host:
                 self.trainer.training(False)
             with torch.no_grad():
                 reports.append(self._score(task))
+        self._busy += time.perf_counter() - since
         return reports
 
     def _personalise(self, task: Score, state: Mapping[str, Tensor]) -> None:

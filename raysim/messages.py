@@ -105,6 +105,9 @@ class Trained:
 
     outcomes: tuple[Outcome, ...]
     sums: tuple[Sum, ...] = ()
+    host: str = ""
+    busy: float = 0.0  # seconds that this host has worked since it started; never decides anything
+    states: tuple[int, ...] = ()  # bytes of the private state that each job left
 
 
 @dataclass(frozen=True)

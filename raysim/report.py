@@ -72,6 +72,16 @@ class Column:
         return {index for index, score in enumerate(self.scores) if score == winner}
 
 
+@dataclass(frozen=True)
+class Section:
+    """A part of a page: a table, and a picture as PNG for light and for dark pages."""
+
+    title: str
+    text: str
+    columns: Sequence[Column]
+    picture: tuple[bytes, bytes] | None = None
+
+
 # ---------------------------------------------------------------- reading
 
 
@@ -262,16 +272,21 @@ def table(runs: Sequence[Run]) -> str:
     shared = [c for c in columns if c.title in GROUPS and len(set(c.texts)) == 1 and len(runs) > 1]
     empty = [c for c in columns if c.better and set(c.texts) == {NOTHING}]
     shown = [c for c in columns if c not in shared and c not in empty]
-    cells = [[c.title, *(f"{t}{'*' if i in c.best() else ''}" for i, t in enumerate(c.texts))] for c in shown]
+    above = [" · ".join(f"{c.title} {c.texts[0]}" for c in shared)] if shared else []
+    return "\n".join([*above, aligned(shown)])
+
+
+def aligned(columns: Sequence[Column]) -> str:
+    """A table as text: numbers right, winners with a star."""
+    cells = [[c.title, *(f"{t}{'*' if i in c.best() else ''}" for i, t in enumerate(c.texts))] for c in columns]
     widths = [max(len(text) for text in texts) for texts in cells]
     padded = [
         [text.rjust(width) if c.scores else text.ljust(width) for text in texts]
-        for c, texts, width in zip(shown, cells, widths, strict=True)
+        for c, texts, width in zip(columns, cells, widths, strict=True)
     ]
     head, *body = ["  ".join(row).rstrip() for row in zip(*padded, strict=True)]
     rule = "-" * (sum(widths) + 2 * (len(widths) - 1))
-    above = [" · ".join(f"{c.title} {c.texts[0]}" for c in shared)] if shared else []
-    return "\n".join([*above, head, rule, *body])
+    return "\n".join([head, rule, *body])
 
 
 # ---------------------------------------------------------------- plots
@@ -394,35 +409,35 @@ def draw_run(rows: Sequence[Row], folder: Path, title: str) -> list[Path]:
 # ---------------------------------------------------------------- the page
 
 
-def compare(runs: Sequence[Run], out_folder: Path) -> Path:
+def compare(runs: Sequence[Run], out_folder: Path, title: str = "", sections: Sequence[Section] = ()) -> Path:
     """Write one PNG per metric and `report.html`, which needs no other file; return the page's path.
 
-    Raises `ValueError` where there is no run.
+    sections: what comes before the comparison of the runs. Raises `ValueError` where there is no run.
     """
     if not runs:
         raise ValueError("no run to report; name at least one folder that `raysim run out=DIR` wrote.")
     runs, out_folder = _ordered(runs), Path(out_folder)
     out_folder.mkdir(parents=True, exist_ok=True)
     names, figures = labels(runs), []
-    for key, title in METRICS.items():
+    for key, about in METRICS.items():
         curves = [_curve(name, run.rows, key, index) for index, (name, run) in enumerate(zip(names, runs, strict=True))]
         curves = [curve for curve in curves if curve.points]
         if curves:
-            light, dark = (_draw(curves, title, key.replace("_", " "), dark=dark) for dark in (False, True))
+            light, dark = (_draw(curves, about, key.replace("_", " "), dark=dark) for dark in (False, True))
             replace_file(out_folder / f"comparison_{key}.png", light)
-            figures.append(_picture(title, light, dark))
+            figures.append(_picture(f"{about} against rounds, floats, virtual time and wall time", light, dark))
     page = out_folder / "report.html"
-    replace_file(page, _page(runs, figures).encode())
+    replace_file(page, _page(runs, figures, title, sections).encode())
     return page
 
 
-def _picture(title: str, light: bytes, dark: bytes) -> str:
+def _picture(about: str, light: bytes, dark: bytes) -> str:
     import base64
 
     day, night = (f"data:image/png;base64,{base64.b64encode(image).decode()}" for image in (light, dark))
     return (
         f'<picture><source media="(prefers-color-scheme: dark)" srcset="{night}">'
-        f'<img src="{day}" alt="{html.escape(title)} against rounds, floats, virtual time and wall time"></picture>'
+        f'<img src="{day}" alt="{html.escape(about)}"></picture>'
     )
 
 
@@ -444,14 +459,21 @@ def _cells(columns: Sequence[Column], swatches: bool) -> str:
     return f"<div class=wide><table><thead><tr>{head}</tr></thead><tbody>{''.join(body)}</tbody></table></div>"
 
 
-def _page(runs: Sequence[Run], figures: Sequence[str]) -> str:
+def _section(section: Section) -> str:
+    text = f"<p>{html.escape(section.text)}</p>" if section.text else ""
+    picture = f'<div class="figures">{_picture(section.title, *section.picture)}</div>' if section.picture else ""
+    return f"<h2>{html.escape(section.title)}</h2>{text}{_cells(section.columns, False)}{picture}"
+
+
+def _page(runs: Sequence[Run], figures: Sequence[str], title: str = "", sections: Sequence[Section] = ()) -> str:
     different = differences(runs) if len(runs) > 1 else {}
     columns = [Column("run", labels(runs)), *(Column(key, values) for key, values in different.items())]
-    title = f"{len(runs)} runs compared" if len(runs) > 1 else runs[0].name
+    title = title or (f"{len(runs)} runs compared" if len(runs) > 1 else runs[0].name)
     settings_table = f"<h2>What differs</h2>{_cells(columns, True)}" if different else ""
     return PAGE.format(
         title=html.escape(title),
         subtitle="Best run first; the best value of each column is bold." if len(runs) > 1 else "",
+        sections="".join(map(_section, sections)) + ("<h2>Comparison</h2>" if sections else ""),
         table=_cells(_columns(runs, limit=4), True),
         settings=settings_table,
         figures="".join(figures) or "<p>No run has measured anything yet.</p>",
@@ -484,10 +506,12 @@ b {{ color: var(--win); }}
 td i {{ display: inline-block; width: .7rem; height: .7rem; border-radius: 3px; margin-right: .55rem;
   background: var(--day); }}
 .figures {{ display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 560px), 1fr)); gap: 1rem; }}
+.wide + .figures {{ max-width: 900px; margin-top: 1rem; }}
 .figures img {{ display: block; width: 100%; border: 1px solid var(--line); border-radius: 10px; }}
 @media print {{ body {{ background: none; }} .figures {{ display: block; }} }}
 </style></head><body>
 <h1>{title}</h1>
+{sections}
 <p>{subtitle}</p>
 {table}
 {settings}

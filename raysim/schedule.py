@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
@@ -11,7 +12,7 @@ class View:
     """What a schedule sees after all events of one instant."""
 
     running: int  # jobs that have not arrived
-    arrived: tuple[int, ...]  # numbers of jobs that have, in order of arrival (ties by client id)
+    arrived: Sequence[int]  # numbers of jobs that have, in order of arrival (ties by client id); only to be read
     idle: int  # clients that could be dispatched
 
 
@@ -26,7 +27,7 @@ class Dispatch:
 class Aggregate:
     """Take these arrived jobs and step."""
 
-    jobs: tuple[int, ...]
+    jobs: Sequence[int]
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from raysim.fleet import Fleet
 from raysim.host import Recipe
 from raysim.methods.method import at_least, between
 from raysim.metrics import THRESHOLDS
+from raysim.runtime.placement import RayOptions
 from raysim.schedule import Schedule
 from raysim.server import Weighting
 
@@ -21,23 +22,15 @@ Rows: TypeAlias = list[dict[str, int | float | None]]
 
 
 @dataclass(frozen=True)
-class RuntimeOptions:
-    """Where a run's hosts live, and what each of them gets; None: as many as fit."""
+class RuntimeOptions(RayOptions):
+    """Where a run's hosts live, and what each of them gets."""
 
     name: Literal["inprocess", "local", "cluster"] = "local"
-    hosts: int | None = None
     threads: int = 1
-    cpus: float | None = None
-    gpus: float | None = None
-    address: str | None = None
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         at_least("runtime.threads", self.threads, 1)
-        if self.hosts is not None:
-            at_least("runtime.hosts", self.hosts, 1)
-        for key, value in (("cpus", self.cpus), ("gpus", self.gpus)):
-            if value is not None:
-                at_least(f"runtime.{key}", value, 0)
         if self.name == "cluster" and not self.address:
             raise ValueError(
                 "runtime.address=null names no cluster: set it to auto, or to the address of its head node"

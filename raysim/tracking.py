@@ -133,6 +133,11 @@ class Mlflow:
 
     def _create(self, record: Record) -> Run:
         tags = _mapping(record.get("tags"))
+        if above := record.get("parent"):
+            identity = read_record(Path(str(above))).get("run_id")
+            if not identity:
+                raise ConnectionError(f"the run of {above} is not there yet")  # tried again with the next row
+            tags["mlflow.parentRunId"] = identity
         named = {_key(key): _text(value, TAG_LENGTH) for key, value in tags.items()}
         return self._client.create_run(
             self._experiment(str(record["experiment"])), tags=named, run_name=str(record["name"])
@@ -231,13 +236,14 @@ class Tracker:
         name: str = "",
         say: Callable[[str], None] = print,
         patience: float = PATIENCE,
+        command: str = "raysim run",
         connect: Callable[[str], Server] = Mlflow,
     ) -> None:
         for key, value in ENVIRONMENT.items():
             os.environ.setdefault(key, value)  # MLflow reads them at each call; a user's own values stay
         self._folder, self._uri = Path(folder), uri or default_uri(Path(folder).resolve().parent)
         self._record: Record = {"experiment": experiment, "name": name or self._folder.resolve().name}
-        self._say, self._patience, self._connect = say, patience, connect
+        self._say, self._patience, self._connect, self._command = say, patience, connect, command
         self._wake = threading.Condition()  # guards everything below, and the two files
         self._unsent: list[Row] = []
         self._filed = 0  # how many of them are in the backlog file
@@ -246,12 +252,23 @@ class Tracker:
         self._problem = ""
         self._thread = threading.Thread(target=self._work, name="tracking", daemon=True)
 
-    def start(self, config: Mapping[str, object], tags: Mapping[str, object], rows: Sequence[Row] = ()) -> None:
-        """Begin, or continue what the folder's record names; `rows` is the history that a resumed run already has."""
+    def start(
+        self,
+        config: Mapping[str, object],
+        tags: Mapping[str, object],
+        rows: Sequence[Row] = (),
+        parent: Path | None = None,
+    ) -> None:
+        """Begin, or continue what the folder's record names; `rows` is the history that a resumed run already has.
+
+        parent: the folder of a tracked run to which this one belongs.
+        """
         with self._wake:
             self._record.update(read_record(self._folder))
             self._record.update(config=dict(config), tags=dict(tags), done=False)
             self._record.setdefault("run_id", None)
+            if parent is not None:
+                self._record["parent"] = str(parent)
             write_json(self._record, self._folder / RECORD)
             kept = read_backlog(self._folder)
             self._unsent = merge(rows, kept)
@@ -275,13 +292,21 @@ class Tracker:
 
         `status` is one of MLflow's: FINISHED, FAILED, KILLED.
         """
+        self.end(summary, artifacts, status)
+        self.wait()
+
+    def end(self, summary: Mapping[str, object], artifacts: Sequence[Path] = (), status: str = "FINISHED") -> None:
+        """The first half of `finish`, which takes no time: ask for what is left to be sent."""
         with self._wake:
             names = [os.path.relpath(path, self._folder) for path in artifacts]
             self._record.update(summary=dict(summary), artifacts=names, status=status)
             write_json(self._record, self._folder / RECORD)
             self._ending = True
             self._wake.notify()
-        self._thread.join(self._patience)
+
+    def wait(self, patience: float | None = None) -> None:
+        """The second half of `finish`."""
+        self._thread.join(self._patience if patience is None else patience)
         with self._wake:
             self._left = True  # a thread that hangs in a call must not touch the files any more
             if self._record.get("done"):
@@ -290,7 +315,7 @@ class Tracker:
             self._say(
                 f"MLflow at {without_password(self._uri)} did not take the end of this run"
                 f" ({self._problem or 'no answer in time'}): the rows are in {self._folder / BACKLOG}, and"
-                f" `raysim run out={self._folder} resume=latest` sends them."
+                f" `{self._command} out={self._folder} resume=latest` sends them."
             )
 
     def _work(self) -> None:

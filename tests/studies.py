@@ -113,6 +113,10 @@ def recipe(*methods: Method, model: ModelRecipe = MLP, local: Local = LOCAL, **o
     return Recipe(model, methods, local, **({"data": tiny(), "seed": SEED} | others))
 
 
+# Columns that depend on clocks, and on where hosts sum.
+MEASURED = ("wall_seconds", "host_seconds", "host_busy", "host_busy_least", "store_bytes")
+
+
 @dataclass
 class Ran:
     """What a run left behind."""
@@ -130,7 +134,7 @@ class Ran:
     @property
     def history(self) -> list[Row]:
         """The rows without what a clock on the wall measured."""
-        return [{key: row[key] for key in row if key not in ("wall_seconds", "host_seconds")} for row in self.rows]
+        return [{key: row[key] for key in row if key not in MEASURED} for row in self.rows]
 
     @property
     def tensors(self) -> dict[str, np.ndarray]:

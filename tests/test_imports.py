@@ -30,7 +30,7 @@ def test_the_core_imports_neither_ray_nor_hydra_nor_mlflow(module: str) -> None:
 @pytest.mark.parametrize(
     ("library", "places"),
     [
-        ("ray", {"runtime/ray.py"}),
+        ("ray", {"runtime/ray.py", "runtime/jobs.py", "sweep.py"}),
         ("hydra", {"config.py"}),
         ("mlflow", {"tracking.py"}),
     ],
@@ -41,5 +41,6 @@ def test_each_of_them_is_imported_in_its_place_alone(library: str, places: set[s
     assert found == places
 
 
-def test_only_public_names_of_ray_are_used() -> None:
-    assert not re.search(r"\bray\._|ray\.[a-z.]*\._", (PACKAGE / "runtime" / "ray.py").read_text())
+@pytest.mark.parametrize("path", ["runtime/ray.py", "runtime/jobs.py", "sweep.py"])
+def test_only_public_names_of_ray_are_used(path: str) -> None:
+    assert not re.search(r"\bray\._|ray\.[a-z.]*\._", (PACKAGE / path).read_text())

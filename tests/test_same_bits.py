@@ -89,7 +89,7 @@ def test_the_coordinator_may_be_an_actor_too(methods: list[Any], schedule: str, 
     from raysim.runtime import ray as on_ray
 
     how = SCHEDULES[schedule], Lognormal(), Settings(rounds=ROUNDS)
-    events = list(on_ray.run(study(methods), *how, (count, 0.5, 0.0)))
+    events = list(on_ray.run(study(methods), *how, on_ray.Size(count, {"CPU": 0.5})))
     here = run(study(methods), SCHEDULES[schedule], rounds=ROUNDS)
     assert isinstance(events[-1], Finished)
     assert (events[-1].model_sha256, events[-1].state_sha256) == here.bits

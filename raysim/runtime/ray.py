@@ -1,4 +1,4 @@
-"""The runtime on Ray: hosts as actors, the coordinator as an actor, events streamed to the driver.
+"""The runtime on Ray: a placement group per run, hosts and coordinator as actors in it, events to the driver.
 
 The only file besides the sweep that imports Ray.
 """
@@ -9,8 +9,13 @@ import logging
 import os
 import socket
 import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+import time
+import uuid
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
 from typing import Any, cast
 
 # The driver's environment is the workers' environment. Ray reads its authentication mode when it is imported: set
@@ -19,34 +24,269 @@ os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
 if "ray" not in sys.modules:
     os.environ.setdefault("RAY_AUTH_MODE", "token")
 
+import numpy as np
 import ray
+from ray.util.placement_group import PlacementGroup
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from raysim.coordinator import Coordinator, Settings
+from raysim.data.dataset import copied
 from raysim.events import Event, RunStopped
 from raysim.fleet import Fleet
 from raysim.host import Host, Recipe
+from raysim.runtime import preflight
+from raysim.runtime.placement import RayOptions, Size, amounts, demand, fitting, gib, share, total, within
 from raysim.schedule import Schedule
 
+__all__ = [
+    "RayCoordinator",
+    "RayHost",
+    "RayOptions",
+    "RayRuntime",
+    "Size",
+    "connect",
+    "disconnect",
+    "fit",
+    "run",
+    "start_hosts",
+]
 
-@dataclass(frozen=True)
-class RayOptions:
-    """`runtime.*`: how many hosts, and what each of them gets. None: raysim picks what fits.
+Say = Callable[[str], None]
+Measure = Callable[[Recipe], preflight.Need]
 
-    address: "local" starts a cluster on this machine; "auto" or HOST:PORT joins one.
+GRACE = 2  # seconds in which a group that fits is there; longer means that others hold what it needs
+
+
+# --- the cluster ----------------------------------------------------------------------------------------------------
+def connect(options: RayOptions) -> bool:
+    """Start or join a cluster, unless this process already has one; whether it did."""
+    if ray.is_initialized():
+        return False
+    address = options.address or "local"
+    try:
+        host, _, port = address.rpartition(":")
+        if host and port.isdigit():  # Ray would try for minutes
+            socket.create_connection((host, int(port)), timeout=5).close()
+        ray.init(
+            address=address,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+            include_dashboard=False if address == "local" else None,
+        )
+    except Exception as error:  # Ray raises a bare one where its processes do not start in time
+        first = str(error).strip().splitlines()[0]
+        raise ValueError(
+            f"runtime.address={address}: no Ray cluster could be reached or started there ({first}); "
+            "start one with `ray start --head`, or use runtime=local"
+        ) from error
+    return True
+
+
+def address() -> str:
+    """Of the connected cluster, for other processes that join it."""
+    return str(ray.get_runtime_context().gcs_address)
+
+
+def disconnect() -> None:
+    """Leave the cluster; one that `connect` started ends."""
+    ray.shutdown()
+
+
+def nodes() -> list[dict[str, float]]:
+    """What each living node has in all, the driver's own first."""
+    alive = [node for node in ray.nodes() if node["Alive"]]
+    alive.sort(key=lambda node: node["NodeID"] != ray.get_runtime_context().get_node_id())
+    return [node["Resources"] for node in alive]
+
+
+def has_gpus() -> bool:
+    """Whether any node has one."""
+    return any(node.get("GPU") for node in nodes())
+
+
+def bundles(size: Size) -> list[dict[str, float]]:
+    """What a run reserves: next to nothing on this node for the coordinator, whose files lie here; then each host."""
+    here = next(name for name in nodes()[0] if name.startswith("node:") and not name.startswith("node:__"))
+    token = {here: 0.001}
+    return [token, *(dict(size.each) or {"memory": 1} for _ in range(size.hosts))]
+
+
+# --- how many hosts -------------------------------------------------------------------------------------------------
+def fit(
+    options: RayOptions,
+    recipe: Recipe,
+    concurrency: int,
+    say: Say = print,
+    measure: Measure = preflight.measure,
+) -> Size:
+    """How many hosts, and what each reserves: what was asked for if the cluster has it at all, else what fits.
+
+    Inside a placement group (a trial of a search) the group decides. measure: stands in for the preflight. Raises
+    ValueError with the number that would fit.
     """
+    each = demand(options, recipe.device, recipe.threads)
+    if (group := ray.util.get_current_placement_group()) is not None:
+        return within(options, group.bundle_specs, recipe.device)
+    cluster = nodes()
+    shared = recipe.device == "cuda" and options.gpus is None
+    if options.preflight if options.preflight is not None else shared:
+        probe = {**each, "GPU": 1.0} if recipe.device == "cuda" else each
+        fitting(replace(options, hosts=1), probe, cluster, 1)
+        need = _measured(options, recipe, probe, say, measure)
+        if recipe.device == "cuda":
+            each["GPU"] = _share(options, each, recipe, concurrency, cluster, need, say)
+        else:
+            each["memory"] = need.job
+            places = total(cluster, {"memory": need.job}, options.strategy)
+            say(f"a job needs {gib(need.job)}: {places} hosts fit into the cluster's memory")
+    return fitting(options, each, cluster, concurrency)
 
-    hosts: int | None = None
-    cpus: float | None = None  # per host; the thread count unless given
-    gpus: float | None = None  # per host
-    address: str = "local"
 
-    def __post_init__(self) -> None:
-        if self.hosts is not None and self.hosts < 1:
-            raise ValueError(f"runtime.hosts={self.hosts} must be at least 1")
-        for key in ("cpus", "gpus"):
-            value = getattr(self, key)
-            if value is not None and value < 0:
-                raise ValueError(f"runtime.{key}={value} must not be negative")
+def _measured(
+    options: RayOptions, recipe: Recipe, each: Mapping[str, float], say: Say, measure: Measure
+) -> preflight.Need:
+    """One job's memory, seen in a process that is given what a host is given, and a whole GPU."""
+    with placed([dict(each)], "raysim-preflight", options, say) as group:
+        task = ray.remote(max_retries=0)(_measure).options(**_within(group, 0, each))
+        try:
+            return ray.get(task.remote(ray.put(recipe), _content(recipe, group), measure))
+        except ray.exceptions.RayTaskError as error:
+            raise error.cause from None
+        except ray.exceptions.RayError as error:
+            raise ValueError(
+                f"the preflight died ({_first(error)}): the largest client does not fit there; lower local.batch"
+            ) from None
+
+
+def _measure(recipe: Recipe, content: Sequence[ray.ObjectRef[Any]], measure: Measure) -> preflight.Need:
+    return measure(_here(recipe, content))
+
+
+def _share(
+    options: RayOptions,
+    each: Mapping[str, float],
+    recipe: Recipe,
+    concurrency: int,
+    cluster: Sequence[Mapping[str, float]],
+    need: preflight.Need,
+    say: Say,
+) -> float:
+    """The part of a GPU that a host reserves: so small that hosts find no more work or CPUs, or as jobs allow."""
+    gpus = sum(int(node.get("GPU", 0.0)) for node in cluster)
+    clients = int(np.count_nonzero(recipe.data.partition.train.counts))
+    fits = preflight.hosts_per_gpu(need, clients, gpus)
+    states = f" and {gib(clients * need.state)} of private states are kept" if need.state else ""
+    if not fits:
+        raise ValueError(
+            f"a job needs {gib(need.job)}{states}, a GPU has {gib(need.room)}: lower local.batch, or set device=cpu"
+        )
+    say(f"a job needs {gib(need.job)}{states}: {fits} host{'s fit' if fits > 1 else ' fits'} on a GPU")
+    if options.gpus is not None:
+        if options.gpus < share(fits):
+            raise ValueError(
+                f"runtime.gpus={options.gpus:g} puts {int(1 / options.gpus)} hosts on a GPU, of whose "
+                f"{gib(need.room)} each needs {gib(need.job)}: set runtime.gpus={share(fits):g} for {fits} hosts"
+            )
+        return options.gpus
+    rest = {name: amount for name, amount in each.items() if name != "GPU"}
+    places = total([node for node in cluster if node.get("GPU")], rest, options.strategy)
+    wanted = options.hosts or (concurrency if places is None else min(concurrency, places))
+    return share(min(fits, max(1, -(-wanted // gpus))))
+
+
+# --- placement ------------------------------------------------------------------------------------------------------
+@contextmanager
+def placed(asked: list[dict[str, float]], name: str, options: RayOptions, say: Say) -> Iterator[PlacementGroup]:
+    """A placement group, waited for and removed in the end; inside another one (a trial) that one, left as it is.
+
+    Raises ValueError when others still hold what it needs after `options.wait` seconds. Ray removes it as well when
+    this process dies.
+    """
+    if (outer := ray.util.get_current_placement_group()) is not None:
+        yield outer
+        return
+    group = ray.util.placement_group(asked, strategy=options.strategy, name=name)
+    try:
+        _await(group, asked, options.wait, say)
+        yield group
+    finally:
+        ray.util.remove_placement_group(group)
+
+
+def _await(group: PlacementGroup, asked: Sequence[Mapping[str, float]], wait: float | None, say: Say) -> None:
+    """Until the group is there, in steps of seconds: an interrupt is heard between them."""
+    since, told = time.monotonic(), False
+    while not group.wait(1 if told else GRACE):
+        late = wait is not None and time.monotonic() - since >= wait
+        if told and not late:
+            continue
+        needs: Counter[str] = Counter()
+        for each in asked:
+            needs.update({name: amount for name, amount in each.items() if not name.startswith("node:")})
+        free = ray.available_resources()
+        has = amounts({name: free.get(name, 0.0) for name in needs})
+        text = f"this needs {amounts(needs)}, of which other runs leave {has}"
+        if late:
+            raise ValueError(f"{text}: try again later, lower runtime.hosts, or set runtime.wait=null to wait for them")
+        say(f"waiting: {text} (Ctrl-C or `ray job stop` ends the wait; runtime.wait=SECONDS limits it)")
+        told = True
+
+
+def _within(group: PlacementGroup | None, index: int, each: Mapping[str, float]) -> dict[str, Any]:
+    """The options of a task or an actor that fills a bundle."""
+    named = {"CPU": "num_cpus", "GPU": "num_gpus", "memory": "memory"}
+    asked: dict[str, Any] = {key: each.get(name, 0) for name, key in named.items()}
+    asked["resources"] = {name: amount for name, amount in each.items() if name not in named}
+    if group is not None:
+        asked["scheduling_strategy"] = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index)
+    return asked
+
+
+# --- actors ---------------------------------------------------------------------------------------------------------
+def _content(recipe: Recipe, group: PlacementGroup | None) -> list[ray.ObjectRef[Any]]:
+    """The data set's file as bytes in the object store, where a bundle lies on another node than this process."""
+    if group is None:
+        return []
+    used = set(ray.util.placement_group_table(group)["bundles_to_node_id"].values())
+    if used <= {ray.get_runtime_context().get_node_id()}:
+        return []
+    return [ray.put(np.fromfile(recipe.data.dataset_path, np.uint8))]
+
+
+def _here(recipe: Recipe, content: Sequence[ray.ObjectRef[Any]]) -> Recipe:
+    """The recipe with a data set that lies on this node: the first process that misses it writes it, others map it."""
+    path = recipe.data.dataset_path
+    if not content or path.exists():
+        return recipe
+    own = copied(path.name, lambda: ray.get(content[0]))
+    return replace(recipe, data=replace(recipe.data, dataset_path=own))
+
+
+class RayHost(Host):
+    """A host as an actor."""
+
+    def __init__(self, recipe: Recipe, name: str, content: Sequence[ray.ObjectRef[Any]] = ()):
+        super().__init__(_here(recipe, content), name)
+
+
+class RayCoordinator:
+    """The actor that runs a `Coordinator`; it makes every call to the hosts, so it owns what they return."""
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        schedule: Schedule,
+        fleet: Fleet,
+        runtime: RayRuntime,
+        settings: Settings,
+        content: Sequence[ray.ObjectRef[Any]] = (),
+    ):
+        recipe = replace(_here(recipe, content), device="cpu")
+        self._coordinator = Coordinator(recipe, schedule, fleet, runtime, settings)
+
+    def events(self) -> Iterator[Event]:
+        """The run's events, as they happen."""
+        yield from self._coordinator.run()
 
 
 class RayRuntime:
@@ -74,93 +314,60 @@ class RayRuntime:
             ray.kill(cast(Any, actor))
 
 
-def start_hosts(recipe: Recipe, hosts: int, cpus: float = 1.0, gpus: float = 0.0) -> RayRuntime:
-    """New hosts, starting side by side; cpus and gpus: what each of them reserves."""
-    shared, actor = ray.put(recipe), ray.remote(num_cpus=cpus, num_gpus=gpus)(Host)
+def start_hosts(recipe: Recipe, hosts: int, kind: type = RayHost) -> RayRuntime:
+    """Hosts of one CPU each outside any placement group, starting side by side."""
+    actor: Any = ray.remote(num_cpus=1)(kind)
+    shared = ray.put(recipe)
     return RayRuntime([actor.remote(shared, f"host-{index}") for index in range(hosts)])
 
 
-class RayCoordinator:
-    """The actor that runs a `Coordinator`; it makes every call to the hosts, so it owns what they return."""
+def _start(
+    recipe: Recipe, schedule: Schedule, fleet: Fleet, settings: Settings, size: Size, group: PlacementGroup, name: str
+) -> tuple[RayRuntime, Any]:
+    """Hosts and coordinator, starting side by side in their bundles; Ray's dashboard shows them by name.
 
-    def __init__(self, recipe: Recipe, schedule: Schedule, fleet: Fleet, runtime: RayRuntime, settings: Settings):
-        self._coordinator = Coordinator(replace(recipe, device="cpu"), schedule, fleet, runtime, settings)
-
-    def events(self) -> Iterator[Event]:
-        """The run's events, as they happen."""
-        yield from self._coordinator.run()
-
-
-def fit(options: RayOptions, recipe: Recipe, concurrency: int) -> tuple[int, float, float]:
-    """Hosts, CPUs and GPUs per host: what was asked for if it is there, else what fits.
-
-    Raises ValueError with the number that would fit.
+    What they are built from is in the object store until they are.
     """
-    cluster = ray.cluster_resources()
-    gpus = options.gpus if options.gpus is not None else (1.0 if recipe.device.startswith("cuda") else 0.0)
-    cpus = options.cpus if options.cpus is not None else float(recipe.threads)
-    room = []
-    for name, each, unit in (("CPU", cpus, "runtime.cpus"), ("GPU", gpus, "runtime.gpus")):
-        if each:
-            have = cluster.get(name, 0.0)
-            fits = int(have / each + 1e-9)
-            if (options.hosts or 1) > fits:
-                lower = f"set runtime.hosts={fits}" if fits else f"lower {unit}, or use runtime=inprocess"
-                raise ValueError(
-                    f"runtime.hosts={options.hosts or 1} needs {options.hosts or 1} x {each:g} {name}, "
-                    f"the cluster has {have:g}: {lower}"
-                )
-            room.append(fits)
-    return options.hosts or max(1, min([concurrency, *room])), cpus, gpus
+    shared, content = ray.put(recipe), _content(recipe, group)
+    hosts = []
+    for index in range(size.hosts):
+        own = ray.remote(RayHost).options(name=f"{name}/host-{index}", **_within(group, index + 1, size.each))
+        hosts.append(own.remote(shared, f"host-{index}", content))
+    runtime = RayRuntime(hosts)
+    first = ray.remote(RayCoordinator).options(name=f"{name}/coordinator", **_within(group, 0, {}))
+    return runtime, first.remote(shared, schedule, fleet, runtime, settings, content)
 
 
-def connect(options: RayOptions) -> bool:
-    """Start or join a cluster, unless this process already has one; whether it did."""
-    if ray.is_initialized():
-        return False
-    try:
-        host, _, port = options.address.rpartition(":")
-        if host and port.isdigit():  # Ray would try for minutes
-            socket.create_connection((host, int(port)), timeout=5).close()
-        ray.init(
-            address=options.address,
-            log_to_driver=False,
-            logging_level=logging.ERROR,
-            include_dashboard=False if options.address == "local" else None,
-        )
-    except (OSError, RuntimeError, ValueError) as error:
-        first = str(error).strip().splitlines()[0]
-        raise ValueError(
-            f"runtime.address={options.address}: no Ray cluster could be reached or started there ({first}); "
-            "start one with `ray start --head`, or use runtime=local"
-        ) from error
-    return True
-
-
+# --- the run --------------------------------------------------------------------------------------------------------
 def run(
-    recipe: Recipe, schedule: Schedule, fleet: Fleet, settings: Settings, size: tuple[int, float, float]
+    recipe: Recipe,
+    schedule: Schedule,
+    fleet: Fleet,
+    settings: Settings,
+    size: Size,
+    options: RayOptions | None = None,
+    say: Say = print,
 ) -> Iterator[Event]:
-    """Run on the connected cluster; size: hosts, CPUs and GPUs per host. Errors arrive as they were raised."""
-    runtime = start_hosts(recipe, *size)
-    coordinator = ray.remote(num_cpus=0)(RayCoordinator).remote(recipe, schedule, fleet, runtime, settings)
-    try:
-        for ref in cast(Any, coordinator).events.options(num_returns="streaming").remote():
-            yield ray.get(ref)
-    except ray.exceptions.RayTaskError as error:
-        cause = error.cause
-        raise (_lost(cause) if isinstance(cause, ray.exceptions.RayError) else cause) from None
-    except ray.exceptions.RayActorError as error:
-        raise _lost(error) from None
-    finally:
-        ray.kill(cast(Any, coordinator))
-        runtime.stop()
+    """Run on the connected cluster, in a placement group of its own. Errors arrive as they were raised."""
+    name = f"{Path(settings.folder).name or 'raysim'}-{uuid.uuid4().hex[:6]}"
+    with placed(bundles(size), name, options or RayOptions(), say) as group:
+        runtime, coordinator = _start(recipe, schedule, fleet, settings, size, group, name)
+        try:
+            for ref in coordinator.events.options(num_returns="streaming").remote():
+                yield ray.get(ref)
+        except ray.exceptions.RayTaskError as error:
+            cause = error.cause
+            raise (_lost(cause) if isinstance(cause, ray.exceptions.RayError) else cause) from None
+        except ray.exceptions.RayActorError as error:
+            raise _lost(error) from None
+        finally:
+            ray.kill(coordinator)
+            runtime.stop()
 
 
 def _lost(error: Exception) -> RunStopped:
-    first = str(error).strip().splitlines()[0]
-    return RunStopped(f"a process of the run died ({first}); resume=latest goes on from its last checkpoint")
+    return RunStopped(f"a process of the run died ({_first(error)}); resume=latest goes on from its last checkpoint")
 
 
-def disconnect() -> None:
-    """Leave the cluster; one that `connect` started ends."""
-    ray.shutdown()
+def _first(error: Exception) -> str:
+    return str(error).strip().splitlines()[0]

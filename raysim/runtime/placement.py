@@ -1,0 +1,177 @@
+"""What a host reserves, and how many hosts fit on the nodes of a cluster: arithmetic, without Ray."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, TypeAlias
+
+Resources: TypeAlias = Mapping[str, float]  # CPU, GPU, memory in bytes, and whatever a cluster's nodes declare
+
+GIB = 2**30
+STEPS = 10_000  # Ray counts resources in steps of 0.0001
+KEYS = {"CPU": "runtime.cpus", "GPU": "runtime.gpus"}  # what to lower; else it is a key of runtime.resources
+
+
+@dataclass(frozen=True)
+class RayOptions:
+    """`runtime.*`: how many hosts, what each of them gets, and where. None: raysim picks what fits.
+
+    address: "local" or None starts a cluster on this machine; "auto" or HOST:PORT joins one. resources: of each host,
+    besides CPUs and GPUs. strategy: PACK fills one node after another, SPREAD alternates, STRICT_PACK stays on one.
+    wait: seconds to queue behind other runs; None: for ever. preflight: whether one job's memory is measured first;
+    None: where that decides how many hosts share a GPU.
+    """
+
+    hosts: int | None = None
+    cpus: float | None = None  # per host; the thread count unless given
+    gpus: float | None = None  # per host
+    resources: dict[str, float] = field(default_factory=dict)
+    address: str | None = None
+    strategy: Literal["PACK", "SPREAD", "STRICT_PACK"] = "PACK"
+    wait: float | None = None
+    preflight: bool | None = None
+
+    def __post_init__(self) -> None:
+        if self.hosts is not None and self.hosts < 1:
+            raise ValueError(f"runtime.hosts={self.hosts} must be at least 1")
+        amounts = {"cpus": self.cpus, "gpus": self.gpus, "wait": self.wait}
+        for key, value in {**amounts, **{f"resources.{name}": each for name, each in self.resources.items()}}.items():
+            if value is not None and value < 0:
+                raise ValueError(f"runtime.{key}={value:g} must not be negative")
+        for name in self.resources:
+            if name in ("CPU", "GPU"):
+                raise ValueError(f"runtime.resources.{name} has a key of its own: set {KEYS[name]} instead")
+        if self.gpus is not None and self.gpus > 1 and self.gpus % 1:
+            raise ValueError(
+                f"runtime.gpus={self.gpus:g} is neither a share of one GPU nor a whole number: "
+                f"set it to 1 or {math.ceil(self.gpus)}"
+            )
+
+
+@dataclass(frozen=True)
+class Size:
+    """So many hosts, and what each of them reserves (nothing that is 0)."""
+
+    hosts: int
+    each: Resources
+
+    def __str__(self) -> str:
+        return f"{self.hosts} host{'s' if self.hosts != 1 else ''} of {amounts(self.each) or 'nothing reserved'}"
+
+
+def demand(options: RayOptions, device: str, threads: int) -> dict[str, float]:
+    """What a host reserves; a whole GPU where the device is one and no share was asked for."""
+    if device.startswith("cuda:"):
+        raise ValueError(f"device={device} names one GPU, but on Ray every host is given its own: set device=cuda")
+    if device == "cuda" and options.gpus == 0:
+        raise ValueError(
+            "runtime.gpus=0 hides every GPU from the hosts, which train on device=cuda: set runtime.gpus=null"
+        )
+    gpus = options.gpus if options.gpus is not None else float(device == "cuda")
+    cpus = options.cpus if options.cpus is not None else float(threads)
+    return {name: each for name, each in {"CPU": cpus, "GPU": gpus, **options.resources}.items() if each}
+
+
+def share(hosts: int) -> float:
+    """The largest part of a GPU, in Ray's steps, of which so many fit on one."""
+    return STEPS // hosts / STEPS
+
+
+def room(node: Resources, each: Resources) -> int | None:
+    """How many hosts fit on an empty node; None: any number. A share of a GPU lies on one GPU."""
+    found = []
+    for name, amount in each.items():
+        have = node.get(name, 0.0)
+        if name == "GPU" and amount < 1:
+            found.append(int(have + 1e-9) * _times(1.0, amount))
+        else:
+            found.append(_times(have, amount))
+    return min(found, default=None)
+
+
+def _times(have: float, each: float) -> int:
+    return round(have * STEPS) // max(1, round(each * STEPS))
+
+
+def total(nodes: Sequence[Resources], each: Resources, strategy: str = "PACK") -> int | None:
+    """How many hosts fit on all nodes together; None: any number."""
+    rooms = [places for node in nodes if (places := room(node, each)) is not None]
+    if not rooms:
+        return None if not each else 0
+    return max(rooms) if strategy == "STRICT_PACK" else sum(rooms)
+
+
+def fitting(options: RayOptions, each: Resources, nodes: Sequence[Resources], most: int) -> Size:
+    """The hosts that were asked for, else as many as fit and find work (most: clients at work at once).
+
+    Raises ValueError with the resource, what was asked, what each node has, and the number that would fit.
+    """
+    places = total(nodes, each, options.strategy)
+    asked = options.hosts or 1
+    if places is not None and asked > places:
+        raise ValueError(_too_many(options, each, nodes, asked, places))
+    return Size(options.hosts or (most if places is None else max(1, min(most, places))), each)
+
+
+def _too_many(options: RayOptions, each: Resources, nodes: Sequence[Resources], asked: int, places: int) -> str:
+    alone = {name: total(nodes, {name: amount}, options.strategy) or 0 for name, amount in each.items()}
+    short = min(alone, key=alone.__getitem__)
+    key = KEYS.get(short, f"runtime.resources.{short}")
+    strict = " on one node (runtime.strategy=STRICT_PACK)" if options.strategy == "STRICT_PACK" else ""
+    advice = f"set runtime.hosts={places}" if places else f"lower {key}, or use runtime=inprocess"
+    if short == "memory" and not places:
+        advice = "make local.batch or the model smaller, or find larger nodes"
+    return (
+        f"too little {short}: runtime.hosts={asked} needs {asked} x {amounts(each)}{strict}, "
+        f"the cluster has {_described(nodes, each)}: {advice}"
+    )
+
+
+def _described(nodes: Sequence[Resources], each: Resources) -> str:
+    """What each node has of the named resources, equal nodes together."""
+    kinds = Counter(amounts({name: node.get(name, 0.0) for name in each}) for node in nodes)
+    told = [f"{count} nodes of {kind} each" if count > 1 else f"a node of {kind}" for kind, count in kinds.items()]
+    return " and ".join(told) or "no node"
+
+
+def amounts(each: Resources) -> str:
+    """Resources as a person says them: "1 CPU and 0.25 GPU", memory in GiB."""
+    told = [f"{gib(v)} of memory" if name == "memory" else f"{v:g} {name}" for name, v in each.items()]
+    return " and ".join(told)
+
+
+def gib(size: float) -> str:
+    """Bytes as a person says them: "1.3 GiB", "310 MiB"."""
+    return f"{size / GIB:.2g} GiB" if 0.95 * GIB <= size < 10 * GIB else _far_from_gib(size)
+
+
+def _far_from_gib(size: float) -> str:
+    return f"{size / GIB:.0f} GiB" if size >= GIB else f"{size / 2**20:.0f} MiB"
+
+
+def within(options: RayOptions, bundles: Sequence[Resources], device: str) -> Size:
+    """The hosts of a trial whose placement group exists: bundle 0 is the trial's own, the others are for hosts.
+
+    Raises ValueError where fewer or smaller bundles are there than were asked for.
+    """
+    own, asked = bundles[1:], options.hosts or 1
+    if len(own) < asked:
+        raise ValueError(
+            f"runtime.hosts={asked} needs as many bundles beside the first in this process's placement group, which "
+            f"has {len(own)}: make the group larger, or lower runtime.hosts"
+        )
+    least = {name: min(bundle.get(name, 0.0) for bundle in own) for bundle in own for name in bundle}
+    if device == "cuda" and not least.get("GPU"):
+        raise ValueError("device=cuda needs a GPU in every bundle for hosts of this process's placement group")
+    explicit = {"CPU": options.cpus or 0.0, "GPU": options.gpus or 0.0, **options.resources}
+    for name, amount in explicit.items():
+        if amount > least.get(name, 0.0) + 0.5 / STEPS:
+            key = KEYS.get(name, f"runtime.resources.{name}")
+            raise ValueError(
+                f"{key}={amount:g} is more than the {least.get(name, 0.0):g} {name} of a bundle in this process's "
+                f"placement group: lower {key}, or make the bundles larger"
+            )
+    return Size(options.hosts or len(own), {name: amount for name, amount in least.items() if amount})

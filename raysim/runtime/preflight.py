@@ -1,0 +1,75 @@
+"""What one job needs: the largest client trained once where hosts will live; how many hosts then share a device."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from raysim.coordinator import Coordinator, Settings
+from raysim.data.federated import FederatedData
+from raysim.data.partition import CSR, Partition
+from raysim.fleet import Ideal
+from raysim.host import Recipe
+from raysim.metrics import peak_memory
+from raysim.runtime.inprocess import InProcess
+from raysim.schedule import Synchronous
+
+CONTEXT = 2**30  # most bytes of a GPU that a process takes besides torch's tensors: CUDA's own context and libraries
+USABLE = 0.95  # of a GPU; allocators leave gaps
+
+
+@dataclass(frozen=True)
+class Need:
+    """Bytes: what a job took at its peak, what its device has for such jobs, what private state it left there."""
+
+    job: int
+    room: int
+    state: int = 0
+
+
+def memory(device: str) -> tuple[int, int]:
+    """Bytes that this process took at its peak, and bytes of the device for processes like it.
+
+    On a GPU: torch's, CUDA's context with them, and no room where others are. On a CPU: resident, of all memory.
+    """
+    if not device.startswith("cuda"):
+        return peak_memory(), os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    free, total = torch.cuda.mem_get_info()
+    beside = total - free - torch.cuda.memory_reserved()
+    context = min(beside, CONTEXT)
+    return torch.cuda.max_memory_reserved() + context, total - beside + context
+
+
+def measure(recipe: Recipe, read: Callable[[str], tuple[int, int]] = memory) -> Need:
+    """Train the largest client once and score it, alone in this process, as a first round would."""
+    largest = int(np.argmax(recipe.data.partition.train.counts))
+    alone = replace(recipe, data=only(recipe.data, largest, recipe.score_batch))
+    server = replace(alone, device="cpu")
+    coordinator = Coordinator(server, Synchronous(1), Ideal(), InProcess(alone), Settings(rounds=1, tolerate=1.0))
+    for _ in coordinator.run():
+        pass
+    return Need(*read(recipe.device), coordinator.dispatcher.state_bytes)
+
+
+def only(data: FederatedData, client: int, central: int) -> FederatedData:
+    """The same clients, of which all but one have no samples, and the first rows of the central test set."""
+    parts = Partition(_only(data.partition.train, client), _only(data.partition.test, client))
+    return replace(data, partition=parts, central=data.central[:central])
+
+
+def _only(part: CSR, client: int) -> CSR:
+    rows = part.rows(client) if client < len(part) else part.indices[:0]
+    offsets = np.zeros(len(part) + 1, np.int64)
+    offsets[client + 1 :] = len(rows)
+    return CSR(rows, offsets)
+
+
+def hosts_per_gpu(need: Need, clients: int, gpus: int) -> int:
+    """How many jobs fit on a GPU at once, beside the private states of the clients whose hosts are there."""
+    states = math.ceil(clients / max(1, gpus)) * need.state
+    return max(0, int((USABLE * need.room - states) // max(1, need.job)))
