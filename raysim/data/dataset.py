@@ -94,7 +94,7 @@ def copied(name: str, read: Callable[[], NDArray[np.uint8]]) -> Path:
         with alone(path.parent):
             if not path.exists():
                 with _whole(path) as file:
-                    file.write(read())
+                    file.write(read().data)
     return path
 
 
