@@ -87,8 +87,8 @@ class Evaluator:
         tuner = owner(recipe.methods, "finetuning")
         tuning = tuner.finetuning() if tuner is not None else None
         self.asked = replace(asked, finetune=tuning) if tuning is not None else asked
-        self.complete = not layout.personal  # whether the shared part alone is a model
-        stays = layout.personal > 0 or layout.total_counters > layout.shared_counters
+        stays = any(e.personal and e.network == "model" for e in (*layout.entries, *layout.counters))
+        self.complete = not stays  # whether the shared part alone is a model
         self.personal = stays or bool(owners(recipe.methods, "personalise"))  # whether every client has its own model
         self.tests = recipe.data.partition.test
         dataset = recipe.data.open()

@@ -245,8 +245,10 @@ def _make_folder(experiment: Experiment, where: Place) -> None:
 def catalogue() -> list[dict[str, Any]]:
     """Every part of every method in `conf`: option, name, paper, what it does, slots, parameters with defaults."""
     entries = []
-    for option, path in groups().files["method"].items():
+    for option, path in (files := groups().files["method"]).items():
         for name, node in load_yaml(path).items():
+            if name != option and name in files:
+                continue  # a part that has an option of its own as well
             cls = resolve(node[TARGET], f"method.{name}")
             assert issubclass(cls, Method)
             entries.append(

@@ -29,6 +29,8 @@ from raysim.config import compose
 from raysim.errors import Refused
 from raysim.submission import Command, check_command, check_size, pack, pieces, runtime_env, size
 
+pytestmark = pytest.mark.slow  # clusters of their own, minutes
+
 ROOT = Path(__file__).parent.parent
 BIN = Path(sys.executable).parent
 RUN = (
