@@ -255,42 +255,40 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     env["PATH"] = f"{BIN}{os.pathsep}{env['PATH']}"
     dashboard, agent, client = free_ports(3)
     words = [
-        str(BIN / "ray"), "start", "--head", "--block", "--port=0", "--num-cpus=3", "--object-store-memory=100000000",
+        str(BIN / "ray"), "start", "--head", "--port=0", "--num-cpus=3", "--object-store-memory=100000000",
         f"--dashboard-port={dashboard}", f"--dashboard-agent-listen-port={agent}",
         f"--ray-client-server-port={client}", f"--temp-dir={folder}", "--disable-usage-stats",
     ]  # fmt: skip
     url = f"http://127.0.0.1:{dashboard}"
     for _ in range(5):  # on a busy machine Ray may give a node up that is about to start
-        head = start(words, env, folder / "log")
-        if head.poll() is None:
+        if started := start(words, env, folder / "log"):
             break
+    assert started, (folder / "log").read_text()
     try:
-        assert head.poll() is None, (folder / "log").read_text()
         until(lambda: answers(url, token.read_text()))
         yield Cluster(url, env, token)
     finally:
-        end(head)
+        end(started)
 
 
-def start(words: list[str], env: dict[str, str], log: Path) -> subprocess.Popen[str]:
-    """A head node that runs, or that has ended without one."""
+def start(words: list[str], env: dict[str, str], log: Path) -> int:
+    """A head node that runs: the group of its processes, which are in a session of their own; else 0."""
     with log.open("w") as stream:
-        head = subprocess.Popen(words, env=env, stdout=stream, stderr=stream, start_new_session=True, text=True)
+        starting = subprocess.Popen(words, env=env, stdout=stream, stderr=stream, start_new_session=True)
     try:
-        until(lambda: "runtime started" in log.read_text() or head.poll() is not None)
+        if starting.wait(300) == 0:
+            return starting.pid
     except BaseException:
-        end(head)
+        end(starting.pid)
         raise
-    if head.poll() is not None:
-        end(head)
-    return head
+    end(starting.pid)
+    return 0
 
 
-def end(head: subprocess.Popen[str]) -> None:
-    """All processes of this session, and of no other."""
+def end(group: int) -> None:
+    """These processes, and no others."""
     with suppress(ProcessLookupError):
-        os.killpg(head.pid, signal.SIGTERM)
-    head.wait(60)
+        os.killpg(group, signal.SIGTERM)
 
 
 def until(condition: Callable[[], bool], seconds: float = 200) -> None:
