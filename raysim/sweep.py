@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from raysim.runtime import ray as cluster  # first: it says how Ray is to be used before Ray is imported
 
 # isort: split
+import ray
 from ray import tune
 from ray.tune.schedulers import ASHAScheduler, PopulationBasedTraining, TrialScheduler
 from ray.tune.search import Searcher
@@ -401,6 +402,11 @@ def _search(
 
     records = Records(search, folder, metric, count, tell, tracked, study.tracking.uri or "")
     _introduce(search, records, experiments, each, slots, tell)
+    needs = _times(each, options.seeds * options.hosts if options.hosts else 1)
+    free = ray.available_resources()
+    if any(free.get(name, 0.0) < amount for name, amount in needs.items()):
+        left = amounts({name: free.get(name, 0.0) for name in needs})
+        tell(f"waiting: a trial needs {amounts(needs)}, of which other runs leave {left}")
     records.begin()
     if options.minutes:
         records.deadline = time.monotonic() + 60 * options.minutes

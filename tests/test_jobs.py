@@ -29,7 +29,7 @@ from raysim.config import compose
 from raysim.errors import Refused
 from raysim.submission import Command, check_command, check_size, pack, pieces, runtime_env, size
 
-pytestmark = pytest.mark.slow  # clusters of their own, minutes
+slow = pytest.mark.slow  # a cluster of their own: a minute
 
 ROOT = Path(__file__).parent.parent
 BIN = Path(sys.executable).parent
@@ -53,7 +53,7 @@ class Broken(Method):
     name = "broken"
     paper = "a test"
 
-    def gradient(self, ctx, grad):
+    def gradient(self, ctx, grad, run):
         raise ValueError("no gradient today")
 """
 
@@ -307,6 +307,7 @@ def answers(url: str, token: str) -> bool:
         return False
 
 
+@slow
 def test_ray_job_submit_carries_a_run_to_its_result(cluster: Cluster, tmp_path: Path) -> None:
     out = tmp_path / "run"
     run = shlex.join(["raysim", "run", "runtime=cluster", *RUN, f"out={out}"])
@@ -315,9 +316,10 @@ def test_ray_job_submit_carries_a_run_to_its_result(cluster: Cluster, tmp_path: 
     assert ran.returncode == 0, ran.stdout + ran.stderr
     assert json.loads((out / "summary.json").read_text())["rounds"] == 2
     listed = set(ran.stdout.splitlines())
-    assert {"raysim", "conf", "pyproject.toml"} <= listed and not {"tests", "jobs", "notebooks"} & listed
+    assert {"raysim", "conf", "pyproject.toml"} <= listed and not {"tests", "jobs", "notebooks"} & listed, ran.stdout
 
 
+@slow
 def test_the_helper_shows_a_run_and_returns_its_status(cluster: Cluster, tmp_path: Path) -> None:
     ran = cluster.submit("run", *RUN, f"out={tmp_path / 'run'}")
     assert ran.returncode == 0, ran.stdout + ran.stderr
@@ -327,12 +329,14 @@ def test_the_helper_shows_a_run_and_returns_its_status(cluster: Cluster, tmp_pat
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["rounds"] == 2
 
 
+@slow
 def test_a_run_that_the_cluster_refuses_ends_with_2(cluster: Cluster, tmp_path: Path) -> None:
     ran = cluster.submit("run", *RUN, "runtime.hosts=500", f"out={tmp_path / 'run'}")
     assert ran.returncode == 2 and "too little CPU" in ran.stdout, ran.stdout + ran.stderr
     assert not (tmp_path / "run").exists()
 
 
+@slow
 def test_a_run_that_fails_ends_with_1_and_sees_the_users_own_code(cluster: Cluster, tmp_path: Path) -> None:
     (tmp_path / "mine" / "conf" / "method").mkdir(parents=True)
     (tmp_path / "mine" / "__init__.py").write_text(BROKEN)
@@ -342,6 +346,7 @@ def test_a_run_that_fails_ends_with_1_and_sees_the_users_own_code(cluster: Clust
     assert ran.returncode == 1 and "no gradient today" in ran.stdout, ran.stdout + ran.stderr
 
 
+@slow
 def test_a_wrong_token_and_none_are_each_one_sentence(cluster: Cluster, tmp_path: Path) -> None:
     (wrong := tmp_path / "wrong").write_text(secrets.token_hex(32))
     ran = cluster.submit("run", *RUN, "out=/s/a", RAY_AUTH_TOKEN_PATH=str(wrong))
