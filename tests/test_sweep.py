@@ -129,7 +129,13 @@ def test_a_run_knows_no_searches(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_every_space_that_is_shipped_names_keys_that_exist() -> None:
-    for name, methods in {"fedbr": "fedbr", "fedbss": "fedbss", "fedprox": "fedprox", "fraug": "fraug"}.items():
+    for name, methods in {
+        "fedbr": "fedbr",
+        "fedbss": "fedbss",
+        "fedprox": "fedprox",
+        "fraug": "fraug",
+        "fedld": "fedld",
+    }.items():
         assert plan([f"sweep={name}", f"method=[{methods}]"]).samples()
     assert len(plan(["sweep=methods"]).points()) == 10
 
