@@ -216,14 +216,18 @@ def methods(kind: str, out: Path, blocks: int) -> None:
     from rich.console import Console
     from rich.table import Table
 
+    from raysim.blocks import cores
     from raysim.host import settle
     from raysim.methodbench import bench_rules, bench_steps
 
     settle(1)
     console = Console()
-    what, measure = {"steps": ("a local step", bench_steps), "rules": ("the server's step", bench_rules)}[kind]
+    title, measure = {
+        "steps": ("a local step beside FedAvg's, one thread", bench_steps),
+        "rules": (f"the server's step on {cores()} threads beside a bare weighted mean on one", bench_rules),
+    }[kind]
     results = measure(blocks, console.print)
-    table = Table(title=f"{what} beside FedAvg's, one thread; medians of {blocks} paired blocks")
+    table = Table(title=f"{title}; medians of {blocks} paired blocks")
     for header in ("method", "ms", "ratio", "lowest", "highest", "promised"):
         table.add_column(header)
     for r in results:

@@ -5,53 +5,58 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Literal, TypeAlias, get_args
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from raysim.blocks import folded, grouped, in_blocks
 from raysim.messages import Update
-from raysim.server import Server, weighted_sum
+from raysim.server import Server
 from raysim.vector import Layout
 
 Granularity: TypeAlias = Literal["model", "tensor"]  # of what an inner product is: of whole updates, of each tensor
 GRANULARITIES = get_args(Granularity)
 
-_BLOCK = 8192  # columns gathered at once: fifty rows of them fit a cache
-_PART = 512  # columns multiplied at once: longer float32 sums lose digits
-_ROWS = 32  # rows in a tile; what lies above the diagonal tiles is not computed (15 % of the time for 50 updates)
-_SUM = 1 << 18  # numbers summed at once; whole vectors take twice as long
+_PART = 1024  # columns multiplied at once: longer float32 sums lose digits
+_EXACT = 8 * _PART  # fewer columns are multiplied in float64
+_BLOCK = 32 * _PART  # columns gathered at once
+_SHARES = 8  # of the columns, for threads to take: no more, for each begins with memory of its own
+_ROWS = 8  # rows in a tile: nothing above the diagonal tiles is computed; a product this small is not packed
 
 
 def gram(rows: Sequence[Tensor]) -> Tensor:
     """Inner products of m vectors [d] of one dtype, on the CPU: symmetric, float64 [m, m].
 
-    Whole blocks of float32 vectors are multiplied in float32 and added in float64: entries are off by about 1e-8
-    |g_i||g_j|, at most 1e-6. Float64 throughout takes twice as long; what is shorter than a block is done in it.
+    Parts of float32 vectors are multiplied in float32 and added in float64: entries are off by about 1e-8 |g_i||g_j|, at
+    most 1e-6. Float64 throughout takes twice as long; the last entries, fewer than 8192, are multiplied in it.
     """
-    count, whole = len(rows), len(rows[0]) // _BLOCK * _BLOCK
-    rest = torch.stack([row[whole:] for row in rows]).double()
+    arrays = [row.numpy() for row in rows]
+    count, whole = len(rows), len(rows[0]) // _EXACT * _EXACT
+
+    def products(columns: slice) -> np.ndarray:
+        """Of these columns, at and below the diagonal tiles."""
+        found, held = np.zeros((count, count)), np.empty(count * _BLOCK, arrays[0].dtype)
+        for start in range(columns.start, columns.stop, _BLOCK):
+            block = slice(start, min(start + _BLOCK, columns.stop))
+            gathered = held[: count * (block.stop - start)]
+            np.concatenate([array[block] for array in arrays], out=gathered)
+            parts = gathered.reshape(count, -1, _PART).swapaxes(0, 1)
+            for first in range(0, count, _ROWS):
+                tile = slice(first, first + _ROWS)
+                found[first:, tile] += (parts[:, first:] @ parts[:, tile].swapaxes(1, 2)).sum(axis=0, dtype=np.float64)
+        return found
+
+    rest = np.stack([array[whole:] for array in arrays]).astype(np.float64)
     total = rest @ rest.T
-    block = torch.empty(count, _BLOCK, dtype=rows[0].dtype)
-    parts = block.view(count, -1, _PART).transpose(0, 1)
-    pairs = [(into, row.numpy()) for into, row in zip(block.numpy(), rows, strict=True)]
-    for start in range(0, whole, _BLOCK):
-        for into, array in pairs:
-            into[:] = array[start : start + _BLOCK]
-        for first in range(0, count, _ROWS):
-            tile = slice(first, first + _ROWS)
-            products = torch.bmm(parts[:, first:], parts[:, tile].mT)
-            total[first:, tile] += products.sum(dim=0, dtype=torch.float64)
-    return total.tril() + total.tril(-1).T
+    share = max(_BLOCK, -(-whole // _PART // _SHARES) * _PART)
+    for found in in_blocks(whole, products, share):
+        total += found
+    return torch.from_numpy(np.tril(total) + np.tril(total, -1).T)
 
 
-def folded(rows: Sequence[Tensor], weights: Sequence[float], group: int) -> Tensor:
-    """w_1 g_1 + w_2 g_2 + ... of vectors [d]: the bits of the server's own sum, in its order and groups."""
-    total = torch.empty_like(rows[0])
-    for start in range(0, len(total), _SUM):
-        into, own = total[start : start + _SUM], [row[start : start + _SUM].numpy() for row in rows]
-        for first in range(0, len(rows), group):
-            part = weighted_sum(own[first : first + group], weights[first : first + group])
-            into.copy_(part) if first == 0 else into.add_(part)
-    return total
+def combination(rows: Sequence[Tensor], weights: Sequence[float], group: int, into: Tensor | None = None) -> Tensor:
+    """w_1 g_1 + w_2 g_2 + ... of vectors [d], `into` a place: the bits of the server's own sum, in its groups."""
+    return folded(grouped([row.numpy() for row in rows], weights, group), into)
 
 
 def stretches(layout: Layout, granularity: Granularity) -> list[slice]:
@@ -83,5 +88,6 @@ def recombined(
     direction = torch.empty_like(server.params)
     for part in stretches(server.layout, granularity):
         own = [row[part] for row in rows]
-        direction[part] = folded(own, (raw @ change(gram(own))).tolist(), server.group)
+        mixed = (raw @ change(gram(own))).tolist()
+        combination(own, mixed, server.group, direction[part])
     return direction.div_(divisor)

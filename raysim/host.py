@@ -15,6 +15,7 @@ from typing import cast
 
 import numpy as np
 import torch
+from threadpoolctl import ThreadpoolController
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
@@ -68,6 +69,8 @@ def settle(threads: int) -> None:
     torch.backends.cudnn.deterministic = True
     torch.backends.cuda.matmul.allow_tf32 = False
     torch.backends.cudnn.allow_tf32 = False
+    # NumPy's products; torch's libraries were set above. By the library's name, for they differ in it only.
+    ThreadpoolController().select(internal_api="openblas").limit(limits=1)
     _keep_memory()
 
 

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from raysim.blocks import Group, folded, grouped, in_blocks
 from raysim.messages import Published, Sum, Update
 from raysim.methods.method import Method, Task, owner, owners
 from raysim.streams import stream
@@ -125,14 +126,16 @@ class Server:
         trained = self.layout.trained
         if self._combiner is None:
             total = self._fold(updates, dict(zip((u.job for u in present), weights, strict=True)), sums)
-            direction, buffers = total[:trained].div_(divisor), total[trained:]
+            in_blocks(trained, lambda part: total[part].div_(divisor))
+            direction, buffers = total[:trained], total[trained:]
             decided = False
         else:
             combined = self._combiner.combine(present, weights, divisor, self)
             direction, buffers = combined[:trained], combined[trained:]
             decided = len(combined) == self.layout.shared
             if not decided:
-                buffers = weighted_sum([update.delta[trained:] for update in present], weights)  # type: ignore[index]
+                deltas = [update.delta[trained:] for update in present]  # type: ignore[index]
+                buffers = folded(grouped(deltas, weights, self.group))
         if not decided:
             self._average(buffers, present, weights)
         self.combined = direction
@@ -141,7 +144,8 @@ class Server:
         following = torch.empty_like(self.vector)
         self.following = following[:trained]
         if self._applier is None:
-            torch.add(self.params, direction, out=self.following)
+            start, into = self.params, self.following
+            in_blocks(trained, lambda part: torch.add(start[part], direction[part], out=into[part]))
         elif (found := self._applier.apply(self.params, direction, self)) is not self.following:
             self.following.copy_(found)
         # Buffers are statistics: no server rate or momentum touches them.
@@ -166,30 +170,14 @@ class Server:
 
     def _fold(self, updates: Sequence[Update | None], weights: Mapping[int, float], sums: Mapping[int, Sum]) -> Tensor:
         """Sum of w * delta over groups of consecutive updates, then over the groups."""
-        parts: list[Tensor] = []
+        groups: list[Group] = []
         for start in range(0, len(updates), self.group):
             members = [update for update in updates[start : start + self.group] if update is not None]
             if not members:
                 continue
             if (made := sums.get(members[0].job)) is not None:
-                parts.append(torch.from_numpy(made.total))
-                continue
-            parts.append(
-                weighted_sum([update.delta for update in members], [weights[update.job] for update in members])
-            )
-        if len(parts) == 1:
-            return parts[0].clone()  # a sum from a host is read-only
-        total = parts[0] + parts[1]
-        for part in parts[2:]:
-            total.add_(part)
-        return total
-
-
-def weighted_sum(arrays: Sequence[np.ndarray | None], weights: Sequence[float]) -> Tensor:
-    """w_1 a_1 + w_2 a_2 + ..., in order; the arithmetic of every sum of updates, on hosts and here."""
-    assert arrays[0] is not None
-    total = torch.from_numpy(arrays[0]) * weights[0]
-    for array, weight in zip(arrays[1:], weights[1:], strict=True):
-        assert array is not None, "this update is in a sum already"
-        total.add_(torch.from_numpy(array), alpha=weight)
-    return total
+                groups.append(([made.total], [1.0]))
+            else:
+                deltas = [update.delta for update in members if update.delta is not None]
+                groups.append((deltas, [weights[update.job] for update in members]))
+        return folded(groups)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import tracemalloc
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -11,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from raysim import gram as module
-from raysim.gram import folded, gram, recombined, stretches
+from raysim import blocks, gram as module
+from raysim.gram import combination, gram, recombined, stretches
 from raysim.messages import Update
 from raysim.methods.fedbuff import FedBuff
 from raysim.methods.fedgh import FedGH, HierarchicalFedGH
@@ -37,6 +39,16 @@ def server(*methods: Method, layout: Layout = LAYOUT, clients: int = 12, **setti
 def updates(rows: Tensor, version: int = 0) -> list[Update]:
     counters = np.ones(LAYOUT.shared_counters, np.int64)
     return [Update(i, i, version, i + 1, i + 1, 1, 0.5, 0.0, row.numpy(), counters) for i, row in enumerate(rows)]
+
+
+@contextmanager
+def on(threads: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Blocks are shared by so many threads."""
+    blocks._pool.cache_clear()
+    with monkeypatch.context() as patched:
+        patched.setattr(blocks, "cores", lambda: threads)
+        yield
+    blocks._pool.cache_clear()
 
 
 def unchanged(products: Tensor) -> Tensor:
@@ -64,18 +76,25 @@ def test_a_gram_matrix_of_doubles_is_in_double_precision_at_any_length() -> None
 
 def test_vectors_without_entries_have_products_of_zero() -> None:
     assert torch.equal(gram([torch.empty(0)] * 3), torch.zeros(3, 3, dtype=torch.float64))
-    assert len(folded([torch.empty(0)] * 3, [1.0] * 3, 2)) == 0
+    assert len(combination([torch.empty(0)] * 3, [1.0] * 3, 2)) == 0
+
+
+@pytest.mark.parametrize("length", [100_003, 400_000])
+def test_a_gram_matrix_has_the_same_bits_on_one_thread_and_on_three(
+    length: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = normal(21, length).unbind()
+    with on(1, monkeypatch):
+        alone = gram(rows)
+    with on(3, monkeypatch):
+        assert torch.equal(gram(rows), alone)
 
 
 # --- the sum --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("group", [1, 2, 5, 12])
-@pytest.mark.parametrize("block", [16, 1 << 18])
-def test_unchanged_updates_give_the_bits_of_the_weighted_mean(
-    group: int, block: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(module, "_SUM", block)
+def test_unchanged_updates_give_the_bits_of_the_weighted_mean(group: int) -> None:
     target, rows = server(group=group), normal(12, LAYOUT.shared)
     weights = [target.weight(client) for client in range(12)]
     got = recombined(updates(rows), weights, sum(weights), target, "model", unchanged)
@@ -83,11 +102,20 @@ def test_unchanged_updates_give_the_bits_of_the_weighted_mean(
     assert torch.equal(got, target.combined)
 
 
-def test_a_long_sum_in_blocks_has_the_bits_of_a_sum_of_whole_vectors(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("threads", [1, 3])
+def test_a_long_sum_in_blocks_has_the_bits_of_a_sum_of_whole_vectors(
+    threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     rows, weights = normal(7, 600_001).unbind(), [0.1, 3.0, 1 / 3, 7.0, 0.7, 1.0, -2.0]
-    got = folded(rows, weights, 3)
-    monkeypatch.setattr(module, "_SUM", 1 << 30)
-    assert torch.equal(got, folded(rows, weights, 3))
+    parts = []
+    for start in (0, 3, 6):
+        part = rows[start] * weights[start]
+        for row, weight in zip(rows[start + 1 : start + 3], weights[start + 1 : start + 3], strict=True):
+            part.add_(row, alpha=weight)
+        parts.append(part)
+    with on(threads, monkeypatch):
+        got = combination(rows, weights, 3)
+    assert torch.equal(got, parts[0] + parts[1] + parts[2])
 
 
 def test_coefficients_apply_to_the_rows_as_they_came() -> None:
@@ -153,13 +181,17 @@ class Sizes(TorchFunctionMode):
 
 @pytest.mark.parametrize("rule", RULES)
 def test_no_second_copy_of_the_updates_is_made(rule: Callable[[], Method], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_BLOCK", 512)
-    monkeypatch.setattr(module, "_SUM", 256)
+    monkeypatch.setattr(module, "_BLOCK", module._PART)
     size, clients = 20_000, 24
     layout = plan_layout({"model": nn.ParameterDict({"w": nn.Parameter(torch.zeros(size))})})
     rows, target = normal(clients, size), server(layout=layout, clients=clients)
     method = rule()
-    with Sizes() as sizes:
-        for _ in range(2):
-            method.combine(updates(rows), [1.0] * clients, float(clients), target)
+    given = updates(rows)
+    with Sizes() as sizes, on(1, monkeypatch):
+        method.combine(given, [1.0] * clients, float(clients), target)
+        tracemalloc.start()  # sees what NumPy takes
+        method.combine(given, [1.0] * clients, float(clients), target)
+        _, peak = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
     assert sizes.largest == size
+    assert peak < rows.nbytes / 4

@@ -286,9 +286,13 @@ def start(words: list[str], env: dict[str, str], log: Path) -> int:
 
 
 def end(group: int) -> None:
-    """These processes, and no others."""
+    """These processes, and no others; what does not end by itself is killed, so that nothing outlives the tests."""
     with suppress(ProcessLookupError):
         os.killpg(group, signal.SIGTERM)
+        for _ in range(50):
+            time.sleep(0.1)
+            os.killpg(group, 0)
+        os.killpg(group, signal.SIGKILL)
 
 
 def until(condition: Callable[[], bool], seconds: float = 200) -> None:

@@ -34,7 +34,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from raysim.gram import GRANULARITIES, Granularity, folded, gram, parameters_of, recombined, stretches
+from raysim.gram import GRANULARITIES, Granularity, combination, gram, parameters_of, recombined, stretches
 from raysim.methods.fedavg import weight_total, weighted_sum
 from raysim.methods.method import Method
 from raysim.models.classifier import one_of
@@ -201,7 +201,7 @@ class HierarchicalFedGH(Method):
         """The mean in the first round, which r starts from; then the root of every tensor's tree."""
         rows, tally, reference = parameters_of(updates, server), _Tally(), server.state.get(REFERENCE)
         if reference is None:
-            direction = folded(rows, weights, server.group)
+            direction = combination(rows, weights, server.group)
         else:
             mean = sum(weights) / len(weights)
             factors = np.array(weights) / mean
@@ -209,7 +209,7 @@ class HierarchicalFedGH(Method):
             for part in stretches(server.layout, "tensor"):
                 own = [row[part] for row in rows]
                 coefficients = _tree(gram([*own, reference[part]]).numpy(), factors, self.eps, tally)
-                direction[part] = folded(own, (coefficients * mean).tolist(), server.group)
+                direction[part] = combination(own, (coefficients * mean).tolist(), server.group)
         direction.div_(divisor)
         new = direction.clone() if reference is None else _KEPT * reference + (1 - _KEPT) * direction
         server.state[REFERENCE] = new

@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from raysim.blocks import in_blocks
 from raysim.methods.method import Method, at_least, between
 
 if TYPE_CHECKING:
@@ -129,7 +130,7 @@ def _adam(second: Tensor, delta: Tensor, beta2: float) -> None:
 
 
 def _yogi(second: Tensor, delta: Tensor, beta2: float) -> None:
-    signed = (second - delta.square()).sign_().mul_(delta)
+    signed = torch.addcmul(second, delta, delta, value=-1.0).sign_().mul_(delta)
     second.addcmul_(delta, signed, value=beta2 - 1.0)  # rounds as Adam's does
 
 
@@ -158,16 +159,15 @@ def _adaptive(
     return torch.addcdiv(params, first, divisor, value=server_lr, out=into)
 
 
-_BLOCK = 1 << 18  # entries that are stepped at once: all that a rule reads and writes of them stays in the cache
-
-
-def _in_blocks(
+def _stepped(
     rule: Callable[..., Tensor], into: Tensor, params: Tensor, delta: Tensor, state: Mapping[str, Tensor]
 ) -> Tensor:
     """The next params, `into` their place; ``state`` is stepped in place. The rules go entry by entry."""
-    for start in range(0, len(params), _BLOCK):
-        part = slice(start, start + _BLOCK)
+
+    def step(part: slice) -> None:
         rule(into[part], params[part], delta[part], {key: values[part] for key, values in state.items()})
+
+    in_blocks(len(params), step)
     return into
 
 
@@ -189,7 +189,7 @@ class FedAvgM(Method):
     def apply(self, params: Tensor, direction: Tensor, server: Server) -> Tensor:
         """One step of `fedavgm_step`."""
         rule = partial(_fedavgm, server_lr=self.server_lr, momentum=self.momentum, nesterov=self.nesterov)
-        return _in_blocks(
+        return _stepped(
             rule, server.following, params, direction, {"momentum_buffer": server.state["fedavgm.momentum"]}
         )
 
@@ -217,7 +217,7 @@ class _Adaptive(Method):
     def apply(self, params: Tensor, direction: Tensor, server: Server) -> Tensor:
         """One step of the rule."""
         moments = {key: server.state[f"{self.name}.{key}"] for key in ("first_moment", "second_moment")}
-        return _in_blocks(self._rule(server.version + 1), server.following, params, direction, moments)
+        return _stepped(self._rule(server.version + 1), server.following, params, direction, moments)
 
     def _rule(self, step: int) -> Callable[..., Tensor]:
         """The rule with its settings; step: the server's, counted from 1."""

@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
+from raysim.blocks import BLOCK, in_blocks
 from raysim.methods.method import Method, Task, at_least
 from raysim.models.classifier import one_of
 
@@ -38,7 +39,6 @@ if TYPE_CHECKING:
 
 GRANULARITIES, ALIGNS = ("kernel", "tensor"), ("always", "conflict")
 _CONVOLUTION = re.compile(r"((?:.*\.)?layer\d+)\.(\d+)\.(conv\d+)\.weight")
-_BLOCK = 1 << 18  # numbers that are mixed at once
 _NORM = re.compile(r"((?:.*\.)?blocks\.\d+)\.norm2\.weight")
 
 
@@ -61,9 +61,7 @@ def cross_layer_gradient(
     length, length0 = length.sqrt_(), length0.sqrt_()
     theta = (product.abs() / (length0.square() + eps)).clamp(max=clamp_max)
     half = (length + length0) / 2
-    # Spread over their rows first: a product with a column is slow on rows of nine.
-    own, other = (each @ ones.T for each in (half / (length + eps), theta * half / (length0 + eps)))
-    mixed: Tensor = own.mul_(g).addcmul_(other, g0)
+    mixed = (g * (half / (length + eps))).add_(g0 * (theta * half / (length0 + eps)))
     if align == "conflict":
         mixed = torch.where(product < 0, mixed, g)
     if value_clip is not None:
@@ -136,15 +134,23 @@ class InCo(Method):
         shared = {e.path: e for e in server.layout.within(["model"]) if not e.personal}
         pairs = source_parameters(names=list(shared), shapes=[list(e.shape) for e in shared.values()])
         updates = {path: direction[e.start : e.stop].view(e.shape) for path, e in shared.items()}
-        mixed = direction.clone()
+        mixed = torch.empty_like(direction)
+        changed = {shared[target].start for target in pairs}
+        for kept in server.layout.entries:
+            if kept.stop <= len(mixed) and kept.start not in changed:
+                mixed[kept.start : kept.stop] = direction[kept.start : kept.stop]
+        work: list[tuple[Tensor, Tensor, Tensor]] = []
         for target, source in pairs.items():
             entry = shared[target]
             # Kernels are mixed one by one: some output channels at a time, so that all stays in the cache.
             alone = self.granularity == "kernel" and math.prod(entry.shape[2:]) > 1
-            size = max(1, _BLOCK * entry.shape[0] // (entry.stop - entry.start)) if alone else entry.shape[0]
-            parts = (each.split(size) for each in (mixed[entry.start : entry.stop].view(entry.shape), updates[target]))
-            for into, own, other in zip(*parts, updates[source].split(size), strict=True):
-                into.copy_(self._mixed(own, other))
+            size = max(1, BLOCK * entry.shape[0] // (entry.stop - entry.start)) if alone else entry.shape[0]
+            own = mixed[entry.start : entry.stop].view(entry.shape).split(size)
+            work += zip(own, updates[target].split(size), updates[source].split(size), strict=True)
+        into, targets, sources = zip(*work, strict=True) if work else ((), (), ())
+        in_blocks(
+            len(work), lambda part: into[part.start].copy_(self._mixed(targets[part.start], sources[part.start])), 1
+        )
         return mixed
 
     def _mixed(self, target: Tensor, source: Tensor) -> Tensor:
