@@ -182,7 +182,7 @@ class Sizes(TorchFunctionMode):
 @pytest.mark.parametrize("rule", RULES)
 def test_no_second_copy_of_the_updates_is_made(rule: Callable[[], Method], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_BLOCK", module._PART)
-    size, clients = 20_000, 24
+    size, clients = 12 * 8192 + 100, 24
     layout = plan_layout({"model": nn.ParameterDict({"w": nn.Parameter(torch.zeros(size))})})
     rows, target = normal(clients, size), server(layout=layout, clients=clients)
     method = rule()
