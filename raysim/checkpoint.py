@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import save_file
 from safetensors.torch import load_file as map_file
 
 _KEEP = 2  # the last one, and one more in case it is damaged
@@ -98,7 +98,9 @@ def read(path: Path) -> Snapshot:
         raise ValueError(f"checkpoint {path} is damaged ({wrong}); {instead}")
     return Snapshot(
         json.loads((path / "run.json").read_text()),
-        # Mapped, not read: a server's caches may be larger than memory. What is written to stays out of the file.
-        {key: tensor.numpy() for key, tensor in map_file(path / "server.safetensors").items()},
-        load_file(path / "clients.safetensors"),
+        # Mapped, not read: caches and states may be larger than memory. What is written to stays out of the file.
+        *(
+            {key: tensor.numpy() for key, tensor in map_file(path / f"{name}.safetensors").items()}
+            for name in ("server", "clients")
+        ),
     )

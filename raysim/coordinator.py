@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import heapq
+import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -42,6 +43,7 @@ class Settings:
     group: int = 5
     evaluation: Evaluation = field(default_factory=Evaluation)
     checkpoint_every: int = 0  # 0: none
+    state_budget: float = math.inf  # bytes of accepted private states in memory; what is beyond lies on disk
     tolerate: float = 0.1  # share of an aggregation's clients that may fail
     folder: str = ""  # where model and checkpoints go; "": nowhere
     resume: str = ""  # a checkpoint
@@ -98,7 +100,9 @@ class Coordinator:
         stays = self.layout.personal > 0 or self.layout.total_counters > self.layout.shared_counters
         self.stateful = stays or bool(owners(recipe.methods, "state"))
         self.pooled = any(method.pools for method in recipe.methods)
-        self.dispatcher = Dispatcher(runtime, settings.group, self.stateful, self.layout.shared)
+        self.dispatcher = Dispatcher(
+            runtime, settings.group, self.stateful, self.layout.shared, settings.state_budget, settings.folder
+        )
         self.evaluator = Evaluator(recipe, self.layout, runtime, self.dispatcher, settings.evaluation, settings.rounds)
         self._costers = owners(recipe.methods, "cost")
         self._broadcasters = owners(recipe.methods, "broadcast")
@@ -298,6 +302,7 @@ class Coordinator:
             "host_seconds": sum(update.seconds for update in present),
             **self._busy(),
             "store_bytes": stored,
+            "spilled_bytes": self.dispatcher.spilled_bytes,
             "staleness": float(np.mean([flight.staleness for flight in flights])),
         }
         names = dict.fromkeys(name for update in present for name in update.report)
@@ -385,7 +390,7 @@ class Coordinator:
         return {
             f"{client}/{key}": np.asarray(array)
             for client, number in self.dispatcher.accepted.items()
-            for key, array in self.runtime.get(self.dispatcher.states[number]).items()
+            for key, array in self.dispatcher.state(client, number).items()
         }
 
     def _save(self) -> Saved:
@@ -443,9 +448,7 @@ class Coordinator:
             client, _, name = key.partition("/")
             states[int(client)][name] = array
         for owned, state in states.items():
-            accepted = self.dispatcher.accepted[owned]
-            self.dispatcher.states[accepted] = self.runtime.put(state)
-            self.dispatcher.sized(accepted, _bytes(state))
+            self.dispatcher.restore(owned, state)
         for entry in numbers["flights"]:
             extras = _under(arrays, f"job/{entry['number']}/")
             names = ("number", "client", "turn", "version", "state", "weight", "probe")

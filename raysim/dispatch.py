@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias
 
-from raysim.messages import Job, Outcome, Sum, Trained, Update
+from raysim.messages import Arrays, Job, Outcome, Sum, Trained, Update
+from raysim.spill import Spill
 
 Ref: TypeAlias = Any  # a runtime's handle on a result that may not exist yet
 
@@ -54,6 +56,7 @@ class _Call:
 
     ref: Ref
     floats: int = 0  # that it returns, private states apart
+    lent: int = 0  # bytes of states that were read from disk for it
     outcomes: dict[int, Outcome] = field(default_factory=dict)
     sums: tuple[Sum, ...] = ()
 
@@ -62,19 +65,30 @@ class Dispatcher:
     """Gives flights to hosts, longest first, and keeps count of which private state lies where.
 
     A state is known by the job that made it. Its resident copy is on the host that ran the job; the object that the job
-    returned besides is the coordinator's, sent along when the client moves, and read for a checkpoint.
+    returned besides is the coordinator's, sent along when the client moves, and read for a checkpoint. Where accepted
+    states outgrow `budget` [bytes], those idle for longest go to disk (`folder`), object and resident copy both.
     """
 
-    def __init__(self, runtime: Runtime, group: int, stateful: bool, shared: int):
+    def __init__(
+        self, runtime: Runtime, group: int, stateful: bool, shared: int, budget: float = math.inf, folder: str = ""
+    ):
         self.runtime, self.group, self.stateful = runtime, group, stateful
-        self.shared = shared
+        self.shared, self.budget, self.folder = shared, budget, folder
         self._most = max(1, _CALL // max(1, shared))  # unsummed deltas per call
         self.accepted: dict[int, int] = {}  # by client: the job that made its accepted state
-        self.states: dict[int, Ref] = {}  # by job: the state it left
+        self.states: dict[int, Ref] = {}  # by job: the state it left, unless it is on disk
         self.held: dict[int, tuple[int, int]] = {}  # by client: its host, and the last job submitted there
         self.sizes: dict[int, int] = {}  # by job: bytes of the state it left, once that is known
         self.busy: dict[str, float] = {}  # by host: seconds that it has worked, as far as is known
         self._known = 0  # sum of the sizes
+        self._settled: dict[
+            int, int
+        ] = {}  # by client: bytes of its accepted state, unless that is on disk; the newest last
+        self._kept = 0  # sum of them
+        self._disk: Spill | None = None
+        self._spilled: dict[int, int] = {}  # by client: bytes of its accepted state, which is on disk
+        self._typical = 0  # bytes of the state that was written last
+        self._lent = 0  # bytes read from there for calls that have not returned
 
     def submit(
         self, taken: Sequence[Flight], others: Sequence[Flight], published: Mapping[int, Ref], summable: bool
@@ -138,21 +152,50 @@ class Dispatcher:
         jobs = [flight.job for flight in flights]
         sums = list({id(group): group for job in jobs if (group := summed.get(job.number)) is not None}.values())
         states: list[Ref] = []
+        lent, left = 0, dict[int, list[int]]()
         if self.stateful:
             for job in jobs:
                 states.append(self.state_for(job.client, job.state, host))
+                if states[-1] is not None:
+                    lent += self._spilled.get(job.client, 0)
+                home, _ = self.held.get(job.client, (host, -1))
+                if home != host:
+                    left.setdefault(home, []).append(job.client)
                 self.held[job.client] = (host, job.number)
+        self._release(left)
         returns = 1 + len(jobs) if self.stateful else 1
         first, *rest = self.runtime.call(host, "train", jobs, sums, published, *states, returns=returns)
         summed_here = sum(job.number in summed for job in jobs)
-        call = _Call(first, sum(f.up for f in flights) - self.shared * (summed_here - len(sums)))
+        call = _Call(first, sum(f.up for f in flights) - self.shared * (summed_here - len(sums)), lent)
+        self._lent += lent
         for flight in flights:
             flight.call = call
         self.states.update({job.number: ref for job, ref in zip(jobs, rest, strict=False)})
 
     def state_for(self, client: int, number: int, host: int) -> Ref | None:
         """What to send along with a job or a task: nothing if the host will hold that state by then."""
-        return None if number < 0 or self.held.get(client) == (host, number) else self.states[number]
+        if number < 0 or self.held.get(client) == (host, number):
+            return None
+        return self.runtime.put(self.state(client, number)) if client in self._spilled else self.states[number]
+
+    def state(self, client: int, number: int) -> Arrays:
+        """The accepted state of a client, which job `number` left; waits."""
+        if client in self._spilled:
+            assert self._disk is not None and self.accepted[client] == number
+            return self._disk.read(client)
+        state: Arrays = self.runtime.get(self.states[number])
+        return state
+
+    def parts(self, clients: Sequence[int]) -> Iterator[slice]:
+        """Cut a list of clients so that of each part no more than a host's share of the budget is read from disk."""
+        start = size = 0
+        for index, client in enumerate(clients):
+            own = self._spilled.get(client, 0)
+            if size and size + own > self.budget / self.runtime.hosts:
+                yield slice(start, index)
+                start, size = index, 0
+            size += own
+        yield slice(start, len(clients))
 
     def collect(self, flights: Sequence[Flight]) -> tuple[list[Outcome], list[Sum]]:
         """Outcomes in the order of the flights; waits."""
@@ -175,6 +218,7 @@ class Dispatcher:
         trained: Trained = self.runtime.get(call.ref)
         call.outcomes, call.sums, call.ref = {outcome.job: outcome for outcome in trained.outcomes}, trained.sums, None
         calls.append(call)
+        self._lent -= call.lent
         self.busy[trained.host] = max(trained.busy, self.busy.get(trained.host, 0.0))
         for outcome, size in zip(trained.outcomes, trained.states, strict=False):
             self.sized(outcome.job, size)
@@ -186,9 +230,14 @@ class Dispatcher:
 
     @property
     def state_bytes(self) -> int:
-        """Of all private states that the coordinator holds; those of jobs under way count as the mean of the others."""
-        mean = self._known / len(self.sizes) if self.sizes else 0.0
-        return self._known + round(mean * (len(self.states) - len(self.sizes)))
+        """Of all private states in the store; those of jobs under way count as the mean of the others."""
+        mean = self._known / len(self.sizes) if self.sizes else self._typical
+        return self._known + round(mean * (len(self.states) - len(self.sizes))) + self._lent
+
+    @property
+    def spilled_bytes(self) -> int:
+        """Of the accepted private states on disk."""
+        return sum(self._spilled.values())
 
     def floats(self, flights: Sequence[Flight]) -> int:
         """What the results of flights amount to that were submitted and not collected, private states apart."""
@@ -199,10 +248,55 @@ class Dispatcher:
         """Commit the private states that these jobs left; nothing else does."""
         if self.stateful:
             for flight in flights:
-                before = self.accepted.get(flight.job.client, -1)
-                self.states.pop(before, None)
-                self._known -= self.sizes.pop(before, 0)
-                self.accepted[flight.job.client] = flight.job.number
+                client, number = flight.job.client, flight.job.number
+                self._drop(client, self.accepted.get(client, -1))
+                self._spilled.pop(client, None)
+                self._settle(client, number)
+            self._spill()
+
+    def restore(self, client: int, state: Arrays) -> None:
+        """The accepted state of a client, as a checkpoint holds it."""
+        number = self.accepted[client]
+        self.states[number] = self.runtime.put(state)
+        self.sized(number, sum(array.nbytes for array in state.values()))
+        self._settle(client, number)
+        self._spill()
+
+    def _settle(self, client: int, number: int) -> None:
+        self.accepted[client] = number
+        self._settled[client] = self.sizes.get(number, 0)
+        self._kept += self._settled[client]
+
+    def _drop(self, client: int, number: int) -> None:
+        """The object of an accepted state."""
+        self.states.pop(number, None)
+        self._known -= self.sizes.pop(number, 0)
+        self._kept -= self._settled.pop(client, 0)
+
+    def _spill(self) -> None:
+        """Write accepted states to disk until the others are within the budget; not those of clients at work."""
+        left: dict[int, list[int]] = {}
+        for client in list(self._settled) if self._kept > self.budget else ():
+            number = self.accepted[client]
+            home, last = self.held.get(client, (-1, number))
+            if last != number:
+                continue
+            if self._disk is None:
+                self._disk = Spill(self.folder)
+            self._disk.write(client, self.runtime.get(self.states[number]))
+            self._typical = self._spilled[client] = self._settled[client]
+            self._drop(client, number)
+            if home >= 0:
+                left.setdefault(home, []).append(client)
+                del self.held[client]
+            if self._kept <= self.budget:
+                break
+        self._release(left)
+
+    def _release(self, left: Mapping[int, list[int]]) -> None:
+        """Tell hosts which clients' states they need no longer."""
+        for host, clients in left.items():
+            self.runtime.call(host, "release", clients)
 
 
 def _apart(outcome: Outcome) -> Outcome:

@@ -7,8 +7,9 @@ set (`common`). And the loss decomposition of the FedLD paper, for any method.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import zip_longest
 from typing import Literal, TypeAlias
 
 import numpy as np
@@ -144,11 +145,18 @@ class Evaluator:
             host = self.dispatcher.held.get(task.client, (index * self.runtime.hosts // len(tasks), 0))[0]
             shares.setdefault(host, []).append(task)
         stateful = any(task.client >= 0 for task in tasks) and self.dispatcher.stateful
-        refs = []
-        for host, own in sorted(shares.items()):
-            states = [self.dispatcher.state_for(t.client, t.state, host) for t in own] if stateful else []
-            refs.append(self.runtime.call(host, "evaluate", own, published, *states)[0])
+        refs: list[Ref] = []
+        parts = [[(host, own[part]) for part in self._parts(own)] for host, own in sorted(shares.items())]
+        for wave in zip_longest(*parts):
+            for ref in refs:  # of states that lie on disk, no more is read before those are back
+                self.runtime.get(ref)
+            for host, own in filter(None, wave):
+                states = [self.dispatcher.state_for(t.client, t.state, host) for t in own] if stateful else []
+                refs.append(self.runtime.call(host, "evaluate", own, published, *states)[0])
         return refs
+
+    def _parts(self, tasks: Sequence[Task]) -> Iterator[slice]:
+        return self.dispatcher.parts([task.client for task in tasks])
 
     def decompose(self, updates: Sequence[Update], bases: Mapping[int, Published], after: Published) -> Scoring:
         """Start scoring every participant's local model, and the next shared one, on every participant's samples.

@@ -152,6 +152,7 @@ def build(config: DictConfig | Mapping[str, Any] | Sequence[str] = (), allow: Se
         group=study.summation,
         evaluation=study.evaluate,
         checkpoint_every=study.checkpoint.every,
+        state_budget=study.state.bytes,
         tolerate=study.faults.tolerate,
     )
     return Experiment(node, study, recipe, schedule, fleet, settings, warnings)

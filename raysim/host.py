@@ -148,6 +148,11 @@ class Host:
         self._constants = {key: torch.from_numpy(value).to(self.device) for key, value in constants.items()}
         self._probed = probed
 
+    def release(self, clients: Sequence[int]) -> None:
+        """Forget the private states of clients that are elsewhere now."""
+        for client in clients:
+            self._resident.pop(client, None)
+
     # --- before round 0 ------------------------------------------------------------------------------------------
     def contribute(self, clients: Sequence[int]) -> list[dict[str, np.ndarray]]:
         """What these clients send before round 0, by full name."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
@@ -66,6 +67,22 @@ class Faults:
 
 
 @dataclass(frozen=True)
+class State:
+    """How many GiB of clients' accepted private states stay in memory; those idle for longest lie on disk beyond it."""
+
+    budget: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.budget is not None:
+            at_least("state.budget", self.budget, 0)
+
+    @property
+    def bytes(self) -> float:
+        """The budget; infinite if there is none."""
+        return math.inf if self.budget is None else self.budget * 2**30
+
+
+@dataclass(frozen=True)
 class Study:
     """What a configuration says besides the objects it names."""
 
@@ -83,6 +100,7 @@ class Study:
     tracking: Tracking = field(default_factory=Tracking)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     faults: Faults = field(default_factory=Faults)
+    state: State = field(default_factory=State)
 
     def __post_init__(self) -> None:
         at_least("seed", self.seed, 0)

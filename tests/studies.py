@@ -114,7 +114,7 @@ def recipe(*methods: Method, model: ModelRecipe = MLP, local: Local = LOCAL, **o
 
 
 # Columns that depend on clocks, and on where hosts sum.
-MEASURED = ("wall_seconds", "host_seconds", "host_busy", "host_busy_least", "store_bytes")
+MEASURED = ("wall_seconds", "host_seconds", "host_busy", "host_busy_least", "store_bytes", "spilled_bytes")
 
 
 @dataclass
@@ -204,7 +204,7 @@ class Several:
 
     def __init__(self, study: Recipe, count: int):
         self.hosts = count
-        self._hosts = [Host(study, f"host-{index}") for index in range(count)]
+        self.members = [Host(study, f"host-{index}") for index in range(count)]
 
     def put(self, value: object) -> object:
         """The value itself."""
@@ -216,7 +216,7 @@ class Several:
 
     def call(self, host: int, method: str, *args: Any, returns: int = 1) -> list[Any]:
         """Run it now."""
-        result = getattr(self._hosts[host], method)(*args)
+        result = getattr(self.members[host], method)(*args)
         return [result] if returns == 1 else list(result)
 
 

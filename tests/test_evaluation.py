@@ -111,7 +111,7 @@ def test_a_method_that_only_personalises_is_scored_both_ways() -> None:
 def test_fine_tuning_of_the_head_alone_leaves_the_extractor() -> None:
     seen: list[dict[str, Tensor]] = []
     study = recipe(model=NORMED_MLP, data=apart())
-    host = Several(study, 1)._hosts[0]
+    host = Several(study, 1).members[0]
     for head in (True, False):
         before = host.vector.data.clone()
         host.trainer.adapt(0, study.data.partition.train.rows(0), 1, Finetune(1, head=head))
@@ -163,7 +163,7 @@ def test_the_parts_of_the_loss_add_up_and_each_is_what_it_says() -> None:
         total = part["local_loss"] + part["distribution_shift"] + part["aggregation"]
         assert total == pytest.approx(part["global_loss"], abs=1e-12)
     assert parts[1]["distribution_shift"] > 0  # a local model fits its own samples better
-    host = Several(study, 1)._hosts[0]
+    host = Several(study, 1).members[0]
     host.vector.shared.copy_(found.coordinator.server.vector)
     host.trainer.training(False)
     with torch.no_grad():

@@ -29,8 +29,6 @@ from raysim.config import compose
 from raysim.errors import Refused
 from raysim.submission import Command, check_command, check_size, pack, pieces, runtime_env, size
 
-slow = pytest.mark.slow  # a cluster of their own: a minute
-
 ROOT = Path(__file__).parent.parent
 BIN = Path(sys.executable).parent
 RUN = (
@@ -311,7 +309,6 @@ def answers(url: str, token: str) -> bool:
         return False
 
 
-@slow
 def test_ray_job_submit_carries_a_run_to_its_result(cluster: Cluster, tmp_path: Path) -> None:
     out = tmp_path / "run"
     run = shlex.join(["raysim", "run", "runtime=cluster", *RUN, f"out={out}"])
@@ -323,7 +320,6 @@ def test_ray_job_submit_carries_a_run_to_its_result(cluster: Cluster, tmp_path: 
     assert {"raysim", "conf", "pyproject.toml"} <= listed and not {"tests", "jobs", "notebooks"} & listed, ran.stdout
 
 
-@slow
 def test_the_helper_shows_a_run_and_returns_its_status(cluster: Cluster, tmp_path: Path) -> None:
     ran = cluster.submit("run", *RUN, f"out={tmp_path / 'run'}")
     assert ran.returncode == 0, ran.stdout + ran.stderr
@@ -333,14 +329,12 @@ def test_the_helper_shows_a_run_and_returns_its_status(cluster: Cluster, tmp_pat
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["rounds"] == 2
 
 
-@slow
 def test_a_run_that_the_cluster_refuses_ends_with_2(cluster: Cluster, tmp_path: Path) -> None:
     ran = cluster.submit("run", *RUN, "runtime.hosts=500", f"out={tmp_path / 'run'}")
     assert ran.returncode == 2 and "too little CPU" in ran.stdout, ran.stdout + ran.stderr
     assert not (tmp_path / "run").exists()
 
 
-@slow
 def test_a_run_that_fails_ends_with_1_and_sees_the_users_own_code(cluster: Cluster, tmp_path: Path) -> None:
     (tmp_path / "mine" / "conf" / "method").mkdir(parents=True)
     (tmp_path / "mine" / "__init__.py").write_text(BROKEN)
@@ -350,7 +344,6 @@ def test_a_run_that_fails_ends_with_1_and_sees_the_users_own_code(cluster: Clust
     assert ran.returncode == 1 and "no gradient today" in ran.stdout, ran.stdout + ran.stderr
 
 
-@slow
 def test_a_wrong_token_and_none_are_each_one_sentence(cluster: Cluster, tmp_path: Path) -> None:
     (wrong := tmp_path / "wrong").write_text(secrets.token_hex(32))
     ran = cluster.submit("run", *RUN, "out=/s/a", RAY_AUTH_TOKEN_PATH=str(wrong))

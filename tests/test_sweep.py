@@ -23,8 +23,6 @@ from raysim.errors import Refused
 from raysim.metrics import read_history
 from raysim.search import load, plan
 
-pytestmark = pytest.mark.slow  # clusters of their own, minutes
-
 STUDY = (
     *("runtime=local", "tracking=none", "data=synthetic", "partition=iid", "partition.clients=6"),
     *("schedule.cohort=2", "local.epochs=1", "rounds=4", "checkpoint.every=2", "model=mlp"),

@@ -15,7 +15,7 @@ from raysim.report import NOTHING, Run, choice, settings
 
 # Keys, or all keys below them, that may differ without making a run another one than the paper's.
 FREE = (
-    *("seed", "device", "runtime", "checkpoint", "faults", "thresholds", "summation"),
+    *("seed", "device", "runtime", "checkpoint", "faults", "state", "thresholds", "summation"),
     *("data.root", "data.cache", "data.download", "evaluate.clients", "evaluate.probe", "evaluate.probe_rows"),
 )
 GROUPS = ("data", "partition", "model", "schedule", "fleet")

@@ -1,0 +1,64 @@
+"""Arrays on disk instead of in memory: one file without a name, in which every client has a place of its own."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+_ALIGN = 64  # bytes
+
+
+@dataclass(frozen=True)
+class _Piece:
+    key: str
+    dtype: np.dtype
+    shape: tuple[int, ...]
+    start: int
+    size: int
+
+
+class Spill:
+    """Keeps dictionaries of arrays by client. The file grows with the clients, not with how often they are written.
+
+    folder: on whose disk it lies ("": the system's for temporary files). It ends with the process, however that ends.
+    """
+
+    def __init__(self, folder: Path | str = ""):
+        self._folder = str(folder) or None
+        self._file = tempfile.TemporaryFile(dir=self._folder)  # noqa: SIM115 - open for as long as this lives
+        self._places: dict[int, tuple[int, int]] = {}  # by client: where its place begins, and how long it is
+        self._pieces: dict[int, list[_Piece]] = {}
+        self._end = 0
+
+    def write(self, client: int, arrays: Mapping[str, np.ndarray]) -> None:
+        """Keep a client's arrays, instead of those that it had. Raises OSError that names the folder."""
+        needed = sum(-(-array.nbytes // _ALIGN) * _ALIGN for array in arrays.values())
+        start, room = self._places.get(client, (self._end, 0))
+        if room < needed:
+            start = self._end
+            self._places[client], self._end = (start, needed), start + needed
+        pieces = []
+        try:
+            for key, array in arrays.items():
+                self._file.seek(start)
+                self._file.write(np.ascontiguousarray(array).data)
+                pieces.append(_Piece(key, array.dtype, array.shape, start, array.nbytes))
+                start += -(-array.nbytes // _ALIGN) * _ALIGN
+            self._file.flush()
+        except OSError as error:
+            where = self._folder or tempfile.gettempdir()
+            raise OSError(error.errno, f"{error.strerror}: {self._end} bytes of private states", where) from None
+        self._pieces[client] = pieces
+
+    def read(self, client: int) -> dict[str, np.ndarray]:
+        """What `write` kept: views on the file, read-only."""
+        pieces = self._pieces[client]
+        if not any(piece.size for piece in pieces):
+            return {piece.key: np.empty(piece.shape, piece.dtype) for piece in pieces}
+        self._file.truncate(max(self._end, self._file.seek(0, 2)))
+        file = np.memmap(self._file, np.uint8, "r")
+        return {p.key: np.asarray(file[p.start : p.start + p.size]).view(p.dtype).reshape(p.shape) for p in pieces}
