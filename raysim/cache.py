@@ -45,8 +45,10 @@ def reserve(shape: tuple[int, ...], dtype: torch.dtype, place: Place) -> Tensor:
 
 
 def extended(rows: Tensor, count: int) -> Tensor:
-    """The first `count` rows of the room that `rows` lie in; new ones hold anything."""
-    return rows.as_strided((count, *rows.shape[1:]), rows.stride())
+    """The first `count` rows of the room that `rows` lie in; new ones are zero, for checksums see all of them."""
+    more = rows.as_strided((count, *rows.shape[1:]), rows.stride())
+    more[len(rows) :].zero_()
+    return more
 
 
 def settled(rows: Tensor, capacity: int, place: Place) -> Tensor:

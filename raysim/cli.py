@@ -1,4 +1,4 @@
-"""The command `raysim`: run, study, methods, partition, report, bench; parse, call, print.
+"""The command `raysim`: run, study, sweep, submit, methods, partition, report, bench; parse, call, print.
 
 Exit status: 0 done, 1 the run failed, 2 refused as asked (one sentence on stderr), 130 interrupted.
 """
@@ -355,11 +355,17 @@ def _report(given: argparse.Namespace) -> int:
     from raysim.report import compare, load_run, table
 
     with refusing():
-        runs = [load_run(Path(folder)) for folder in given.runs]
+        runs = [load_run(folder) for folder in _folders(given.runs)]
         print(table(runs))
         page = compare(runs, Path(given.out or "report"))
     print(f"\ncurves and table: {page}")
     return 0
+
+
+def _folders(runs: Sequence[str]) -> list[Path]:
+    """Without the files that a shell's runs/* finds beside the folders, such as runs/mlflow.db."""
+    paths = [Path(run) for run in runs]
+    return [path for path in paths if not path.is_file()] or paths
 
 
 def _paper(given: argparse.Namespace) -> int:
@@ -378,7 +384,7 @@ def _paper(given: argparse.Namespace) -> int:
         print(listing(given.paper))
         return 0
     with refusing():
-        runs = [load_run(Path(folder)) for folder in given.runs]
+        runs = [load_run(folder) for folder in _folders(given.runs)]
         print(compare(given.paper, runs, shutil.get_terminal_size((120, 24)).columns))
     return 0
 

@@ -89,6 +89,7 @@ class Coordinator:
             recipe.task,
             settings.weighting or asked_weighting(recipe.methods),
             settings.group,
+            schedule.size,
         )
         self.eligible = np.flatnonzero(self.counts)
         check_concurrency(schedule, self.counts)

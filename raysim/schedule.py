@@ -46,6 +46,11 @@ class Schedule(Protocol):
         """Most jobs that are under way at once."""
         ...
 
+    @property
+    def size(self) -> int:
+        """Most results in one aggregation."""
+        ...
+
     def decide(self, view: View) -> Action:
         """The next action."""
         ...
@@ -67,6 +72,11 @@ class Synchronous:
 
     @property
     def concurrency(self) -> int:
+        """See `Schedule`."""
+        return self.cohort
+
+    @property
+    def size(self) -> int:
         """See `Schedule`."""
         return self.cohort
 

@@ -40,9 +40,10 @@ class Server:
         task: Task,
         weighting: Weighting = "samples",
         group: int = 5,
+        size: int = 0,
     ):
         self.layout, self.methods, self.seed, self.weighting, self.group = layout, methods, seed, weighting, group
-        self.task = task
+        self.task, self.size = task, size  # size: most updates in one aggregation
         self.vector, self.counters = vector, counters  # [layout.shared], [layout.shared_counters]
         self.counts = counts  # int64 [clients] training samples
         self.state: dict[str, Tensor] = {}  # what methods keep, by "method.name"; all of it is in a checkpoint

@@ -45,7 +45,9 @@ def filled(place: cache.Place, count: int = 3) -> Tensor:
 def test_a_cache_starts_empty_and_keeps_its_rows_as_it_grows(place: cache.Place) -> None:
     assert reserve((5, 2, 4), torch.float32, place).shape == (0, 2, 4)
     rows = filled(place)
+    rows.as_strided((5, *rows.shape[1:]), rows.stride())[len(rows) :].fill_(7)  # what memory may hold
     more = extended(rows, 5)
+    assert not more[len(rows) :].any()
     assert torch.equal(more[:3], torch.arange(24.0).view(3, 2, 4))
     assert more.data_ptr() == rows.data_ptr() and more.is_contiguous()
 

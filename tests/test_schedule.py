@@ -36,6 +36,10 @@ class Watched:
     def concurrency(self) -> int:
         return self.schedule.concurrency
 
+    @property
+    def size(self) -> int:
+        return self.schedule.size
+
     def decide(self, view: View) -> Action:
         self.log.append((view, self.schedule.decide(view)))
         return self.log[-1][1]

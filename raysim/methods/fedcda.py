@@ -268,6 +268,7 @@ class FedCDA(Method):
             )
         clients, vector = int(np.count_nonzero(server.counts)), server.vector
         _check_budget(self.memory, self.budget, clients, vector.nbytes)
+        _check_search(self.memory, self.batches, min(clients, server.size))
         server.state |= {
             "fedcda.clients": torch.empty(0, dtype=torch.int64),
             "fedcda.pushes": torch.empty(0, dtype=torch.int64),
@@ -280,7 +281,6 @@ class FedCDA(Method):
     def combine(self, updates: Sequence[Update], weights: Sequence[float], divisor: float, server: Server) -> Tensor:
         """From x to the mean of the selected models, buffers included."""
         state, clients = server.state, sorted({update.client for update in updates})
-        _check_search(self.memory, self.batches, len(clients))
         capacity = int(np.count_nonzero(server.counts))
         state["fedcda.models"] = settled(state["fedcda.models"], capacity, self.cache)  # it may be a checkpoint's
         for update in updates:

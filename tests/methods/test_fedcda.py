@@ -369,13 +369,14 @@ def test_a_buffered_schedule_caches_what_clients_trained_from_older_versions() -
 # --- what is refused ------------------------------------------------------------------------------------------------
 
 
-def test_a_search_without_bound_is_refused_at_the_first_aggregation_with_batches_that_would_do() -> None:
-    clients = 27  # 3 ** 13 > 10 ** 6 >= 3 ** 12
-    refused = server(FedCDA(batches=2), (1,) * clients)
+@pytest.mark.parametrize("schedule", [Synchronous(27), Buffered(concurrency=28, size=27)])
+def test_a_search_without_bound_is_refused_before_the_start_with_batches_that_would_do(schedule: Any) -> None:
+    data = sized((3,) * 28)  # 27 in an aggregation, 14 in a batch: 3 ** 14 combinations
     with pytest.raises(Refused, match=r"method.fedcda.batches=2 makes 4.8e\+06 combinations .* set it to 3"):
-        step(refused, [(client, model(0)) for client in range(clients)])
-    assert 3**12 <= LIMIT < 3**13
-    step(server(FedCDA(batches=3), (1,) * clients), [(client, model(0)) for client in range(clients)])
+        coordinate(recipe(FedCDA(batches=2), data=data), schedule)
+    assert 3**9 <= LIMIT < 3**14
+    coordinate(recipe(FedCDA(batches=3), data=data), schedule)
+    coordinate(recipe(FedCDA(batches=2), data=sized((3,) * 24)), Buffered(concurrency=24, size=40))
 
 
 def test_a_cache_that_may_outgrow_its_budget_is_refused_with_what_fits() -> None:
