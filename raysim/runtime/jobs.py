@@ -88,7 +88,13 @@ def submit(client: JobSubmissionClient, entrypoint: str, runtime_env: Mapping[st
     try:
         return str(client.submit_job(entrypoint=entrypoint, runtime_env=dict(runtime_env)))
     except (OSError, RuntimeError, TypeError, ValueError) as error:
-        raise ValueError(f"the cluster at {client.get_address()} does not take the job: {_first(error)}") from error
+        text = _first(error)
+        if "No available agent" in text:
+            text = (
+                "the agent of its head node is not up; where that goes on, another Ray on that machine has taken the "
+                "agent's port: end it, or start the head with --dashboard-agent-listen-port=52366"
+            )
+        raise ValueError(f"the cluster at {client.get_address()} does not take the job: {text}") from error
 
 
 def follow(client: JobSubmissionClient, job: str, write: Callable[[str], object]) -> None:
