@@ -11,7 +11,7 @@ import traceback
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -69,9 +69,13 @@ def settle(threads: int) -> None:
     torch.backends.cudnn.deterministic = True
     torch.backends.cuda.matmul.allow_tf32 = False
     torch.backends.cudnn.allow_tf32 = False
-    # NumPy's products; torch's libraries were set above. By the library's name, for they differ in it only.
-    ThreadpoolController().select(internal_api="openblas").limit(limits=1)
+    openblas().limit(limits=1)
     _keep_memory()
+
+
+def openblas() -> Any:
+    """The threads of the library in which NumPy multiplies; torch's own are not among them."""
+    return ThreadpoolController().select(internal_api="openblas")
 
 
 def _keep_memory() -> None:

@@ -7,9 +7,14 @@ import threading
 import numpy as np
 import pytest
 import torch
+from studies import ROUNDS, recipe
 
 from raysim import blocks
 from raysim.blocks import folded, grouped, in_blocks
+from raysim.coordinator import Settings
+from raysim.fleet import Ideal
+from raysim.host import openblas
+from raysim.runtime import inprocess
 
 
 @pytest.mark.parametrize("length", [0, 1, 7, 8, 9, 100])
@@ -44,3 +49,14 @@ def test_a_sum_may_have_a_place_and_what_a_host_has_summed_enters_as_it_is() -> 
     first.flags.writeable = False
     again = folded([([first], [1.0]), (rows[2:], [3.0, 4.0])], place)
     assert again is place and torch.equal(again, whole)
+
+
+def test_a_run_in_this_process_multiplies_on_one_thread_and_leaves_numpys_threads_as_they_were() -> None:
+    def threads() -> set[int]:
+        return {library["num_threads"] for library in openblas().info()}
+
+    with openblas().limit(limits=2):
+        before = threads()
+        during = [threads() for _ in inprocess.run(recipe(), ROUNDS, Ideal(), Settings(rounds=1))]
+        assert during and all(found == {1} for found in during)
+        assert threads() == before

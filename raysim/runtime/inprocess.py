@@ -10,7 +10,7 @@ import torch
 from raysim.coordinator import Coordinator, Settings
 from raysim.events import Event
 from raysim.fleet import Fleet
-from raysim.host import Host, Recipe
+from raysim.host import Host, Recipe, openblas
 from raysim.schedule import Schedule
 
 
@@ -36,10 +36,12 @@ class InProcess:
 
 
 def run(recipe: Recipe, schedule: Schedule, fleet: Fleet, settings: Settings) -> Iterator[Event]:
-    """Run here; afterwards torch's global settings are as they were."""
+    """Run here; afterwards the global settings of torch and of NumPy's products are as they were."""
     threads, deterministic = torch.get_num_threads(), torch.get_deterministic_debug_mode()
+    products = openblas().limit(limits=None)
     try:
         yield from Coordinator(recipe, schedule, fleet, InProcess(recipe), settings).run()
     finally:
+        products.restore_original_limits()
         torch.set_num_threads(threads)
         torch.set_deterministic_debug_mode(deterministic)
