@@ -45,15 +45,14 @@ def torch_as_it_was() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def ray_session() -> Iterator[None]:
-    """The one Ray of the whole suite, whose workers find the modules of the tests."""
-    from raysim.runtime import ray as on_ray
+    """The one Ray of the whole suite, of two (declared) cores, whose workers find the modules of the tests."""
+    from raysim.runtime.ray import ray
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
-        started = on_ray.connect(on_ray.RayOptions())
+        ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False)
         yield
-        if started:
-            on_ray.disconnect()
+        ray.shutdown()
 
 
 @pytest.fixture(scope="session")

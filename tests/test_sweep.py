@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,17 +28,6 @@ STUDY = (
     *("schedule.cohort=2", "local.epochs=1", "rounds=4", "checkpoint.every=2", "model=mlp"),
 )
 LRS = "local.lr=0.01,0.1"
-
-
-@pytest.fixture(scope="module")
-def ray() -> Iterator[None]:
-    """One cluster of two (declared) cores for all of them."""
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    import ray
-
-    ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False)
-    yield
-    ray.shutdown()
 
 
 @pytest.fixture(autouse=True)
@@ -140,7 +129,7 @@ def test_every_space_that_is_shipped_names_keys_that_exist() -> None:
 
 # --- searching ----------------------------------------------------------------------------------------------------
 def test_a_grid_leaves_a_table_pictures_and_a_configuration_that_a_run_takes(
-    ray: None, capsys: pytest.CaptureFixture[str]
+    ray_session: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = sweep("method=[],[fedprox]", LRS, "sweep.search=grid")
     shown = capsys.readouterr().out
@@ -160,7 +149,7 @@ def test_a_grid_leaves_a_table_pictures_and_a_configuration_that_a_run_takes(
     assert cli.call(report) == 0
 
 
-def test_several_seeds_are_one_number_with_its_deviation(ray: None) -> None:
+def test_several_seeds_are_one_number_with_its_deviation(ray_session: None) -> None:
     folder = sweep("local.lr=0.1,0.2", "sweep.search=grid", "sweep.seeds=2", "seed=5")
     for row in trials(folder):
         runs = []
@@ -173,7 +162,7 @@ def test_several_seeds_are_one_number_with_its_deviation(ray: None) -> None:
         assert math.isclose(row["accuracy_global_std"], abs(runs[0] - runs[1]) / math.sqrt(2))
 
 
-def test_asha_stops_the_worse_trials_early(ray: None) -> None:
+def test_asha_stops_the_worse_trials_early(ray_session: None) -> None:
     words = ("local.lr=0.3,0.2,0.1,0.00001,0.000001,0.0000001", "sweep.search=grid", "rounds=8")
     folder = sweep(*words, "sweep.scheduler=asha", "sweep.grace=2", "sweep.reduction=2", "sweep.concurrent=1")
     rows = trials(folder)
@@ -183,7 +172,7 @@ def test_asha_stops_the_worse_trials_early(ray: None) -> None:
     assert any(row["status"] == "done" and row["rounds"] == 8 for row in rows)
 
 
-def test_optuna_searches_lists_whole_numbers_and_ranges(ray: None) -> None:
+def test_optuna_searches_lists_whole_numbers_and_ranges(ray_session: None) -> None:
     pytest.importorskip("optuna")
     space = ("method=[],[fedprox]", "local.epochs=int(interval(1,3))", "local.lr=tag(log,interval(0.01,0.5))")
     rows = trials(sweep(*space, "sweep.search=optuna", "sweep.trials=5", "rounds=2"))
@@ -192,7 +181,7 @@ def test_optuna_searches_lists_whole_numbers_and_ranges(ray: None) -> None:
     assert {row["method"] for row in rows} <= {"fedavg", "fedprox"}
 
 
-def test_pbt_takes_over_states_and_changes_values(ray: None) -> None:
+def test_pbt_takes_over_states_and_changes_values(ray_session: None) -> None:
     words = ("local.lr=tag(log,interval(0.0001,0.5))", "sweep.trials=4", "sweep.scheduler=pbt", "sweep.interval=2")
     folder = sweep(*words, "rounds=12", "sweep.concurrent=2")
     rows = trials(folder)
@@ -202,7 +191,7 @@ def test_pbt_takes_over_states_and_changes_values(ray: None) -> None:
     assert all(0.0001 <= row["local.lr"] <= 0.5 for row in rows)
 
 
-def test_a_trial_with_hosts_of_its_own_has_the_same_bits(ray: None) -> None:
+def test_a_trial_with_hosts_of_its_own_has_the_same_bits(ray_session: None) -> None:
     folder = sweep("local.lr=0.1,0.2", "sweep.search=grid", "sweep.hosts=2")
     for row in trials(folder):
         own = folder / row["folder"] / "config.yaml"
@@ -211,7 +200,9 @@ def test_a_trial_with_hosts_of_its_own_has_the_same_bits(ray: None) -> None:
         assert row["accuracy_global"] == alone["accuracy_global"]
 
 
-def test_a_trial_that_does_not_fit_is_refused_with_numbers(ray: None, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_trial_that_does_not_fit_is_refused_with_numbers(
+    ray_session: None, capsys: pytest.CaptureFixture[str]
+) -> None:
     sweep(LRS, "sweep.hosts=3", status=2)
     assert "3 hosts of 1 CPU each, the cluster has 2 CPU: set sweep.hosts=2" in capsys.readouterr().err
     sweep(LRS, "runtime.threads=3", status=2)
@@ -219,20 +210,22 @@ def test_a_trial_that_does_not_fit_is_refused_with_numbers(ray: None, capsys: py
     assert not Path("s").exists()
 
 
-def test_a_trial_that_fails_says_why_and_the_others_go_on(ray: None, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_trial_that_fails_says_why_and_the_others_go_on(
+    ray_session: None, capsys: pytest.CaptureFixture[str]
+) -> None:
     rows = trials(sweep("local.lr=0.1,1e30", "sweep.search=grid", "faults.tolerate=0"))
     assert [row["status"] for row in rows] == ["done", "failed"]
     assert "clients failed in round" in rows[1]["error"]
     assert "failed: " in capsys.readouterr().out
 
 
-def test_a_metric_that_is_not_measured_is_named(ray: None) -> None:
+def test_a_metric_that_is_not_measured_is_named(ray_session: None) -> None:
     rows = trials(sweep("local.lr=0.1,0.2", "sweep.search=grid", "sweep.metric=accuracy_globe"))
     assert {row["status"] for row in rows} == {"failed"}
     assert "set sweep.metric to one of accuracy, accuracy_global" in rows[0]["error"]
 
 
-def test_a_search_is_one_tracked_run_with_a_child_for_each_trial(ray: None) -> None:
+def test_a_search_is_one_tracked_run_with_a_child_for_each_trial(ray_session: None) -> None:
     from mlflow.tracking import MlflowClient
 
     sweep("local.lr=0.1,0.2", "sweep.search=grid", "tracking=mlflow")
@@ -262,7 +255,7 @@ def kill_after(words: Sequence[str], ended: int) -> None:
 
 
 @pytest.mark.parametrize("search", ["random", "optuna"])
-def test_a_search_goes_on_after_its_driver_was_killed(ray: None, search: str) -> None:
+def test_a_search_goes_on_after_its_driver_was_killed(ray_session: None, search: str) -> None:
     if search == "optuna":
         pytest.importorskip("optuna")
     words = ("local.lr=tag(log,interval(0.01,0.5))", f"sweep.search={search}", "sweep.trials=5", "rounds=30")
@@ -280,7 +273,7 @@ def test_a_search_goes_on_after_its_driver_was_killed(ray: None, search: str) ->
         assert json.loads(path.read_text())["point"] == json.loads(text)["point"]
 
 
-def test_a_finished_search_can_be_given_more_trials(ray: None) -> None:
+def test_a_finished_search_can_be_given_more_trials(ray_session: None) -> None:
     words = ("local.lr=tag(log,interval(0.01,0.5))", "rounds=2")
     first = trials(sweep(*words, "sweep.trials=2"))
     assert cli.call(["sweep", "out=s", "resume=latest", "sweep.trials=3"]) == 0
@@ -289,7 +282,7 @@ def test_a_finished_search_can_be_given_more_trials(ray: None) -> None:
     assert len(rows) == 3
 
 
-def test_a_search_that_goes_on_keeps_its_settings(ray: None, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_search_that_goes_on_keeps_its_settings(ray_session: None, capsys: pytest.CaptureFixture[str]) -> None:
     sweep("local.lr=0.1,0.2", "sweep.search=grid", "rounds=1", "checkpoint.every=0")
     assert cli.call(["sweep", "out=s", "resume=latest", "rounds=9"]) == 2
     assert "rounds=9 cannot change a search that has begun" in capsys.readouterr().err
