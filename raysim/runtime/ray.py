@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import socket
 import sys
+import threading
 import time
 import uuid
 from collections import Counter
@@ -79,6 +81,9 @@ def connect(options: RayOptions) -> bool:
             f"runtime.address={address}: no Ray cluster could be reached or started there ({first}); "
             "start one with `ray start --head`, or use runtime=local"
         ) from error
+    if threading.current_thread() is threading.main_thread():
+        # `ray job stop` is a Ctrl-C: Ray's own handler prints its stack and may abort.
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
     return True
 
 
