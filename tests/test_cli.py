@@ -306,3 +306,16 @@ def test_a_killed_run_is_resumed_to_the_same_bits() -> None:
     run("out=a", "rounds=40", "resume=latest")
     assert bits("a") == bits("straight")
     assert [row["round"] for row in read_history(Path("a/history.parquet"))] == list(range(1, 41))
+
+
+def test_a_run_on_ray_that_is_told_to_end_says_how_to_go_on() -> None:
+    on_ray = [word for word in QUICK if not word.startswith("runtime=")]
+    words = [sys.executable, "-m", "raysim", "run", *on_ray, "rounds=100000", "out=a"]
+    told = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    while told.poll() is None and not available(Path("a/checkpoints")):
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            told.wait(timeout=0.1)
+    told.terminate()  # as `ray job stop` does
+    _, errors = told.communicate(timeout=60)
+    assert told.returncode == 130
+    assert "out=a and resume=latest continues from the last checkpoint" in errors and "SIGTERM" not in errors
