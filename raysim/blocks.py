@@ -31,15 +31,20 @@ def _pool() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(cores(), "raysim-blocks")
 
 
+def parts(start: int, stop: int, size: int) -> list[slice]:
+    """The entries from `start` to `stop`, `size` at a time."""
+    return [slice(first, min(first + size, stop)) for first in range(start, stop, size)]
+
+
 def in_blocks(length: int, work: Callable[[slice], T], size: int = BLOCK) -> list[T]:
     """``work`` on every block of `length` entries, `size` each; what it returns, in the order of the blocks.
 
     ``work`` runs in several threads, writes nothing outside its block, and calls no `in_blocks` itself.
     """
-    parts = [slice(start, min(start + size, length)) for start in range(0, length, size)]
-    if len(parts) < 2 or cores() == 1:
-        return [work(part) for part in parts]
-    return list(_pool().map(work, parts))
+    blocks = parts(0, length, size)
+    if len(blocks) < 2 or cores() == 1:
+        return [work(block) for block in blocks]
+    return list(_pool().map(work, blocks))
 
 
 def folded(groups: Sequence[Group], into: Tensor | None = None) -> Tensor:

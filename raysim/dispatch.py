@@ -81,9 +81,8 @@ class Dispatcher:
         self.sizes: dict[int, int] = {}  # by job: bytes of the state it left, once that is known
         self.busy: dict[str, float] = {}  # by host: seconds that it has worked, as far as is known
         self._known = 0  # sum of the sizes
-        self._settled: dict[
-            int, int
-        ] = {}  # by client: bytes of its accepted state, unless that is on disk; the newest last
+        # By client: bytes of its accepted state, unless that is on disk; who was accepted last comes last.
+        self._settled: dict[int, int] = {}
         self._kept = 0  # sum of them
         self._disk: Spill | None = None
         self._spilled: dict[int, int] = {}  # by client: bytes of its accepted state, which is on disk

@@ -36,7 +36,7 @@ class Spill:
 
     def write(self, client: int, arrays: Mapping[str, np.ndarray]) -> None:
         """Keep a client's arrays, instead of those that it had. Raises OSError that names the folder."""
-        needed = sum(-(-array.nbytes // _ALIGN) * _ALIGN for array in arrays.values())
+        needed = sum(_room(array) for array in arrays.values())
         start, room = self._places.get(client, (self._end, 0))
         if room < needed:
             start = self._end
@@ -47,7 +47,7 @@ class Spill:
                 self._file.seek(start)
                 self._file.write(np.ascontiguousarray(array).data)
                 pieces.append(_Piece(key, array.dtype, array.shape, start, array.nbytes))
-                start += -(-array.nbytes // _ALIGN) * _ALIGN
+                start += _room(array)
             self._file.flush()
         except OSError as error:
             where = self._folder or tempfile.gettempdir()
@@ -59,6 +59,9 @@ class Spill:
         pieces = self._pieces[client]
         if not any(piece.size for piece in pieces):
             return {piece.key: np.empty(piece.shape, piece.dtype) for piece in pieces}
-        self._file.truncate(max(self._end, self._file.seek(0, 2)))
         file = np.memmap(self._file, np.uint8, "r")
         return {p.key: np.asarray(file[p.start : p.start + p.size]).view(p.dtype).reshape(p.shape) for p in pieces}
+
+
+def _room(array: np.ndarray) -> int:
+    return -(-array.nbytes // _ALIGN) * _ALIGN

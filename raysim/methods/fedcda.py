@@ -24,13 +24,14 @@ participants and 2.3 million parameters on one core.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from raysim.blocks import parts
 from raysim.cache import GIB, extended, reserve, settled
 from raysim.errors import Refused
 from raysim.methods.method import Cost, Method, at_least, between
@@ -128,11 +129,11 @@ class _Chosen:
         """Put a model [D] into the set."""
         self.count += 1
         self.loss += loss
-        for part in _parts(0, self.trained):
+        for part in parts(0, self.trained, _PART):
             difference = model[part].double() - self.centre[part]
             self.total[part] += difference
             self.square += float(difference.dot(difference))
-        for part in _parts(self.trained, len(model)):
+        for part in parts(self.trained, len(model), _PART):
             self.total[part] += model[part].double() - self.centre[part]
 
     def extend(
@@ -178,16 +179,11 @@ class _Chosen:
     def _gram(self, rows: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         """Inner products of the models [T, T], and with the sum of the set [T]."""
         gram, products = torch.zeros(len(rows), len(rows), dtype=torch.float64), torch.zeros(len(rows)).double()
-        for part in _parts(0, self.trained):
+        for part in parts(0, self.trained, _PART):
             block = torch.stack([row[part] for row in rows]).double() - self.centre[part]
             gram.addmm_(block, block.T)
             products.addmv_(block, self.total[part])
         return gram, products
-
-
-def _parts(start: int, stop: int) -> Iterator[slice]:
-    for first in range(start, stop, _PART):
-        yield slice(first, min(stop, first + _PART))
 
 
 def _check_search(memory: int, batches: int, participants: int) -> None:

@@ -147,10 +147,12 @@ class InCo(Method):
             size = max(1, BLOCK * entry.shape[0] // (entry.stop - entry.start)) if alone else entry.shape[0]
             own = mixed[entry.start : entry.stop].view(entry.shape).split(size)
             work += zip(own, updates[target].split(size), updates[source].split(size), strict=True)
-        into, targets, sources = zip(*work, strict=True) if work else ((), (), ())
-        in_blocks(
-            len(work), lambda part: into[part.start].copy_(self._mixed(targets[part.start], sources[part.start])), 1
-        )
+
+        def mix(one: slice) -> None:
+            into, target, source = work[one.start]
+            into.copy_(self._mixed(target, source))
+
+        in_blocks(len(work), mix, 1)
         return mixed
 
     def _mixed(self, target: Tensor, source: Tensor) -> Tensor:
