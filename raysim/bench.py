@@ -224,7 +224,10 @@ def methods(kind: str, out: Path, blocks: int) -> None:
     console = Console()
     title, measure = {
         "steps": ("a local step beside FedAvg's, one thread", bench_steps),
-        "rules": (f"the server's step on {cores()} threads beside a bare weighted mean on one", bench_rules),
+        "rules": (
+            f"the server's step on {cores()} threads: fedavg beside a bare loop, rules beside fedavg",
+            bench_rules,
+        ),
     }[kind]
     results = measure(blocks, console.print)
     table = Table(title=f"{title}; medians of {blocks} paired blocks")

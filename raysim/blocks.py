@@ -6,13 +6,14 @@ import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
-from typing import TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar, cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
 T = TypeVar("T")
+F = TypeVar("F", bound=Callable[..., Any])
 
 BLOCK = 1 << 18  # numbers of each vector that are at hand at once
 _MOST = 8  # threads: by then memory is the limit
@@ -29,6 +30,18 @@ def cores() -> int:
 @cache
 def _pool() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(cores(), "raysim-blocks")
+
+
+@cache
+def compiled(function: F) -> F:
+    """``function`` of arrays and numbers as machine code, made at its first call (a second or so).
+
+    What takes PyTorch many passes over a vector then takes one, outside Python's lock. Nothing is reordered; a product
+    that is added is rounded once.
+    """
+    import numba  # slow to import, and few methods need it
+
+    return cast(F, numba.njit(nogil=True, error_model="numpy", fastmath={"contract"})(function))
 
 
 def parts(start: int, stop: int, size: int) -> list[slice]:

@@ -53,11 +53,11 @@ class Server:
         self.updates: Sequence[Update] = ()
         self.weights: list[float] = []
         self.divided_by = 1.0
-        self.combined = vector[:0]  # [layout.trained] the direction before methods mix it
         self.following = vector[:0]  # [layout.trained] where `apply` may write the next parameters
         self.staleness: list[int] = []  # of each update, at its arrival
         self.bases: Mapping[int, Published] = {}  # base versions of the updates
         self._weighers, self._mixers = owners(methods, "weigh"), owners(methods, "mix")
+        self._measurers = owners(methods, "measure")
         self._combiner, self._applier = owner(methods, "combine"), owner(methods, "apply")
         self._divider, self._scorer = owner(methods, "divisor"), owner(methods, "scored")
         for method in methods:
@@ -139,7 +139,8 @@ class Server:
                 buffers = folded(grouped(deltas, weights, self.group))
         if not decided:
             self._average(buffers, present, weights)
-        self.combined = direction
+        for method in self._measurers:
+            method.measure(direction, self)
         for method in self._mixers:
             direction = method.mix(direction, self)
         following = torch.empty_like(self.vector)

@@ -124,10 +124,13 @@ class FedExP(Method):
         moved = ctx.vector.data[:trained] - ctx.received[:trained]
         ctx.upload["fedexp.square"] = moved.square_().sum(dtype=torch.float64).reshape(1)
 
+    def measure(self, direction: Tensor, server: Server) -> None:
+        """eta, of the update in front of other methods' mixing."""
+        server.report["fedexp.step_size"] = self._step_size(direction, server)
+
     def apply(self, params: Tensor, direction: Tensor, server: Server) -> Tensor:
         """x + eta D. What is kept as previous after the first step is x^1 itself, whose mean with x^1 is x^1."""
-        eta = self._step_size(server)
-        server.report["fedexp.step_size"] = eta
+        eta = server.report["fedexp.step_size"]
         following = torch.add(params, direction, alpha=eta, out=server.following)
         server.state["fedexp.previous"] = params if "fedexp.previous" in server.state else following
         return following
@@ -139,12 +142,12 @@ class FedExP(Method):
         mean = (server.params + server.state["fedexp.previous"]).mul_(0.5)
         return torch.cat([mean, server.vector[server.layout.trained :]])
 
-    def _step_size(self, server: Server) -> float:
+    def _step_size(self, direction: Tensor, server: Server) -> float:
         weights, total = server.weights, float(sum(server.weights))
         squares = [float(update.extras["fedexp.square"][0]) for update in server.updates]
         mean_square = sum(w * square for w, square in zip(weights, squares, strict=True)) / total
         # The mean update, whatever the sum was divided by (FedBuff).
-        square = squared_norm(server.combined.numpy()) * (server.divided_by / total) ** 2
+        square = squared_norm(direction.numpy()) * (server.divided_by / total) ** 2
         epsilon = self.epsilon * self.epsilon_decay**server.version
         if self.epsilon_scale == "count":
             epsilon *= len(weights)

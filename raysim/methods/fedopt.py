@@ -15,19 +15,21 @@ Choices where paper and code disagree or are silent
 - v starts at tau^2 (the paper allows any v0 >= tau^2); the code starts at 0.
 - beta2 = 0.99 (paper; the code has 0.999). FedAvgM is the plain heavy ball unless ``nesterov``.
 - No weight decay on the server, and buffers never pass through the optimiser.
+
+All tensors are those of the CPU, where the server is.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from functools import partial
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from raysim.blocks import in_blocks
+from raysim.blocks import compiled, in_blocks
 from raysim.methods.method import Method, at_least, between
 
 if TYPE_CHECKING:
@@ -44,8 +46,9 @@ def fedavgm_step(
     nesterov: bool = False,
 ) -> dict[str, Tensor]:
     """One step of server momentum, all [D]: {"params", "momentum_buffer"}; ``delta`` points towards improvement."""
-    state = {"momentum_buffer": momentum_buffer.clone()}
-    return {"params": _fedavgm(torch.empty_like(params), params, delta, state, server_lr, momentum, nesterov), **state}
+    into, buffer = torch.empty_like(params), momentum_buffer.clone()
+    _step(_fedavgm, [into, params, delta, buffer], [server_lr, momentum], nesterov)
+    return {"params": into, "momentum_buffer": buffer}
 
 
 def fedadagrad_step(
@@ -59,11 +62,7 @@ def fedadagrad_step(
     tau: float = 1e-3,
 ) -> dict[str, Tensor]:
     """One FedAdagrad step, all [D]: {"params", "first_moment", "second_moment"}."""
-    state = {"first_moment": first_moment.clone(), "second_moment": second_moment.clone()}
-    return {
-        "params": _adaptive(_adagrad, torch.empty_like(params), params, delta, state, server_lr, beta1, tau),
-        **state,
-    }
+    return _adapted(params, delta, first_moment, second_moment, server_lr, beta1, tau)
 
 
 def fedadam_step(
@@ -79,11 +78,7 @@ def fedadam_step(
     step: int | None = None,
 ) -> dict[str, Tensor]:
     """One FedAdam step, as ``fedadagrad_step``; ``step`` (the server's, counted from 1) asks for bias correction."""
-    state = {"first_moment": first_moment.clone(), "second_moment": second_moment.clone()}
-    return {
-        "params": _adaptive(_adam, torch.empty_like(params), params, delta, state, server_lr, beta1, tau, beta2, step),
-        **state,
-    }
+    return _adapted(params, delta, first_moment, second_moment, server_lr, beta1, tau, beta2, step)
 
 
 def fedyogi_step(
@@ -99,76 +94,83 @@ def fedyogi_step(
     step: int | None = None,
 ) -> dict[str, Tensor]:
     """One FedYogi step, as ``fedadam_step``; v moves by at most (1 - beta2) delta^2."""
-    state = {"first_moment": first_moment.clone(), "second_moment": second_moment.clone()}
-    return {
-        "params": _adaptive(_yogi, torch.empty_like(params), params, delta, state, server_lr, beta1, tau, beta2, step),
-        **state,
-    }
+    return _adapted(params, delta, first_moment, second_moment, server_lr, beta1, tau, beta2, step, yogi=True)
 
 
-# --- the same, stepping `state` in place; each writes the next params `into` a place, and returns it ------------------
-def _fedavgm(
-    into: Tensor,
-    params: Tensor,
-    delta: Tensor,
-    state: Mapping[str, Tensor],
-    server_lr: float,
-    momentum: float,
-    nesterov: bool,
-) -> Tensor:
-    buffer = state["momentum_buffer"].mul_(momentum).add_(delta)
-    direction = delta + momentum * buffer if nesterov else buffer
-    return torch.add(params, direction, alpha=server_lr, out=into)
+def _adapted(
+    params: Tensor, delta: Tensor, first: Tensor, second: Tensor, *settings: Any, yogi: bool = False
+) -> dict[str, Tensor]:
+    arrays = {"params": torch.empty_like(params), "first_moment": first.clone(), "second_moment": second.clone()}
+    into, first, second = arrays.values()
+    _adapt((into, params, delta, first, second), *settings, yogi=yogi)
+    return arrays
 
 
-def _adagrad(second: Tensor, delta: Tensor, beta2: float) -> None:
-    second.addcmul_(delta, delta)
-
-
-def _adam(second: Tensor, delta: Tensor, beta2: float) -> None:
-    second.mul_(beta2).addcmul_(delta, delta, value=1.0 - beta2)
-
-
-def _yogi(second: Tensor, delta: Tensor, beta2: float) -> None:
-    signed = torch.addcmul(second, delta, delta, value=-1.0).sign_().mul_(delta)
-    second.addcmul_(delta, signed, value=beta2 - 1.0)  # rounds as Adam's does
-
-
-def _adaptive(
-    move: Callable[[Tensor, Tensor, float], None],
-    into: Tensor,
-    params: Tensor,
-    delta: Tensor,
-    state: Mapping[str, Tensor],
+def _adapt(
+    arrays: Sequence[Tensor],
     server_lr: float,
     beta1: float,
     tau: float,
-    beta2: float = 0.0,
+    beta2: float | None = None,
     step: int | None = None,
-) -> Tensor:
-    """What the adaptive rules share: all but how the second moment moves."""
-    if step is not None:
+    *,
+    yogi: bool = False,
+) -> None:
+    """Write the next parameters into ``arrays[0]``; the rest: the parameters, their update, and both moments, in place.
+
+    beta2 None: FedAdagrad. step None: no bias correction.
+    """
+    if step is not None and beta2 is not None:
         server_lr *= math.sqrt(1.0 - beta2**step) / (1.0 - beta1**step)
-    first, second = state["first_moment"], state["second_moment"]
-    move(second, delta, beta2)
-    if beta1:
-        first.lerp_(delta, 1.0 - beta1)
-    else:
-        first.copy_(delta)
-    divisor = torch.sqrt(second, out=into).add_(tau)  # in the place of what follows: no memory of its own
-    return torch.addcdiv(params, first, divisor, value=server_lr, out=into)
+    kept, gain = (1.0, 1.0) if beta2 is None else (1.0 if yogi else beta2, 1.0 - beta2)
+    _step(_adaptive, arrays, [server_lr, beta1, 1.0 - beta1, kept, gain, tau], yogi)
 
 
-def _stepped(
-    rule: Callable[..., Tensor], into: Tensor, params: Tensor, delta: Tensor, state: Mapping[str, Tensor]
-) -> Tensor:
-    """The next params, `into` their place; ``state`` is stepped in place. The rules go entry by entry."""
+def _step(rule: Callable[..., None], arrays: Sequence[Tensor], settings: Sequence[float], switch: bool) -> None:
+    """The compiled ``rule`` on all entries of ``arrays``, a block at a time; settings in the arrays' own kind."""
+    views = [array.detach().numpy() for array in arrays]
+    numbers = [views[0].dtype.type(setting) for setting in settings]
+    run = compiled(rule)
+    in_blocks(len(views[0]), lambda part: run(*(view[part] for view in views), *numbers, switch))
 
-    def step(part: slice) -> None:
-        rule(into[part], params[part], delta[part], {key: values[part] for key, values in state.items()})
 
-    in_blocks(len(params), step)
-    return into
+# --- compiled: every array [d]; the first one is written, states change in place --------------------------------------
+def _fedavgm(
+    into: np.ndarray,
+    params: np.ndarray,
+    delta: np.ndarray,
+    buffer: np.ndarray,
+    rate: float,
+    momentum: float,
+    nesterov: bool,
+) -> None:
+    for i in range(len(into)):
+        buffer[i] = momentum * buffer[i] + delta[i]
+        direction = delta[i] + momentum * buffer[i] if nesterov else buffer[i]
+        into[i] = params[i] + rate * direction
+
+
+def _adaptive(
+    into: np.ndarray,
+    params: np.ndarray,
+    delta: np.ndarray,
+    first: np.ndarray,
+    second: np.ndarray,
+    rate: float,
+    beta1: float,
+    weight: float,
+    kept: float,
+    gain: float,
+    tau: float,
+    yogi: bool,
+) -> None:
+    for i in range(len(into)):
+        square = delta[i] * delta[i]
+        if yogi:
+            square *= np.sign(square - second[i])
+        second[i] = kept * second[i] + gain * square
+        first[i] = beta1 * first[i] + weight * delta[i]
+        into[i] = params[i] + rate * (first[i] / (np.sqrt(second[i]) + tau))
 
 
 class FedAvgM(Method):
@@ -188,10 +190,9 @@ class FedAvgM(Method):
 
     def apply(self, params: Tensor, direction: Tensor, server: Server) -> Tensor:
         """One step of `fedavgm_step`."""
-        rule = partial(_fedavgm, server_lr=self.server_lr, momentum=self.momentum, nesterov=self.nesterov)
-        return _stepped(
-            rule, server.following, params, direction, {"momentum_buffer": server.state["fedavgm.momentum"]}
-        )
+        arrays = [server.following, params, direction, server.state["fedavgm.momentum"]]
+        _step(_fedavgm, arrays, [self.server_lr, self.momentum], self.nesterov)
+        return server.following
 
 
 class _Adaptive(Method):
@@ -216,12 +217,13 @@ class _Adaptive(Method):
 
     def apply(self, params: Tensor, direction: Tensor, server: Server) -> Tensor:
         """One step of the rule."""
-        moments = {key: server.state[f"{self.name}.{key}"] for key in ("first_moment", "second_moment")}
-        return _stepped(self._rule(server.version + 1), server.following, params, direction, moments)
+        moments = [server.state[f"{self.name}.{key}"] for key in ("first_moment", "second_moment")]
+        _adapt([server.following, params, direction, *moments], **self._settings(server.version + 1))
+        return server.following
 
-    def _rule(self, step: int) -> Callable[..., Tensor]:
-        """The rule with its settings; step: the server's, counted from 1."""
-        raise NotImplementedError
+    def _settings(self, step: int) -> dict[str, Any]:
+        """What `_adapt` needs; step: the server's, counted from 1."""
+        return dict(vars(self))
 
 
 class FedAdagrad(_Adaptive):
@@ -231,9 +233,6 @@ class FedAdagrad(_Adaptive):
 
     def __init__(self, server_lr: float = 0.1, beta1: float = 0.0, tau: float = 1e-3):
         self._check(server_lr, tau, beta1=beta1)
-
-    def _rule(self, step: int) -> Callable[..., Tensor]:
-        return partial(_adaptive, _adagrad, **vars(self))
 
 
 class _Decaying(_Adaptive):
@@ -250,9 +249,9 @@ class _Decaying(_Adaptive):
         self._check(server_lr, tau, beta1=beta1, beta2=beta2)
         self.bias_correction = bias_correction
 
-    def _own(self, step: int) -> dict[str, float | int | None]:
-        own = {key: value for key, value in vars(self).items() if key != "bias_correction"}
-        return own | {"step": step if self.bias_correction else None}
+    def _settings(self, step: int) -> dict[str, Any]:
+        settings = super()._settings(step)
+        return settings | {"step": step if settings.pop("bias_correction") else None}
 
 
 class FedAdam(_Decaying):
@@ -260,14 +259,11 @@ class FedAdam(_Decaying):
 
     name = "fedadam"
 
-    def _rule(self, step: int) -> Callable[..., Tensor]:
-        return partial(_adaptive, _adam, **self._own(step))  # type: ignore[arg-type]
-
 
 class FedYogi(_Decaying):
     """The second moment moves by at most a part of the square."""
 
     name = "fedyogi"
 
-    def _rule(self, step: int) -> Callable[..., Tensor]:
-        return partial(_adaptive, _yogi, **self._own(step))  # type: ignore[arg-type]
+    def _settings(self, step: int) -> dict[str, Any]:
+        return super()._settings(step) | {"yogi": True}

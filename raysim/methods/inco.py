@@ -26,10 +26,11 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, ClassVar, Literal
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
-from raysim.blocks import BLOCK, in_blocks
+from raysim.blocks import BLOCK, compiled, in_blocks, parts
 from raysim.methods.method import Method, Task, at_least
 from raysim.models.classifier import one_of
 
@@ -52,21 +53,55 @@ def cross_layer_gradient(
     value_clip: float | None = 0.1,
     eps: float = 1e-7,
 ) -> Tensor:
-    """g' of ``target`` g and ``source`` g0, of one shape; "kernel": every [o, i] slice of [O, I, ...] for itself."""
-    spatial = target[0, 0].numel() if granularity == "kernel" and target.ndim > 2 else 1
-    shape = (-1, spatial) if spatial > 1 else (1, -1)
-    g, g0 = target.reshape(shape), source.reshape(shape).to(target)
-    ones = g.new_ones(g.shape[1], 1)  # a product with it is the fast way to sum rows of nine
-    length, length0, product = (a * b @ ones for a, b in ((g, g), (g0, g0), (g, g0)))
-    length, length0 = length.sqrt_(), length0.sqrt_()
-    theta = (product.abs() / (length0.square() + eps)).clamp(max=clamp_max)
-    half = (length + length0) / 2
-    mixed = (g * (half / (length + eps))).add_(g0 * (theta * half / (length0 + eps)))
-    if align == "conflict":
-        mixed = torch.where(product < 0, mixed, g)
-    if value_clip is not None:
-        mixed = mixed.clamp_(-value_clip, value_clip)
-    return mixed.reshape(target.shape)
+    """g' of ``target`` g and ``source`` g0, of one shape; "kernel": every [o, i] slice of [O, I, ...] for itself.
+
+    Tensors of the CPU, where the server is.
+    """
+    mixed = target.detach().clone(memory_format=torch.contiguous_format)
+    rows = (_rows(each, granularity) for each in (mixed, source.to(mixed)))
+    compiled(_mix)(*rows, *_settings(mixed, clamp_max, value_clip, eps), align == "conflict")
+    return mixed
+
+
+def _rows(values: Tensor, granularity: str) -> np.ndarray:
+    """[groups, numbers of each] what is mixed for itself: kernels of more than one number, else the whole tensor."""
+    size = math.prod(values.shape[2:]) if granularity == "kernel" else 1
+    return values.detach().contiguous().view(-1, size if size > 1 else values.numel()).numpy()
+
+
+def _settings(values: Tensor, clamp_max: float, value_clip: float | None, eps: float) -> tuple[float, ...]:
+    """The bounds as numbers of the vector's kind."""
+    kind = values.numpy().dtype.type
+    return kind(clamp_max), kind(math.inf if value_clip is None else value_clip), kind(eps)
+
+
+def _mix(rows: np.ndarray, sources: np.ndarray, clamp_max: float, clip: float, eps: float, conflict: bool) -> None:
+    """Compiled. Every one of ``rows`` [n, k] becomes its g', with its source; sums in float64."""
+    chunk = 64  # rows whose sums are known before their factors are computed, all at once
+    square, square0, product = np.empty(chunk, rows.dtype), np.empty(chunk, rows.dtype), np.empty(chunk, rows.dtype)
+    factor, factor0 = np.empty(chunk, rows.dtype), np.empty(chunk, rows.dtype)
+    half = rows.dtype.type(0.5)  # 2 would be a double
+    for start in range(0, len(rows), chunk):
+        count = min(chunk, len(rows) - start)
+        for r in range(count):
+            own, other, both = 0.0, 0.0, 0.0
+            for j in range(rows.shape[1]):
+                g, g0 = np.float64(rows[start + r, j]), np.float64(sources[start + r, j])
+                own += g * g
+                other += g0 * g0
+                both += g * g0
+            square[r], square0[r], product[r] = own, other, both
+        for r in range(count):
+            length, length0 = np.sqrt(square[r]), np.sqrt(square0[r])
+            theta = min(abs(product[r]) / (square0[r] + eps), clamp_max)
+            mean = half * (length + length0)
+            factor[r], factor0[r] = mean / (length + eps), theta * mean / (length0 + eps)
+            if conflict and product[r] >= 0:
+                factor[r], factor0[r] = 1, 0
+        for r in range(count):
+            for j in range(rows.shape[1]):
+                g = factor[r] * rows[start + r, j] + factor0[r] * sources[start + r, j]
+                rows[start + r, j] = min(max(g, -clip), clip)
 
 
 def source_parameters(*, names: list[str], shapes: list[list[int]]) -> dict[str, str]:
@@ -130,38 +165,16 @@ class InCo(Method):
         )
 
     def mix(self, direction: Tensor, server: Server) -> Tensor:
-        """`cross_layer_gradient` of every shared parameter of the model that has a shared source."""
+        """`cross_layer_gradient` of every shared parameter of the model that has a shared source; no source has one."""
         shared = {e.path: e for e in server.layout.within(["model"]) if not e.personal}
         pairs = source_parameters(names=list(shared), shapes=[list(e.shape) for e in shared.values()])
         updates = {path: direction[e.start : e.stop].view(e.shape) for path, e in shared.items()}
-        mixed = torch.empty_like(direction)
-        changed = {shared[target].start for target in pairs}
-        for kept in server.layout.entries:
-            if kept.stop <= len(mixed) and kept.start not in changed:
-                mixed[kept.start : kept.stop] = direction[kept.start : kept.stop]
-        work: list[tuple[Tensor, Tensor, Tensor]] = []
+        settings = _settings(direction, self.clamp_max, self.value_clip, self.eps)
+        work: list[tuple[np.ndarray, np.ndarray]] = []
         for target, source in pairs.items():
-            entry = shared[target]
-            # Kernels are mixed one by one: some output channels at a time, so that all stays in the cache.
-            alone = self.granularity == "kernel" and math.prod(entry.shape[2:]) > 1
-            size = max(1, BLOCK * entry.shape[0] // (entry.stop - entry.start)) if alone else entry.shape[0]
-            own = mixed[entry.start : entry.stop].view(entry.shape).split(size)
-            work += zip(own, updates[target].split(size), updates[source].split(size), strict=True)
-
-        def mix(one: slice) -> None:
-            into, target, source = work[one.start]
-            into.copy_(self._mixed(target, source))
-
-        in_blocks(len(work), mix, 1)
-        return mixed
-
-    def _mixed(self, target: Tensor, source: Tensor) -> Tensor:
-        return cross_layer_gradient(
-            target=target,
-            source=source,
-            granularity=self.granularity,
-            align=self.align,
-            clamp_max=self.clamp_max,
-            value_clip=self.value_clip,
-            eps=self.eps,
-        )
+            rows, sources = (_rows(updates[path], self.granularity) for path in (target, source))
+            size = max(1, BLOCK // rows.shape[1])
+            work += [(rows[part], sources[part]) for part in parts(0, len(rows), size)]
+        mix, conflict = compiled(_mix), self.align == "conflict"
+        in_blocks(len(work), lambda one: mix(*work[one.start], *settings, conflict), 1)
+        return direction

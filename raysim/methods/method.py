@@ -248,8 +248,11 @@ class Method:
         """Exclusive. Updates to one direction [layout.trained], or [layout.shared] to decide on buffers as well."""
         raise NotImplementedError
 
+    def measure(self, direction: Tensor, server: Server) -> None:
+        """Look at the combined direction [layout.trained] before methods mix it."""
+
     def mix(self, direction: Tensor, server: Server) -> Tensor:
-        """Change the combined direction, into another tensor; chains."""
+        """Change the combined direction, in place or into another tensor; chains."""
         return direction
 
     def apply(self, params: Tensor, direction: Tensor, server: Server) -> Tensor:
