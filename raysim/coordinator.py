@@ -30,6 +30,7 @@ from raysim.methods.method import owners
 from raysim.metrics import peak_memory
 from raysim.schedule import Aggregate, Dispatch, Schedule, View
 from raysim.server import Server, Weighting, asked_weighting
+from raysim.states import States
 from raysim.streams import stream
 from raysim.vector import Vector
 
@@ -101,9 +102,8 @@ class Coordinator:
         stays = self.layout.personal > 0 or self.layout.total_counters > self.layout.shared_counters
         self.stateful = stays or bool(owners(recipe.methods, "state"))
         self.pooled = any(method.pools for method in recipe.methods)
-        self.dispatcher = Dispatcher(
-            runtime, settings.group, self.stateful, self.layout.shared, settings.state_budget, settings.folder
-        )
+        self.states = States(runtime, settings.state_budget, settings.folder)
+        self.dispatcher = Dispatcher(runtime, settings.group, self.stateful, self.layout.shared, self.states)
         self.evaluator = Evaluator(recipe, self.layout, runtime, self.dispatcher, settings.evaluation, settings.rounds)
         self._costers = owners(recipe.methods, "cost")
         self._broadcasters = owners(recipe.methods, "broadcast")
@@ -125,6 +125,7 @@ class Coordinator:
         self._once = 0  # floats that a client receives at its first participation only
         self._worked: dict[str, float] = {}  # by host: its seconds of work at the last row
         self._row_at = 0.0  # wall time of this session at the last row
+        self._deaths = 0  # of hosts, up to the last row
 
     # --- the loop ------------------------------------------------------------------------------------------------
     def run(self) -> Iterator[Event]:
@@ -231,8 +232,8 @@ class Coordinator:
         if not methods:
             return
         shares = np.array_split(self.eligible, self.runtime.hosts)
-        refs = [self.runtime.call(host, "contribute", share.tolist())[0] for host, share in enumerate(shares)]
-        parts = [part for ref in refs for part in self.runtime.get(ref)]
+        calls = [self.dispatcher.call(host, "contribute", share.tolist()) for host, share in enumerate(shares)]
+        parts = [part for call in calls for part in self.dispatcher.wait(call)]
         self.floats["up"] += sum(array.size for part in parts for array in part.values())
         for method in methods:
             method.assemble({key: [part[key] for part in parts] for key in parts[0]}, self.server)
@@ -247,10 +248,7 @@ class Coordinator:
         self._once = sum(array.size for array in constants.values())
         if not constants and not self.settings.evaluation.probe:
             return
-        ref, probed = self.runtime.put(constants), self._probed()
-        calls = [self.runtime.call(host, "keep", ref, probed)[0] for host in range(self.runtime.hosts)]
-        for call in calls:
-            self.runtime.get(call)
+        self.dispatcher.keep(self.runtime.put(constants), self._probed())
 
     def _probed(self) -> np.ndarray:
         """Rows of the central test set, as many of each class."""
@@ -299,13 +297,15 @@ class Coordinator:
             "loss_global": None,
             "clients": len(present),
             "failures": len(failures),
+            "host_deaths": self.dispatcher.deaths - self._deaths,
             "samples": sum(update.trained for update in present),
             "host_seconds": sum(update.seconds for update in present),
             **self._busy(),
             "store_bytes": stored,
-            "spilled_bytes": self.dispatcher.spilled_bytes,
+            "spilled_bytes": self.states.spilled_bytes,
             "staleness": float(np.mean([flight.staleness for flight in flights])),
         }
+        self._deaths = self.dispatcher.deaths
         names = dict.fromkeys(name for update in present for name in update.report)
         for name in names:  # the mean over the clients that report it
             row[name] = float(np.mean([update.report[name] for update in present if name in update.report]))
@@ -390,8 +390,8 @@ class Coordinator:
         """Accepted private states, "client/name"."""
         return {
             f"{client}/{key}": np.asarray(array)
-            for client, number in self.dispatcher.accepted.items()
-            for key, array in self.dispatcher.state(client, number).items()
+            for client, number in self.states.accepted.items()
+            for key, array in self.states.state(client, number).items()
         }
 
     def _save(self) -> Saved:
@@ -419,7 +419,7 @@ class Coordinator:
             "arrived": self.arrived,
             "floats": self.floats,
             "wall": self.wall + time.monotonic() - self._since,
-            "accepted": list(self.dispatcher.accepted.items()),
+            "accepted": list(self.states.accepted.items()),
             "flights": [
                 {"finish": f.finish, "work": f.work, "up": f.up, "staleness": f.staleness}
                 | asdict(f.job)
@@ -441,15 +441,15 @@ class Coordinator:
             k.removeprefix("state/"): torch.from_numpy(v) for k, v in arrays.items() if k.startswith("state/")
         }
         self.now, self.draw, self.number, self.wall = (numbers[key] for key in ("now", "draw", "number", "wall"))
-        self.turns, self.dispatcher.accepted = dict(map(tuple, numbers["turns"])), dict(map(tuple, numbers["accepted"]))
-        self._latest = dict(self.dispatcher.accepted)
+        self.turns, self.states.accepted = dict(map(tuple, numbers["turns"])), dict(map(tuple, numbers["accepted"]))
+        self._latest = dict(self.states.accepted)
         self.arrived, self.floats, self.rows = numbers["arrived"], numbers["floats"], numbers["rows"]
-        states: dict[int, dict[str, np.ndarray]] = {client: {} for client in self.dispatcher.accepted}
+        states: dict[int, dict[str, np.ndarray]] = {client: {} for client in self.states.accepted}
         for key, array in snapshot.clients.items():
             client, _, name = key.partition("/")
             states[int(client)][name] = array
         for owned, state in states.items():
-            self.dispatcher.restore(owned, state)
+            self.states.restore(owned, state)
         for entry in numbers["flights"]:
             extras = _under(arrays, f"job/{entry['number']}/")
             names = ("number", "client", "turn", "version", "state", "weight", "probe")

@@ -1,20 +1,25 @@
-"""Work for hosts: which job goes where, in which call, what is summed there, and where private states lie."""
+"""Work for hosts: which job goes where, in which call, what is summed there, and what is done when a host dies."""
 
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias
 
-from raysim.messages import Arrays, Job, Outcome, Sum, Trained, Update
-from raysim.spill import Spill
+from raysim.events import RunStopped
+from raysim.messages import Job, Outcome, Sum, Trained, Update
+from raysim.states import States
 
 Ref: TypeAlias = Any  # a runtime's handle on a result that may not exist yet
 
 # Deltas that one call to a host may hold back until it returns, in floats (256 MiB).
 _CALL = 1 << 26
+_DEATHS = 3  # of one host, with no answer in between, that end a run
+
+
+class HostDied(RuntimeError):
+    """The process of a host ended before it answered. What it held is lost; what it had returned is not."""
 
 
 class Runtime(Protocol):
@@ -34,7 +39,11 @@ class Runtime(Protocol):
         ...
 
     def get(self, ref: Ref) -> Any:
-        """Wait for a value."""
+        """Wait for a value. Raises HostDied if the host that was to return it is no more."""
+        ...
+
+    def revive(self, host: int) -> None:
+        """A new process in the place of a host that died. Raises RunStopped if there is no room for one."""
         ...
 
 
@@ -46,49 +55,119 @@ class Flight:
     finish: float
     work: float  # samples, extra passes counted
     up: int
-    call: _Call | None = None  # once it is submitted
+    call: Call | None = None  # once it is submitted
     staleness: int = 0  # once it has arrived
 
 
-@dataclass
-class _Call:
-    """A call to a host, and what it returned once that is known."""
+@dataclass(eq=False)
+class Call:
+    """A call to a host, which can be made again should the host die before it answers."""
 
-    ref: Ref
+    host: int
+    method: str
+    args: tuple[object, ...]
+    # Client and job of the state that each job or task starts from, in stateful runs.
+    states: Sequence[tuple[int, int]] = ()
+    jobs: Sequence[Job] = ()  # of a "train"
     floats: int = 0  # that it returns, private states apart
+    ref: Ref = None
     lent: int = 0  # bytes of states that were read from disk for it
-    outcomes: dict[int, Outcome] = field(default_factory=dict)
+    value: Any = None
+    done: bool = False  # the value is here
+    outcomes: dict[int, Outcome] = field(default_factory=dict)  # of a "train", by job: not yet collected
     sums: tuple[Sum, ...] = ()
 
 
 class Dispatcher:
-    """Gives flights to hosts, longest first, and keeps count of which private state lies where.
+    """Gives flights to hosts, longest first, and makes every call to them.
 
-    A state is known by the job that made it. Its resident copy is on the host that ran the job; the object that the job
-    returned besides is the coordinator's, sent along when the client moves, and read for a checkpoint. Where accepted
-    states outgrow `budget` [bytes], those idle for longest go to disk (`folder`), object and resident copy both.
+    The resident copy of a private state is on the host that ran the job; what the job returned besides is in `states`,
+    sent along when the client moves or a new host has taken the place of one that died.
     """
 
-    def __init__(
-        self, runtime: Runtime, group: int, stateful: bool, shared: int, budget: float = math.inf, folder: str = ""
-    ):
-        self.runtime, self.group, self.stateful = runtime, group, stateful
-        self.shared, self.budget, self.folder = shared, budget, folder
+    def __init__(self, runtime: Runtime, group: int, stateful: bool, shared: int, states: States):
+        self.runtime, self.group, self.stateful, self.shared, self.states = runtime, group, stateful, shared, states
         self._most = max(1, _CALL // max(1, shared))  # unsummed deltas per call
-        self.accepted: dict[int, int] = {}  # by client: the job that made its accepted state
-        self.states: dict[int, Ref] = {}  # by job: the state it left, unless it is on disk
         self.held: dict[int, tuple[int, int]] = {}  # by client: its host, and the last job submitted there
-        self.sizes: dict[int, int] = {}  # by job: bytes of the state it left, once that is known
         self.busy: dict[str, float] = {}  # by host: seconds that it has worked, as far as is known
-        self._known = 0  # sum of the sizes
-        # By client: bytes of its accepted state, unless that is on disk; who was accepted last comes last.
-        self._settled: dict[int, int] = {}
-        self._kept = 0  # sum of them
-        self._disk: Spill | None = None
-        self._spilled: dict[int, int] = {}  # by client: bytes of its accepted state, which is on disk
-        self._typical = 0  # bytes of the state that was written last
-        self._lent = 0  # bytes read from there for calls that have not returned
+        self.deaths = 0  # of hosts
+        self._in_a_row = [0] * runtime.hosts  # by host: deaths since its last answer
+        self._open: list[list[Call]] = [[] for _ in range(runtime.hosts)]  # by host: calls without an answer
+        self._kept: tuple[object, ...] | None = None  # what every host was told to keep
+        self._lent = 0  # bytes read from disk for calls that have not returned
 
+    # --- calls -----------------------------------------------------------------------------------------------------
+    def call(self, host: int, method: str, *args: object, states: Sequence[tuple[int, int]] = ()) -> Call:
+        """Start a method of `Host`; states: client and job of those that it needs, sent along if they are not there."""
+        return self._made(Call(host, method, args, states))
+
+    def wait(self, call: Call) -> Any:
+        """What a call returns; a host that died is replaced, and all that it had not answered is done again."""
+        while not call.done:
+            try:
+                call.value = self.runtime.get(call.ref)
+            except HostDied as died:
+                self._revive(call.host, died)
+            else:
+                call.done, call.args, call.ref = True, (), None
+                self._open[call.host].remove(call)
+                self._in_a_row[call.host] = 0
+                self._lent -= call.lent
+        return call.value
+
+    def keep(self, *args: object) -> None:
+        """Have every host keep this (`Host.keep`), those to come too; waits."""
+        self._kept = args
+        for call in [self.call(host, "keep", *args) for host in range(self.runtime.hosts)]:
+            self.wait(call)
+
+    def _made(self, call: Call) -> Call:
+        self._open[call.host].append(call)
+        self._start(call)
+        return call
+
+    def _start(self, call: Call) -> None:
+        sent: list[Ref] = []
+        lent, left = 0, dict[int, list[int]]()
+        for index, (client, number) in enumerate(call.states):
+            resident = number < 0 or self.held.get(client) == (call.host, number)
+            sent.append(None if resident else self.states.ref(client, number))
+            lent += 0 if resident else self.states.on_disk(client)
+            if call.jobs:
+                home, _ = self.held.get(client, (call.host, -1))
+                if home != call.host:
+                    left.setdefault(home, []).append(client)
+                self.held[client] = (call.host, call.jobs[index].number)
+        self._release(left)
+        returns = 1 + (len(call.jobs) if call.states else 0)
+        call.ref, *after = self.runtime.call(call.host, call.method, *call.args, *sent, returns=returns)
+        self.states.stored.update({job.number: ref for job, ref in zip(call.jobs, after, strict=False)})
+        self._lent += lent - call.lent
+        call.lent = lent
+
+    def _revive(self, host: int, died: HostDied) -> None:
+        self.deaths += 1
+        self._in_a_row[host] += 1
+        if self._in_a_row[host] == _DEATHS:
+            clients = sorted({job.client for call in self._open[host][:1] for job in call.jobs})
+            raise RunStopped(
+                f"host {host} died {_DEATHS} times in a row ({died}), the last time with {clients or 'no client'} "
+                "in hand; if memory is short lower local.batch or runtime.hosts; resume=latest goes on from the last "
+                "checkpoint"
+            )
+        self.runtime.revive(host)
+        self.held = {client: place for client, place in self.held.items() if place[0] != host}
+        if self._kept is not None:
+            self.runtime.call(host, "keep", *self._kept)
+        for call in self._open[host]:
+            self._start(call)
+
+    def _release(self, left: Mapping[int, list[int]]) -> None:
+        """Tell hosts which clients' states they need no longer."""
+        for host, clients in left.items():
+            self.runtime.call(host, "release", clients)
+
+    # --- flights ---------------------------------------------------------------------------------------------------
     def submit(
         self, taken: Sequence[Flight], others: Sequence[Flight], published: Mapping[int, Ref], summable: bool
     ) -> None:
@@ -104,7 +183,7 @@ class Dispatcher:
         summed = {number: group for group in members for number in group}
         units = groups + _chains([flight for flight in waiting if flight.job.number not in summed])
         per_host: dict[int, list[list[Flight]]] = {}
-        unsettled = {flight.job.number for flight in others}
+        unsettled = {flight.job.number for flight in (*taken, *others)}  # no call waits for a state of another host
         for unit, host in zip(units, self._assign(units, unsettled), strict=True):
             per_host.setdefault(host, []).append(unit)
         urgent = {flight.job.number for flight in taken}
@@ -150,152 +229,65 @@ class Dispatcher:
     ) -> None:
         jobs = [flight.job for flight in flights]
         sums = list({id(group): group for job in jobs if (group := summed.get(job.number)) is not None}.values())
-        states: list[Ref] = []
-        lent, left = 0, dict[int, list[int]]()
-        if self.stateful:
-            for job in jobs:
-                states.append(self.state_for(job.client, job.state, host))
-                if states[-1] is not None:
-                    lent += self._spilled.get(job.client, 0)
-                home, _ = self.held.get(job.client, (host, -1))
-                if home != host:
-                    left.setdefault(home, []).append(job.client)
-                self.held[job.client] = (host, job.number)
-        self._release(left)
-        returns = 1 + len(jobs) if self.stateful else 1
-        first, *rest = self.runtime.call(host, "train", jobs, sums, published, *states, returns=returns)
         summed_here = sum(job.number in summed for job in jobs)
-        call = _Call(first, sum(f.up for f in flights) - self.shared * (summed_here - len(sums)), lent)
-        self._lent += lent
+        states = [(job.client, job.state) for job in jobs] if self.stateful else []
+        floats = sum(flight.up for flight in flights) - self.shared * (summed_here - len(sums))
+        call = self._made(Call(host, "train", (jobs, sums, published), states, jobs, floats))
         for flight in flights:
             flight.call = call
-        self.states.update({job.number: ref for job, ref in zip(jobs, rest, strict=False)})
-
-    def state_for(self, client: int, number: int, host: int) -> Ref | None:
-        """What to send along with a job or a task: nothing if the host will hold that state by then."""
-        if number < 0 or self.held.get(client) == (host, number):
-            return None
-        return self.runtime.put(self.state(client, number)) if client in self._spilled else self.states[number]
-
-    def state(self, client: int, number: int) -> Arrays:
-        """The accepted state of a client, which job `number` left; waits."""
-        if client in self._spilled:
-            assert self._disk is not None and self.accepted[client] == number
-            return self._disk.read(client)
-        state: Arrays = self.runtime.get(self.states[number])
-        return state
-
-    def parts(self, clients: Sequence[int]) -> Iterator[slice]:
-        """Cut a list of clients so that of each part no more than a host's share of the budget is read from disk."""
-        start = size = 0
-        for index, client in enumerate(clients):
-            own = self._spilled.get(client, 0)
-            if size and size + own > self.budget / self.runtime.hosts:
-                yield slice(start, index)
-                start, size = index, 0
-            size += own
-        yield slice(start, len(clients))
 
     def collect(self, flights: Sequence[Flight]) -> tuple[list[Outcome], list[Sum]]:
         """Outcomes in the order of the flights; waits."""
         outcomes: list[Outcome] = []
-        calls: list[_Call] = []
-        used: dict[int, _Call] = {}
+        calls: list[Call] = []
+        used: dict[int, Call] = {}
         for flight in flights:
             call = flight.call
             assert call is not None
-            if call.ref is not None:
-                self._take(call, calls)
+            if not call.done:
+                self._take(call)
+                calls.append(call)
             outcomes.append(call.outcomes.pop(flight.job.number))
             used[id(call)] = call
         for call in calls:
             call.outcomes = {number: _apart(outcome) for number, outcome in call.outcomes.items()}
         return outcomes, [part for call in used.values() for part in call.sums]
 
-    def _take(self, call: _Call, calls: list[_Call]) -> None:
-        """Wait for what a call returned."""
-        trained: Trained = self.runtime.get(call.ref)
-        call.outcomes, call.sums, call.ref = {outcome.job: outcome for outcome in trained.outcomes}, trained.sums, None
-        calls.append(call)
-        self._lent -= call.lent
-        self.busy[trained.host] = max(trained.busy, self.busy.get(trained.host, 0.0))
+    def _take(self, call: Call) -> None:
+        """Wait for what a call to train returned."""
+        trained: Trained = self.wait(call)
+        call.value = None  # its parts are taken one by one
+        call.outcomes, call.sums = {outcome.job: outcome for outcome in trained.outcomes}, trained.sums
+        self.busy[trained.host] = self.busy.get(trained.host, 0.0) + trained.busy
         for outcome, size in zip(trained.outcomes, trained.states, strict=False):
-            self.sized(outcome.job, size)
-
-    def sized(self, number: int, size: int) -> None:
-        """Note the bytes of the state that a job left."""
-        self.sizes[number] = size
-        self._known += size
+            self.states.sized(outcome.job, size)
 
     @property
     def state_bytes(self) -> int:
-        """Of all private states in the store; those of jobs under way count as the mean of the others."""
-        mean = self._known / len(self.sizes) if self.sizes else self._typical
-        return self._known + round(mean * (len(self.states) - len(self.sizes))) + self._lent
-
-    @property
-    def spilled_bytes(self) -> int:
-        """Of the accepted private states on disk."""
-        return sum(self._spilled.values())
+        """Of private states in the store, and of those read from disk for calls under way."""
+        return self.states.bytes + self._lent
 
     def floats(self, flights: Sequence[Flight]) -> int:
         """What the results of flights amount to that were submitted and not collected, private states apart."""
         calls = {id(flight.call): flight.call for flight in flights if flight.call is not None}
-        return sum(call.floats for call in calls.values() if call.ref is not None)
+        return sum(call.floats for call in calls.values() if not call.done)
 
     def accept(self, flights: Sequence[Flight]) -> None:
         """Commit the private states that these jobs left; nothing else does."""
         if self.stateful:
             for flight in flights:
-                client, number = flight.job.client, flight.job.number
-                self._drop(client, self.accepted.get(client, -1))
-                self._spilled.pop(client, None)
-                self._settle(client, number)
-            self._spill()
+                self.states.accept(flight.job.client, flight.job.number)
+            left: dict[int, list[int]] = {}
+            for client in self.states.spill(self._idle):
+                home, _ = self.held.pop(client, (-1, -1))
+                if home >= 0:
+                    left.setdefault(home, []).append(client)
+            self._release(left)
 
-    def restore(self, client: int, state: Arrays) -> None:
-        """The accepted state of a client, as a checkpoint holds it."""
-        number = self.accepted[client]
-        self.states[number] = self.runtime.put(state)
-        self.sized(number, sum(array.nbytes for array in state.values()))
-        self._settle(client, number)
-        self._spill()
-
-    def _settle(self, client: int, number: int) -> None:
-        self.accepted[client] = number
-        self._settled[client] = self.sizes.get(number, 0)
-        self._kept += self._settled[client]
-
-    def _drop(self, client: int, number: int) -> None:
-        """The object of an accepted state."""
-        self.states.pop(number, None)
-        self._known -= self.sizes.pop(number, 0)
-        self._kept -= self._settled.pop(client, 0)
-
-    def _spill(self) -> None:
-        """Write accepted states to disk until the others are within the budget; not those of clients at work."""
-        left: dict[int, list[int]] = {}
-        for client in list(self._settled) if self._kept > self.budget else ():
-            number = self.accepted[client]
-            home, last = self.held.get(client, (-1, number))
-            if last != number:
-                continue
-            if self._disk is None:
-                self._disk = Spill(self.folder)
-            self._disk.write(client, self.runtime.get(self.states[number]))
-            self._typical = self._spilled[client] = self._settled[client]
-            self._drop(client, number)
-            if home >= 0:
-                left.setdefault(home, []).append(client)
-                del self.held[client]
-            if self._kept <= self.budget:
-                break
-        self._release(left)
-
-    def _release(self, left: Mapping[int, list[int]]) -> None:
-        """Tell hosts which clients' states they need no longer."""
-        for host, clients in left.items():
-            self.runtime.call(host, "release", clients)
+    def _idle(self, client: int) -> bool:
+        """Whether the client is not at work."""
+        number = self.states.accepted[client]
+        return self.held.get(client, (-1, number))[1] == number
 
 
 def _apart(outcome: Outcome) -> Outcome:

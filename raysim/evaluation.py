@@ -14,7 +14,7 @@ from typing import Literal, TypeAlias
 
 import numpy as np
 
-from raysim.dispatch import Dispatcher, Ref, Runtime
+from raysim.dispatch import Call, Dispatcher, Ref, Runtime
 from raysim.events import Row
 from raysim.host import Recipe
 from raysim.messages import Arrays, Published, Report, Task, Update
@@ -71,9 +71,9 @@ class Scoring:
     """Reports under way, by view; and the decomposition's, by model."""
 
     clients: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
-    reports: dict[View, list[Ref]] = field(default_factory=dict)
+    reports: dict[View, list[Call]] = field(default_factory=dict)
     members: tuple[int, ...] = ()  # clients of the decomposition
-    models: list[list[Ref]] = field(default_factory=list)  # of each member's local model, and of the next shared one
+    models: list[list[Call]] = field(default_factory=list)  # of each member's local model, and of the next shared one
 
 
 class Evaluator:
@@ -121,7 +121,7 @@ class Evaluator:
             tasks = [Task(-1, rows[i : i + size]) for rows in (own, central) for i in range(0, len(rows), size)]
             self._send("shared", tasks, published, found)
         single = [
-            Task(c, self.tests.rows(c), self.dispatcher.accepted.get(c, -1), extras(c)) for c in clients.tolist()
+            Task(c, self.tests.rows(c), self.dispatcher.states.accepted.get(c, -1), extras(c)) for c in clients.tolist()
         ] if self.personal or self._tunes(version) else []  # fmt: skip
         if self.personal:
             self._send("own", single, published, found)
@@ -138,25 +138,25 @@ class Evaluator:
     def _send(self, view: View, tasks: Sequence[Task], published: Ref, found: Scoring) -> None:
         found.reports[view] = self._calls(tasks, published)
 
-    def _calls(self, tasks: Sequence[Task], published: Ref) -> list[Ref]:
+    def _calls(self, tasks: Sequence[Task], published: Ref) -> list[Call]:
         """To the hosts that hold the clients' states, the rest evenly."""
         shares: dict[int, list[Task]] = {}
         for index, task in enumerate(tasks):
             host = self.dispatcher.held.get(task.client, (index * self.runtime.hosts // len(tasks), 0))[0]
             shares.setdefault(host, []).append(task)
         stateful = any(task.client >= 0 for task in tasks) and self.dispatcher.stateful
-        refs: list[Ref] = []
+        calls: list[Call] = []
         parts = [[(host, own[part]) for part in self._parts(own)] for host, own in sorted(shares.items())]
         for wave in zip_longest(*parts):
-            for ref in refs:  # of states that lie on disk, no more is read before those are back
-                self.runtime.get(ref)
+            for call in calls:  # of states that lie on disk, no more is read before those are back
+                self.dispatcher.wait(call)
             for host, own in filter(None, wave):
-                states = [self.dispatcher.state_for(t.client, t.state, host) for t in own] if stateful else []
-                refs.append(self.runtime.call(host, "evaluate", own, published, *states)[0])
-        return refs
+                states = [(task.client, task.state) for task in own] if stateful else []
+                calls.append(self.dispatcher.call(host, "evaluate", own, published, states=states))
+        return calls
 
     def _parts(self, tasks: Sequence[Task]) -> Iterator[slice]:
-        return self.dispatcher.parts([task.client for task in tasks])
+        return self.dispatcher.states.parts([task.client for task in tasks])
 
     def decompose(self, updates: Sequence[Update], bases: Mapping[int, Published], after: Published) -> Scoring:
         """Start scoring every participant's local model, and the next shared one, on every participant's samples.
@@ -168,7 +168,9 @@ class Evaluator:
             rows = self.recipe.data.partition.train.rows(update.client)
             if len(rows) > (most := self.asked.decompose_rows):
                 rows = np.sort(stream(self.recipe.seed, "decompose", update.client).choice(rows, most, replace=False))
-            tasks.append(Task(update.client, rows, self.dispatcher.accepted.get(update.client, -1), personalised=False))
+            tasks.append(
+                Task(update.client, rows, self.dispatcher.states.accepted.get(update.client, -1), personalised=False)
+            )
         found = Scoring(members=tuple(update.client for update in updates))
         for update in updates:
             base = bases[update.version]
@@ -203,8 +205,8 @@ class Evaluator:
             row |= self._decomposed(found)
         return row
 
-    def _gathered(self, refs: Sequence[Ref]) -> list[Report]:
-        return [report for ref in refs for report in self.runtime.get(ref)]
+    def _gathered(self, calls: Sequence[Call]) -> list[Report]:
+        return [report for call in calls for report in self.dispatcher.wait(call)]
 
     def _clients(self, suffix: str, hits: np.ndarray, clients: np.ndarray) -> Row:
         """Accuracy on the clients' own tests: mean over clients, the worst, and each domain's."""

@@ -141,7 +141,7 @@ class Host:
         self._received: tuple[tuple[int, str], Tensor, Tensor, dict[str, Tensor]] | None = None
         self._constants: dict[str, Tensor] = {}
         self._probed = np.empty(0, np.int64)
-        self._busy = 0.0  # seconds of work
+        self._busy = 0.0  # seconds of work since it last said so
 
     def ready(self) -> str:
         """Its name, once it can work."""
@@ -197,8 +197,8 @@ class Host:
                 after.append({key: value.cpu().numpy() for key, value in new.items()})
         sums = tuple(Sum(group, total) for group, total in totals.items())
         sizes = tuple(sum(array.nbytes for array in state.values()) for state in after)
-        self._busy += time.perf_counter() - since
-        trained = Trained(tuple(outcomes), sums, self.name, self._busy, sizes)
+        busy, self._busy = self._busy + time.perf_counter() - since, 0.0
+        trained = Trained(tuple(outcomes), sums, self.name, busy, sizes)
         return (trained, *after) if states else trained
 
     def _receive(self, published: Published) -> tuple[Tensor, Tensor, dict[str, Tensor]]:

@@ -106,7 +106,7 @@ class Trained:
     outcomes: tuple[Outcome, ...]
     sums: tuple[Sum, ...] = ()
     host: str = ""
-    busy: float = 0.0  # seconds that this host has worked since it started; never decides anything
+    busy: float = 0.0  # seconds that this host has worked since it last said so; never decides anything
     states: tuple[int, ...] = ()  # bytes of the private state that each job left
 
 

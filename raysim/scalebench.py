@@ -30,6 +30,7 @@ from raysim.host import Recipe, build_networks
 from raysim.messages import Job, Published, Sum, Trained, Update
 from raysim.metrics import peak_memory, write_json
 from raysim.models import Mlp
+from raysim.runtime.inprocess import InProcess
 from raysim.schedule import Synchronous
 
 HOSTS = 64
@@ -104,34 +105,13 @@ class Ready:
         return self._arrays[self._next][:]  # a view, which travels as a whole
 
 
-class Here:
-    """A runtime of one such host, in this process."""
-
-    hosts = 1
-
-    def __init__(self, recipe: Recipe):
-        self._host = Ready(recipe)
-
-    def put(self, value: object) -> object:
-        """The value itself."""
-        return value
-
-    def get(self, ref: Any) -> Any:
-        """The value itself."""
-        return ref
-
-    def call(self, host: int, method: str, *args: Any, returns: int = 1) -> list[Any]:
-        """Return at once."""
-        return [getattr(self._host, method)(*args)]
-
-
 class Fleet:
     """`HOSTS` hosts for a coordinator, behind which there are fewer."""
 
     hosts = HOSTS
 
     def __init__(self, few: Runtime):
-        self._few, self.put = few, few.put
+        self._few, self.put, self.revive = few, few.put, few.revive
         self.arrays = 0
 
     def call(self, host: int, method: str, *args: object, returns: int = 1) -> list[Any]:
@@ -162,7 +142,7 @@ def measure(case: Case, rounds: int) -> Cost:
     From one aggregation to the next, without the first round, and without the last, after which nothing is dispatched.
     """
     recipe = _recipe(case)
-    few: Any = Here(recipe)
+    few: Any = InProcess(Ready(recipe))
     if case.ray:
         from raysim.runtime.ray import start_hosts
 

@@ -85,6 +85,10 @@ class Session:
             self.tracker.log(event.row)
             progress.update(event.row)
             self._record(event.failures, int(event.row["round"] or 0), progress)
+            if deaths := event.row.get("host_deaths"):
+                progress.note(
+                    f"round {event.row['round']}: hosts died ({deaths}); others took their place and their work"
+                )
             if event.probes:
                 path = self.folder / PROBES / f"round-{int(event.row['round'] or 0):06d}.safetensors"
                 path.parent.mkdir(exist_ok=True)

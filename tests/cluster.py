@@ -33,7 +33,7 @@ class Hosts:
         chosen, place = self._actors[:count], on_ray.ray.put(recipe)
         ready = [host.move_in.remote(place, f"host-{index}") for index, host in enumerate(chosen)]
         assert on_ray.ray.get(ready) == [f"host-{index}" for index in range(count)]
-        return on_ray.RayRuntime(chosen)
+        return on_ray.RayRuntime(count, chosen.__getitem__)
 
     def stop(self) -> None:
         """End their processes."""

@@ -114,7 +114,15 @@ def recipe(*methods: Method, model: ModelRecipe = MLP, local: Local = LOCAL, **o
 
 
 # Columns that depend on clocks, and on where hosts sum.
-MEASURED = ("wall_seconds", "host_seconds", "host_busy", "host_busy_least", "store_bytes", "spilled_bytes")
+MEASURED = (
+    "wall_seconds",
+    "host_seconds",
+    "host_busy",
+    "host_busy_least",
+    "store_bytes",
+    "spilled_bytes",
+    "host_deaths",
+)
 
 
 @dataclass
@@ -152,7 +160,7 @@ def coordinate(
 ) -> Coordinator:
     """A coordinator in this process, of hosts in this process unless a runtime is given; 3 rounds unless told."""
     asked = Settings(**({"rounds": 3} | settings))
-    return Coordinator(study, schedule, fleet or Lognormal(), runtime or InProcess(study), asked)
+    return Coordinator(study, schedule, fleet or Lognormal(), runtime or InProcess(Host(study)), asked)
 
 
 def ran(coordinator: Coordinator) -> Ran:
@@ -173,7 +181,7 @@ class Spy(InProcess):
     """A runtime that keeps everything that passes between coordinator and host."""
 
     def __init__(self, study: Recipe):
-        super().__init__(study)
+        super().__init__(Host(study))
         self.sent: list[tuple[Job, Published]] = []
         self.trained: list[Trained] = []
         self.states: list[Mapping[str, np.ndarray]] = []
@@ -199,43 +207,18 @@ class Spy(InProcess):
         return [outcome for trained in self.trained for outcome in trained.outcomes if isinstance(outcome, Update)]
 
 
-class Several:
+def several(study: Recipe, count: int) -> InProcess:
     """Some hosts in this process, to see what moves between them without starting others."""
-
-    def __init__(self, study: Recipe, count: int):
-        self.hosts = count
-        self.members = [Host(study, f"host-{index}") for index in range(count)]
-
-    def put(self, value: object) -> object:
-        """The value itself."""
-        return value
-
-    def get(self, ref: Any) -> Any:
-        """The value itself."""
-        return ref
-
-    def call(self, host: int, method: str, *args: Any, returns: int = 1) -> list[Any]:
-        """Run it now."""
-        result = getattr(self.members[host], method)(*args)
-        return [result] if returns == 1 else list(result)
+    return InProcess(*(Host(study, f"host-{index}") for index in range(count)))
 
 
-class Silent:
+class Silent(InProcess):
     """A runtime that trains nothing: every update is zero, every evaluation empty. For the order of events."""
 
-    hosts = 1
-
     def __init__(self, shared: int, counts: np.ndarray):
+        super().__init__(None)
         self.shared, self.counts = shared, counts
         self.jobs: list[Job] = []
-
-    def put(self, value: object) -> object:
-        """The value itself."""
-        return value
-
-    def get(self, ref: Any) -> Any:
-        """The value itself."""
-        return ref
 
     def call(self, host: int, method: str, *args: Any, returns: int = 1) -> list[Any]:
         """What a host would return if clients learnt nothing."""

@@ -14,12 +14,12 @@ from studies import (
     NORMED_MLP,
     SEED,
     NormedMlp,
-    Several,
     coordinate,
     even,
     ran,
     recipe,
     run,
+    several,
 )
 from torch import Tensor, nn
 
@@ -89,7 +89,7 @@ def test_looking_on_leaves_networks_alone_that_draw_in_training() -> None:
 def test_every_view_has_the_same_bits_on_one_host_and_on_three(methods: tuple[Method, ...]) -> None:
     study = recipe(*methods, model=NORMED_MLP, data=apart())
     one = run(study, evaluation=ALL)
-    three = ran(coordinate(study, runtime=Several(study, 3), evaluation=ALL))
+    three = ran(coordinate(study, runtime=several(study, 3), evaluation=ALL))
     assert one.history == three.history and one.bits == three.bits
 
 
@@ -111,7 +111,7 @@ def test_a_method_that_only_personalises_is_scored_both_ways() -> None:
 def test_fine_tuning_of_the_head_alone_leaves_the_extractor() -> None:
     seen: list[dict[str, Tensor]] = []
     study = recipe(model=NORMED_MLP, data=apart())
-    host = Several(study, 1).members[0]
+    host = several(study, 1).members[0]
     for head in (True, False):
         before = host.vector.data.clone()
         host.trainer.adapt(0, study.data.partition.train.rows(0), 1, Finetune(1, head=head))
@@ -163,7 +163,7 @@ def test_the_parts_of_the_loss_add_up_and_each_is_what_it_says() -> None:
         total = part["local_loss"] + part["distribution_shift"] + part["aggregation"]
         assert total == pytest.approx(part["global_loss"], abs=1e-12)
     assert parts[1]["distribution_shift"] > 0  # a local model fits its own samples better
-    host = Several(study, 1).members[0]
+    host = several(study, 1).members[0]
     host.vector.shared.copy_(found.coordinator.server.vector)
     host.trainer.training(False)
     with torch.no_grad():

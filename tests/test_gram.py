@@ -99,7 +99,7 @@ def test_unchanged_updates_give_the_bits_of_the_weighted_mean(group: int) -> Non
     weights = [target.weight(client) for client in range(12)]
     got = recombined(updates(rows), weights, sum(weights), target, "model", unchanged)
     target.step(updates(rows), [], [0] * 12, {})
-    assert torch.equal(got, target.combined)
+    assert torch.equal(got, target.params), "from zero"
 
 
 @pytest.mark.parametrize("threads", [1, 3])
@@ -162,7 +162,7 @@ def test_a_divisor_of_another_method_scales_the_step(rule: Callable[[], Method])
     plain, buffered = (server(rule(), *others, weighting="uniform") for others in ((), (FedBuff(),)))
     plain.step(updates(rows), [], [0] * 5, {})
     buffered.step(updates(rows), [], [3] * 5, {})  # all equally stale: weights (1 + 3)^-1/2, over their number
-    assert torch.allclose(buffered.combined, plain.combined / 2, rtol=1e-5, atol=1e-6)
+    assert torch.allclose(buffered.params, plain.params / 2, rtol=1e-5, atol=1e-6)
 
 
 class Sizes(TorchFunctionMode):

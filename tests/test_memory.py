@@ -51,7 +51,7 @@ def test_memory_is_the_same_at_round_200_as_when_every_client_was_seen(
 def test_stateless_runs_keep_nothing_per_client() -> None:
     coordinator = coordinate(recipe(data=even()), rounds=3)
     list(coordinator.run())
-    assert coordinator.dispatcher.states == {} and coordinator.runtime._host._resident == {}  # type: ignore[attr-defined]
+    assert coordinator.states.stored == {} and coordinator.runtime.members[0]._resident == {}  # type: ignore[attr-defined]
 
 
 def test_clients_that_were_never_sampled_cost_nothing() -> None:
@@ -62,8 +62,8 @@ def test_clients_that_were_never_sampled_cost_nothing() -> None:
     list(coordinator.run())
     seen = set(coordinator.turns)
     assert len(seen) <= 12
-    assert set(coordinator.runtime._host._resident) == seen == set(coordinator.dispatcher.accepted)  # type: ignore[attr-defined]
-    assert len(coordinator.dispatcher.states) == len(seen)
+    assert set(coordinator.runtime.members[0]._resident) == seen == set(coordinator.states.accepted)  # type: ignore[attr-defined]
+    assert len(coordinator.states.stored) == len(seen)
 
 
 def test_base_versions_are_forgotten_once_no_job_needs_them() -> None:

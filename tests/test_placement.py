@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 from rich.console import Console
-from studies import NORMED, Several, coordinate, even, ran, recipe, run, tiny
+from studies import NORMED, coordinate, even, ran, recipe, run, several, tiny
 
 from raysim.building import Refused
 from raysim.coordinator import Finished, Round, Settings, Started, TooManyFailures
@@ -150,7 +150,7 @@ def test_all_clients_but_one_lose_their_samples() -> None:
 @pytest.mark.parametrize("methods", [(), (Scaffold(),)], ids=["stateless", "stateful"])
 def test_the_history_says_how_much_hosts_worked_and_what_the_store_holds(methods: tuple[Method, ...]) -> None:
     study = recipe(*methods, data=even(), model=Mlp((32,)))
-    coordinator = coordinate(study, Buffered(concurrency=4, size=2), runtime=Several(study, 2), rounds=12)
+    coordinator = coordinate(study, Buffered(concurrency=4, size=2), runtime=several(study, 2), rounds=12)
     found = ran(coordinator)
     vector = 4 * coordinator.layout.shared
     upload = vector * (2 if methods else 1)  # the model, and the control variate's change
@@ -165,7 +165,7 @@ def test_the_history_says_how_much_hosts_worked_and_what_the_store_holds(methods
 
 def test_a_summed_group_counts_as_one_vector() -> None:
     study = recipe(data=even(), model=Mlp((32,)))
-    coordinator = coordinate(study, Synchronous(6), runtime=Several(study, 2), rounds=1, group=3)
+    coordinator = coordinate(study, Synchronous(6), runtime=several(study, 2), rounds=1, group=3)
     (row,) = ran(coordinator).rows
     assert row["store_bytes"] == 4 * coordinator.layout.shared * (1 + 2), "one version, two sums"
 
@@ -360,8 +360,8 @@ def test_hosts_on_two_nodes_give_the_bits_of_one_and_a_node_without_the_data_is_
     # What is seen while it runs, and what is left.
     assert seen["actors"] == ["coordinator", "host-0", "host-1"]
     assert seen["groups"] == 1 and not seen["left"]
-    # What Ray's own store held is in the history: nothing piles up there.
-    assert max(seen["used"]) <= max(row["store_bytes"] for row in rows)
+    # Nothing piles up in Ray's own stores: what the history counts once may lie on both nodes for a while.
+    assert max(seen["used"]) <= 2 * max(row["store_bytes"] for row in rows)
 
 
 # --- one run, one group ---------------------------------------------------------------------------------------------

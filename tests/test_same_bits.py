@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from cluster import Hosts
-from studies import MLP, NORMED, NORMED_MLP, SEED, Ran, Several, coordinate, even, ran, recipe, run, tiny
+from studies import MLP, NORMED, NORMED_MLP, SEED, Ran, coordinate, even, ran, recipe, run, several, tiny
 
 from raysim.client import Local
 from raysim.coordinator import Finished, Round, Settings
@@ -110,11 +110,11 @@ def test_clients_may_move_between_hosts_and_runs_be_resumed_on_another_number_of
         return recipe(*methods, model=NORMED_MLP)
 
     straight = run(small(), schedule, **asked)
-    runtime = Several(small(), count)
+    runtime = several(small(), count)
     there = ran(coordinate(small(), schedule, runtime=runtime, **asked, checkpoint_every=5, folder=str(tmp_path)))
     assert (there.bits, there.history) == (straight.bits, straight.history)
     saved = str(tmp_path / "checkpoints" / "round-000005")
-    resumed = ran(coordinate(small(), schedule, runtime=Several(small(), 4 - count), **asked, resume=saved))
+    resumed = ran(coordinate(small(), schedule, runtime=several(small(), 4 - count), **asked, resume=saved))
     assert (resumed.bits, resumed.history) == (straight.bits, straight.history)
 
 
@@ -132,4 +132,4 @@ def test_the_checksum_of_states_covers_private_states_personal_parts_and_the_ser
 def test_groups_summed_on_three_hosts_are_those_of_one() -> None:
     study = recipe(data=even(clients=30, samples=600))
     alone = run(study, Synchronous(24), Ideal(), group=2)
-    assert ran(coordinate(study, Synchronous(24), Ideal(), Several(study, 3), group=2)).bits == alone.bits
+    assert ran(coordinate(study, Synchronous(24), Ideal(), several(study, 3), group=2)).bits == alone.bits

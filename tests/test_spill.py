@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from cluster import Hosts
-from studies import NORMED, Several, coordinate, ran, recipe, run, tiny
+from studies import NORMED, coordinate, ran, recipe, run, several, tiny
 
 from raysim import cli
 from raysim.client import Local
@@ -46,7 +46,7 @@ def size(name: str) -> float:
 def test_a_budget_changes_no_bit(name: str, schedule: str, states: float, hosts: Hosts) -> None:
     whole = run(study(name), SCHEDULES[schedule], rounds=ROUNDS)
     asked: dict[str, Any] = {"rounds": ROUNDS, "state_budget": states * size(name)}
-    for runtime in (None, Several(study(name), 3), hosts.runtime(study(name), 2)):
+    for runtime in (None, several(study(name), 3), hosts.runtime(study(name), 2)):
         found = ran(coordinate(study(name), SCHEDULES[schedule], runtime=runtime, **asked))
         assert found.bits == whole.bits and found.history == whole.history
         assert max(row["spilled_bytes"] for row in found.rows) > 0  # type: ignore[type-var]
@@ -55,24 +55,24 @@ def test_a_budget_changes_no_bit(name: str, schedule: str, states: float, hosts:
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_memory_holds_the_budget_and_clients_at_work(schedule: str) -> None:
     most, each = 2, size("scaffold")
-    runtime = Several(study("scaffold"), 2)
+    runtime = several(study("scaffold"), 2)
     coordinator = coordinate(
         study("scaffold"), SCHEDULES[schedule], runtime=runtime, rounds=ROUNDS, state_budget=most * each
     )
     for _ in coordinator.run():
-        held, accepted = coordinator.dispatcher.held, coordinator.dispatcher.accepted
+        held, accepted = coordinator.dispatcher.held, coordinator.states.accepted
         at_work = {client for client, (_, last) in held.items() if accepted.get(client) != last}
         resident = [client for host in runtime.members for client in host._resident]
         assert len(resident) == len(set(resident)), "a client that moved leaves nothing behind"
         assert len(set(resident) - at_work) <= most
-        stored = {client for client, number in accepted.items() if number in coordinator.dispatcher.states}
+        stored = {client for client, number in accepted.items() if number in coordinator.states.stored}
         assert len(stored - at_work) <= most
     spilled = coordinator.rows[-1]["spilled_bytes"]
     assert spilled is not None and spilled >= each, "and the others are somewhere"
 
 
 def test_without_a_budget_a_client_that_moves_leaves_nothing_behind() -> None:
-    runtime = Several(study("fedbn"), 3)
+    runtime = several(study("fedbn"), 3)
     ran(coordinate(study("fedbn"), SCHEDULES["buffer"], runtime=runtime, rounds=20))
     resident = [client for host in runtime.members for client in host._resident]
     assert sorted(resident) == sorted(set(resident)) and len(resident) > 3
@@ -83,7 +83,7 @@ def test_own_models_are_scored_from_disk(states: float) -> None:
     asked: dict[str, Any] = {"rounds": 6, "evaluation": Evaluation(every=2, common=True)}
     whole = run(study("fedbn"), SCHEDULES["rounds"], **asked)
     budget = states * size("fedbn")
-    runtime = Several(study("fedbn"), 3)
+    runtime = several(study("fedbn"), 3)
     found = ran(coordinate(study("fedbn"), SCHEDULES["rounds"], runtime=runtime, state_budget=budget, **asked))
     assert found.history == whole.history and found.bits == whole.bits
 

@@ -15,11 +15,10 @@ from raysim.schedule import Schedule
 
 
 class InProcess:
-    """One host in this process."""
+    """Hosts in this process, one unless others are given."""
 
-    def __init__(self, recipe: Recipe):
-        self._host = Host(recipe)
-        self.hosts = 1
+    def __init__(self, *members: Any):
+        self.members, self.hosts = members, len(members)
 
     def put(self, value: object) -> object:
         """The value itself."""
@@ -27,12 +26,15 @@ class InProcess:
 
     def call(self, host: int, method: str, *args: object, returns: int = 1) -> list[Any]:
         """Run it now."""
-        result = getattr(self._host, method)(*args)
+        result = getattr(self.members[host], method)(*args)
         return [result] if returns == 1 else list(result)
 
     def get(self, ref: Any) -> Any:
         """The value itself."""
         return ref
+
+    def revive(self, host: int) -> None:
+        """It dies with this process, never before."""
 
 
 def run(recipe: Recipe, schedule: Schedule, fleet: Fleet, settings: Settings) -> Iterator[Event]:
@@ -40,7 +42,7 @@ def run(recipe: Recipe, schedule: Schedule, fleet: Fleet, settings: Settings) ->
     threads, deterministic = torch.get_num_threads(), torch.get_deterministic_debug_mode()
     products = openblas().limit(limits=None)
     try:
-        yield from Coordinator(recipe, schedule, fleet, InProcess(recipe), settings).run()
+        yield from Coordinator(recipe, schedule, fleet, InProcess(Host(recipe)), settings).run()
     finally:
         products.restore_original_limits()
         torch.set_num_threads(threads)

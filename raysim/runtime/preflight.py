@@ -14,7 +14,7 @@ from raysim.coordinator import Coordinator, Settings
 from raysim.data.federated import FederatedData
 from raysim.data.partition import CSR, Partition
 from raysim.fleet import Ideal
-from raysim.host import Recipe
+from raysim.host import Host, Recipe
 from raysim.metrics import peak_memory
 from raysim.runtime.inprocess import InProcess
 from raysim.schedule import Synchronous
@@ -50,7 +50,7 @@ def measure(recipe: Recipe, read: Callable[[str], tuple[int, int]] = memory) -> 
     largest = int(np.argmax(recipe.data.partition.train.counts))
     alone = replace(recipe, data=only(recipe.data, largest, recipe.score_batch))
     server = replace(alone, device="cpu")
-    coordinator = Coordinator(server, Synchronous(1), Ideal(), InProcess(alone), Settings(rounds=1, tolerate=1.0))
+    coordinator = Coordinator(server, Synchronous(1), Ideal(), InProcess(Host(alone)), Settings(rounds=1, tolerate=1.0))
     for _ in coordinator.run():
         pass
     return Need(*read(recipe.device), coordinator.dispatcher.state_bytes)

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 # The driver's environment is the workers' environment. Ray reads its authentication mode when it is imported: set
 # later, this process and the cluster that it starts would disagree.
@@ -33,6 +33,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from raysim.coordinator import Coordinator, Settings
 from raysim.data.dataset import copied
+from raysim.dispatch import HostDied
 from raysim.events import Event, RunStopped
 from raysim.fleet import Fleet
 from raysim.host import Host, Recipe
@@ -57,6 +58,7 @@ Say = Callable[[str], None]
 Measure = Callable[[Recipe], preflight.Need]
 
 GRACE = 2  # seconds in which a group that fits is there; longer means that others hold what it needs
+REVIVAL = 300  # seconds for a new host in the place of a dead one
 
 
 # --- the cluster ----------------------------------------------------------------------------------------------------
@@ -295,10 +297,14 @@ class RayCoordinator:
 
 
 class RayRuntime:
-    """Hosts as actors of class `Host`, calls as actor tasks, values in the object store."""
+    """Hosts as actors of class `Host`, calls as actor tasks, values in the object store.
 
-    def __init__(self, actors: Sequence[Any]):
-        self._actors, self.hosts = actors, len(actors)
+    start: makes the actor of a host, given its number.
+    """
+
+    def __init__(self, hosts: int, start: Callable[[int], Any]):
+        self.hosts, self._make = hosts, start
+        self._actors = [start(host) for host in range(hosts)]
 
     def put(self, value: object) -> ray.ObjectRef[Any]:
         """Into the object store, once; hosts of one node map the same memory."""
@@ -311,19 +317,32 @@ class RayRuntime:
 
     def get(self, ref: Any) -> Any:
         """Wait for a result; arrays in it are read-only views into the object store."""
-        return ray.get(ref)
+        try:
+            return ray.get(ref)
+        except (ray.exceptions.RayActorError, ray.exceptions.OutOfMemoryError) as error:
+            raise HostDied(_first(error)) from None
+
+    def revive(self, host: int) -> None:
+        """Another actor in the same bundle; Ray moves the bundle where its node is gone and another one has room."""
+        ray.kill(self._actors[host])  # it may only have been out of reach
+        self._actors[host] = self._make(host)
+        if not ray.wait([self._actors[host].ready.remote()], timeout=REVIVAL)[0]:
+            raise RunStopped(
+                f"host {host} died and no other one started within {REVIVAL} s: its node may be gone; resume=latest "
+                "goes on from the last checkpoint"
+            )
 
     def stop(self) -> None:
         """End the hosts."""
         for actor in self._actors:
-            ray.kill(cast(Any, actor))
+            ray.kill(actor)
 
 
 def start_hosts(recipe: Recipe, hosts: int, kind: type = RayHost) -> RayRuntime:
     """Hosts of one CPU each outside any placement group, starting side by side."""
     actor: Any = ray.remote(num_cpus=1)(kind)
     shared = ray.put(recipe)
-    return RayRuntime([actor.remote(shared, f"host-{index}") for index in range(hosts)])
+    return RayRuntime(hosts, lambda index: actor.remote(shared, f"host-{index}"))
 
 
 def _start(
@@ -331,14 +350,15 @@ def _start(
 ) -> tuple[RayRuntime, Any]:
     """Hosts and coordinator, starting side by side in their bundles; Ray's dashboard shows them by name.
 
-    What they are built from is in the object store until they are.
+    What they are built from stays in the object store, for hosts that take the place of dead ones.
     """
     shared, content = ray.put(recipe), _content(recipe, group)
-    hosts = []
-    for index in range(size.hosts):
+
+    def start(index: int) -> Any:
         own = ray.remote(RayHost).options(name=f"{name}/host-{index}", **_within(group, index + 1, size.each))
-        hosts.append(own.remote(shared, f"host-{index}", content))
-    runtime = RayRuntime(hosts)
+        return own.remote(shared, f"host-{index}", content)
+
+    runtime = RayRuntime(size.hosts, start)
     first = ray.remote(RayCoordinator).options(name=f"{name}/coordinator", **_within(group, 0, {}))
     return runtime, first.remote(shared, schedule, fleet, runtime, settings, content)
 

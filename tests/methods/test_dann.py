@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from studies import Several, Spy, coordinate, ran, recipe, run
+from studies import Spy, coordinate, ran, recipe, run, several
 from torch import Tensor, nn
 
 from raysim.client import Local
@@ -93,7 +93,7 @@ def test_the_domain_of_a_client_is_its_id_in_every_round_and_on_every_host(
 
     monkeypatch.setattr(dann, "discriminator_loss", watched)
     study = recipe(method)
-    found = ran(coordinate(study, Synchronous(4), runtime=Several(study, hosts), rounds=4))
+    found = ran(coordinate(study, Synchronous(4), runtime=several(study, hosts), rounds=4))
     assert not found.failures and max(turn for _, turn in labels) > 1
     assert {client for client, _ in labels} == set(range(6))
     assert all(set(given) == {client} for (client, _), given in labels.items())

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from studies import BUFFER, NORMED, ROUNDS, Ran, Several, Spy, coordinate, ran, recipe, run, tiny
+from studies import BUFFER, NORMED, ROUNDS, Ran, Spy, coordinate, ran, recipe, run, several, tiny
 from torch import Tensor, nn
 
 from raysim.building import build
@@ -78,7 +78,7 @@ def on_hosts(method: FedBR, count: int) -> Watch:
     """Three rounds on so many hosts."""
     watch = Watch()
     study = recipe(method, watch, local=LOCAL)
-    assert not ran(coordinate(study, runtime=Several(study, count), rounds=3)).failures
+    assert not ran(coordinate(study, runtime=several(study, count), rounds=3)).failures
     assert set(watch.by_version()) == {0, 1, 2}
     return watch
 

@@ -8,7 +8,7 @@ from typing import Any, cast
 import pytest
 import torch
 import torch.nn.functional as F
-from studies import BUFFER, LOCAL, MLP, NORMED_MLP, ROUNDS, Several, Spy, coordinate, ran, recipe, run
+from studies import BUFFER, LOCAL, MLP, NORMED_MLP, ROUNDS, Spy, coordinate, ran, recipe, run, several
 from torch import Tensor, nn
 from torch.distributions import Normal, kl_divergence
 
@@ -240,7 +240,7 @@ def test_it_composes_with_soft_labels_batch_norm_and_a_server_optimiser(schedule
 def test_noise_is_of_the_job_and_of_no_host() -> None:
     study = recipe(FedSR())
     asked = {"rounds": 4, "evaluation": Evaluation(finetune=Finetune(epochs=1))}
-    one, two = (ran(coordinate(study, runtime=runtime, **asked)) for runtime in (Several(study, 1), Several(study, 2)))
+    one, two = (ran(coordinate(study, runtime=runtime, **asked)) for runtime in (several(study, 1), several(study, 2)))
     assert (one.bits, one.history) == (two.bits, two.history)
 
 

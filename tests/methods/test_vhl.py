@@ -15,13 +15,13 @@ from studies import (
     NORMED,
     NORMED_MLP,
     ROUNDS,
-    Several,
     Spy,
     coordinate,
     ran,
     recipe,
     run,
     same,
+    several,
     tiny,
 )
 from torch import Tensor
@@ -364,7 +364,7 @@ def test_a_resumed_run_ends_in_the_bits_of_a_straight_one(partner: Any, schedule
 
 def test_several_hosts_end_in_the_same_bits() -> None:
     study = recipe(Vhl(**SMALL), model=NORMED)
-    assert run(study).bits == ran(coordinate(study, runtime=Several(study, 2))).bits
+    assert run(study).bits == ran(coordinate(study, runtime=several(study, 2))).bits
 
 
 PARTNERS: dict[str, Any] = {
