@@ -418,7 +418,8 @@ def test_the_extractors_gradient_is_the_real_samples_alone_and_zero_without_a_sh
             elif beta == 1:
                 assert torch.equal(grad, torch.zeros_like(grad)), name
             else:
-                assert torch.allclose(grad, (1 - beta) * other, rtol=1e-4, atol=1e-7), name
+                # What a bias in front of a BatchNorm gets is rounding alone.
+                assert torch.allclose(grad, (1 - beta) * other, rtol=1e-4, atol=1e-6), name
 
 
 # --- FedBN --------------------------------------------------------------------------------------------------------
