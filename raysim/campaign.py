@@ -30,8 +30,8 @@ from raysim.config import Node, compose, groups, load_yaml, plain, spread, to_ya
 from raysim.errors import Refused, refusing
 from raysim.events import RunStopped
 from raysim.experiment import build, run
+from raysim.files import replace_file
 from raysim.folder import place
-from raysim.metrics import replace_file
 from raysim.progress import duration
 from raysim.study import Interrupted
 from raysim.tracking import default_uri

@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 from raysim.campaign import Campaign, Cell, short
 from raysim.errors import Refused, instead
-from raysim.metrics import COLUMNS, known, replace_file, write_json
+from raysim.files import replace_file
+from raysim.metrics import COLUMNS, known, write_json
 from raysim.report import DARK, LIGHT, NOTHING, Column, Run, Section, aligned, compare, load_run, theme
 from raysim.significance import Difference, holm, mean_deviation, paired
 

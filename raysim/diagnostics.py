@@ -19,7 +19,8 @@ from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
 from raysim.data.partition import Floats, Ints
-from raysim.metrics import known, replace_file
+from raysim.files import replace_file
+from raysim.metrics import known
 
 if TYPE_CHECKING:
     pass

@@ -27,11 +27,11 @@ from raysim.data.partition import Partitioner
 from raysim.data.sources import Source
 from raysim.errors import Refused, instead, refusing
 from raysim.events import Event, TooManyFailures
+from raysim.files import replace_file
 from raysim.fleet import Fleet
 from raysim.folder import Place, place
 from raysim.host import Recipe, build_networks
 from raysim.methods.method import Method, check_composition
-from raysim.metrics import replace_file
 from raysim.models import ModelRecipe
 from raysim.plan import plan, slots
 from raysim.schedule import Schedule, Synchronous

@@ -16,7 +16,8 @@ import numpy as np
 
 from raysim.data.partition import Floats, Ints
 from raysim.diagnostics import Probe, output_distribution
-from raysim.metrics import Row, known, replace_file
+from raysim.files import replace_file
+from raysim.metrics import Row, known
 from raysim.report import LIGHT, theme
 
 if TYPE_CHECKING:

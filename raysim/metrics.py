@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,6 +12,8 @@ from typing import TypeAlias
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+
+from raysim.files import replace_file
 
 Row: TypeAlias = Mapping[str, int | float | None]
 Values: TypeAlias = Sequence[int | float | None]
@@ -43,19 +44,6 @@ def column(rows: Sequence[Row], key: str) -> list[int | float | None]:
 def known(values: Values) -> list[float]:
     """The values that are numbers: None, nan and infinities are left out."""
     return [float(value) for value in values if value is not None and math.isfinite(value)]
-
-
-def replace_file(path: Path, content: bytes) -> None:
-    """Write a file so that a reader, or a crash, sees the old content or the new one and nothing between."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with temporary.open("wb") as stream:
-            stream.write(content)
-            stream.flush()
-            os.fsync(stream.fileno())
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def _array(values: Values, kind: pa.DataType | None) -> pa.Array:

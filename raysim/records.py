@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any, Self
 from raysim.building import shown
 from raysim.config import to_yaml
 from raysim.errors import Refused
-from raysim.metrics import read_history, replace_file, summarise, write_history, write_json
+from raysim.files import replace_file
+from raysim.metrics import read_history, summarise, write_history, write_json
 from raysim.progress import SILENCE, duration
 from raysim.search import Search
 from raysim.space import Point, short

@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from raysim.metrics import Row, column, known, read_history, replace_file, summarise
+from raysim.files import replace_file
+from raysim.metrics import Row, column, known, read_history, summarise
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -19,8 +19,9 @@ from raysim.figures import (
     draw_outputs,
     draw_reports,
 )
+from raysim.files import replace_file
 from raysim.messages import Failure
-from raysim.metrics import read_history, replace_file, summarise, write_history, write_json
+from raysim.metrics import read_history, summarise, write_history, write_json
 from raysim.plan import identity
 from raysim.progress import Progress
 from raysim.report import draw_run

@@ -13,7 +13,8 @@ import pyarrow.parquet as pq
 
 from raysim.config import to_yaml
 from raysim.figures import figure_file
-from raysim.metrics import replace_file, write_json
+from raysim.files import replace_file
+from raysim.metrics import write_json
 from raysim.progress import duration
 from raysim.records import Record, Records, plus_minus, told
 from raysim.report import LIGHT

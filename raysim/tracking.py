@@ -11,10 +11,12 @@ import os
 import re
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from numbers import Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
+from raysim.files import alone
 from raysim.metrics import Row, read_history, write_json
 
 if TYPE_CHECKING:
@@ -104,13 +106,16 @@ class Mlflow:
     def __init__(self, uri: str) -> None:
         from mlflow.tracking import MlflowClient
 
-        self._client: MlflowClient = MlflowClient(tracking_uri=uri)
-        self._uri = uri
+        path = uri.removeprefix("sqlite:///")
+        self._database = Path(path).resolve() if path != uri else None
+        with self._alone():
+            self._client: MlflowClient = MlflowClient(tracking_uri=uri)
         self._run, self._last, self._started = "", 0, 0.0
         self._params: Mapping[str, str] = {}  # what the run has already
 
     def open(self, record: Record) -> str:
-        run = self._known(str(record.get("run_id") or "")) or self._create(record)
+        with self._alone():
+            run = self._known(str(record.get("run_id") or "")) or self._create(record)
         self._run = run.info.run_id
         self._started = float(run.info.start_time)
         self._last = int(run.data.metrics.get("round", 0))
@@ -118,6 +123,10 @@ class Mlflow:
         if run.info.status != "RUNNING":
             self._client.update_run(self._run, status="RUNNING")
         return self._run
+
+    def _alone(self) -> AbstractContextManager[None]:
+        """Two that make the tables or the experiment of one SQLite file at the same time fail."""
+        return alone(self._database.parent, "tracking.uri") if self._database else nullcontext()
 
     def _known(self, identity: str) -> Run | None:
         """None where this server never had the run, or where somebody deleted it there."""
@@ -148,9 +157,8 @@ class Mlflow:
         if found is not None:
             return str(found.experiment_id)
         place = None  # a server knows where its artifacts belong
-        if self._uri.startswith("sqlite:///"):
-            database = Path(self._uri.removeprefix("sqlite:///")).resolve()
-            place = (database.parent / "mlflow_artifacts").as_uri()
+        if self._database:
+            place = (self._database.parent / "mlflow_artifacts").as_uri()
         return str(self._client.create_experiment(name, artifact_location=place))
 
     def describe(self, record: Record) -> None:

@@ -13,7 +13,8 @@ from raysim import checkpoint
 from raysim.config import Node, to_yaml
 from raysim.events import Event, Finished, Round, RunStopped, Started
 from raysim.experiment import build
-from raysim.metrics import Row, known, replace_file
+from raysim.files import replace_file
+from raysim.metrics import Row, known
 from raysim.study import Experiment
 
 DEVIATION = "_std"  # of the metric, over seeds

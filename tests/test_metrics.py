@@ -61,7 +61,7 @@ def test_a_write_that_fails_leaves_the_old_file_and_nothing_beside_it(
     def full(_: int) -> None:
         raise OSError("no space left")
 
-    monkeypatch.setattr(metrics.os, "fsync", full)
+    monkeypatch.setattr("os.fsync", full)
     with pytest.raises(OSError, match="no space left"):
         metrics.write_history([row(1), row(2)], path)
     assert len(metrics.read_history(path)) == 1

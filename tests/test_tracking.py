@@ -333,3 +333,24 @@ def test_mlflow_says_nothing_on_the_screen(tmp_path: Path) -> None:
     assert (done.stdout, done.stderr) == (b"", b"")
     assert (tmp_path / "mlflow.db").is_file()
     assert sorted(path.name for path in (tmp_path / "run").iterdir()) == [RECORD]
+
+
+def test_runs_that_begin_side_by_side_make_one_database(tmp_path: Path) -> None:
+    code = (
+        "from pathlib import Path; from raysim.tracking import Tracker; import mlflow.tracking, sys;"
+        "t = Tracker(Path(sys.argv[1]), patience=120.0); sys.stdin.read();"
+        "t.start({}, {}); t.log({'round': 1}); t.finish({}, [])"
+    )
+    folders = [tmp_path / name for name in "ab"]
+    children = []
+    for folder in folders:
+        folder.mkdir()
+        command = [sys.executable, "-c", code, str(folder)]
+        children.append(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True))
+    for child in children:
+        assert child.stdin is not None
+        child.stdin.close()
+    for child in children:
+        assert child.stdout is not None
+        assert child.stdout.read() == "" and child.wait() == 0
+    assert len({identity(folder) for folder in folders}) == 2

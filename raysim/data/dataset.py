@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import math
 import os
-import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
 
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
+
+from raysim.files import alone, whole
 
 FORMAT = 1  # raise it when the same settings give other bytes
 
@@ -81,7 +80,7 @@ def cached(cache: str | None, name: str, content: Mapping[str, object], make: Ca
     text = json.dumps({"format": FORMAT, **content}, sort_keys=True)
     path = cache_folder(cache) / f"{name}-{hashlib.blake2b(text.encode(), digest_size=8).hexdigest()}.arrow"
     if not path.exists():
-        with alone(path.parent):
+        with alone(path.parent, "data.cache"):
             if not path.exists():
                 _write(path, make())
     return Dataset(path)
@@ -91,27 +90,11 @@ def copied(name: str, read: Callable[[], NDArray[np.uint8]]) -> Path:
     """The file of that name in this machine's cache folder, written from another machine's bytes if it is missing."""
     path = cache_folder(None) / name
     if not path.exists():
-        with alone(path.parent):
+        with alone(path.parent, "data.cache"):
             if not path.exists():
-                with _whole(path) as file:
+                with whole(path) as file:
                     file.write(read().data)
     return path
-
-
-@contextlib.contextmanager
-def alone(folder: Path) -> Iterator[None]:
-    """One process at a time per folder, which is made if need be."""
-    import fcntl
-
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        handle = (folder / ".lock").open("a")
-    except OSError as error:
-        raise ValueError(f"{folder} cannot be written ({error}): name another folder in data.cache.") from error
-    with handle:
-        with contextlib.suppress(OSError):  # some network file systems have no locks; the rename below still is atomic
-            fcntl.flock(handle, fcntl.LOCK_EX)
-        yield
 
 
 def _write(path: Path, samples: Samples) -> None:
@@ -130,19 +113,5 @@ def _write(path: Path, samples: Samples) -> None:
     ]
     batch = pa.record_batch(columns, names=["image", "label", "domain"])
     batch = batch.replace_schema_metadata({"raysim": json.dumps(header)})
-    with _whole(path) as file, pa.ipc.new_file(file, batch.schema) as writer:
+    with whole(path) as file, pa.ipc.new_file(file, batch.schema) as writer:
         writer.write_batch(batch)
-
-
-@contextlib.contextmanager
-def _whole(path: Path) -> Iterator[BinaryIO]:
-    """A file to write, which appears under its name when all of it is on disk."""
-    unfinished = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
-    try:
-        with unfinished.open("wb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        unfinished.replace(path)
-    finally:
-        unfinished.unlink(missing_ok=True)

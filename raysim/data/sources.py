@@ -14,12 +14,13 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from raysim.data.dataset import Dataset, alone, cache_folder
+from raysim.data.dataset import Dataset, cache_folder
 from raysim.data.packed import Strips
 from raysim.data.partition import Ints
 from raysim.data.pictures import spread_test, train_first
 from raysim.data.raw import Raw, Source, within
 from raysim.data.stored import ImageFolder, Parquet, Stored, holds_images, named_folder
+from raysim.files import alone
 from raysim.streams import stream
 
 __all__ = [
@@ -171,7 +172,7 @@ def _files(source: Downloadable, kind: str) -> list[Path]:
             f"data.root={root} holds no {kind}: {missing} is missing there; name the folder that holds it, or set "
             "data.download=true."
         )
-    with alone(root):
+    with alone(root, "data.root"):
         _download(root, kind, missing)
     return [root / name for name in TORCHVISION[kind]]
 
