@@ -12,7 +12,7 @@ from typing import BinaryIO
 
 @contextlib.contextmanager
 def whole(path: Path) -> Iterator[BinaryIO]:
-    """A file to write, which takes its name when all of it is on disk: readers, and a crash, see the old one or it."""
+    """A file to write. Readers, or those who come after a crash, see the old content or all of the new one."""
     unfinished = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
     try:
         with unfinished.open("wb") as file:
