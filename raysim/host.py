@@ -217,13 +217,17 @@ class Host:
             state = dict(self._initial)
             samples = len(self.recipe.data.partition.train.rows(client))
             for method in self._stateful:
-                state |= {key: value.to(self.device) for key, value in method.state(self.layout, samples).items()}
+                state |= {key: self._own_kind(value) for key, value in method.state(self.layout, samples).items()}
             return state
         resident = self._resident.get(client)
         if resident is not None and resident[0] == number:
             return resident[1]
         assert sent is not None, f"client {client}: the state of job {number} is neither on {self.name} nor sent"
         return {key: torch.from_numpy(value).to(self.device) for key, value in sent.items()}
+
+    def _own_kind(self, value: Tensor) -> Tensor:
+        """On the device, and floats in the dtype of the run."""
+        return value.to(self.device, self.vector.data.dtype if value.is_floating_point() else value.dtype)
 
     def _train(
         self,

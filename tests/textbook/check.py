@@ -1,0 +1,165 @@
+"""Runs raysim on a small world, writes down its batches and draws, and compares its end with a textbook's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from studies import SEED, coordinate, ran, recipe, tiny
+from torch import Tensor
+
+from raysim.client import Local
+from raysim.coordinator import Coordinator
+from raysim.fleet import Ideal
+from raysim.host import Host
+from raysim.methods.method import Method
+from raysim.models import Mlp
+from raysim.runtime.inprocess import InProcess
+from raysim.schedule import Schedule, Synchronous
+from raysim.step import Batch, Context, Step
+from textbook.world import Book, Job, World
+
+# Everything that a method may get wrong is switched on: momentum, weight decay, a rate that falls, several epochs.
+LOCAL = Local(lr=0.1, momentum=0.5, weight_decay=0.01, lr_decay=0.9, batch=8, epochs=2)
+EXACT = 1e-9  # float64 end to end
+
+
+@dataclass(frozen=True)
+class Row:
+    """What a textbook is checked at: four clients of unequal size, three in each of three rounds, unless said.
+
+    methods: fresh ones, for the run. study: of `studies.recipe`; run: of `studies.coordinate`; drawn: handed over in
+    `World.drawn`. skips: entries of private or server state that are raysim's own book-keeping, with the reason.
+    """
+
+    book: Callable[[World], Book]
+    methods: Callable[[], Sequence[Method]]
+    study: Mapping[str, Any] = field(default_factory=dict)
+    run: Mapping[str, Any] = field(default_factory=dict)
+    schedule: Schedule = field(default_factory=lambda: Synchronous(3))
+    drawn: Mapping[str, Any] = field(default_factory=dict)
+    skips: Mapping[str, str] = field(default_factory=dict)
+
+
+class Watched(Step):
+    """A step that writes down what it was given."""
+
+    batches: dict[tuple[int, int], list[tuple[Tensor, Tensor]]]
+    given: dict[tuple[int, int], list[Mapping[str, Tensor]]]
+
+    def __call__(self, ctx: Context, batch: Batch, stages: Any) -> Tensor | None:
+        """See `Step`."""
+        key = ctx.client, ctx.turn
+        self.batches.setdefault(key, []).append((batch.raw_inputs.clone(), batch.raw_targets.clone()))
+        self.given.setdefault(key, []).append({name: ctx.drawn(name).clone() for name in ctx.draws})
+        return super().__call__(ctx, batch, stages)
+
+
+def check(row: Row) -> None:
+    """Fails where raysim and the textbook end at different numbers, and says where."""
+    data = row.study.get("data", tiny(clients=4, samples=70))
+    settings = {"model": Mlp((6,)), "local": LOCAL, "dtype": torch.float64, "data": data}
+    study = recipe(*row.methods(), **(settings | row.study))
+    host = Host(study)
+    step: Any = host.trainer.step
+    step.__class__, step.batches, step.given = Watched, {}, {}
+    coordinator = coordinate(study, row.schedule, Ideal(), InProcess(host), **({"rounds": 3} | row.run))
+    start = {k: v.clone() for k, v in coordinator.initial.named(*_whole(coordinator)).items()}
+    taken = _taken(coordinator)
+    found = ran(coordinator)
+    assert not found.failures
+    rounds = [
+        [Job(c, turn, v, n, step.batches[c, turn], step.given[c, turn]) for c, turn, v, n in jobs] for jobs in taken
+    ]
+    layout = coordinator.layout
+    world = World(
+        SEED,
+        data.partition.train.counts.size,
+        study.task.num_classes,
+        rounds,
+        [_all(host, data.partition.train.rows(client)) for client in range(data.partition.train.counts.size)],
+        host.trainer.gather(data.central),
+        start,
+        frozenset(e.name for e in (*layout.entries, *layout.counters) if e.personal),
+        study.local,
+        coordinator.server.weighting,
+        row.drawn,
+    )
+    torch.set_grad_enabled(True)
+    book = row.book(world)
+    _compare("shared", found.tensors, {k: v for k, v in book.shared.items() if k not in world.personal}, {})
+    for client in {job.client for jobs in rounds for job in jobs}:
+        _compare(f"client {client}", _private(coordinator, client), book.private.get(client, {}), row.skips)
+    _compare("server", {k: v.numpy() for k, v in coordinator.server.state.items()}, book.server, row.skips)
+    own = {name for method in study.methods for name in found.rows[-1] if name.startswith(f"{method.name}.")}
+    assert own <= book.columns.keys() | row.skips.keys(), "columns of the history that the textbook leaves out"
+    for name, values in book.columns.items():
+        seen = [float(r[name]) if r[name] is not None else np.nan for r in found.rows]  # type: ignore[arg-type]
+        assert seen == pytest.approx(values, rel=EXACT, abs=EXACT, nan_ok=True), name
+    for client, tensors in book.own.items():
+        _compare(f"client {client}'s own model", _scored(coordinator, host, client, tensors), tensors, {})
+
+
+def _taken(coordinator: Coordinator) -> list[list[tuple[int, int, int, int]]]:
+    """Filled while it runs: of every aggregation the (client, turn, version, samples) of its jobs, as accepted."""
+    taken: list[list[tuple[int, int, int, int]]] = []
+    aggregate = coordinator._aggregate
+
+    def watched(flights: Any) -> Any:
+        jobs = [flight.job for flight in flights]
+        taken.append([(job.client, job.turn, job.version, int(coordinator.counts[job.client])) for job in jobs])
+        return aggregate(flights)
+
+    coordinator._aggregate = watched  # type: ignore[method-assign]
+    return taken
+
+
+def _whole(coordinator: Coordinator) -> tuple[Tensor, Tensor]:
+    return coordinator.initial.data, coordinator.initial.counters
+
+
+def _all(host: Host, rows: np.ndarray) -> tuple[Tensor, Tensor]:
+    return host.trainer.gather(rows)
+
+
+def _private(coordinator: Coordinator, client: int) -> dict[str, np.ndarray]:
+    """The client's accepted private state; its personal tensors by name."""
+    if client not in coordinator.states.accepted:
+        return {}
+    state = dict(coordinator.states.state(client, coordinator.states.accepted[client]))
+    layout = coordinator.layout
+    flat, counters = state.pop("personal", None), state.pop("personal.counters", None)
+    for entries, values, first in (
+        (layout.entries, flat, layout.shared),
+        (layout.counters, counters, layout.shared_counters),
+    ):
+        for entry in entries:
+            if entry.personal and values is not None:
+                state[entry.name] = values[entry.start - first : entry.stop - first].reshape(entry.shape)
+    return state
+
+
+def _scored(coordinator: Coordinator, host: Host, client: int, names: Mapping[str, Tensor]) -> dict[str, np.ndarray]:
+    """What raysim scores a client with after the last round."""
+    from raysim.messages import Task
+
+    state = coordinator.states.accepted.get(client, -1)
+    sent = coordinator.states.state(client, state) if state >= 0 else None
+    task = Task(client, coordinator.recipe.data.partition.test.rows(client), state, coordinator._extras(client))
+    host.evaluate([task], coordinator.server.published(), *([sent] if coordinator.stateful else []))
+    tensors = host.vector.named(host.vector.data, host.vector.counters)
+    return {name: tensors[name].detach().numpy().copy() for name in names}
+
+
+def _compare(
+    where: str, found: Mapping[str, np.ndarray], expected: Mapping[str, Tensor], skips: Mapping[str, str]
+) -> None:
+    found = {name: value for name, value in found.items() if name not in skips}
+    assert found.keys() == expected.keys(), f"{where}: raysim has {sorted(found)}, the textbook {sorted(expected)}"
+    for name, tensor in expected.items():
+        want = tensor.detach().numpy()
+        np.testing.assert_allclose(found[name], want, rtol=EXACT, atol=EXACT, err_msg=f"{where}: {name}")

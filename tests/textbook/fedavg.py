@@ -1,0 +1,11 @@
+"""FedAvg: McMahan et al. 2017, Algorithm 1."""
+
+from __future__ import annotations
+
+from textbook.plain import federated, train
+from textbook.world import Book, World
+
+
+def fedavg(world: World) -> Book:
+    """x <- sum_i n_i y_i / sum_i n_i."""
+    return federated(world, lambda job, x: train(world, job, x))

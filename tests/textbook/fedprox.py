@@ -1,0 +1,21 @@
+"""FedProx: Li et al. 2020, eq. (2); the term enters as a gradient, before weight decay and momentum."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from textbook.plain import cross_entropy, federated, train, trainable
+from textbook.world import Book, Job, Params, World
+
+
+def fedprox(world: World, mu: float) -> Book:
+    """The loss of a client is CE + mu/2 |y - x|^2."""
+
+    def client(job: Job, x: Params) -> Params:
+        def loss(p: Params, step: int, inputs: Tensor, labels: Tensor) -> Tensor:
+            distance = sum((p[name] - x[name].detach()).square().sum() for name in trainable(p))
+            return cross_entropy(p, step, inputs, labels) + mu / 2 * distance
+
+        return train(world, job, x, loss)
+
+    return federated(world, client)

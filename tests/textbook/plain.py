@@ -1,0 +1,129 @@
+"""The few lines of FedAvg that most textbooks share: a network, a gradient, SGD, a weighted mean."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from textbook.world import Book, Job, Params, World
+
+EXTRACTOR, HEAD = "model.extractor", "model.head"
+
+
+def features(p: Mapping[str, Tensor], x: Tensor, training: bool = True) -> Tensor:
+    """Flatten, linear, BatchNorm if there is one (its statistics in `p` move when training), ReLU: [B, F]."""
+    hidden = F.linear(x.flatten(1), p[f"{EXTRACTOR}.1.weight"], p[f"{EXTRACTOR}.1.bias"])
+    norm = f"{EXTRACTOR}.2"
+    if f"{norm}.weight" in p:
+        mean, var = p[f"{norm}.running_mean"], p[f"{norm}.running_var"]
+        if training:
+            p[f"{norm}.num_batches_tracked"].add_(1)
+        hidden = F.batch_norm(hidden, mean, var, p[f"{norm}.weight"], p[f"{norm}.bias"], training)
+    return hidden.relu()
+
+
+def head(p: Mapping[str, Tensor], z: Tensor) -> Tensor:
+    """Features [B, F] to logits [B, C]."""
+    return F.linear(z, p[f"{HEAD}.weight"], p[f"{HEAD}.bias"])
+
+
+def logits(p: Mapping[str, Tensor], x: Tensor, training: bool = True) -> Tensor:
+    """Inputs to logits [B, C]."""
+    return head(p, features(p, x, training))
+
+
+def is_buffer(name: str) -> bool:
+    """Whether a tensor of that name is a statistic and no parameter."""
+    return name.rpartition(".")[2] in ("running_mean", "running_var", "num_batches_tracked")
+
+
+def trainable(p: Mapping[str, Tensor], prefix: str = "model") -> list[str]:
+    """Names of the parameters of a network or of a module in it."""
+    return [name for name in p if name.startswith(f"{prefix}.") and not is_buffer(name)]
+
+
+def copied(p: Mapping[str, Tensor]) -> Params:
+    """A copy that can be trained."""
+    return {
+        name: t.clone().requires_grad_(t.is_floating_point() and not is_buffer(name)) for name, t in detached(p).items()
+    }
+
+
+def detached(p: Mapping[str, Tensor]) -> Params:
+    """The same values without history."""
+    return {name: tensor.detach() for name, tensor in p.items()}
+
+
+def gradients(loss: Tensor, p: Mapping[str, Tensor], names: Iterable[str]) -> Params:
+    """The gradient of a loss, zero for parameters that it does not depend on."""
+    names = list(names)
+    found = torch.autograd.grad(loss, [p[name] for name in names], allow_unused=True, retain_graph=True)
+    return {n: torch.zeros_like(p[n]) if g is None else g for n, g in zip(names, found, strict=True)}
+
+
+class Sgd:
+    """SGD with momentum and weight decay, as PyTorch defines it; the buffers start at zero."""
+
+    def __init__(self, lr: float, momentum: float = 0.0, weight_decay: float = 0.0):
+        self.lr, self.momentum, self.weight_decay = lr, momentum, weight_decay
+        self.buffers: Params = {}
+
+    def step(self, p: Params, grads: Mapping[str, Tensor]) -> None:
+        """Move the parameters that have a gradient."""
+        for name, grad in grads.items():
+            direction = grad + self.weight_decay * p[name].detach()
+            if self.momentum:
+                direction = self.momentum * self.buffers.get(name, torch.zeros_like(direction)) + direction
+                self.buffers[name] = direction
+            p[name].data -= self.lr * direction
+
+
+def optimizer(world: World, job: Job, factor: float = 1.0) -> Sgd:
+    """A job's own: the learning rate decays with the version that it received."""
+    local = world.local
+    return Sgd(local.lr * local.lr_decay**job.version * factor, local.momentum, local.weight_decay)
+
+
+def weights(world: World, jobs: Sequence[Job]) -> list[float]:
+    """By samples, or one each; not normalised."""
+    return [float(job.samples) if world.weighting == "samples" else 1.0 for job in jobs]
+
+
+def mean(tensors: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
+    """sum_i w_i a_i / sum_i w_i; the maximum of integers."""
+    if not tensors[0].is_floating_point():
+        return torch.stack(list(tensors)).amax(0)
+    return sum((w * t for w, t in zip(weights, tensors, strict=True)), torch.zeros_like(tensors[0])) / sum(weights)
+
+
+def averaged(models: Sequence[Mapping[str, Tensor]], weights: Sequence[float]) -> Params:
+    """The weighted mean of models, tensor by tensor."""
+    return {name: mean([model[name].detach() for model in models], weights) for name in models[0]}
+
+
+# What a client's training does to one batch: from (its parameters, the step, inputs, labels) to the loss.
+Loss = Callable[[Params, int, Tensor, Tensor], Tensor]
+
+
+def cross_entropy(p: Params, step: int, x: Tensor, y: Tensor) -> Tensor:
+    """The loss of FedAvg."""
+    return F.cross_entropy(logits(p, x), y)
+
+
+def train(world: World, job: Job, received: Params, loss: Loss = cross_entropy) -> Params:
+    """The model of a client that descends on `loss` from what it received."""
+    p, sgd = copied(received), optimizer(world, job)
+    for step, (x, y) in enumerate(job.batches):
+        sgd.step(p, gradients(loss(p, step, x, y), p, trainable(p)))
+    return p
+
+
+def federated(world: World, client: Callable[[Job, Params], Params]) -> Book:
+    """FedAvg's rounds: every client trains as `client` says, from the model received, and the server averages."""
+    x = dict(world.start)
+    for jobs in world.rounds:
+        x = averaged([client(job, x) for job in jobs], weights(world, jobs))
+    return Book(x)
