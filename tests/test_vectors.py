@@ -1,4 +1,4 @@
-"""Every test vector of the shared folder, against the functions of the modules that exist."""
+"""Every test vector of the shared folder, against the function that it names."""
 
 from __future__ import annotations
 
@@ -26,27 +26,27 @@ def rules() -> ModuleType:
 RULES = rules() if SCRIPT.is_file() else None
 
 
-def exists(module: str) -> bool:
-    """Whether there is such a module; a missing parent package counts as no."""
-    try:
-        return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:
-        return False
+def every_block() -> list[dict[str, Any]]:
+    """Each with a function's name and its cases; none without the shared folder."""
+    return [] if RULES is None else [block for _, block in RULES.blocks([SCRIPT.parent / "vectors"])]
+
+
+def functions_with_vectors() -> set[str]:
+    """Their names, "module:function"; the test that asks is skipped without the shared folder."""
+    if RULES is None:
+        pytest.skip("RAYSIM_SHARED does not name a folder with vectors")
+    return {block["function"] for block in every_block()}
 
 
 def every_case() -> list[Any]:
-    """One parameter a case, and a skipped one for each block whose module is not written yet."""
+    """One parameter a case."""
     if RULES is None:
         return [pytest.param("", {}, marks=pytest.mark.skip("RAYSIM_SHARED does not name a folder with vectors"))]
-    parameters = []
-    for _, block in RULES.blocks([SCRIPT.parent / "vectors"]):
-        name, short = block["function"], block["function"].removeprefix("raysim.")
-        module = name.partition(":")[0]
-        if not exists(module):
-            parameters.append(pytest.param(name, {}, id=short, marks=pytest.mark.skip(f"there is no {module} yet")))
-            continue
-        parameters += [pytest.param(name, case, id=f"{short}-{n}") for n, case in enumerate(block["cases"])]
-    return parameters
+    return [
+        pytest.param(block["function"], case, id=f"{block['function'].removeprefix('raysim.')}-{number}")
+        for block in every_block()
+        for number, case in enumerate(block["cases"])
+    ]
 
 
 @pytest.mark.parametrize(("name", "case"), every_case())
