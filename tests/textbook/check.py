@@ -88,6 +88,7 @@ def check(row: Row) -> None:
         study.local,
         coordinator.server.weighting,
         row.drawn,
+        [_all(host, data.partition.test.rows(client)) for client in range(data.partition.train.counts.size)],
     )
     torch.set_grad_enabled(True)
     book = row.book(world)
@@ -98,7 +99,7 @@ def check(row: Row) -> None:
     own = {name for method in study.methods for name in found.rows[-1] if name.startswith(f"{method.name}.")}
     assert own <= book.columns.keys() | row.skips.keys(), "columns of the history that the textbook leaves out"
     for name, values in book.columns.items():
-        seen = [float(r[name]) if r[name] is not None else np.nan for r in found.rows]  # type: ignore[arg-type]
+        seen = [np.nan if r.get(name) is None else float(r[name]) for r in found.rows]  # type: ignore[arg-type]
         assert seen == pytest.approx(values, rel=EXACT, abs=EXACT, nan_ok=True), name
     for client, tensors in book.own.items():
         _compare(f"client {client}'s own model", _scored(coordinator, host, client, tensors), tensors, {})
@@ -144,12 +145,13 @@ def _private(coordinator: Coordinator, client: int) -> dict[str, np.ndarray]:
 
 
 def _scored(coordinator: Coordinator, host: Host, client: int, names: Mapping[str, Tensor]) -> dict[str, np.ndarray]:
-    """What raysim scores a client with after the last round."""
+    """What raysim scores a client with after the last round; fine-tuned if the run asks for it."""
     from raysim.messages import Task
 
     state = coordinator.states.accepted.get(client, -1)
     sent = coordinator.states.state(client, state) if state >= 0 else None
-    task = Task(client, coordinator.recipe.data.partition.test.rows(client), state, coordinator._extras(client))
+    rows, how = coordinator.recipe.data.partition.test.rows(client), coordinator.evaluator.asked.finetune
+    task = Task(client, rows, state, coordinator._extras(client), finetune=how if how.epochs else None)
     host.evaluate([task], coordinator.server.published(), *([sent] if coordinator.stateful else []))
     tensors = host.vector.named(host.vector.data, host.vector.counters)
     return {name: tensors[name].detach().numpy().copy() for name in names}

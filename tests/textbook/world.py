@@ -38,6 +38,7 @@ class World:
     local: Any  # lr, lr_decay, momentum, weight_decay, batch, epochs, steps
     weighting: str  # "samples" or "uniform", before any method changes it
     drawn: Mapping[str, Any] = field(default_factory=dict)  # what a row of the table hands over besides
+    tests: Sequence[tuple[Tensor, Tensor]] = ()  # of each client: the test samples of its own
 
 
 @dataclass
