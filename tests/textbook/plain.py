@@ -26,8 +26,8 @@ def features(p: Mapping[str, Tensor], x: Tensor, training: bool = True) -> Tenso
 
 
 def head(p: Mapping[str, Tensor], z: Tensor) -> Tensor:
-    """Features [B, F] to logits [B, C]."""
-    return F.linear(z, p[f"{HEAD}.weight"], p[f"{HEAD}.bias"])
+    """Features [B, F] to logits [B, C]; the bias may be missing."""
+    return F.linear(z, p[f"{HEAD}.weight"], p.get(f"{HEAD}.bias"))
 
 
 def logits(p: Mapping[str, Tensor], x: Tensor, training: bool = True) -> Tensor:
