@@ -382,7 +382,7 @@ class Host:
             losses.append(cross_entropy(logits, labels, reduction="none"))
             scores = logits if self._predictor is None else self._predictor.predict(logits)
             correct.append(scores.argmax(1) == labels)
-        return Report(task.client, torch.cat(correct).cpu().numpy(), torch.cat(losses).float().cpu().numpy())
+        return Report(task.client, torch.cat(correct).cpu().numpy(), torch.cat(losses).cpu().numpy())
 
 
 class NotFinite(FloatingPointError):

@@ -128,4 +128,4 @@ class Report:
 
     client: int
     correct: np.ndarray  # bool
-    losses: np.ndarray  # float32
+    losses: np.ndarray  # in the dtype of the run
