@@ -1,0 +1,37 @@
+"""Centralized training: SGD on all samples at once, in the order of the data set; as many a round as a cohort would."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from raysim.streams import stream
+from textbook.plain import copied, cross_entropy, detached, gradients, optimizer, trainable
+from textbook.world import Book, World
+
+
+def centralized(world: World) -> Book:
+    """drawn: `images`, `labels`, the `rows` of each client, and what a federated run would do: `cohort`, `local`."""
+    drawn, asked = world.drawn, world.drawn["local"]
+    rows = np.sort(np.concatenate(drawn["rows"]))
+    x, y = drawn["images"][rows], drawn["labels"][rows]
+    share = drawn["cohort"] / len(drawn["rows"])
+    if asked.steps is not None:
+        goal = asked.steps * drawn["cohort"]
+    elif (asked.epochs * share) % 1:
+        goal = round(asked.epochs * share * len(rows) / asked.batch)
+    else:
+        goal = int(asked.epochs * share) * -(-len(rows) // asked.batch)
+    p, losses = copied(world.start), []
+    for turn, (job,) in enumerate(world.rounds):
+        sgd, order, steps = optimizer(world, job), stream(world.seed, "batches", 0, turn), list[torch.Tensor]()
+        while len(steps) < goal:
+            positions = order.permutation(len(rows))
+            for chosen in [positions[i : i + asked.batch] for i in range(0, len(rows), asked.batch)][
+                : goal - len(steps)
+            ]:
+                loss = cross_entropy(p, 0, x[chosen], y[chosen])
+                sgd.step(p, gradients(loss, p, trainable(p)))
+                steps.append(loss.detach())
+        losses.append(float(torch.stack(steps).mean()))
+    return Book(detached(p), columns={"train_loss": losses})

@@ -1,0 +1,55 @@
+"""Local training: every client on its own. A kept optimiser goes on where it was: SGD (also Nesterov's), or Adam."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from textbook.plain import copied, cross_entropy, detached, gradients, trainable
+from textbook.world import Book, Params, World
+
+
+def local(world: World, keep: bool = False) -> Book:
+    """A client's model starts from the common one and never leaves it."""
+    models = {client: copied(world.start) for client in range(world.clients)}
+    optimizers = dict[int, Optimizer]()
+    for job in (job for jobs in world.rounds for job in jobs):
+        p = models[job.client]
+        if not keep or job.client not in optimizers:
+            optimizers[job.client] = Optimizer(world.local)
+        for step, (x, y) in enumerate(job.batches):
+            grads = gradients(cross_entropy(p, step, x, y), p, trainable(p))
+            optimizers[job.client].step(p, grads, world.local.lr * world.local.lr_decay**job.version)
+    private = {client: detached(models[client]) for client in optimizers}
+    for client, optimizer in optimizers.items() if keep else ():
+        private[client] |= {f"local.optimizer.task/{name}": value for name, value in optimizer.kept().items()}
+    return Book({}, private, own={client: detached(model) for client, model in models.items()})
+
+
+class Optimizer:
+    """SGD as PyTorch defines it, or Adam (Kingma and Ba 2015, Algorithm 1) with the defaults of the paper."""
+
+    def __init__(self, settings: Any):
+        self.settings, self.steps = settings, 0
+        self.first, self.second = Params(), Params()
+
+    def step(self, p: Params, grads: Params, rate: float) -> None:
+        """Move the parameters."""
+        own, self.steps = self.settings, self.steps + 1
+        for name, grad in grads.items():
+            g = grad + own.weight_decay * p[name].detach()
+            m, v = self.first.get(name, torch.zeros_like(g)), self.second.get(name, torch.zeros_like(g))
+            if own.optimizer == "adam":
+                self.first[name], self.second[name] = m, v = 0.9 * m + 0.1 * g, 0.999 * v + 0.001 * g**2
+                g = m / (1 - 0.9**self.steps) / ((v / (1 - 0.999**self.steps)).sqrt() + 1e-8)
+            else:
+                self.first[name] = m = own.momentum * m + g
+                g = g + own.momentum * m if own.nesterov else m
+            p[name].data -= rate * g
+
+    def kept(self) -> Params:
+        """What a client keeps, each buffer as one vector."""
+        buffers = {"first": self.first, "second": self.second}
+        flat = {name: torch.cat([t.flatten() for t in parts.values()]) for name, parts in buffers.items() if parts}
+        return {"steps": torch.tensor([self.steps]), **flat}

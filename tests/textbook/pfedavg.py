@@ -1,0 +1,69 @@
+"""pFedAvg: FedAvg; a client is judged on what it trained last, or on the shared model fine-tuned to its samples.
+
+Fine-tuning is plain local training with an optimiser of its own at the rate of the scored version; the batches are cut
+from permutations on the stream "finetune". head_only leaves the extractor in eval mode. As the source says nothing.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from raysim.streams import stream
+from textbook.plain import (
+    averaged,
+    copied,
+    detached,
+    features,
+    gradients,
+    head,
+    is_buffer,
+    logits,
+    optimizer,
+    train,
+    trainable,
+    weights,
+)
+from textbook.world import Book, Job, Params, World
+
+
+def after_local(world: World) -> Book:
+    """v_k = y_k of the client's last round, however long ago; the shared model where there was none."""
+    x, last = dict(world.start), dict[int, Params]()
+    for jobs in world.rounds:
+        models = [detached(train(world, job, x)) for job in jobs]
+        last |= {job.client: model for job, model in zip(jobs, models, strict=True)}
+        x = averaged(models, weights(world, jobs))
+    floats = [name for name in sorted(x, key=is_buffer) if x[name].is_floating_point()]
+    private = {i: {"pfedavg.model": torch.cat([y[name].flatten() for name in floats])} for i, y in last.items()}
+    return Book(x, private, own={i: {name: last.get(i, x)[name] for name in floats} for i in range(world.clients)})
+
+
+def finetuned(world: World, epochs: int, head_only: bool = False, last: bool = False) -> Book:
+    """FedAvg; after a round (or the last one) every client is scored with its own fine-tuned copy."""
+    x, accuracy, own = dict(world.start), list[float](), dict[int, Params]()
+    for version, jobs in enumerate(world.rounds, 1):
+        x = averaged([train(world, job, x) for job in jobs], weights(world, jobs))
+        own = {client: tuned(world, x, client, version, epochs, head_only) for client in range(world.clients)}
+        tests = [(logits(own[client], inputs, False).argmax(1) == y) for client, (inputs, y) in enumerate(world.tests)]
+        scored = version == len(world.rounds) or not last
+        accuracy.append(float(np.mean([right.double().mean() for right in tests])) if scored else np.nan)
+    return Book(x, columns={"accuracy_finetuned": accuracy}, own=own)
+
+
+def tuned(world: World, model: Params, client: int, version: int, epochs: int, head_only: bool) -> Params:
+    """`model` after some passes over the client's samples, and those of its that training left out, if handed over."""
+    spared = world.drawn.get("spared")
+    parts = [world.data[client], *([spared[client]] if spared else [])]
+    x, y = (torch.cat(part) for part in zip(*parts, strict=True))
+    p, order = copied(model), stream(world.seed, "finetune", client, version)
+    sgd, batch = optimizer(world, Job(client, 0, version, len(y), (), ())), world.local.batch
+    for _ in range(epochs):
+        positions = order.permutation(len(y))
+        for start in range(0, len(y), batch):
+            chosen = positions[start : start + batch]
+            if len(chosen) == 1 and start and any(is_buffer(name) for name in p):
+                continue  # BatchNorm knows no variance of a single sample
+            loss = torch.nn.functional.cross_entropy(head(p, features(p, x[chosen], not head_only)), y[chosen])
+            sgd.step(p, gradients(loss, p, trainable(p, "model.head" if head_only else "model")))
+    return detached(p)
