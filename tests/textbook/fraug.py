@@ -1,0 +1,159 @@
+"""FRAug: Chen et al. 2023, Algorithm 1 with eqs. (1)-(6), as its specification reads them.
+
+Taken where paper and code leave a choice: the weights of eq. (1) are 1 - beta, beta/2 and beta/2; D is taken once for a
+batch; rho and beta follow the global round; S is the number of this job's own steps. RTNet sees prototypes before real
+embeddings, which its BatchNorm notices. The five rows of noise are, in their order, for the real embeddings and the
+prototypes of the classifier's step, for the generator, for prototypes and real embeddings of RTNet's step. Without
+RTNet an embedding is (1 - rho) v + rho G; without the generator RTNet is fed with noise. A batch of one is left out.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from textbook.plain import averaged, copied, detached, features, gradients, head, optimizer, trainable, weights
+from textbook.world import Book, Job, Params, World
+
+GENERATOR, RTNET = "fraug.generator", "fraug.rtnet"
+
+
+def network(p: Params, name: str, rows: Tensor, labels: Tensor, classes: int, training: bool = False) -> Tensor:
+    """G or H: [rows ; onehot(labels)], linear, BatchNorm, ReLU, linear, BatchNorm if it has one; G ends with ReLU."""
+
+    def norm(layer: int, x: Tensor) -> Tensor:
+        at = f"{name}.layers.{layer}"
+        if training:
+            p[f"{at}.num_batches_tracked"].add_(1)
+        mean, var = p[f"{at}.running_mean"], p[f"{at}.running_var"]
+        return F.batch_norm(x, mean, var, p[f"{at}.weight"], p[f"{at}.bias"], training)
+
+    def linear(layer: int, x: Tensor) -> Tensor:
+        return F.linear(x, p[f"{name}.layers.{layer}.weight"], p[f"{name}.layers.{layer}.bias"])
+
+    x = torch.cat([rows, F.one_hot(labels, classes).to(rows.dtype)], 1)
+    x = linear(3, norm(1, linear(0, x)).relu())
+    x = norm(4, x) if f"{name}.layers.4.weight" in p else x
+    return x.relu() if name == GENERATOR else x
+
+
+def ramp(t: int, last: int | None, gamma: float, form: str) -> float:
+    """rho of round t; where a last round is given, it stays what it is there."""
+    t = t if last is None else min(t, last)
+    if form == "exp":
+        return math.exp(gamma * (t - (last or 0)))
+    if form == "laine_aila":
+        return math.exp(-gamma * (1 - t / (last or 1)) ** 2)
+    return 0.5 if form == "constant" else 1 - 1 / (gamma * t + 1)
+
+
+def distance(a: Tensor, b: Tensor, metric: str) -> Tensor:
+    """D: squared MMD with five Gaussians whose mean width is that of the rows, or of moments, or a mean square."""
+    if metric == "mse":
+        return (a - b).square().mean()
+    if metric == "mmd_moments":
+        return (a.mean(0) - b.mean(0)).square().mean() + (a.T.cov() - b.T.cov()).square().mean()
+    rows = torch.cat([a, b])
+    squares = (rows[:, None] - rows).square().sum(2)
+    width = squares.detach().sum() / (len(rows) ** 2 - len(rows))
+    k = sum((torch.exp(-squares / (width * 2.0 ** (q - 2))) for q in range(5)), torch.zeros_like(squares))
+    return k[: len(a), : len(a)].mean() + k[len(a) :, len(a) :].mean() - 2 * k[: len(a), len(a) :].mean()
+
+
+def entropy(scores: Tensor) -> Tensor:
+    """The mean over the batch of H(softmax)."""
+    return torch.distributions.Categorical(logits=scores).entropy().mean()
+
+
+def mean_of(numbers: list[float]) -> float:
+    """Of what a history reports."""
+    return sum(numbers) / len(numbers)
+
+
+def fraug(world: World, rounds: int | None = None, **settings: Any) -> Book:
+    """The three steps on every batch; the server averages all that does not stay."""
+    get = {
+        "gamma": 0.01, "ramp": "exp", "weight": 0.5, "residual": None, "use_generator": True, "use_rtnet": True,
+        "prototype_weight": 0.3, "prototype_ramp": False, "keep_optimizer": True, "generator_lam": 1.0,
+        "rtnet_lam": 1.0, "generator_metric": "mmd", "rtnet_metric": "mmd", "generator_lr_factor": 5.0,
+        "rtnet_lr_factor": 2.5,
+    } | settings  # fmt: skip
+    has_g, has_h, classes = get["use_generator"], get["use_rtnet"], world.classes
+    x, mine = dict(world.start), [{n: world.start[n] for n in world.personal} for _ in range(world.clients)]
+    prototypes = [torch.zeros_like(x["model.head.weight"]) for _ in range(world.clients)]
+    kept: dict[int, tuple[Any, Any, Any]] = {}
+    count: dict[int, int] = {}
+
+    def client(job: Job) -> tuple[Params, list[float]]:
+        p, t, i, losses = copied(x | mine[job.client]), job.version, job.client, []
+        fresh = [optimizer(world, job, f) for f in (1.0, get["generator_lr_factor"], get["rtnet_lr_factor"])]
+        for new, old in zip(fresh, kept.get(i, ()), strict=False):  # buffers go on, rates are those of this round
+            new.buffers = old.buffers
+        kept[i] = tuple(fresh) if get["keep_optimizer"] else ()
+        count[i] = count.get(i, 0) + sum(len(y) > 1 for _, y in job.batches)
+        rho = ramp(t, rounds, get["gamma"], get["ramp"])
+        beta, strength = min(get["weight"], rho), rho if get["residual"] is None else get["residual"]
+        mu = get["prototype_weight"] * (ramp(t, rounds, 5.0, "laine_aila") if get["prototype_ramp"] else 1.0)
+
+        def synthetic(v: Tensor, z: Tensor, labels: Tensor, rho: float, training: bool = False) -> Tensor:
+            """v + rho H(G(z, y), y)."""
+            source = network(p, GENERATOR, z, labels, classes).detach() if has_g else z
+            return (
+                v + rho * network(p, RTNET, source, labels, classes, training)
+                if has_h
+                else (1 - rho) * v + rho * source
+            )
+
+        for s, ((inputs, y), drawn) in enumerate(zip(job.batches, job.draws, strict=True)):
+            if len(y) == 1:
+                continue
+            z, size = drawn["fraug.noise"].to(inputs.dtype), len(y)
+            turn = torch.tensor([((t * len(job.batches) + s) * size + b) % classes for b in range(size)])
+            v = features(p, inputs)
+            c = prototypes[i] = prototypes[i].clone()
+            for k in y.unique():
+                c[k] = (1 - mu) * c[k] + mu * v.detach()[y == k].mean(0)
+            around = [synthetic(v, z[0], y, strength).detach(), synthetic(c[turn], z[1], turn, strength).detach()]
+            real = F.cross_entropy(head(p, v), y)
+            made = F.cross_entropy(head(p, around[0]), y) + F.cross_entropy(head(p, around[1]), turn)
+            loss = (1 - beta) * real + beta / 2 * made
+            losses.append(float(loss.detach()))
+            fresh[0].step(p, gradients(loss, p, trainable(p)))
+
+            v = features(p, inputs, training=False).detach()
+            if has_g:
+                e = network(p, GENERATOR, z[2], turn, classes, training=True)
+                away = distance(e, c[turn] if get["generator_metric"] == "mse" else v, get["generator_metric"])
+                loss = F.cross_entropy(head(p, e), turn) - get["generator_lam"] * away
+                fresh[1].step(p, gradients(loss, p, trainable(p, GENERATOR)))
+            if has_h:
+                hat, tilde = synthetic(c[turn], z[3], turn, 1.0, True), synthetic(v, z[4], y, 1.0, True)
+                near = distance(tilde, v, get["rtnet_metric"]) + distance(hat, c[turn], get["rtnet_metric"])
+                loss = -(entropy(head(p, tilde)) + entropy(head(p, hat))) / 2 + get["rtnet_lam"] / 2 * near
+                fresh[2].step(p, gradients(loss, p, trainable(p, RTNET)))
+        return detached(p), losses
+
+    train_loss = []
+    for jobs in world.rounds:
+        trained = [client(job) for job in jobs]
+        for job, (p, _) in zip(jobs, trained, strict=True):
+            mine[job.client] = {name: p[name] for name in world.personal}
+        x = averaged([p for p, _ in trained], weights(world, jobs))
+        train_loss.append(mean_of([mean_of(losses) for _, losses in trained if losses]))
+
+    private: dict[int, Params] = {}
+    names = sorted(trainable(x), key=lambda name: name in world.personal)  # shared parameters first, else as they are
+    for i in count:
+        private[i] = mine[i] | {"fraug.prototypes": prototypes[i]}
+        stages = zip(("task", GENERATOR, RTNET), (names, trainable(x, GENERATOR), trainable(x, RTNET)), strict=True)
+        for sgd, (stage, own) in zip(kept[i], stages, strict=False):
+            if own and count[i]:
+                private[i][f"fraug.optimizer.{stage}/steps"] = torch.tensor([count[i]])
+            if sgd.buffers:
+                private[i][f"fraug.optimizer.{stage}/first"] = torch.cat([sgd.buffers[n].flatten() for n in own])
+    models = {i: {n: t for n, t in (x | mine[i]).items() if n.startswith("model.")} for i in range(world.clients)}
+    return Book(x, private, columns={"train_loss": train_loss}, own=models)
