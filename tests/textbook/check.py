@@ -33,7 +33,8 @@ class Row:
     """What a textbook is checked at: four clients of unequal size, three in each of three rounds, unless said.
 
     methods: fresh ones, for the run. study: of `studies.recipe`; run: of `studies.coordinate`; drawn: handed over in
-    `World.drawn`. skips: entries of private or server state that are raysim's own book-keeping, with the reason.
+    `World.drawn`, or how to find that on the host. skips: entries of private or server state that are raysim's own
+    book-keeping, with the reason.
     """
 
     book: Callable[[World], Book]
@@ -41,7 +42,7 @@ class Row:
     study: Mapping[str, Any] = field(default_factory=dict)
     run: Mapping[str, Any] = field(default_factory=dict)
     schedule: Schedule = field(default_factory=lambda: Synchronous(3))
-    drawn: Mapping[str, Any] = field(default_factory=dict)
+    drawn: Mapping[str, Any] | Callable[[Host], Mapping[str, Any]] = field(default_factory=dict)
     skips: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -87,7 +88,7 @@ def check(row: Row) -> None:
         frozenset(e.name for e in (*layout.entries, *layout.counters) if e.personal),
         study.local,
         coordinator.server.weighting,
-        row.drawn,
+        row.drawn(host) if callable(row.drawn) else row.drawn,
         [_all(host, data.partition.test.rows(client)) for client in range(data.partition.train.counts.size)],
     )
     torch.set_grad_enabled(True)
