@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -35,6 +36,11 @@ def logits(p: Mapping[str, Tensor], x: Tensor, training: bool = True) -> Tensor:
     return head(p, features(p, x, training))
 
 
+def untrue(z: Tensor, y: Tensor) -> Tensor:
+    """Of logits [B, C], those of the classes that are not the true one: [B, C - 1]."""
+    return z[F.one_hot(y, z.shape[1]) == 0].view(len(y), -1)
+
+
 def is_buffer(name: str) -> bool:
     """Whether a tensor of that name is a statistic and no parameter."""
     return name.rpartition(".")[2] in ("running_mean", "running_var", "num_batches_tracked")
@@ -65,14 +71,20 @@ def gradients(loss: Tensor, p: Mapping[str, Tensor], names: Iterable[str]) -> Pa
 
 
 class Sgd:
-    """SGD with momentum and weight decay, as PyTorch defines it; the buffers start at zero."""
+    """SGD with momentum and weight decay, as PyTorch defines it; the buffers start at zero.
 
-    def __init__(self, lr: float, momentum: float = 0.0, weight_decay: float = 0.0):
-        self.lr, self.momentum, self.weight_decay = lr, momentum, weight_decay
+    clip: the largest norm of all gradients together, weight decay not counted; 0 for any.
+    """
+
+    def __init__(self, lr: float, momentum: float = 0.0, weight_decay: float = 0.0, clip: float = 0.0):
+        self.lr, self.momentum, self.weight_decay, self.clip = lr, momentum, weight_decay, clip
         self.buffers: Params = {}
 
     def step(self, p: Params, grads: Mapping[str, Tensor]) -> None:
         """Move the parameters that have a gradient."""
+        if self.clip:
+            norm = torch.cat([grad.flatten() for grad in grads.values()]).norm()
+            grads = {name: grad * min(1.0, self.clip / (float(norm) + 1e-6)) for name, grad in grads.items()}
         for name, grad in grads.items():
             direction = grad + self.weight_decay * p[name].detach()
             if self.momentum:
@@ -84,7 +96,7 @@ class Sgd:
 def optimizer(world: World, job: Job, factor: float = 1.0) -> Sgd:
     """A job's own: the learning rate decays with the version that it received."""
     local = world.local
-    return Sgd(local.lr * local.lr_decay**job.version * factor, local.momentum, local.weight_decay)
+    return Sgd(local.lr * local.lr_decay**job.version * factor, local.momentum, local.weight_decay, local.clip)
 
 
 def weights(world: World, jobs: Sequence[Job]) -> list[float]:
@@ -127,3 +139,35 @@ def federated(world: World, client: Callable[[Job, Params], Params]) -> Book:
     for jobs in world.rounds:
         x = averaged([client(job, x) for job in jobs], weights(world, jobs))
     return Book(x)
+
+
+# A local loss in two parts: the one that the history shows as train_loss, and what is added to it.
+Parts = Callable[[Params, int, Tensor, Tensor], tuple[Tensor, Tensor | float]]
+
+
+def with_loss(
+    world: World, losses: Callable[[Job, Params], Parts], trained: Callable[[Job, Params], None] = lambda job, p: None
+) -> Book:
+    """FedAvg with another local loss: of a job and the model it received. trained: told of every model at its end.
+
+    train_loss is the mean over the clients of their batches' mean.
+    """
+    seen: dict[tuple[int, int], list[float]] = {}
+
+    def client(job: Job, received: Params) -> Params:
+        parts, reported = losses(job, received), seen.setdefault((job.client, job.turn), [])
+
+        def loss(p: Params, step: int, x: Tensor, y: Tensor) -> Tensor:
+            task, term = parts(p, step, x, y)
+            reported.append(task.item())
+            return task + term
+
+        p = train(world, job, received, loss)
+        trained(job, p)
+        return p
+
+    book = federated(world, client)
+    means = [
+        [sum(found) / len(found) for found in (seen[job.client, job.turn] for job in jobs)] for jobs in world.rounds
+    ]
+    return replace(book, columns={"train_loss": [sum(found) / len(found) for found in means]})

@@ -1,10 +1,13 @@
-"""SCAFFOLD: Karimireddy et al. 2020, Algorithm 1, Option II, with the momentum correction K' of its spec."""
+"""SCAFFOLD: Karimireddy et al. 2020, Algorithm 1, Option II, with the momentum correction K' of its spec.
+
+Models are averaged uniformly (paper) unless the run asks for samples; the changes of c_i always are.
+"""
 
 from __future__ import annotations
 
 import torch
 
-from textbook.plain import averaged, copied, cross_entropy, gradients, optimizer, trainable
+from textbook.plain import averaged, copied, cross_entropy, gradients, optimizer, trainable, weights
 from textbook.world import Book, Job, Params, World
 
 
@@ -25,7 +28,7 @@ def scaffold(world: World) -> Book:
 
     for jobs in world.rounds:
         trained = [client(job) for job in jobs]
-        x = averaged([y for y, _ in trained], [1.0] * len(jobs))
+        x = averaged([y for y, _ in trained], weights(world, jobs))
         for job, (_, new) in zip(jobs, trained, strict=True):
             c = {name: c[name] + (new[name] - own[job.client][name]) / world.clients for name in names}
         own |= {job.client: new for job, (_, new) in zip(jobs, trained, strict=True)}

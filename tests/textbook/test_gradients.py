@@ -2,23 +2,44 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import pytest
 from studies import NORMED_MLP
 
+from raysim.methods.fedcm import FedCM
 from raysim.methods.fedprox import FedProx
 from raysim.methods.scaffold import Scaffold
-from textbook.check import Row, check
+from textbook.check import LOCAL, Row, check
 from textbook.fedavg import fedavg
+from textbook.fedcm import fedcm
 from textbook.fedprox import fedprox
 from textbook.scaffold import scaffold
 
+NORMED = {"model": NORMED_MLP}
+STEPS = {"local": replace(LOCAL, epochs=None, steps=5, momentum=0.0)}
+CLIPPED = {"local": replace(LOCAL, weight_decay=0.0, clip=0.05)}
+SAMPLES, UNIFORM = {"weighting": "samples"}, {"weighting": "uniform"}
+
 ROWS = {
     "fedavg": Row(fedavg, list),
-    "fedavg with BatchNorm": Row(fedavg, list, {"model": NORMED_MLP}),
+    "fedavg with BatchNorm": Row(fedavg, list, NORMED),
+    "fedavg, uniform": Row(fedavg, list, run=UNIFORM),
+    "fedavg, fixed steps": Row(fedavg, list, STEPS),
+    "fedavg, clipped": Row(fedavg, list, CLIPPED),
     "fedprox": Row(partial(fedprox, mu=0.3), lambda: [FedProx(0.3)]),
+    "fedprox with BatchNorm": Row(partial(fedprox, mu=0.3), lambda: [FedProx(0.3)], NORMED),
     "scaffold": Row(scaffold, lambda: [Scaffold()]),
+    "scaffold by samples, with BatchNorm": Row(scaffold, lambda: [Scaffold()], NORMED, SAMPLES),
+    "scaffold, fixed steps": Row(scaffold, lambda: [Scaffold()], STEPS),
+    "scaffold, clipped": Row(scaffold, lambda: [Scaffold()], CLIPPED),
+    "fedcm": Row(partial(fedcm, alpha=0.3), lambda: [FedCM(0.3)]),
+    "fedcm by samples, with BatchNorm": Row(partial(fedcm, alpha=0.3), lambda: [FedCM(0.3)], NORMED, SAMPLES),
+    "fedcm, warm start": Row(partial(fedcm, alpha=0.1, warm_start=True), lambda: [FedCM(warm_start=True)]),
+    "fedcm, fixed steps": Row(partial(fedcm, alpha=0.3), lambda: [FedCM(0.3)], STEPS),
+    "fedcm, clipped": Row(partial(fedcm, alpha=0.3), lambda: [FedCM(0.3)], CLIPPED),
+    "fedcm, everything fresh": Row(partial(fedcm, alpha=1.0), lambda: [FedCM(1.0)]),
 }
 
 

@@ -1,0 +1,86 @@
+"""FedMix and NaiveMix: Yoon et al. 2021, Proposition 1 and the local update, its Taylor term with factor lam (1 - lam).
+
+Pairs of means as the spec has them: of random samples of a client, sent once; a step draws from all clients' pairs
+without replacement. `fresh` draws means of raw data at every step instead (FedBR's code).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from raysim.streams import stream
+from textbook.plain import Parts, logits, with_loss
+from textbook.world import Book, Job, Params, World
+
+Pairs = tuple[Tensor, Tensor]  # mean inputs [R, ...], mean labels [R, C]
+
+
+def means(world: World, client: int, rows: np.ndarray) -> Pairs:
+    """Of a client's samples, for each row the mean of those that it names."""
+    x, y = world.data[client]
+    one_hot = torch.eye(world.classes, dtype=x.dtype)[y]
+    return torch.stack([x[row].mean(0) for row in rows]), torch.stack([one_hot[row].mean(0) for row in rows])
+
+
+def pooled(world: World, count: int, samples: int) -> Pairs:
+    """All clients' pairs, one client after another."""
+    parts = []
+    for client, (x, _) in enumerate(world.data):
+        rows = stream(world.seed, "contribute", client).integers(len(x), size=(count, samples))
+        parts.append(means(world, client, rows))
+    return torch.cat([x for x, _ in parts]), torch.cat([y for _, y in parts])
+
+
+def drawn(world: World, job: Job, pool: Pairs | None, samples: int, single: bool) -> list[Pairs]:
+    """The pairs of each step."""
+    generator, steps = stream(world.seed, "fedmix.pairs", job.client, job.turn), len(job.batches)
+    rows = 1 if single else max(len(y) for _, y in job.batches)
+    if pool is not None:
+        chosen = [generator.choice(len(pool[0]), size=rows, replace=False) for _ in range(steps)]
+        return [(pool[0][c], pool[1][c]) for c in chosen]
+    sizes = np.array([len(y) for _, y in world.data])
+    clients = generator.choice(np.arange(len(sizes)), size=(steps, rows, 1))
+    places = generator.integers(sizes[clients], size=(steps, rows, samples))
+    found = []
+    for owners, wanted in zip(clients[..., 0], places, strict=True):
+        pairs = [means(world, owner, row[None]) for owner, row in zip(owners, wanted, strict=True)]
+        found.append((torch.cat([x for x, _ in pairs]), torch.cat([y for _, y in pairs])))
+    return found
+
+
+def fedmix(
+    world: World,
+    lam: float,
+    count: int,
+    samples: int,
+    single: bool = False,
+    naive: bool = False,
+    public: bool = False,
+    fresh: bool = False,
+) -> Book:
+    """The mean of l1 + l2 + l3. single: one pair for a batch. public: l3 divided by the batch size once more."""
+    pool = None if fresh else pooled(world, count, samples)
+
+    def losses(job: Job, received: Params) -> Parts:
+        pairs = drawn(world, job, pool, samples, single)
+
+        def loss(p: Params, step: int, x: Tensor, y: Tensor) -> tuple[Tensor, float]:
+            x_bar, y_bar = (part[: len(y)].expand(len(y), *part.shape[1:]) for part in pairs[step])
+            u = ((1 - lam) * x + (lam * x_bar if naive else 0.0)).requires_grad_()
+            log_p = logits(p, u).log_softmax(1)
+            l1, l2 = (1 - lam) * F.nll_loss(log_p, y, reduction="none"), lam * -(y_bar * log_p).sum(1)
+            if naive:
+                return (l1 + l2).mean(), 0.0
+            (slope,) = torch.autograd.grad(l1.sum(), u, create_graph=True)
+            l3 = lam * (slope * x_bar).flatten(1).sum(1) / (len(y) if public else 1)
+            return (l1 + l2 + l3).mean(), 0.0
+
+        return loss
+
+    book = with_loss(world, losses)
+    return book if pool is None else replace(book, server={"fedmix.inputs": pool[0], "fedmix.targets": pool[1]})

@@ -1,0 +1,36 @@
+"""FedNTD: Lee et al. 2022, L_CE + beta L_NTD; the teacher is the received model in eval mode."""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from textbook.mixup import mixes, mixture
+from textbook.plain import Parts, detached, logits, untrue, with_loss
+from textbook.world import Book, Job, Params, World
+
+
+def not_true(student: Tensor, teacher: Tensor, y: Tensor, tau: float) -> Tensor:
+    """tau^2 KL(teacher | student) over the classes that are not the true one."""
+    q_s, q_t = (untrue(student, y) / tau).softmax(1), (untrue(teacher, y) / tau).softmax(1)
+    return tau**2 * (q_t * (q_t / q_s).log()).sum(1).mean()
+
+
+def fedntd(world: World, beta: float, tau: float, mixed: float | None = None) -> Book:
+    """mixed: Mixup's alpha; then the loss is lam NTD(., y) + (1 - lam) NTD(., y_pi) on the mixed inputs."""
+
+    def losses(job: Job, received: Params) -> Parts:
+        teacher, drawn = detached(received), mixes(world, job, mixed) if mixed else []
+
+        def loss(p: Params, step: int, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+            labels = [(1.0, y)]
+            if mixed:
+                lam, partner = drawn[step]
+                x, labels = mixture(x, lam, partner), [(lam, y), (1 - lam, y[partner])]
+            s, t = logits(p, x), logits(teacher, x, training=False)
+            task = sum(share * F.cross_entropy(s, label) for share, label in labels)
+            return task, beta * sum(share * not_true(s, t, label, tau) for share, label in labels)
+
+        return loss
+
+    return with_loss(world, losses)

@@ -1,0 +1,26 @@
+"""FedRS: Li and Zhan 2021, the restricted softmax; the scale of a rare class as printed or as in the released code."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from textbook.plain import HEAD, Parts, features, with_loss
+from textbook.world import Book, Job, Params, World
+
+
+def fedrs(world: World, alpha: float, relative: bool = False) -> Book:
+    """CE of s_c <w_c, h>: the classifier has no bias."""
+
+    def losses(job: Job, received: Params) -> Parts:
+        counts = torch.bincount(world.data[job.client][1], minlength=world.classes).double()
+        scales = alpha + (1 - alpha) * counts / counts.max() if relative else torch.where(counts > 0, 1.0, alpha)
+
+        def loss(p: Params, step: int, x: Tensor, y: Tensor) -> tuple[Tensor, float]:
+            scaled = p[f"{HEAD}.weight"] * scales.unsqueeze(1)
+            return F.cross_entropy(features(p, x) @ scaled.T, y), 0.0
+
+        return loss
+
+    return with_loss(world, losses)

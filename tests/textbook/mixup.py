@@ -1,0 +1,40 @@
+"""Mixup: Zhang et al. 2018, inside a client's batch (FedBR, Appendix A): one weight and one permutation a batch."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from raysim.streams import stream
+from textbook.plain import Parts, logits, with_loss
+from textbook.world import Book, Job, Params, World
+
+
+def mixes(world: World, job: Job, alpha: float) -> list[tuple[float, Tensor]]:
+    """Of each step: lam ~ Beta(alpha, alpha) and the partner of each row, from the client's own generator."""
+    generator = stream(world.seed, "draws.mixup", job.client, job.turn)
+    lams = generator.beta(alpha, alpha, size=len(job.batches)).tolist()
+    return [
+        (lam, torch.from_numpy(generator.permutation(len(y)))) for lam, (_, y) in zip(lams, job.batches, strict=True)
+    ]
+
+
+def mixture(x: Tensor, lam: float, partner: Tensor) -> Tensor:
+    """lam x + (1 - lam) x_pi."""
+    return lam * x + (1 - lam) * x[partner]
+
+
+def mixup(world: World, alpha: float) -> Book:
+    """-mean_b sum_c y~_bc log p_bc(x~)."""
+
+    def losses(job: Job, received: Params) -> Parts:
+        drawn = mixes(world, job, alpha)
+
+        def loss(p: Params, step: int, x: Tensor, y: Tensor) -> tuple[Tensor, float]:
+            targets = mixture(F.one_hot(y, world.classes).double(), *drawn[step])
+            return -(targets * logits(p, mixture(x, *drawn[step])).log_softmax(1)).sum() / len(y), 0.0
+
+        return loss
+
+    return with_loss(world, losses)

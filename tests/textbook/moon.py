@@ -1,0 +1,62 @@
+"""MOON: Li et al. 2021, eqs. (3) and (4), Algorithm 1; frozen models in eval mode, no contrast without an earlier one.
+
+The projection of its spec is part of the classifying network: an extractor of (encoder, linear, ReLU, linear).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from textbook.plain import EXTRACTOR, Parts, detached, features, head, with_loss
+from textbook.world import Book, Job, Params, World
+
+
+def represented(p: Mapping[str, Tensor], x: Tensor, training: bool = True) -> Tensor:
+    """What the classifier sees: the encoder's features, through the projection if there is one."""
+    if f"{EXTRACTOR}.3.weight" not in p:
+        return features(p, x, training)
+    inner = f"{EXTRACTOR}.0."
+    z = features({n.replace(inner, f"{EXTRACTOR}."): p[n] for n in p if n.startswith(inner)}, x, training)
+    for layer in (1, 3):
+        z = F.linear(z if layer == 1 else z.relu(), p[f"{EXTRACTOR}.{layer}.weight"], p[f"{EXTRACTOR}.{layer}.bias"])
+    return z
+
+
+def cosine(a: Tensor, b: Tensor) -> Tensor:
+    """Of each row; 0 where ReLU left nothing of one."""
+    return (F.normalize(a, dim=1) * F.normalize(b, dim=1)).sum(1)
+
+
+def moon(world: World, mu: float, tau: float, pool: int = 1) -> Book:
+    """CE + mu l_con, with the client's last `pool` models as negatives."""
+    before: dict[int, list[Params]] = {}
+
+    def losses(job: Job, received: Params) -> Parts:
+        frozen, negatives = detached(received), list(before.get(job.client, []))
+
+        def loss(p: Params, step: int, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor | float]:
+            z = represented(p, x)
+            task = F.cross_entropy(head(p, z), y)
+            if not negatives:
+                return task, 0.0
+            pull = (cosine(z, represented(frozen, x, training=False)) / tau).exp()
+            push = sum((cosine(z, represented(old, x, training=False)) / tau).exp() for old in negatives)
+            return task, mu * -(pull / (pull + push)).log().mean()
+
+        return loss
+
+    def trained(job: Job, p: Params) -> None:
+        kept = {name: tensor.clone() for name, tensor in detached(p).items()}
+        before[job.client] = [*before.get(job.client, []), kept][-pool:]
+
+    def flat(p: Params) -> Tensor:
+        return torch.cat([p[name].flatten() for name in world.start if p[name].is_floating_point()])
+
+    book = with_loss(world, losses, trained)
+    private = {i: {"moon.previous": torch.stack([flat(p) for p in models])} for i, models in before.items()}
+    return replace(book, private=private)
