@@ -22,7 +22,13 @@ from test_vectors import functions_with_vectors
 from torch import Tensor
 
 import raysim
-from raysim.methods import scaffold
+from raysim.client import Local
+from raysim.messages import Update
+from raysim.methods import fedavg, fedcm, fedlc, fedld, fedprox, fedrs, mixup, scaffold
+from raysim.methods.method import Stage, Task, owner
+from raysim.server import Server
+from raysim.step import Batch, Step
+from raysim.vector import Layout
 
 Pair = tuple[Any, Any]
 
@@ -46,7 +52,115 @@ def corrected_gradient(random: np.random.Generator) -> Pair:
     return grad, want
 
 
+def weighted_average(random: np.random.Generator) -> Pair:
+    start, trained, weights = normal(random, 9), normal(random, 7, 9), torch.from_numpy(random.integers(1, 50, size=7))
+    updates = [
+        Update(k, k, 0, int(n), int(n), 1, 0.0, 0.0, (y - start).numpy(), np.empty(0, np.int64))
+        for k, (y, n) in enumerate(zip(trained, weights, strict=True))
+    ]
+    layout = Layout((), (), 6, 9, 9, 0, 0)  # three of nine numbers are buffers
+    server = Server(layout, start, torch.empty(0), (), weights.numpy(), 0, Task((1, 8, 8), 5, 7), group=3)
+    server.step(updates, (), [0] * 7, {})
+    return server.vector, fedavg.weighted_average(trained, weights)
+
+
+def proximal_term(random: np.random.Generator) -> Pair:
+    grad, base, params = normal(random, 9), normal(random, 12), normal(random, 12).requires_grad_()
+    part = slice(2, 11)
+    (slope,) = torch.autograd.grad(fedprox.proximal_term(params[part], base[part], 0.3), params)
+    want = grad + slope[part]
+    ctx = job(stage=Stage(), vector=job(data=params.detach()), base=base)
+    fedprox.FedProx(0.3).gradient(ctx, grad, part)
+    return grad, want
+
+
+def update_direction(random: np.random.Generator) -> Pair:
+    grad, params, direction, decay = normal(random, 9), normal(random, 12), normal(random, 12), 0.2
+    part = slice(2, 11)
+    want = fedcm.update_direction(grad + decay * params[part], direction[part], 0.3)
+    local = Local(weight_decay=decay)
+    ctx = job(
+        version=1,
+        published={"fedcm.direction": direction},
+        vector=job(data=params),
+        trainer=job(local=local),
+    )
+    fedcm.FedCM(0.3).gradient(ctx, grad, part)
+    return grad + decay * params[part], want  # which the optimizer adds
+
+
+def server_direction(random: np.random.Generator) -> Pair:
+    start, trained, weights = normal(random, 9), normal(random, 4, 9), random.uniform(1, 5, size=4)
+    steps, server = torch.from_numpy(random.integers(1, 9, size=4)), job(params=start, weights=weights, state={})
+    updates = [
+        job(delta=(y - start).numpy(), moves=((0, 4, 0.1 * k), (4, 9, 0.1 * k)))
+        for y, k in zip(trained, steps.tolist(), strict=True)
+    ]
+    fedcm.FedCM().absorb(updates, server)
+    want = fedcm.server_direction(start, trained, 0.1, steps, torch.from_numpy(weights))
+    return server.state["fedcm.direction"], want
+
+
+COUNTS = torch.tensor([40, 0, 3, 700, 1])
+
+
+def trained_on(method: Any, random: np.random.Generator) -> tuple[Tensor, Tensor, Tensor]:
+    """Logits, labels that the client has, and the loss that a step of it makes of them."""
+    z, y = normal(random, 7, 5), torch.from_numpy(random.choice([0, 2, 3, 4], size=7))
+    ctx = job(class_counts=lambda: COUNTS, num_classes=5, vector=job(data=z), kept={}, report={})
+    method.receive(ctx)
+    step = job(loss=owner([method], "loss"), logits=owner([method], "logits"))
+    return z, y, Step.task_loss(step, ctx, job(logits=z), Batch(z, y, z, y))
+
+
+def calibrated_cross_entropy(random: np.random.Generator) -> Pair:
+    got, want = [], []
+    for denominator, floor in (("all", 0.0), ("others", 0.0), ("all", 2.0), ("others", 2.0)):
+        z, y, loss = trained_on(fedlc.FedLC(1.3, denominator, floor), random)  # type: ignore[arg-type]
+        got.append(loss)
+        want.append(
+            fedlc.calibrated_cross_entropy(
+                logits=z, labels=y, class_counts=COUNTS, tau=1.3, denominator=denominator, count_floor=floor
+            )
+        )
+    return got, want
+
+
+def restricted_softmax_cross_entropy(random: np.random.Generator) -> Pair:
+    got, want = [], []
+    for kind in fedrs.KINDS:
+        z, y, loss = trained_on(fedrs.FedRS(0.3, kind), random)  # type: ignore[arg-type]
+        got.append(loss)
+        want.append(
+            fedrs.restricted_softmax_cross_entropy(logits=z, labels=y, class_counts=COUNTS, alpha=0.3, kind=kind)
+        )
+    return got, want
+
+
+def damped_margin_loss(random: np.random.Generator) -> Pair:
+    method = fedld.DampedMargin(0.7)
+    z, y, loss = trained_on(method, random)
+    return loss, fedld.damped_margin_loss(logits=z, labels=y, temperature=0.7)
+
+
+def mixed_loss(random: np.random.Generator) -> Pair:
+    x, z, y = normal(random, 7, 3), normal(random, 7, 5), torch.from_numpy(random.integers(5, size=7))
+    drawn = {"mixup.lam": torch.tensor(random.uniform()), "mixup.permutation": torch.from_numpy(random.permutation(7))}
+    ctx = job(drawn=drawn.__getitem__, num_classes=5)
+    batch = mixup.Mixup().transform(ctx, Batch(x, y, x, y))
+    loss = Step.task_loss(job(loss=None, logits=None), ctx, job(logits=z), batch)
+    return loss, mixup.mixed_loss(z, y, *drawn.values())
+
+
 FORMS: dict[str, Callable[[np.random.Generator], Pair]] = {
+    "raysim.methods.fedavg:weighted_average": weighted_average,
+    "raysim.methods.fedcm:server_direction": server_direction,
+    "raysim.methods.fedcm:update_direction": update_direction,
+    "raysim.methods.fedlc:calibrated_cross_entropy": calibrated_cross_entropy,
+    "raysim.methods.fedld:damped_margin_loss": damped_margin_loss,
+    "raysim.methods.fedprox:proximal_term": proximal_term,
+    "raysim.methods.fedrs:restricted_softmax_cross_entropy": restricted_softmax_cross_entropy,
+    "raysim.methods.mixup:mixed_loss": mixed_loss,
     "raysim.methods.scaffold:corrected_gradient": corrected_gradient,
 }
 
