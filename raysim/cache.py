@@ -11,6 +11,7 @@ import math
 import os
 import shutil
 import tempfile
+from collections.abc import MutableMapping, Sequence
 from typing import Literal, TypeAlias
 
 import torch
@@ -59,3 +60,26 @@ def settled(rows: Tensor, capacity: int, place: Place) -> Tensor:
     if roomy and (place == "memory" or storage.filename is not None or not math.prod(shape)):
         return rows
     return extended(reserve(shape, rows.dtype, place), len(rows)).copy_(rows)
+
+
+def check_budget(key: str, clients: int, row: Tensor, budget: float) -> None:
+    """Refuse a cache of a row for each client that may outgrow its budget [GiB]. key: the method's ("method.ace")."""
+    if (most := clients * row.nbytes / GIB) > budget:
+        raise ValueError(
+            f"{key} may keep {most:.3g} GiB of updates of {clients} clients, more than {key}.budget={budget:g}: "
+            f"set {key}.budget={math.ceil(100 * most) / 100:g}"
+        )
+
+
+def claimed(
+    state: MutableMapping[str, Tensor], name: str, clients: Sequence[int], capacity: int, place: Place
+) -> list[int]:
+    """The rows of these clients in the cache `NAME.cache`; `NAME.clients` has whose they are. New ones get zeros."""
+    ids = state[f"{name}.clients"]
+    known = {client: row for row, client in enumerate(ids.tolist())}
+    new = [client for client in dict.fromkeys(clients) if client not in known]
+    known |= {client: len(ids) + number for number, client in enumerate(new)}
+    rows = settled(state[f"{name}.cache"], capacity, place)  # it may be a checkpoint's
+    state[f"{name}.cache"] = extended(rows, len(known))
+    state[f"{name}.clients"] = torch.cat([ids, torch.tensor(new, dtype=torch.int64)])
+    return [known[client] for client in clients]

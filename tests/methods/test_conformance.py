@@ -36,8 +36,12 @@ from studies import (
 import raysim.methods
 from raysim.client import Local
 from raysim.fleet import Ideal
+from raysim.methods.ace import ACE
+from raysim.methods.ca2fl import CA2FL
 from raysim.methods.centralized import Centralized
 from raysim.methods.dann import Dann
+from raysim.methods.fadas import FADAS
+from raysim.methods.fedasync import FedAsync
 from raysim.methods.fedbn import FedBN
 from raysim.methods.fedbr import FedBR
 from raysim.methods.fedbss import FedBSS
@@ -255,6 +259,17 @@ TABLE: dict[str, Row] = {
     ),
     "local": Row(lambda: LocalTraining(keep_optimizer=True), personal=True, private=True),
     "fedbuff": Row(FedBuff, {"in rounds": Plain(FedBuff, run=UNIFORM)}),
+    "fedasync": Row(
+        FedAsync,
+        {
+            "with one client, alpha=1": Plain(
+                lambda: FedAsync(1.0, "constant"), run=UNIFORM | {"schedule": Synchronous(1)}
+            )
+        },
+    ),
+    "ca2fl": Row(CA2FL),
+    "ace": Row(lambda: ACE(0.5, max_staleness=3)),
+    "fadas": Row(lambda: FADAS(0.05, bias_correction=True)),
     "fedavgm": Row(
         lambda: FedAvgM(server_lr=0.9),
         {
@@ -459,15 +474,19 @@ def test_two_methods_run_together_unless_they_own_one_slot(first: str, second: s
 
 # Methods of which a list may hold one.
 ALTERNATIVES = [
-    ["fedavgm", "fedadagrad", "fedadam", "fedyogi", "fedexp"],  # the server's step
+    ["fedavgm", "fedadagrad", "fedadam", "fedyogi", "fedexp", "fadas"],  # the server's step
     # FedCDA sets the model itself.
-    *(["fedcda", name] for name in ("fedavgm", "fedadagrad", "fedadam", "fedyogi", "fedexp")),
+    *(["fedcda", name] for name in ("fedavgm", "fedadagrad", "fedadam", "fedyogi", "fedexp", "fadas")),
     *(["fedcda", name] for name in ("fedbuff", "groupdro", "inco")),
     ["fedbr", "dann", "fedpac", "fraug", "fedsr"],  # the stages of an iteration
     ["fedpac", "local"],  # one extractor for all
     *(["mixup", name] for name in ("fedmix", "fraug")),  # soft labels and a need for integer ones
     ["moon", "vhl", "fedrs", "fedsr"],  # the model
-    ["fedcda", "fedld_principal", "fedgh", "fedgh_hierarchical"],  # the combination of updates
+    # The combination of updates.
+    ["fedcda", "fedld_principal", "fedgh", "fedgh_hierarchical", "fedasync", "ca2fl", "ace"],
+    # FedAsync mixes single models; CA2FL and ACE count all clients alike, and most of a step is not of its arrivals.
+    *(["fedasync", name] for name in ("fedavgm", "fedadagrad", "fedadam", "fedyogi", "fadas", "inco")),
+    *([first, second] for first in ("fedasync", "ca2fl", "ace") for second in ("fedexp", "fedbuff", "groupdro")),
     ["fedlc", "fedrs", "fedmix", "fraug", "fedld_damped"],  # the logits of the loss, or all of it
     # One model for all.
     *(["centralized", name] for name in ("fedbn", "local", "partialfed", "pfedavg", "fedpac", "fraug", "fedsr")),

@@ -1,0 +1,160 @@
+"""ACE and ACED: step along the mean of all clients' latest updates whenever one of them brings a new one.
+
+Chang, Yao, Krishnamurthy, Shelton, Chakraborty, Swami, Oymak and Roy-Chowdhury, "Mitigating Participation Imbalance
+Bias in Asynchronous Federated Learning" (arXiv 2511.19066). Client j returns Delta from version tau to version t:
+
+    u_j <- Delta      tau_j <- tau      x <- x + eta / |A| sum_{i in A} u_i      t <- t + 1
+    A: the clients that have an entry (ACE), of which tau_i is at most max_staleness versions old (ACED)
+
+It is meant for `schedule=buffered schedule.size=1` and tens to hundreds of clients: the cache takes the memory of as
+many models, on disk by default. A larger buffer replaces its entries and then makes one step (CA2FL corrects that one).
+
+Choices where sources disagree or are silent
+- An entry's age is that of the version that it was computed from, not the time that its client has been busy.
+- The mean is over A, not over all N; clients have no weights. With A empty nothing moves, buffers neither, but t grows.
+- initialise=true: no step before every client that has samples brought an update of the first model. The paper asks all
+  clients at once; here they come as the schedule sends them, and fast ones may come again.
+- Floating buffers are those of the arrivals, as everywhere, and not cached.
+- One local step is the paper's setting; several add a drift. SCAFFOLD overlaps in purpose.
+
+The sum over A is kept in float64; an arrival touches its own row and those that expire.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from raysim.blocks import in_blocks
+from raysim.cache import Place, check_budget, claimed, reserve
+from raysim.methods.method import Method, at_least
+from raysim.models.classifier import one_of
+
+if TYPE_CHECKING:
+    from raysim.messages import Update
+    from raysim.server import Server
+
+PLACES = ("disk", "memory")
+
+
+def active_clients(*, dispatch_versions: Tensor, version: int, max_staleness: int | None = None) -> Tensor:
+    """A, bool [N]: whose ``dispatch_versions`` int64 [N] is one (not -1) and, unless None, not too old."""
+    known = dispatch_versions >= 0
+    return known if max_staleness is None else known & (version - dispatch_versions <= max_staleness)
+
+
+def all_client_step(
+    *,
+    params: Tensor,
+    cache: Tensor,
+    dispatch_versions: Tensor,
+    client: int,
+    delta: Tensor,
+    dispatch_version: int,
+    version: int,
+    server_lr: float,
+    max_staleness: int | None = None,
+) -> dict[str, Tensor]:
+    """An arrival: ``params`` [D], ``cache`` [N, D] -> {"params", "cache", "dispatch_versions"}, new ones."""
+    cache, versions = cache.clone(), dispatch_versions.clone()
+    versions[client] = dispatch_version
+    active = active_clients(dispatch_versions=versions, version=version, max_staleness=max_staleness)
+    total = torch.zeros(len(params), dtype=torch.float64)
+    _refresh({client: delta}, cache, total, torch.zeros_like(active), active)
+    return {"params": params + _direction(total, active, server_lr), "cache": cache, "dispatch_versions": versions}
+
+
+def _refresh(fresh: Mapping[int, Tensor], cache: Tensor, total: Tensor, counted: Tensor, active: Tensor) -> None:
+    """Put ``fresh`` [D] by row into ``cache`` [R, D]; ``total``, the sum of rows ``counted``, is that of ``active``."""
+    changes = torch.zeros_like(active)
+    changes[list(fresh)] = True
+    leaving = (counted & (changes | ~active)).nonzero().flatten().tolist()
+    joining = (active & (changes | ~counted)).nonzero().flatten().tolist()
+
+    def replace(part: slice) -> None:
+        for row in leaving:
+            total[part] -= cache[row, part]
+        for row, delta in fresh.items():
+            cache[row, part] = delta[part]
+        for row in joining:
+            total[part] += cache[row, part]
+
+    in_blocks(len(total), replace)
+
+
+def _direction(total: Tensor, active: Tensor, server_lr: float) -> Tensor:
+    """eta times the mean, float64 [D]; 0 where nobody is active."""
+    return total * (server_lr / max(1, int(active.sum())))
+
+
+class ACE(Method):
+    """The direction eta mean u_i, which may feed a server optimiser; with max_staleness it is ACED.
+
+    cache: where updates are kept; budget: how much they may take, in GiB.
+    """
+
+    name = "ace"
+    paper = "Chang et al. 2025"
+    weighting = "uniform"
+    excludes: ClassVar[Mapping[str, str]] = {
+        **dict.fromkeys(
+            ("fedbuff", "groupdro"), "its weights have no part in ACE's mean, in which all clients are equal"
+        ),
+        "fedexp": "it compares the mean update with those that arrive, and ACE's mean is one of cached updates",
+    }
+
+    def __init__(
+        self,
+        server_lr: float = 0.1,
+        max_staleness: int | None = None,
+        initialise: bool = False,
+        cache: Place = "disk",
+        budget: float = 8.0,
+    ):
+        self.server_lr = at_least("method.ace.server_lr", server_lr, 0.0)
+        if max_staleness is not None:
+            at_least("method.ace.max_staleness", max_staleness, 0)
+        one_of("method.ace.cache", cache, PLACES)
+        self.max_staleness, self.initialise, self.cache = max_staleness, initialise, cache
+        self.budget = at_least("method.ace.budget", budget, 0.0)
+
+    def start(self, server: Server) -> None:
+        """A row for each client seen so far: its id, update, version, and whether it is in the sum."""
+        if server.weighting == "samples":
+            raise ValueError(
+                "weighting=samples has no effect on method 'ace', in whose mean all clients count alike: "
+                "set weighting=uniform"
+            )
+        clients, params = int(np.count_nonzero(server.counts)), server.params
+        check_budget("method.ace", clients, params, self.budget)
+        server.state |= {
+            "ace.clients": torch.empty(0, dtype=torch.int64),
+            "ace.versions": torch.empty(0, dtype=torch.int64),
+            "ace.counted": torch.empty(0, dtype=torch.bool),
+            "ace.cache": reserve((clients, len(params)), params.dtype, self.cache),
+            "ace.total": torch.zeros(len(params), dtype=torch.float64),
+        }
+
+    def combine(self, updates: Sequence[Update], weights: Sequence[float], divisor: float, server: Server) -> Tensor:
+        """eta times the mean of the entries that count, after those that arrived were replaced."""
+        state, clients, trained = server.state, int(np.count_nonzero(server.counts)), server.layout.trained
+        rows = claimed(state, "ace", [update.client for update in updates], clients, self.cache)
+        new = len(state["ace.clients"]) - len(state["ace.versions"])
+        versions = torch.cat([state["ace.versions"], torch.full((new,), -1)])
+        counted = torch.cat([state["ace.counted"], torch.zeros(new, dtype=torch.bool)])
+        for row, update in zip(rows, updates, strict=True):
+            versions[row] = update.version
+        active = active_clients(dispatch_versions=versions, version=server.version, max_staleness=self.max_staleness)
+        fresh = {row: torch.from_numpy(update.delta)[:trained] for row, update in zip(rows, updates, strict=True)}
+        _refresh(fresh, state["ace.cache"], state["ace.total"], counted, active)
+        state["ace.versions"], state["ace.counted"] = versions, active
+        ages = (server.version - versions[active]).double()
+        server.report["ace.active"] = float(len(ages))
+        server.report["ace.age"] = float(ages.mean()) if len(ages) else 0.0
+        if not len(ages) or (self.initialise and len(versions) < clients):
+            return torch.zeros_like(server.vector)  # with a place for buffers: they stay, too
+        return _direction(state["ace.total"], active, self.server_lr).to(server.vector.dtype)

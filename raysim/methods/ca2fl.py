@@ -1,0 +1,123 @@
+"""CA2FL: correct a buffer's mean by what the server remembers of every client's last update.
+
+Wang, Cao, Wu, Chen and Chen, "Tackling the Data Heterogeneity in Asynchronous Federated Learning with Cached Update
+Calibration" (ICLR 2024), Algorithm 2. With h_i the update of client i that is cached (0 at first), h their mean over
+all N clients, and K updates in the buffer,
+
+    v = h + sum_i (Delta_i - h_i) / K      x <- x + eta v      then h_i <- Delta_i of those that arrived
+
+Choices where paper and re-implementations disagree or are silent
+- h_i and h are those of the last flush also for a client that arrives twice in a buffer; its later update is kept.
+- Never seen clients count as zeros (average="all"), as in the paper: early steps are damped. "seen" divides by the
+  number of clients that have an update in the cache.
+- No staleness weights. N are the clients that have samples.
+- Floating buffers are averaged over the arrivals (the clients' buffers, not their changes) and never cached.
+- SCAFFOLD corrects the same bias; with both it is corrected twice.
+- The paper's MF-CA2FL, which saves memory, is not offered. The cache takes the memory of N models, on disk by default.
+
+h is kept as a sum in float64, to which every flush adds what changed: a flush touches the rows of its arrivals alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from raysim.blocks import in_blocks
+from raysim.cache import Place, check_budget, claimed, reserve
+from raysim.methods.method import Method, at_least
+from raysim.models.classifier import one_of
+
+if TYPE_CHECKING:
+    from raysim.messages import Update
+    from raysim.server import Server
+
+AVERAGES, PLACES = ("all", "seen"), ("disk", "memory")
+
+
+def calibrated_step(
+    *, params: Tensor, deltas: Tensor, clients: Tensor, cache: Tensor, server_lr: float
+) -> dict[str, Tensor]:
+    """A flush: ``params`` [D], ``deltas`` [K, D] of ``clients`` int64 [K], ``cache`` [N, D] -> v as "update" too."""
+    cache, total = cache.clone(), cache.double().sum(0)
+    update = _calibrate(list(deltas), clients.tolist(), cache, total, len(cache)).to(params.dtype)
+    return {"params": params + server_lr * update, "cache": cache, "update": update}
+
+
+def _calibrate(
+    deltas: Sequence[Tensor], rows: Sequence[int], cache: Tensor, total: Tensor, clients: int, scale: float = 1.0
+) -> Tensor:
+    """``scale`` v, in the kind of ``deltas``; ``cache`` [R, D] and the sum of its rows, ``total`` float64, change."""
+    into, last = torch.empty_like(deltas[0]), dict(zip(rows, deltas, strict=True))
+
+    def flush(part: slice) -> None:
+        v = total[part] / clients
+        for row, delta in zip(rows, deltas, strict=True):
+            v.add_(delta[part].double() - cache[row, part], alpha=1 / len(deltas))
+        into[part] = v.mul_(scale)
+        for row, delta in last.items():
+            total[part] += delta[part].double() - cache[row, part]
+            cache[row, part] = delta[part]
+
+    in_blocks(len(into), flush)
+    return into
+
+
+class CA2FL(Method):
+    """The direction eta v, which may feed a server optimiser.
+
+    average: over whom h is the mean. cache: where updates are kept; budget: how much they may take, in GiB.
+    """
+
+    name = "ca2fl"
+    paper = "Wang et al., ICLR 2024"
+    weighting = "uniform"
+    excludes: ClassVar[Mapping[str, str]] = {
+        **dict.fromkeys(
+            ("fedbuff", "groupdro"), "its weights have no part in CA2FL's step, in which updates are equal"
+        ),
+        "fedexp": "it compares the mean update with single ones, and CA2FL's step is made of cached ones as well",
+    }
+
+    def __init__(
+        self,
+        server_lr: float = 1.0,
+        average: Literal["all", "seen"] = "all",
+        cache: Place = "disk",
+        budget: float = 8.0,
+    ):
+        self.server_lr = at_least("method.ca2fl.server_lr", server_lr, 0.0)
+        one_of("method.ca2fl.average", average, AVERAGES)
+        one_of("method.ca2fl.cache", cache, PLACES)
+        self.average, self.cache = average, cache
+        self.budget = at_least("method.ca2fl.budget", budget, 0.0)
+
+    def start(self, server: Server) -> None:
+        """A row for each client seen so far: its id and update; and the sum of the rows."""
+        if server.weighting == "samples":
+            raise ValueError(
+                "weighting=samples has no effect on method 'ca2fl', in whose means all clients count alike: "
+                "set weighting=uniform"
+            )
+        clients, params = int(np.count_nonzero(server.counts)), server.params
+        check_budget("method.ca2fl", clients, params, self.budget)
+        server.state |= {
+            "ca2fl.clients": torch.empty(0, dtype=torch.int64),
+            "ca2fl.cache": reserve((clients, len(params)), params.dtype, self.cache),
+            "ca2fl.total": torch.zeros(len(params), dtype=torch.float64),
+        }
+
+    def combine(self, updates: Sequence[Update], weights: Sequence[float], divisor: float, server: Server) -> Tensor:
+        """eta v."""
+        state, clients = server.state, int(np.count_nonzero(server.counts))
+        seen = len(state["ca2fl.clients"])  # before this flush, as h is
+        rows = claimed(state, "ca2fl", [update.client for update in updates], clients, self.cache)
+        server.report["ca2fl.seen"] = len(state["ca2fl.clients"]) / clients
+        trained = server.layout.trained
+        deltas = [torch.from_numpy(update.delta)[:trained] for update in updates]
+        count = clients if self.average == "all" else max(1, seen)
+        return _calibrate(deltas, rows, state["ca2fl.cache"], state["ca2fl.total"], count, self.server_lr)

@@ -1,0 +1,176 @@
+"""FedAsync: move the shared model a part of the way to every model that arrives, less far the staler it is.
+
+Xie, Koyejo and Gupta, "Asynchronous Federated Optimization" (OPT 2020), Algorithm 1 and section 5.2. Of a client that
+was given version tau and returns y when t models have been mixed,
+
+    x <- (1 - a_t) x + a_t y      a_t = alpha sigma(t - tau)      t <- t + 1
+
+    sigma(s): constant 1; polynomial (s + 1)^-a; hinge 1 if s <= b, else 1 / (a (s - b) + 1)
+
+It is meant for `schedule=buffered schedule.size=1`. The paper's local term rho/2 |x - x_tau|^2 is that of FedProx:
+`method=[fedasync,fedprox]`.
+
+Choices where paper and code disagree or are silent
+- Arrivals of one instant, and those of a larger buffer, are mixed one after the other in their order (virtual time,
+  ties by client id); easyFL averages them. t is the server's version and grows by one with each, so later ones are
+  staler; but a whole buffer is one version for those who are dispatched afterwards. In rounds the last one to arrive
+  counts most: this is not FedAvg.
+- The hinge has the paper's + 1, without which (easyFL) it is not continuous. No reference staleness (FLSim's sqrt(2)).
+- The model y is mixed, not the change y - x_tau (that is FedBuff with a buffer of one), floating buffers with it.
+- With weighting=samples a_t is multiplied by n_i / mean n and cut at 1; the paper counts all clients alike.
+- What is older than max_staleness is left out, yet t grows, as it does when the server steps without moving.
+- The paper draws staleness at random; here it comes from the fleet's clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from raysim.blocks import in_blocks
+from raysim.methods.method import Method, at_least, between
+from raysim.models.classifier import one_of
+
+if TYPE_CHECKING:
+    from raysim.messages import Update
+    from raysim.server import Server
+
+KINDS = ("polynomial", "hinge", "constant")
+
+
+def staleness_weight(*, staleness: int, kind: str = "polynomial", a: float = 0.5, b: float = 4.0) -> float:
+    """sigma(s): 1 at 0, never growing. Raises ValueError below 0."""
+    if staleness < 0:
+        raise ValueError(f"a staleness of {staleness} is that of a model from the future: it must be at least 0")
+    one_of("method.fedasync.kind", kind, KINDS)
+    if kind == "polynomial":
+        return float((staleness + 1.0) ** -a)
+    return 1.0 if kind == "constant" or staleness <= b else 1.0 / (a * (staleness - b) + 1.0)
+
+
+def mixed_params(*, params: Tensor, client_params: Tensor, rate: float) -> Tensor:
+    """(1 - rate) ``params`` + rate ``client_params``, both [D]; exactly one of them at rate 0 and 1."""
+    return torch.lerp(params, client_params, rate)
+
+
+def arrival_rates(
+    *,
+    base_versions: Tensor,
+    version: int,
+    alpha: float,
+    kind: str = "polynomial",
+    a: float = 0.5,
+    b: float = 4.0,
+    max_staleness: int | None = None,
+    factors: Tensor | None = None,
+) -> list[float]:
+    """a_t of arrivals in their order, from ``base_versions`` int64 [M]; ``factors`` [M] multiply it, up to 1."""
+    rates = []
+    for number, base in enumerate(base_versions.tolist()):
+        staleness = version + number - base
+        rate = alpha * staleness_weight(staleness=staleness, kind=kind, a=a, b=b)
+        if factors is not None:
+            rate = min(1.0, rate * float(factors[number]))
+        rates.append(0.0 if max_staleness is not None and staleness > max_staleness else rate)
+    return rates
+
+
+def apply_arrivals(
+    *,
+    params: Tensor,
+    client_params: Tensor,
+    base_versions: Tensor,
+    version: int,
+    alpha: float,
+    kind: str = "polynomial",
+    a: float = 0.5,
+    b: float = 4.0,
+    max_staleness: int | None = None,
+    factors: Tensor | None = None,
+) -> dict[str, Any]:
+    """Mix ``client_params`` [M, D] into ``params`` [D], in the order of the rows: {"params", "version"}."""
+    rates = arrival_rates(
+        base_versions=base_versions,
+        version=version,
+        alpha=alpha,
+        kind=kind,
+        a=a,
+        b=b,
+        max_staleness=max_staleness,
+        factors=factors,
+    )
+    for own, rate in zip(client_params, rates, strict=True):
+        params = mixed_params(params=params, client_params=own, rate=rate)
+    return {"params": params, "version": version + len(rates)}
+
+
+_SETS = "it changes the step along a mean update, and FedAsync mixes single models one after the other"
+_WEIGHS = "its weights are those of a mean, and FedAsync mixes single models one after the other"
+
+
+class FedAsync(Method):
+    """The mixing; when to mix is the schedule's. alpha_decay multiplies alpha once per version."""
+
+    name = "fedasync"
+    paper = "Xie et al., OPT 2020"
+    weighting = "uniform"
+    excludes: ClassVar[Mapping[str, str]] = {
+        **dict.fromkeys(("fedavgm", "fedadagrad", "fedadam", "fedyogi", "fedexp", "fadas", "inco"), _SETS),
+        **dict.fromkeys(("fedbuff", "groupdro"), _WEIGHS),
+    }
+
+    def __init__(
+        self,
+        alpha: float = 0.6,
+        kind: Literal["polynomial", "hinge", "constant"] = "polynomial",
+        a: float = 0.5,
+        b: float = 4.0,
+        max_staleness: int | None = None,
+        alpha_decay: float = 1.0,
+    ):
+        self.alpha = between("method.fedasync.alpha", alpha, 0.0, 1.0)
+        one_of("method.fedasync.kind", kind, KINDS)
+        self.kind, self.a = kind, at_least("method.fedasync.a", a, 0.0)
+        self.b = at_least("method.fedasync.b", b, 0.0)
+        if max_staleness is not None:
+            at_least("method.fedasync.max_staleness", max_staleness, 0)
+        if not 0 < alpha_decay <= 1:
+            raise ValueError(f"method.fedasync.alpha_decay={alpha_decay} must be above 0 and at most 1")
+        self.max_staleness, self.alpha_decay = max_staleness, alpha_decay
+
+    def combine(self, updates: Sequence[Update], weights: Sequence[float], divisor: float, server: Server) -> Tensor:
+        """From x to the mixed model, buffers included: mixing what clients moved away from x, starting from 0."""
+        how: dict[str, Any] = {
+            "base_versions": torch.tensor([update.version for update in updates]),
+            "version": server.version,
+            "alpha": self.alpha * self.alpha_decay**server.version,
+            "kind": self.kind,
+            "a": self.a,
+            "b": self.b,
+            "max_staleness": self.max_staleness,
+        }
+        if server.weighting == "samples":
+            how["factors"] = torch.tensor(weights, dtype=torch.float64) / server.counts[server.counts > 0].mean()
+        rates, arrivals = arrival_rates(**how), [_ends(update, server) for update in updates]
+        server.report["fedasync.rate"] = sum(rates) / len(rates)
+        if self.max_staleness is not None:
+            late = [server.version + number - update.version for number, update in enumerate(updates)]
+            server.report["fedasync.discarded"] = float(sum(staleness > self.max_staleness for staleness in late))
+        direction = torch.empty_like(server.vector)
+
+        def mix(part: slice) -> None:
+            x = server.vector[part]
+            moved = torch.stack([delta[part] + (base[part] - x) for base, delta in arrivals])
+            direction[part] = apply_arrivals(params=torch.zeros_like(x), client_params=moved, **how)["params"]
+
+        in_blocks(len(direction), mix)
+        return direction
+
+
+def _ends(update: Update, server: Server) -> tuple[Tensor, Tensor]:
+    """What a client started from and by how much it moved, both [layout.shared]; their sum is its model."""
+    assert update.delta is not None, "asked for by `combine`"
+    return torch.from_numpy(server.bases[update.version].vector), torch.from_numpy(update.delta)
