@@ -9,7 +9,7 @@ All g stay in the span of G: a matrix of coefficients and the Gram matrix suffic
 
 "fedgh_hierarchical" is another algorithm, which FedLD's code runs and tables under the name FedGH: per tensor, with r a
 running mean of past aggregates, sort by <g, r>, let the first meet the last, the second the last but one, ...; a pair
-that conflicts is projected as above, each on what the other was; its sum takes its place; until two are left.
+that conflicts is projected as above, each on what the other was; its sum takes its place; again, until two are left.
 (The FedGH with a global header for heterogeneous models is a third, unrelated one.)
 
 Choices where the paper is silent, and where it and the code disagree
@@ -18,9 +18,10 @@ Choices where the paper is silent, and where it and the code disagree
   PCGrad does, and never removes what agrees. Order and test matter once an update is in two conflicts; the history
   counts conflicts and projections.
 - Lengths are not restored: updates shrink. One vector per client, of trainable parameters, unless per tensor.
-- The hierarchy's last two: the one nearer to r is projected on the other, then the other on what is left of it, as the
-  sentence goes; the first projection leaves the second almost nothing to do. It is uniform (code) unless weighting or
-  another method says otherwise: an update then counts with its weight over the mean weight, in sums and in eps alike.
+- The hierarchy's last two are not sorted (code): the sum that was made first is projected on the other, then the other
+  on what is left of it, which leaves the second almost nothing to do. Two alone stay in the order of acceptance.
+  It is uniform (code) unless weighting or another method says otherwise: an update then counts with its weight over the
+  mean weight, in sums and in eps alike.
 """
 
 from __future__ import annotations
@@ -166,7 +167,8 @@ def _tree(products: np.ndarray, factors: np.ndarray, eps: float, tally: _Tally) 
 
     items = list(np.diag(factors))
     while len(items) > 1:
-        items.sort(key=lambda item: float(item @ towards), reverse=True)
+        if len(items) > 2:
+            items.sort(key=lambda item: float(item @ towards), reverse=True)
         half = len(items) // 2
         pairs = zip(items[:half], items[: -half - 1 : -1], strict=True)
         items = [meet(a, b, len(items) == 2) for a, b in pairs] + items[half : len(items) - half]

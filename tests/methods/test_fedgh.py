@@ -175,7 +175,6 @@ def tree_by_hand(gradients: Tensor, reference: Tensor, eps: float) -> Tensor:
             a, b = items.pop(0), items.pop()
             merged.append(off(a, b) + off(b, a) if a @ b < 0 else a + b)
         items = merged + items
-    items.sort(key=lambda item: float(item @ reference), reverse=True)
     if len(items) == 2 and items[0] @ items[1] < 0:
         first = off(items[0], items[1])
         items = [first, off(items[1], first)]

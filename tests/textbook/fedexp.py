@@ -1,0 +1,52 @@
+"""FedExP: Jhunjhunwala et al. 2023, Algorithm 1; epsilon as printed, or the released code's M epsilon delta^(2t).
+
+The weights are the run's, in both sums. What is evaluated is the mean of the last two iterates (the first one itself in
+the first round) with the newest model's buffers. FedBuff's divisor scales the step and not the ratio.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from textbook.plain import logits, trainable, weights
+from textbook.servers import Cohort, Weigh, flat, stepped, unflat
+from textbook.world import Book, Params, World
+
+
+def fedexp(
+    world: World,
+    epsilon: float,
+    count: bool = False,
+    decay: float = 1.0,
+    minimum: float = 1.0,
+    weigh: Weigh = lambda world, version, jobs: weights(world, jobs),
+    direction: Callable[[Cohort], Tensor] = lambda at: at.mean,
+) -> Book:
+    """eta = max(1, sum_i p_i |D_i|^2 / (2 (|D|^2 + eps)));  x <- x + eta D."""
+    names = trainable(world.start)
+    etas: list[float] = []
+    iterates: list[Tensor] = []
+    losses: list[float] = []
+    hits: list[float] = []
+
+    def rule(at: Cohort) -> Tensor:
+        eps = epsilon * decay**at.version * (len(at.jobs) if count else 1)
+        p = at.weights / at.weights.sum()
+        ratio = (p * at.changes.square().sum(1)).sum() / (2 * (at.mean.square().sum() + eps))
+        etas.append(max(minimum, float(ratio)))
+        return at.x + etas[-1] * direction(at)
+
+    def evaluate(x: Params) -> None:
+        iterates.append(flat(x, names))
+        middle = sum(iterates[-2:]) / len(iterates[-2:])
+        out = logits(x | unflat(middle, x, names), world.central[0], training=False)
+        losses.append(float(F.cross_entropy(out, world.central[1])))
+        hits.append(float((out.argmax(1) == world.central[1]).double().mean()))
+
+    book = stepped(world, rule, weigh=weigh, after=evaluate)
+    columns = {"fedexp.step_size": etas, "loss_global": losses, "accuracy_global": hits}
+    return replace(book, server={"fedexp.previous": iterates[-2]}, columns=columns)

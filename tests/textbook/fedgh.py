@@ -1,0 +1,88 @@
+"""FedGH: Zhang et al. 2024; and the algorithm that FedLD's code runs under that name ("hierarchical").
+
+Pairs are lexicographic over the participants by client id, or permuted by the server's stream. In the hierarchy all
+weigh the same; two updates alone are not sorted (as in the code), the first is the one accepted first.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import combinations
+
+import torch
+from torch import Tensor
+
+from raysim.streams import stream
+from textbook.servers import Cohort, slices, stepped
+from textbook.world import Book, World
+
+
+def fedgh(world: World, order: str = "lexicographic", conflict_test: str = "original", tensor: bool = False) -> Book:
+    """g_i <- g_i - <g_i, G_j> / |G_j|^2 G_j of pairs that conflict, both lines of a pair from the running g."""
+    counts: dict[str, list[float]] = {"fedgh.conflicts": [], "fedgh.projections": []}
+    parts = slices(world) if tensor else [slice(None)]
+
+    def harmonized(original: Tensor, pairs: list[tuple[int, int]]) -> Tensor:
+        g = original.clone()
+        for i, j in pairs:
+            lines = [(i, j), (j, i)]
+            if conflict_test == "original":
+                made = lines if original[i] @ original[j] < 0 else []
+            else:
+                made = [(a, b) for a, b in lines if g[a] @ original[b] < 0]
+            for a, b in made:
+                g[a] = g[a] - (g[a] @ original[b]) / (original[b] @ original[b]) * original[b]
+            counts["fedgh.conflicts"][-1] += bool(made)
+            counts["fedgh.projections"][-1] += len(made)
+        return g
+
+    def rule(at: Cohort) -> Tensor:
+        for each in counts.values():
+            each.append(0.0)
+        pairs = list(combinations(sorted(range(len(at.jobs)), key=lambda place: at.jobs[place].client), 2))
+        if order == "random":
+            pairs = [pairs[k] for k in stream(world.seed, "fedgh.order", at.version).permutation(len(pairs))]
+        g = torch.cat([harmonized(at.changes[:, part], pairs) for part in parts], dim=1)
+        return at.x + at.weights @ g / at.weights.sum()
+
+    return replace(stepped(world, rule), columns=counts)
+
+
+def hierarchical(world: World, eps: float = 1e-7) -> Book:
+    """Of each tensor: sort by <g, r>, add the largest to the smallest, ..., until two are left."""
+    r: Tensor | None = None
+    name = "fedgh_hierarchical"
+    conflicts: list[float] = []
+
+    def off(a: Tensor, b: Tensor) -> Tensor:
+        return a - (a @ b) / (b @ b + eps) * b
+
+    def root(changes: Tensor, r: Tensor) -> Tensor:
+        g = list(changes)
+        while len(g) > 2:
+            g.sort(key=lambda each: float(each @ r), reverse=True)
+            made = []
+            while len(g) > 1:
+                a, b = g.pop(0), g.pop()
+                conflicts[-1] += bool(a @ b < 0)
+                made.append(off(a, b) + off(b, a) if a @ b < 0 else a + b)
+            g = made + g
+        if len(g) == 2 and g[0] @ g[1] < 0:
+            conflicts[-1] += 1
+            g[0] = off(g[0], g[1])
+            g[1] = off(g[1], g[0])
+        return sum(g) / len(changes)
+
+    def rule(at: Cohort) -> Tensor:
+        nonlocal r
+        conflicts.append(0.0)
+        if r is None:
+            r = found = at.changes.mean(0)
+        else:
+            found = torch.cat([root(at.changes[:, part], r[part]) for part in slices(world)])
+            r = 0.99 * r + 0.01 * found
+        return at.x + found
+
+    book = stepped(world, rule)
+    columns = {f"{name}.conflicts": conflicts, f"{name}.projections": [2 * count for count in conflicts]}
+    return replace(book, server={f"{name}.reference": r}, columns=columns)

@@ -1,0 +1,82 @@
+"""FedAvgM: Hsu et al. 2019; FedAdagrad, FedAdam, FedYogi: Reddi et al. 2021, Algorithm 2, v_0 = tau^2.
+
+Bias correction, where asked for, is TensorFlow's: of the rate alone, tau as it is; steps count from 1.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from textbook.plain import Loss, cross_entropy, trainable
+from textbook.servers import flat, stepped
+from textbook.world import Book, World
+
+
+class ServerMomentum:
+    """u <- beta u + D, x <- x + eta u; Nesterov x <- x + eta (D + beta u) with the new u."""
+
+    def __init__(self, world: World, lr: float, momentum: float, nesterov: bool = False):
+        self.lr, self.momentum, self.nesterov = lr, momentum, nesterov
+        self.u = torch.zeros_like(flat(world.start, trainable(world.start)))
+
+    def __call__(self, x: Tensor, delta: Tensor) -> Tensor:
+        self.u = self.momentum * self.u + delta
+        return x + self.lr * (delta + self.momentum * self.u if self.nesterov else self.u)
+
+    @property
+    def server(self) -> dict[str, Tensor]:
+        return {"fedavgm.momentum": self.u}
+
+
+class Adaptive:
+    """m <- beta1 m + (1 - beta1) D, x <- x + eta m / (sqrt(v) + tau); v as the rule of that name says."""
+
+    def __init__(
+        self,
+        world: World,
+        name: str,
+        lr: float,
+        beta1: float,
+        tau: float,
+        beta2: float = 0.0,
+        bias_correction: bool = False,
+    ):
+        self.name, self.lr, self.beta1, self.tau, self.beta2 = name, lr, beta1, tau, beta2
+        self.bias_correction, self.steps = bias_correction, 0
+        self.m = torch.zeros_like(flat(world.start, trainable(world.start)))
+        self.v = torch.full_like(self.m, tau**2)
+
+    def __call__(self, x: Tensor, delta: Tensor) -> Tensor:
+        self.steps += 1
+        square, forgot = delta**2, 1 - self.beta2
+        self.m = self.beta1 * self.m + (1 - self.beta1) * delta
+        self.v = {
+            "fedadagrad": self.v + square,
+            "fedadam": self.beta2 * self.v + forgot * square,
+            "fedyogi": self.v - forgot * square * torch.sign(self.v - square),
+        }[self.name]
+        rate = self.lr
+        if self.bias_correction:
+            rate *= (1 - self.beta2**self.steps) ** 0.5 / (1 - self.beta1**self.steps)
+        return x + rate * self.m / (self.v.sqrt() + self.tau)
+
+    @property
+    def server(self) -> dict[str, Tensor]:
+        return {f"{self.name}.first_moment": self.m, f"{self.name}.second_moment": self.v}
+
+
+def fedavgm(world: World, lr: float, momentum: float, nesterov: bool = False) -> Book:
+    """Server momentum on the mean update."""
+    return _book(world, ServerMomentum(world, lr, momentum, nesterov))
+
+
+def adaptive(world: World, loss: Loss = cross_entropy, **settings: object) -> Book:
+    """One of the three on the mean update."""
+    return _book(world, Adaptive(world, **settings), loss)
+
+
+def _book(world: World, optimiser: ServerMomentum | Adaptive, loss: Loss = cross_entropy) -> Book:
+    return replace(stepped(world, lambda at: optimiser(at.x, at.mean), loss), server=optimiser.server)

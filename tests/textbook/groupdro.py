@@ -1,0 +1,51 @@
+"""GroupDRO: Sagawa et al. 2020, Algorithm 1, in the form of FedBR's Appendix A; l_i of the first batch, as its code.
+
+A group is a client, whatever slot it runs in. q is normalised over all clients; what is stored is its logarithm.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from textbook.plain import Loss, cross_entropy
+from textbook.servers import stepped
+from textbook.world import Book, Job, Params, World
+
+
+def groupdro(world: World, step_size: float, batches: str = "first", prior: str = "uniform", mu: float = 0.0) -> Book:
+    """q_i <- q_i exp(eta l_i) for the participants; they are averaged with q_i / sum_j q_j.
+
+    mu: of a proximal term (FedProx) beside it, which is no part of l_i.
+    """
+    sizes = torch.tensor([float(len(labels)) for _, labels in world.data], dtype=torch.float64)
+    q = sizes / sizes.sum() if prior == "samples" else torch.full_like(sizes, 1 / world.clients)
+    seen: list[list[float]] = []  # of the jobs of this round: the cross-entropy at each step
+
+    def loss(p: Params, step: int, x: Tensor, y: Tensor) -> Tensor:
+        found = cross_entropy(p, step, x, y)
+        if step == 0:
+            seen.append([])
+            start.update({name: t.detach().clone() for name, t in p.items()})
+        seen[-1].append(float(found.detach()))
+        return found + mu / 2 * sum((t - start[n]).square().sum() for n, t in p.items() if t.requires_grad)
+
+    start: Params = {}
+    means: list[float] = []
+
+    def weigh(world: World, version: int, jobs: list[Job]) -> list[float]:
+        nonlocal q
+        for job, losses in zip(jobs, seen, strict=True):
+            felt = losses[0] if batches == "first" else sum(losses) / len(losses)
+            q[job.client] *= torch.tensor(step_size * felt, dtype=torch.float64).exp()
+        q = q / q.sum()
+        means.append(sum(sum(losses) / len(losses) for losses in seen) / len(jobs))
+        seen.clear()
+        return [float(q[job.client]) for job in jobs]
+
+    used: Loss = loss
+    book = stepped(world, lambda at: at.x + at.mean, used, weigh)
+    columns = {} if mu else {"train_loss": means}  # the history's loss has all terms
+    return replace(book, server={"groupdro.log_weights": q.log()}, columns=columns)
