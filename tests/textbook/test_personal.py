@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -20,16 +21,23 @@ from raysim.evaluation import Evaluation
 from raysim.experiment import _pooled
 from raysim.methods.centralized import Centralized
 from raysim.methods.fedbn import FedBN
+from raysim.methods.fedbss import FedBSS
+from raysim.methods.fedpac import FedPAC
 from raysim.methods.fedprox import FedProx
 from raysim.methods.local import LocalTraining
 from raysim.methods.method import Finetune
+from raysim.methods.partialfed import PartialFed
 from raysim.methods.pfedavg import PFedAvg
+from raysim.models import Mlp
 from raysim.schedule import Synchronous
 from textbook.centralized import centralized
 from textbook.check import LOCAL, Row, check
 from textbook.fedbn import fedbn
+from textbook.fedbss import fedbss
+from textbook.fedpac import fedpac
 from textbook.local import local
 from textbook.loss_decomposition import loss_decomposition
+from textbook.partialfed import Asked, partialfed
 from textbook.pfedavg import after_local, finetuned
 
 DATA = tiny(clients=4, samples=70)
@@ -40,6 +48,8 @@ SPARED = federate(
     Dirichlet(clients=4, alpha=2.0, minimum=5, fraction=0.4),
     SEED,
 )
+
+SKEWED = federate(Synthetic(samples=70, test_samples=20, classes=5), Dirichlet(clients=4, alpha=0.15, minimum=6), SEED)
 
 
 def samples(data: FederatedData, rows: np.ndarray) -> tuple[Tensor, Tensor]:
@@ -69,6 +79,29 @@ def pooling(asked: Local, **study: Any) -> Row:
     )
 
 
+def selecting(*, kind: Any = "cosine", warmup: int = 1, refresh: int = 1, rounds: int = 3, **study: Any) -> Row:
+    book = partial(fedbss, warmup=warmup, kind=kind, refresh=refresh)
+    return Row(book, lambda: [FedBSS(warmup, refresh, kind)], study, {"rounds": rounds})
+
+
+def loading(strategy: Any, mask: Sequence[bool], model: Any = NORMED_MLP, **settings: Any) -> Row:
+    return Row(partial(partialfed, mask=mask), lambda: [PartialFed(strategy, **settings)], {"model": model})
+
+
+def learning(*, model: Any = NORMED_MLP, sampled: bool = False) -> Row:
+    """A policy that learns much, at a temperature that meets its floor."""
+    asked = Asked(steps=4, batch=5, rate=0.3, start=2.0, decay=0.5, floor=0.6, sampled=sampled)
+    method = partial(PartialFed, "adaptive", None, None, 4, 5, 0.3, 2.0, 0.5, 0.6, sampled)
+    return Row(partial(partialfed, policy=asked), lambda: [method()], {"model": model}, {"rounds": 4})
+
+
+def mixing(*, drawn: dict[str, Any] | None = None, **study: Any) -> Row:
+    """FedPAC; drawn: its settings by the textbook's names."""
+    asked = {"lam": 0.7, "head_epochs": 1, "factor": 3.0, "least": 1e-3} | (drawn or {})
+    method = partial(FedPAC, asked["lam"], asked["head_epochs"], asked["factor"], asked["least"])
+    return Row(partial(fedpac, **asked), lambda: [method()], {"local": replace(LOCAL, epochs=3)} | study)
+
+
 ROWS = {
     "fedbn": Row(fedbn, lambda: [FedBN()], NORMED),
     "fedbn, statistics": Row(partial(fedbn, scope="statistics"), lambda: [FedBN("statistics")], NORMED),
@@ -82,6 +115,48 @@ ROWS = {
     ),
     "fedbn without BatchNorm": Row(fedbn, lambda: [FedBN()]),
     "fedbn and fedprox": Row(partial(fedbn, mu=0.5), lambda: [FedBN(), FedProx(0.5)], NORMED),
+    "fedbss": selecting(local=replace(LOCAL, epochs=4)),
+    "fedbss with BatchNorm": selecting(local=replace(LOCAL, epochs=3, batch=5), **NORMED),
+    "fedbss, linear": selecting(kind="linear", local=replace(LOCAL, epochs=3)),
+    "fedbss, filter": selecting(kind="filter"),
+    "fedbss, all": selecting(kind="all"),
+    "fedbss from the start": selecting(warmup=0, refresh=2, rounds=4, local=replace(LOCAL, epochs=4)),
+    "fedbss, steps": selecting(warmup=0, local=replace(LOCAL, epochs=None, steps=7, phases=3)),
+    "fedbss, fewer steps than phases": selecting(warmup=0, local=replace(LOCAL, epochs=None, steps=4, phases=6)),
+    "partialfed, bottom up": loading("bottom_up", (True, False, False), num_loaded=1),
+    "partialfed, top down": loading("top_down", (False, True, True), num_loaded=2),
+    "partialfed, no_bn": loading("no_bn", (True, False, True)),
+    "partialfed, no_classifier": loading("no_classifier", (True, True, False)),
+    "partialfed, no_bn_no_classifier": loading("no_bn_no_classifier", (True, False, False)),
+    "partialfed, all": loading("all", (True, True, True)),
+    "partialfed, none": loading("none", (False, False, False)),
+    "partialfed without BatchNorm": loading("no_classifier", (True, False), Mlp((6,))),
+    "partialfed, too long away": Row(
+        partial(partialfed, mask=(True, False, False), most=1),
+        lambda: [PartialFed(max_staleness=1)],
+        NORMED,
+        {"rounds": 5},
+        Synchronous(2),
+    ),
+    "partialfed, some never train": Row(
+        partial(partialfed, mask=(True, False, False)), lambda: [PartialFed()], NORMED, **FEW
+    ),
+    "partialfed and fedprox": Row(
+        partial(partialfed, mask=(True, True, False), mu=0.5),
+        lambda: [PartialFed("no_classifier"), FedProx(0.5)],
+        NORMED,
+    ),
+    "partialfed, adaptive": learning(),
+    "partialfed, adaptive without BatchNorm": learning(model=Mlp((6,))),
+    "partialfed, adaptive, drawn": learning(sampled=True),
+    "fedpac": mixing(),
+    "fedpac with BatchNorm": mixing(**NORMED),
+    "fedpac without alignment": mixing(drawn={"lam": 0.0}),
+    "fedpac, longer head phase": mixing(drawn={"head_epochs": 2}, local=replace(LOCAL, epochs=4), **NORMED),
+    "fedpac, few heads": mixing(drawn={"least": 0.4}),
+    "fedpac, no head": mixing(drawn={"least": 1.0}),
+    "fedpac, steps": mixing(drawn={"head_epochs": 2}, local=replace(LOCAL, epochs=None, steps=5)),
+    "fedpac, classes that few hold": mixing(data=SKEWED),
     "local": Row(local, lambda: [LocalTraining()], NORMED),
     "local, kept optimisers": Row(partial(local, keep=True), lambda: [LocalTraining(True)], NORMED),
     "local, kept Nesterov": Row(

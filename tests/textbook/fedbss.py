@@ -1,0 +1,86 @@
+"""FedBSS: Xu et al. 2025, eqs. (3) to (6) and Algorithm 1, with the choices of its spec; it draws its own batches.
+
+The prefix of samples is shuffled in the order of the client's own list. A step budget is cut into `phases` parts, which
+take the epochs' place. A trailing batch of one sample is dropped where BatchNorm has nothing to normalise it with.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from raysim.streams import stream
+from textbook.plain import averaged, detached, is_buffer, logits, train
+from textbook.world import Book, Job, Params, World
+
+FRACTION = {
+    "cosine": lambda e, last: (1 - math.cos(math.pi * e / last)) / 2,
+    "linear": lambda e, last: e / last,
+    "filter": lambda e, last: 0.0,
+}
+REPORTED = ("fedbss.biased_share", "fedbss.threshold", "fedbss.uncertainty")
+
+
+def fedbss(world: World, warmup: int, kind: str = "cosine", refresh: int = 1) -> Book:
+    """Stage 1 until the model received is `warmup` aggregations old; then easy samples first. A plain mean in both."""
+    x, reports = dict(world.start), list[Tensor]()
+    unknown = [torch.zeros(len(y), dtype=torch.float64) for _, y in world.data]
+    cache = {i: [nothing, nothing, -1, 0] for i, nothing in enumerate(unknown)}
+    for jobs in world.rounds:
+        models, report = [], [torch.full((3,), torch.nan).double()]
+        for job in jobs:
+            samples = len(world.data[job.client][1])
+            select = kind != "all" and job.version >= warmup
+            order, easy = torch.arange(samples), samples
+            if select:
+                known = cache[job.client]
+                if known[3] % refresh == 0:
+                    known[:3] = *ranked(x, *world.data[job.client]), job.version
+                known[3] += 1
+                order, easy = split(known[0], known[1])
+                report.append(torch.tensor([1 - easy / samples, known[0][order[easy - 1]], known[1].mean()]))
+            models.append(detached(train(world, replace(job, batches=batches(world, job, order, easy, kind)), x)))
+        x = averaged(models, [1.0] * len(jobs))
+        reports.append(torch.stack(report[1:] or report).mean(0))
+    names = [f"fedbss.{name}" for name in ("losses", "uncertainties", "version", "count")]
+    private = {
+        i: dict(zip(names, [*cache[i][:2], *(torch.tensor([each]) for each in cache[i][2:])], strict=True))
+        for i in {job.client for jobs in world.rounds for job in jobs}
+    }
+    columns = dict(zip(REPORTED, torch.stack(reports).T.tolist(), strict=True)) if kind != "all" else {}
+    return Book(x, private, columns=columns)
+
+
+def ranked(received: Params, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    """S_i (3) and alpha_i (4) of the model received, in eval mode."""
+    p = logits(dict(received), x, False).softmax(1)
+    return -p[range(len(y)), y].log(), 1 - (p.max(1).values - p.min(1).values)
+
+
+def split(losses: Tensor, alphas: Tensor) -> tuple[Tensor, int]:
+    """The order of ascending loss, and how many lie up to that of the most uncertain sample (5)."""
+    order = torch.tensor(sorted(range(len(losses)), key=lambda i: float(losses[i])))
+    border = max(order.tolist(), key=lambda i: float(alphas[i]))
+    return order, int((losses <= losses[border]).sum())
+
+
+def batches(world: World, job: Job, order: Tensor, easy: int, kind: str) -> list[tuple[Tensor, Tensor]]:
+    """Of every epoch (6) or phase, the shuffled prefix of the order in batches."""
+    local, (x, y) = world.local, world.data[job.client]
+    draw, found = stream(world.seed, "batches", job.client, job.turn), list[np.ndarray]()
+    normed = any(is_buffer(name) for name in world.start)
+    parts = local.epochs or min(local.phases, local.steps)
+    for e in range(1, parts + 1):
+        some = easy + math.floor(FRACTION.get(kind, FRACTION["linear"])(e, parts) * (len(order) - easy) + 1e-9)
+        positions, part = np.sort(order[:some].numpy()), list[np.ndarray]()
+        goal = local.steps * e // parts - local.steps * (e - 1) // parts if local.steps else 1
+        while len(part) < goal:
+            shuffled = draw.permutation(positions)
+            cut = [shuffled[i : i + local.batch] for i in range(0, some, local.batch)]
+            part += cut[:-1] if normed and len(cut) > 1 and len(cut[-1]) == 1 else cut
+        found += part[: goal if local.steps else None]
+    return [(x[chosen], y[chosen]) for chosen in found]

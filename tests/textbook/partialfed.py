@@ -1,0 +1,124 @@
+"""PartialFed: Sun et al. 2021, fixed masks, and the adaptive policy as its spec reconstructs it.
+
+A layer is a module with tensors of its own. The policy sees BatchNorm's statistics mixed like parameters, in eval mode;
+its noise and its batches are of streams of their own, and the samples are shuffled anew in every pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from raysim.streams import stream
+from textbook.local import Optimizer
+from textbook.plain import averaged, cross_entropy, detached, head, train, trainable, weights
+from textbook.world import Book, Job, Params, World
+
+NORM = "model.extractor.2"
+
+
+@dataclass(frozen=True)
+class Asked:
+    """How a policy learns; the temperature at the start, its factor with each version, and its least."""
+
+    steps: int
+    batch: int
+    rate: float
+    start: float
+    decay: float
+    floor: float
+    sampled: bool
+
+
+class Policy:
+    """A client's logits [L, 2], and how they learn."""
+
+    def __init__(self, layers: Sequence[str], asked: Asked):
+        self.layers, self.asked = layers, asked
+        self.logits = torch.zeros(len(layers), 2, dtype=torch.float64)
+        self.adam = Optimizer(SimpleNamespace(optimizer="adam", weight_decay=0.0))
+
+    def learn(self, world: World, job: Job, received: Params, kept: Params) -> Tensor:
+        """Some steps of Adam on the loss of the relaxed model; then which layers to load."""
+        asked, (x, y) = self.asked, world.data[job.client]
+        temperature = max(asked.floor, asked.start * asked.decay**job.version)
+        draw = stream(world.seed, "partialfed.gumbel", job.client, job.turn)
+        noise = torch.from_numpy(draw.gumbel(size=(asked.steps + 1, len(self.layers), 2)))
+        draw, waiting = stream(world.seed, "partialfed.batches", job.client, job.turn), list[int]()
+        for gumbel in noise[:-1]:
+            waiting = waiting or draw.permutation(len(y)).tolist()
+            chosen, waiting = waiting[: asked.batch], waiting[asked.batch :]
+            pi = self.logits.clone().requires_grad_()
+            soft = dict(zip(self.layers, ((pi + gumbel) / temperature).softmax(1), strict=True))
+            model = {n: soft[layer(n)][0] * received[n] + soft[layer(n)][1] * kept[n] for n in received}
+            (slope,) = torch.autograd.grad(F.cross_entropy(evaluated(model, x[chosen]), y[chosen]), [pi])
+            self.adam.step({"pi": self.logits}, {"pi": slope}, asked.rate)
+        noisy = self.logits + noise[-1] if asked.sampled else self.logits
+        return noisy[:, 0] >= noisy[:, 1]
+
+
+def layer(name: str) -> str:
+    """The module that owns a tensor."""
+    return name.rpartition(".")[0]
+
+
+def evaluated(p: Params, x: Tensor) -> Tensor:
+    """The network in eval mode; PyTorch's own BatchNorm has no derivative by the statistics."""
+    z = F.linear(x.flatten(1), p["model.extractor.1.weight"], p["model.extractor.1.bias"])
+    if f"{NORM}.weight" in p:
+        z = (z - p[f"{NORM}.running_mean"]) / (p[f"{NORM}.running_var"] + 1e-5).sqrt()
+        z = z * p[f"{NORM}.weight"] + p[f"{NORM}.bias"]
+    return head(p, z.relu())
+
+
+def partialfed(
+    world: World, mask: Sequence[bool] = (), most: int = 10**9, mu: float = 0.0, policy: Asked | None = None
+) -> Book:
+    """Load the layers of the mask (or as the policy says), all at first or after more than `most` versions away.
+
+    With mu it is FedProx beside it, whose reference is the mixed start.
+    """
+    x, layers = dict(world.start), list(dict.fromkeys(layer(name) for name in world.start))
+    kept, versions, loaded = dict[int, Params](), dict[int, int](), list[float]()
+    policies = {i: Policy(layers, policy) for i in range(world.clients)} if policy else {}
+
+    def client(job: Job) -> tuple[Params, float]:
+        loads = torch.ones(len(layers), dtype=torch.bool)
+        if job.client in kept and job.version - versions[job.client] <= most:
+            learnt = policies[job.client].learn(world, job, x, kept[job.client]) if policy else None
+            loads = torch.tensor(mask) if learnt is None else learnt
+        start = {n: x[n] if loads[layers.index(layer(n))] else kept[job.client][n] for n in x}
+
+        def loss(p: Params, step: int, inputs: Tensor, labels: Tensor) -> Tensor:
+            distance = sum((p[name] - start[name]).square().sum() for name in trainable(p))
+            return cross_entropy(p, step, inputs, labels) + mu / 2 * distance
+
+        return detached(train(world, job, start, loss)), float(loads.double().mean())
+
+    for jobs in world.rounds:
+        trained = [client(job) for job in jobs]
+        kept |= {job.client: model for job, (model, _) in zip(jobs, trained, strict=True)}
+        versions |= {job.client: job.version for job in jobs}
+        x = averaged([model for model, _ in trained], weights(world, jobs))
+        loaded.append(sum(share for _, share in trained) / len(jobs))
+
+    private = {}
+    for i, model in kept.items():
+        floats = [tensor.flatten() for tensor in model.values() if tensor.is_floating_point()]
+        counters = [tensor.flatten() for tensor in model.values() if not tensor.is_floating_point()]
+        private[i] = {
+            "partialfed.model": torch.cat(floats),
+            "partialfed.counters": torch.cat(counters) if counters else torch.empty(0, dtype=torch.int64),
+            "partialfed.version": torch.tensor([versions[i]]),
+        }
+        if policy:
+            private[i]["partialfed.logits"] = policies[i].logits
+        if policy and policies[i].adam.steps:
+            private[i] |= {f"partialfed.adam.{name}": tensor for name, tensor in policies[i].adam.kept().items()}
+    own = {i: kept.get(i, x) for i in range(world.clients)}
+    return Book(x, private, columns={"partialfed.loaded": loaded}, own=own)
