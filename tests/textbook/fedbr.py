@@ -1,0 +1,156 @@
+"""FedBR: Guo, Tang and Lin 2023, eqs. (2)-(7) and Algorithms 1-3.
+
+Where paper and code differ: similarities are multiplied by the temperatures (code) unless "divide" (eqs. 5-6); row j of
+the pseudo-data meets row j of the batch, modulo its length; the received extractor is in eval mode; pseudo-data leave
+BatchNorm's statistics alone; theta has the momentum and weight decay of the rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from raysim.streams import stream
+from textbook.corrected import Correct, alone
+from textbook.plain import copied, detached, features, gradients, head, is_buffer, optimizer, trainable
+from textbook.world import Book, Job, Params, World
+
+PROJECTOR = "fedbr.projector"
+Pseudo = Callable[[int], Tensor]  # by version
+
+
+def projected(p: Params, z: Tensor) -> Tensor:
+    """Three linear layers with ReLU between them, or nothing."""
+    for layer in (0, 2, 4) if f"{PROJECTOR}.0.weight" in p else ():
+        z = F.linear(z.relu() if layer else z, p[f"{PROJECTOR}.{layer}.weight"], p[f"{PROJECTOR}.{layer}.bias"])
+    return z
+
+
+def contrast(p: Params, z_p: Tensor, z_g: Tensor, z: Tensor, kappa: tuple[float, float]) -> Tensor:
+    """L_con of features: mean_j -log f1 / (f1 + f2)."""
+    z_p, z_g, z = (projected(p, each) for each in (z_p, z_g, z[[j % len(z) for j in range(len(z_p))]]))
+
+    def cosine(a: Tensor, b: Tensor) -> Tensor:
+        return (a * b).sum(1) / (a.norm(dim=1) * b.norm(dim=1))
+
+    f1, f2 = (kappa[0] * cosine(z_p, z_g)).exp(), (kappa[1] * cosine(z_p, z)).exp()
+    return -(f1 / (f1 + f2)).log().mean()
+
+
+def cross_entropy(logits: Tensor, rows: Tensor) -> Tensor:
+    """With rows of probabilities."""
+    return -(rows * logits.log_softmax(1)).sum(1).mean()
+
+
+def means(world: World, size: int, count: int) -> Tensor:
+    """Algorithm 2: `size` means of `count` samples of each client."""
+    pool = []
+    for client, (inputs, _) in enumerate(world.data):
+        places = stream(world.seed, "contribute", client).integers(len(inputs), size=(size, count))
+        pool += [torch.stack([inputs[i] for i in row]).mean(0) for row in places]
+    return torch.stack(pool)
+
+
+def drawn(world: World, pool: Tensor, size: int, sources: str) -> Pseudo:
+    """Rows of the pool without replacement; clients as they come, or in proportion to their samples."""
+    counts = np.array([len(labels) for _, labels in world.data], float)
+    each = len(pool) // len(counts)
+    chances = np.repeat(counts / counts.sum() / each, each) if sources == "unbalanced" else None
+    return lambda version: pool[
+        stream(world.seed, "fedbr.pseudo", version).choice(len(pool), size=size, replace=False, p=chances)
+    ]
+
+
+def fresh(world: World, size: int, count: int, sources: str) -> Pseudo:
+    """Means of raw data of clients drawn anew for every version."""
+    counts = np.array([len(labels) for _, labels in world.data], float)
+    chances = counts / counts.sum() if sources == "unbalanced" else np.full(len(counts), 1 / len(counts))
+
+    def pseudo(version: int) -> Tensor:
+        random = stream(world.seed, "fedbr.fresh", version)
+        clients = random.choice(len(counts), size=size, p=chances)
+        return torch.stack(
+            [world.data[c][0][random.choice(len(world.data[c][0]), size=count)].mean(0) for c in clients]
+        )
+
+    return pseudo
+
+
+def proxies(world: World, size: int, count: int, sources: str) -> Pseudo:
+    """Algorithm 3: means of a public set's training images; classes as they come, or in proportion to their images."""
+    images, labels = world.drawn["proxy"]
+    chances = None
+    if sources == "balanced":
+        chances = np.array([1 / (labels == label).sum() for label in labels]) / len(set(labels.tolist()))
+
+    def pseudo(version: int) -> Tensor:
+        places = stream(world.seed, "fedbr.pseudo", version).choice(len(labels), size=(size, count), p=chances)
+        return torch.stack([images[row].mean(0) for row in places])
+
+    return pseudo
+
+
+def fedbr(
+    world: World,
+    lam: float,
+    mu: float,
+    pseudo_batch: int = 4,
+    samples_per_mean: int = 3,
+    tau1: float = 2.0,
+    tau2: float = 2.0,
+    temperature_mode: str = "multiply",
+    max_step: bool = True,
+    pseudo: str = "rsm",
+    pseudo_refresh: str = "round",
+    means_per_client: int | None = None,
+    sources: str = "balanced",
+    mix_samples: int = 0,
+    global_features: str = "step",
+    mixup: bool = False,
+    rounds: Callable[..., Book] = alone,
+) -> Book:
+    """The max step of theta, then the min step of phi and omega, on every batch; the server averages all three."""
+    kappa = (tau1, tau2) if temperature_mode == "multiply" else (1 / tau1, 1 / tau2)
+    pool = means(world, means_per_client or pseudo_batch, samples_per_mean) if pseudo == "rsm" else None
+    if pool is not None:
+        of_version = drawn(world, pool, pseudo_batch, sources)
+    else:
+        of_version = (fresh if pseudo == "fresh" else proxies)(world, pseudo_batch, samples_per_mean, sources)
+    if pseudo_refresh == "once":
+        pool = of_version(0)
+
+    def client(job: Job, received: Params, correct: Correct) -> Params:
+        p, base = copied(received), detached(received)
+        gen, disc, uniform = optimizer(world, job), optimizer(world, job), 1 / world.classes
+        d_p = pool if pseudo_refresh == "once" else of_version(job.version)
+        model, theta, z_g = trainable(p), [name for name in p if name.startswith(PROJECTOR)], None
+        for (x, labels), draws in zip(job.batches, job.draws, strict=True):
+            y = F.one_hot(labels, world.classes).double()
+            if mixup:
+                weight, order = draws["mixup.lam"], draws["mixup.permutation"]
+                x, y = weight * x + (1 - weight) * x[order], weight * y + (1 - weight) * y[order]
+            x_p, q = d_p, torch.full((len(d_p), world.classes), uniform, dtype=x.dtype)
+            if mix_samples:  # eq. (4)
+                chosen = draws["fedbr.mix"]
+                x_p = torch.stack(
+                    [(a + sum(x[k] for k in ks)) / (1 + len(ks)) for a, ks in zip(x_p, chosen, strict=True)]
+                )
+                q = torch.stack([(a + sum(y[k] for k in ks)) / (1 + len(ks)) for a, ks in zip(q, chosen, strict=True)])
+            z, z_p = features(p, x), features(p | {n: t.clone() for n, t in p.items() if is_buffer(n)}, x_p)
+            if z_g is None or global_features == "step":
+                z_g = features(base, x_p, training=False)
+            if theta and max_step:
+                uphill = -contrast(p, z_p.detach(), z_g, z.detach(), kappa)
+                disc.step(p, correct(p, gradients(uphill, p, theta)))
+            loss = cross_entropy(head(p, z), y) + lam * cross_entropy(head(p, z_p), q)
+            loss = loss + mu * contrast(p, z_p, z_g, z, kappa)
+            gen.step(p, correct(p, gradients(loss, p, model)))
+        return p
+
+    book = rounds(world, client)
+    book.server = dict(book.server) | ({} if pool is None else {"fedbr.pool": pool})
+    return book

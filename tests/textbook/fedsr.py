@@ -1,0 +1,76 @@
+"""FedSR: Nguyen, Torr and Lim 2022, with the norm itself (code), not its square; FedL2R without its randomness.
+
+eps comes from torch's generator, seeded for each participation; scores are the log of the mean softmax over draws that
+all inputs share, which the row of the table hands over. References are personal (code) unless they are averaged.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributions import Normal, kl_divergence
+
+from raysim.streams import torch_seed
+from textbook.plain import averaged, copied, features, gradients, head, optimizer, trainable, weights
+from textbook.world import Book, Job, Params, World
+
+REFERENCE = "fedsr.reference"
+
+
+def mapped(p: Params, x: Tensor, training: bool = True) -> Tensor:
+    """The extractor, and the linear layer behind it: [B, Z] or, with a raw deviation, [B, 2 Z]."""
+    first = "model.extractor.0."
+    inner = {name.replace(first, "model.extractor."): t for name, t in p.items() if name.startswith(first)}
+    h = features(inner, x, training)
+    return F.linear(h, p["model.extractor.1.weight"], p["model.extractor.1.bias"])
+
+
+def score(world: World, p: Params, probabilistic: bool) -> tuple[float, float]:
+    """Accuracy and loss on the central test set: -log of the mean probability of the label."""
+    (x, y), out = world.central, mapped(p, world.central[0], training=False)
+    if probabilistic:
+        mean, raw = out.chunk(2, dim=1)
+        noise = world.drawn["noise"].double()
+        chances = torch.stack([head(p, mean + F.softplus(raw) * eps).softmax(1) for eps in noise]).mean(0)
+    else:
+        chances = head(p, out).softmax(1)
+    return (chances.argmax(1) == y).double().mean().item(), -chances[range(len(x)), y].log().mean().item()
+
+
+def fedsr(world: World, alpha_l2r: float, alpha_cmi: float, probabilistic: bool = True) -> Book:
+    """CE + alpha_l2r mean |z| + alpha_cmi mean KL(N(s mu, (s sigma)^2) || N(r_mu[y], r_sigma[y]^2)), all trained."""
+    private = {i: {name: world.start[name] for name in world.personal} for i in range(world.clients)}
+    losses: list[float] = []
+
+    def client(job: Job, received: Params) -> Params:
+        p, sgd, seen = copied({**received, **private[job.client]}), optimizer(world, job), []
+        names = trainable(p) + trainable(p, REFERENCE)
+        random = torch.Generator().manual_seed(torch_seed(world.seed, "torch", job.client, job.turn))
+        for x, y in job.batches:
+            z = mapped(p, x)
+            if probabilistic:
+                mean, raw = z.chunk(2, dim=1)
+                std = F.softplus(raw)
+                z = mean + std * torch.randn(mean.shape, generator=random, dtype=mean.dtype)
+            task = F.cross_entropy(head(p, z), y)
+            loss = task + alpha_l2r * z.square().sum(1).sqrt().mean()
+            if probabilistic and alpha_cmi:
+                scale, centre, spread = (p[f"{REFERENCE}.{name}"] for name in ("scale", "mean", "std"))
+                own, reference = Normal(scale * mean, scale * std), Normal(centre[y], F.softplus(spread)[y])
+                loss = loss + alpha_cmi * kl_divergence(own, reference).sum(1).mean()
+            seen.append(task.item())
+            sgd.step(p, gradients(loss, p, names))
+        private[job.client] = {name: p[name].detach() for name in world.personal}
+        losses.append(sum(seen) / len(seen))
+        return p
+
+    x, columns = dict(world.start), {"train_loss": [], "accuracy_global": [], "loss_global": []}
+    for jobs in world.rounds:
+        x = averaged([client(job, x) for job in jobs], weights(world, jobs))
+        columns["train_loss"].append(sum(losses[-len(jobs) :]) / len(jobs))
+        accuracy, loss = score(world, x, probabilistic)
+        columns["accuracy_global"].append(accuracy)
+        columns["loss_global"].append(loss)
+    took_part = {job.client for jobs in world.rounds for job in jobs}
+    return Book(x, {i: private[i] for i in took_part}, columns=columns)

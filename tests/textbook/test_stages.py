@@ -1,0 +1,177 @@
+"""Methods with several optimizer steps an iteration, networks besides the model or images besides the data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import cache, partial
+from typing import Any
+
+import pytest
+import torch
+from studies import MLP, NORMED_MLP, SEED
+
+from raysim.client import Local
+from raysim.data.federated import FederatedData, federate
+from raysim.data.partition import Dirichlet
+from raysim.data.sources import Synthetic
+from raysim.host import Host
+from raysim.methods.dann import Dann
+from raysim.methods.fedbr import FedBR
+from raysim.methods.fedcm import FedCM
+from raysim.methods.fedsr import FedSR
+from raysim.methods.method import Method
+from raysim.methods.mixup import Mixup
+from raysim.methods.scaffold import Scaffold
+from raysim.methods.vhl import Vhl
+from textbook.check import Row, check
+from textbook.corrected import with_fedcm, with_scaffold
+from textbook.dann import dann
+from textbook.fedavg import fedavg
+from textbook.fedbr import fedbr
+from textbook.fedsr import fedsr
+from textbook.vhl import vhl
+
+NORMED = {"model": NORMED_MLP}
+WIDE = {"model": MLP}  # without a projection, images that wake no unit at all would have no direction
+PROXY = Synthetic(samples=40, test_samples=20, classes=7, seed=9, mean=[0.2], std=[0.6])
+
+
+def public(host: Host) -> Mapping[str, Any]:
+    """The proxy set's training images as its own constants make them, and their classes."""
+    data = PROXY.build()
+    images = torch.from_numpy(data.images[: data.train_rows].copy()).double() / 255
+    return {"proxy": ((images - 0.2) / 0.6, data.labels[: data.train_rows])}
+
+
+def of_fedbr(*others: Callable[[], Method], study: Any = None, run: Any = None, **settings: Any) -> Row:
+    """A row of FedBR; in the list, other methods stand behind it."""
+    asked: dict[str, Any] = {"lam": 0.7, "mu": 0.9, "pseudo_batch": 4, "samples_per_mean": 3} | settings
+    told = {key: value for key, value in asked.items() if key not in ("projection", "rounds")}
+    if told.pop("fresh", False):
+        told["pseudo"] = "fresh"
+    if "rounds" in asked:
+        told["rounds"] = asked.pop("rounds")
+    mixture = asked.get("pseudo") == "mixture"
+    if mixture:
+        asked, told["mix_samples"] = {"proxy": PROXY} | asked, asked.get("mix_samples", 1)
+    given = {"projection": "code"} | asked
+    return Row(
+        partial(fedbr, **told, mixup=Mixup in others),
+        lambda: [FedBR(**given), *(other() for other in others)],
+        study or {},
+        run or {},
+        drawn=public if mixture else {},
+    )
+
+
+def noise(host: Host) -> Mapping[str, Any]:
+    """What every process makes from the seed for scoring."""
+    return {"noise": host.vector.networks["model"].noise}
+
+
+def of_fedsr(study: Mapping[str, Any] | None = None, **settings: Any) -> Row:
+    """A row of FedSR, with penalties that matter."""
+    asked = {"alpha_l2r": 0.2, "alpha_cmi": 0.05} | settings
+    told = {key: asked[key] for key in ("alpha_l2r", "alpha_cmi", "probabilistic") if key in asked}
+    drawn: Any = noise if asked.get("probabilistic", True) else {}
+    return Row(partial(fedsr, **told), lambda: [FedSR(**asked)], study or {}, drawn=drawn)
+
+
+def of_vhl(*others: Callable[[], Method], study: Mapping[str, Any] | None = None, **settings: Any) -> Row:
+    """A row of VHL at a higher temperature than the paper's; in the list, other methods stand behind it."""
+    asked: dict[str, Any] = {"virtual": 30, "temperature": 0.5, "kappa": 0.4} | settings
+    given = {"batch": 7} | asked
+    told = {key: value for key, value in asked.items() if key != "label_mode"}
+    return Row(
+        partial(vhl, **told, extra=asked.get("label_mode") != "shared", mixup=Mixup in others),
+        lambda: [Vhl(**given), *(other() for other in others)],
+        study or {},
+    )
+
+
+@cache
+def larger() -> FederatedData:
+    """Images of three channels, larger than the noise of which VHL makes its own."""
+    source = Synthetic(shape=[3, 12, 10], samples=60, test_samples=20, classes=3)
+    return federate(source, Dirichlet(clients=4, alpha=2.0, minimum=5), SEED)
+
+
+FEDCM = partial(FedCM, 0.3)
+
+ROWS = {
+    "fedbr": of_fedbr(),
+    "fedbr as in the paper's settings": of_fedbr(
+        lam=0.1, mu=0.5, projection="paper", pseudo_batch=10, run={"rounds": 1}
+    ),
+    "fedbr with BatchNorm": of_fedbr(study=NORMED),
+    "fedbr without projection": of_fedbr(projection="none", study=WIDE),
+    "fedbr without max step": of_fedbr(max_step=False),
+    "fedbr's first component": of_fedbr(mu=0.0),
+    "fedbr's second component": of_fedbr(lam=0.0),
+    "fedbr's second component without projection": of_fedbr(lam=0.0, projection="none", study=WIDE),
+    "fedbr without both": Row(fedavg, lambda: [FedBR(0.0, 0.0)]),
+    "fedbr dividing": of_fedbr(temperature_mode="divide", tau1=0.4, tau2=0.9),
+    "fedbr multiplying": of_fedbr(tau1=0.6, tau2=1.7),
+    "fedbr without negatives": of_fedbr(tau2=0.0),
+    "fedbr with pseudo-data drawn once": of_fedbr(pseudo_refresh="once"),
+    "fedbr with a larger pool": of_fedbr(means_per_client=3),
+    "fedbr with a pool by samples": of_fedbr(means_per_client=3, sources="unbalanced"),
+    "fedbr with fresh means": of_fedbr(fresh=True),
+    "fedbr with fresh means by samples": of_fedbr(fresh=True, sources="unbalanced"),
+    "fedbr with mixtures": of_fedbr(pseudo="mixture"),
+    "fedbr with mixtures by images": of_fedbr(pseudo="mixture", sources="unbalanced", mix_samples=2),
+    "fedbr with mixtures and BatchNorm": of_fedbr(pseudo="mixture", study=NORMED),
+    "fedbr with mixtures drawn once": of_fedbr(pseudo="mixture", pseudo_refresh="once"),
+    "fedbr with mixtures of nothing": of_fedbr(pseudo="mixture", mix_samples=0),
+    "fedbr with global features of the round": of_fedbr(pseudo="mixture", global_features="round"),
+    "fedbr, mixup": of_fedbr(Mixup),
+    "fedbr, mixup with mixtures": of_fedbr(Mixup, pseudo="mixture"),
+    "fedbr, fedcm": of_fedbr(FEDCM, rounds=partial(with_fedcm, alpha=0.3)),
+    "fedbr, fedcm without max step": of_fedbr(FEDCM, rounds=partial(with_fedcm, alpha=0.3), max_step=False),
+    "fedbr, scaffold": of_fedbr(Scaffold, rounds=with_scaffold),
+    "fedbr, scaffold with BatchNorm": of_fedbr(Scaffold, rounds=with_scaffold, study=NORMED),
+    "fedbr, scaffold without max step": of_fedbr(Scaffold, rounds=with_scaffold, max_step=False),
+    "fedbr, mixup, scaffold": of_fedbr(Mixup, Scaffold, rounds=with_scaffold),
+    "dann": Row(partial(dann, lam=0.4), lambda: [Dann(0.4, width=9)]),
+    "dann with BatchNorm": Row(partial(dann, lam=0.4), lambda: [Dann(0.4, width=9)], NORMED),
+    "dann without adversary": Row(partial(dann, lam=0.0), lambda: [Dann(0.0, width=9)]),
+    "dann with two discriminator steps": Row(partial(dann, lam=0.4, r=2), lambda: [Dann(0.4, 9, 2)]),
+    "dann with a rate of its own": Row(partial(dann, lam=0.4, rate=0.3), lambda: [Dann(0.4, 9, rate=0.3)]),
+    "dann by reversal": Row(partial(dann, lam=0.4, reversal=True), lambda: [Dann(0.4, width=9, mode="grl")]),
+    "dann by reversal with BatchNorm": Row(
+        partial(dann, lam=0.4, reversal=True), lambda: [Dann(0.4, width=9, mode="grl")], NORMED
+    ),
+    "dann, scaffold": Row(
+        partial(dann, lam=0.4, r=2, rate=0.3, rounds=with_scaffold), lambda: [Dann(0.4, 9, 2, 0.3), Scaffold()]
+    ),
+    "dann, fedcm": Row(
+        partial(dann, lam=0.4, r=2, rate=0.3, rounds=partial(with_fedcm, alpha=0.3)),
+        lambda: [Dann(0.4, 9, 2, 0.3), FEDCM()],
+    ),
+    "vhl": of_vhl(),
+    "vhl as in the paper's settings": of_vhl(alpha=1.0, gamma=1.0, kappa=0.1, temperature=0.07),
+    "vhl with shared labels": of_vhl(label_mode="shared", alpha=0.6, gamma=0.7),
+    "vhl with BatchNorm": of_vhl(study=NORMED),
+    "vhl aligning in the first epoch": of_vhl(align_epochs=1),
+    "vhl aligning in the first epoch with nothing else": of_vhl(align_epochs=1, alpha=0.0, study=NORMED),
+    "vhl without alignment": of_vhl(gamma=0.0, kappa=0.0),
+    "vhl without virtual contrast": of_vhl(kappa=0.0, gamma=0.6),
+    "vhl of virtual contrast alone": of_vhl(alpha=0.0, gamma=0.0),
+    "vhl on larger images": of_vhl(study={"data": larger()}),
+    "vhl counting steps": of_vhl(align_epochs=1, study={"local": Local(0.1, epochs=None, steps=3, batch=8)}),
+    "vhl, mixup": of_vhl(Mixup),
+    "vhl, mixup with BatchNorm": of_vhl(Mixup, study=NORMED, align_epochs=1),
+    "fedsr": of_fedsr(),
+    "fedsr as in the code's settings": of_fedsr(alpha_l2r=0.01, alpha_cmi=5e-4),
+    "fedsr with BatchNorm": of_fedsr(NORMED),
+    "fedsr with a narrow representation": of_fedsr(width=3, samples=4),
+    "fedsr with shared references": of_fedsr(share_reference=True),
+    "fedsr without the norm": of_fedsr(alpha_l2r=0.0),
+    "fedsr without references": of_fedsr(alpha_cmi=0.0),
+    "fedl2r": of_fedsr(probabilistic=False),
+}
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_a_method_with_more_than_one_step_or_network_ends_where_its_textbook_does(name: str) -> None:
+    check(ROWS[name])

@@ -1,0 +1,95 @@
+"""VHL: Tang et al. 2022 with the authors' noise generator, as its spec has it.
+
+The virtual set is the same for all clients: class means N(0, 1) of 8 x 8 pixels plus N(0, 0.5^2), enlarged bilinearly
+and standardised per channel. Real and virtual rows share one forward pass; where Mixup changes the inputs, the
+changed ones are classified in a pass before it. Predictions of extra outputs count for their class.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from raysim.streams import stream
+from textbook.plain import averaged, copied, features, gradients, head, logits, optimizer, trainable, weights
+from textbook.world import Book, Job, Params, World
+
+
+def virtual_set(world: World, count: int) -> tuple[Tensor, Tensor]:
+    """Images and labels, 0..C-1 in turn."""
+    random, (_, channels, *size) = stream(world.seed, "vhl.virtual"), world.central[0].shape
+    means = random.standard_normal((world.classes, channels, 8, 8))
+    noise = random.standard_normal((count, channels, 8, 8))
+    labels = torch.arange(count) % world.classes
+    coarse = torch.stack([torch.from_numpy(means[y] + 0.5 * e) for y, e in zip(labels, noise, strict=True)])
+    images = F.interpolate(coarse, size=size, mode="bilinear", align_corners=False)
+    flat = images.transpose(0, 1).flatten(1)  # a row a channel
+    mean, deviation = flat.mean(1), flat.var(1, unbiased=False).sqrt()
+    return (images - mean[:, None, None]) / deviation[:, None, None], labels
+
+
+def view(image: Tensor, down: int, right: int, flip: int) -> Tensor:
+    """Pad by 4, cut out, mirror."""
+    height, width = image.shape[1:]
+    cut = F.pad(image, (4, 4, 4, 4))[:, down : down + height, right : right + width]
+    return cut.flip(2) if flip else cut
+
+
+def contrast(h: Tensor, labels: Tensor, temperature: float) -> Tensor:
+    """SC: anchor by anchor."""
+    u, total = h / h.norm(dim=1, keepdim=True).clamp(min=1e-12), torch.zeros((), dtype=h.dtype)
+    for i in range(len(u)):
+        others = torch.arange(len(u)) != i
+        positive = labels[others] == labels[i]
+        shares = (u[others] @ u[i] / temperature).log_softmax(0)
+        total = total - shares[positive].sum() / max(int(positive.sum()), 1)
+    return total / len(u)
+
+
+def vhl(
+    world: World,
+    virtual: int,
+    alpha: float = 1.0,
+    gamma: float = 1.0,
+    kappa: float = 0.1,
+    temperature: float = 0.07,
+    extra: bool = True,
+    align_epochs: int = 5,
+    mixup: bool = False,
+) -> Book:
+    """CE + alpha CE of virtual rows + gamma SC(both, virtual ones constant) + kappa SC(virtual rows)."""
+    images, classes = virtual_set(world, virtual)
+
+    def client(job: Job, received: Params) -> Params:
+        p, sgd = copied(received), optimizer(world, job)
+        for step, ((x, y), draws) in enumerate(zip(job.batches, job.draws, strict=True)):
+            epoch = step // (len(job.batches) // world.local.epochs) if world.local.epochs else 0
+            rows, *views = draws["vhl.views"].tolist()
+            x_v = torch.stack([view(images[row], *each) for row, *each in zip(rows, *views, strict=True)])
+            y_v, aligned = classes[rows], epoch < align_epochs
+            if mixup:
+                weight, order = draws["mixup.lam"], draws["mixup.permutation"]
+                out = logits(p, weight * x + (1 - weight) * x[order])
+                loss = weight * F.cross_entropy(out, y) + (1 - weight) * F.cross_entropy(out, y[order])
+            joined = alpha > 0 or (aligned and gamma + kappa > 0)
+            if joined or not mixup:
+                h = features(p, torch.cat([x, x_v]) if joined else x)
+            if not mixup:
+                loss = F.cross_entropy(head(p, h[: len(x)]), y)
+            if alpha:
+                loss = loss + alpha * F.cross_entropy(head(p, h[len(x) :]), y_v + (world.classes if extra else 0))
+            if aligned and gamma:
+                both = torch.cat([h[: len(x)], h[len(x) :].detach()])
+                loss = loss + gamma * contrast(both, torch.cat([y, y_v]), temperature)
+            if aligned and kappa:
+                loss = loss + kappa * contrast(h[len(x) :], y_v, temperature)
+            sgd.step(p, gradients(loss, p, trainable(p)))
+        return p
+
+    x, accuracy = dict(world.start), []
+    for jobs in world.rounds:
+        x = averaged([client(job, x) for job in jobs], weights(world, jobs))
+        best = logits(x, world.central[0], training=False).argmax(1) % world.classes
+        accuracy.append((best == world.central[1]).double().mean().item())
+    return Book(x, columns={"accuracy_global": accuracy})
