@@ -23,8 +23,9 @@ from torch import Tensor
 
 import raysim
 from raysim.client import Local
+from raysim.data import partition
 from raysim.messages import Update
-from raysim.methods import fedavg, fedcm, fedlc, fedld, fedprox, fedrs, mixup, scaffold
+from raysim.methods import fedavg, fedcm, fedlc, fedld, fedpac, fedprox, fedrs, mixup, scaffold
 from raysim.methods.method import Stage, Task, owner
 from raysim.server import Server
 from raysim.step import Batch, Step
@@ -152,12 +153,73 @@ def mixed_loss(random: np.random.Generator) -> Pair:
     return loss, mixup.mixed_loss(z, y, *drawn.values())
 
 
+def local_statistics(random: np.random.Generator) -> Pair:
+    features, labels = normal(random, 9, 4), torch.from_numpy(random.choice([0, 2, 3], size=9))
+    sent: dict[str, Tensor] = {}
+    ctx = job(
+        extras={},
+        kept=sent,
+        upload=sent,
+        vector=job(data=features),
+        trainer=job(task=job(num_classes=5)),
+        model=job(eval=lambda: None, train=lambda: None, features=lambda inputs: inputs),
+        data=lambda: zip(features.split(4), labels.split(4), strict=True),
+    )
+    fedpac.FedPAC().receive(ctx)
+    got = {
+        "class_means": sent["fedpac.local"],
+        "weighted_means": sent["fedpac.weighted_means"],
+        "class_counts": sent["fedpac.class_counts"],
+        "variance": float(sent["fedpac.variance"]),
+    }
+    want = fedpac.local_statistics(features=features, labels=labels, num_classes=5)
+    return got, {name: want[name] for name in got}
+
+
+def classifier_combination_weights(random: np.random.Generator) -> Pair:
+    variances, weighted = torch.from_numpy(random.uniform(1, 5, size=4)), normal(random, 4, 5, 3)
+    heads = torch.eye(4, dtype=torch.float64)  # so a mixture of heads is its weights
+    updates = [
+        job(
+            client=i,
+            extras={
+                "fedpac.class_means": weighted[i].numpy(),
+                "fedpac.class_counts": np.ones(5, np.int64),
+                "fedpac.variance": variances[i : i + 1].numpy(),
+                "fedpac.weighted_means": weighted[i].numpy(),
+                "fedpac.head": heads[i].numpy(),
+            },
+        )
+        for i in range(4)
+    ]
+    state = {"fedpac.heads": torch.empty(4, 4, dtype=torch.float64)[:0], "fedpac.rows": torch.full((6,), -1)}
+    server = job(state=state, report={}, counts=np.array([1, 1, 1, 1, 0, 0]))
+    fedpac.FedPAC(min_weight=0.1).absorb(updates, server)
+    want = [
+        fedpac.classifier_combination_weights(
+            variances=variances, weighted_means=weighted, client=client, min_weight=0.1
+        )
+        for client in range(4)
+    ]
+    return state["fedpac.heads"], torch.stack(want)
+
+
+def satisfies_minimum(random: np.random.Generator) -> Pair:
+    draws = iter(drawn := [random.integers(0, 30, size=4) for _ in range(999)])
+    found = partition._redrawn(lambda: next(draws), lambda counts: counts, 12, 1.0, 4)  # type: ignore
+    met = [partition.satisfies_minimum(offsets=np.cumsum([0, *counts]), minimum=12) for counts in drawn]
+    return found, drawn[met.index(True)]
+
+
 FORMS: dict[str, Callable[[np.random.Generator], Pair]] = {
+    "raysim.data.partition:satisfies_minimum": satisfies_minimum,
     "raysim.methods.fedavg:weighted_average": weighted_average,
     "raysim.methods.fedcm:server_direction": server_direction,
     "raysim.methods.fedcm:update_direction": update_direction,
     "raysim.methods.fedlc:calibrated_cross_entropy": calibrated_cross_entropy,
     "raysim.methods.fedld:damped_margin_loss": damped_margin_loss,
+    "raysim.methods.fedpac:classifier_combination_weights": classifier_combination_weights,
+    "raysim.methods.fedpac:local_statistics": local_statistics,
     "raysim.methods.fedprox:proximal_term": proximal_term,
     "raysim.methods.fedrs:restricted_softmax_cross_entropy": restricted_softmax_cross_entropy,
     "raysim.methods.mixup:mixed_loss": mixed_loss,
