@@ -1,0 +1,92 @@
+"""The virtual clock with pencil and paper: who is sent off and when, who arrives, and what is aggregated.
+
+Rounds, or a buffer of `size` with `concurrency` clients at work (Nguyen et al. 2022, Algorithm 1). No heap, no look
+ahead: at every instant all clients are gone through.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from raysim.streams import stream
+
+
+@dataclass
+class Going:
+    """One participation."""
+
+    number: int
+    client: int
+    turn: int
+    version: int  # received
+    finish: float
+    staleness: int = 0  # at its arrival
+
+
+@dataclass
+class Aggregated:
+    """What is known right after an aggregation."""
+
+    now: float
+    taken: list[Going]
+    waiting: list[Going]  # arrived, in their order
+    running: list[Going]
+    cohorts: int  # drawn so far
+    sent: int
+    arrivals: int
+    turns: dict[int, int] = field(default_factory=dict)  # by client, in the order of first dispatches
+
+
+def timetable(
+    seed: int,
+    counts: Sequence[int],
+    rounds: int,
+    seconds: Callable[[int], float],
+    concurrency: int,
+    size: int,
+    synchronous: bool,
+) -> list[Aggregated]:
+    """`seconds`: what a client needs for one participation."""
+    able = [client for client, count in enumerate(counts) if count]
+    running, waiting, found = list[Going](), list[Going](), list[Aggregated]()
+    now, cohorts, sent, arrivals, turns = 0.0, 0, 0, 0, dict[int, int]()
+    while True:
+        while len(waiting) >= size and not (synchronous and running):
+            taken, waiting = waiting[:size], waiting[size:]
+            found.append(
+                Aggregated(
+                    now, taken, list(waiting), [replace(job) for job in running], cohorts, sent, arrivals, dict(turns)
+                )
+            )
+            if len(found) == rounds:
+                return found
+        idle = [client for client in able if client not in {job.client for job in running}]
+        free = min(concurrency - len(running), len(idle))
+        if free and not (synchronous and running):
+            drawn = stream(seed, "cohort", cohorts).choice(len(idle), size=free, replace=False)
+            cohorts += 1
+            for client in sorted(idle[place] for place in drawn):
+                job = Going(sent, client, turns.get(client, 0), len(found), now + seconds(client))
+                running.append(job)
+                turns[client] = job.turn + 1
+                sent += 1
+        now = min(job.finish for job in running)
+        arrived = sorted((job for job in running if job.finish == now), key=lambda job: job.client)
+        for job in arrived:
+            job.staleness = len(found) - job.version
+        running = [job for job in running if job.finish != now]
+        waiting += arrived
+        arrivals += len(arrived)
+
+
+def lognormal_seconds(seed: int, client: int, samples: float, floats: int, speed: float, down: float, up: float,
+                      sigma: float, network_sigma: float) -> float:  # fmt: skip
+    """Receive, train, send; a float has four bytes; the client's two normals are for its speed and its network."""
+    of_speed, of_network = stream(seed, "fleet", client).standard_normal(2)
+    network = np.exp(network_sigma * of_network)
+    return float(
+        4 * floats / (down * network) + 4 * floats / (up * network) + samples / (speed * np.exp(sigma * of_speed))
+    )

@@ -1,0 +1,71 @@
+"""FedAvg with PyTorch's own optimisers, batches cut by hand, and updates that may be stale (FedBuff's, unweighted).
+
+Of buffers it is the clients' values that are averaged, of parameters the changes from what each client received.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+from raysim.streams import stream
+from textbook.plain import averaged, copied, detached, is_buffer, logits, trainable, weights
+from textbook.world import Book, Job, Params, World
+
+
+def core(world: World) -> Book:
+    """x + sum_i w_i (y_i - x_[version of i]) / sum_i w_i."""
+    versions, losses = [dict(world.start)], list[float]()
+    for jobs in world.rounds:
+        trained = [client(world, job, versions[job.version]) for job in jobs]
+        y, x, w = [model for model, _ in trained], versions[-1], weights(world, jobs)
+        moved = [{n: x[n] + p[n] - versions[j.version][n] for n in trainable(x)} for j, p in zip(jobs, y, strict=True)]
+        versions.append({**averaged(y, w), **averaged(moved, w)})
+        losses.append(sum(loss for _, loss in trained) / len(trained))
+    return Book(versions[-1], columns={"train_loss": losses})
+
+
+def client(world: World, job: Job, received: Params) -> tuple[Params, float]:
+    """What a client makes of what it received, and its mean loss."""
+    p, own, losses = copied(received), world.local, list[float]()
+    params = [p[name] for name in trainable(p)]
+    common = {"lr": own.lr * own.lr_decay**job.version, "weight_decay": own.weight_decay}
+    optimizer = (
+        torch.optim.Adam(params, **common)
+        if own.optimizer == "adam"
+        else torch.optim.SGD(params, momentum=own.momentum, nesterov=own.nesterov, **common)
+    )
+    inputs, labels = world.data[job.client]
+    whole = any(is_buffer(name) for name in p)
+    for (x, y), rows in zip(job.batches, batches(world.seed, own, job, whole), strict=True):
+        assert torch.equal(x, inputs[rows]) and torch.equal(y, labels[rows])
+        loss = torch.nn.functional.cross_entropy(logits(p, x), y)
+        optimizer.zero_grad()
+        loss.backward()
+        if own.clip:
+            torch.nn.utils.clip_grad_norm_(params, own.clip)
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    return detached(p), sum(losses) / len(losses)
+
+
+def batches(seed: int, own: Any, job: Job, whole: bool) -> Iterator[Any]:
+    """Positions of each batch in the client's samples; `whole`: a last one of a single sample is left out."""
+    generator, n = stream(seed, "batches", job.client, job.turn), job.samples
+    passes = 0
+    left = own.steps if own.epochs is None else -1
+    while left and (own.epochs is None or passes < own.epochs):
+        passes += 1
+        if own.sampling == "replacement":  # an epoch is as many batches as a pass would have
+            count = -(-n // own.batch) if left < 0 else left
+            cut = [generator.integers(n, size=min(own.batch, n)) for _ in range(count)]
+        else:
+            order = generator.permutation(n)
+            ends = [*range(0, n, own.batch), n]
+            cut = [order[a:b] for a, b in pairwise(ends) if not (whole and b - a == 1 and a)]
+        cut = cut[:left] if left > 0 else cut
+        left -= len(cut) if left > 0 else 0
+        yield from cut

@@ -1,0 +1,323 @@
+"""What belongs to no method ends where its textbook does: local training, sums, the clock, evaluation, checkpoints."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from studies import NORMED_MLP, SEED, Ran, recipe, run, silent, tiny
+from torch import Tensor
+
+from raysim.client import Own
+from raysim.data.federated import federate
+from raysim.data.partition import Dirichlet
+from raysim.data.sources import Synthetic
+from raysim.evaluation import Evaluation
+from raysim.fleet import Ideal, Lognormal
+from raysim.methods.fedbn import FedBN
+from raysim.methods.method import Finetune, Method
+from raysim.schedule import Buffered, Synchronous
+from raysim.streams import stream
+from textbook.check import LOCAL, Row, check
+from textbook.clock import Aggregated, lognormal_seconds, timetable
+from textbook.core import core
+from textbook.pfedavg import tuned
+from textbook.plain import is_buffer, logits
+from textbook.world import Params, World
+
+ADAM = replace(LOCAL, optimizer="adam", lr=0.02, momentum=0.0)
+STEPS = replace(LOCAL, epochs=None, steps=5)
+
+
+def trained(normed: bool = False, **local: Any) -> dict[str, Any]:
+    """A study with these local settings."""
+    return {"local": replace(LOCAL, **local)} | ({"model": NORMED_MLP} if normed else {})
+
+
+def late(**run: Any) -> dict[str, Any]:
+    """A buffer of two with all four clients at work: the largest is late by some versions."""
+    return {"schedule": Buffered(concurrency=4, size=2), "run": {"rounds": 6} | run}
+
+
+ROWS = {
+    "plain descent": Row(core, list, trained(momentum=0.0, weight_decay=0.0, lr_decay=1.0)),
+    "weight decay alone": Row(core, list, trained(momentum=0.0, weight_decay=0.3)),
+    "rate that falls": Row(core, list, trained(lr_decay=0.3)),
+    "nesterov": Row(core, list, trained(nesterov=True)),
+    "adam": Row(core, list, {"local": ADAM}),
+    "adam with weight decay": Row(core, list, {"local": replace(ADAM, weight_decay=0.3)}),
+    "adam, clipped": Row(core, list, {"local": replace(ADAM, clip=0.2)}),
+    "clipped": Row(core, list, trained(clip=0.2)),
+    "clipped now and then": Row(core, list, trained(clip=1.6, weight_decay=0.3)),
+    "clipped, nesterov, BatchNorm": Row(core, list, trained(True, clip=0.2, nesterov=True)),
+    "steps": Row(core, list, {"local": STEPS}),
+    "steps with BatchNorm": Row(core, list, {"local": replace(STEPS, batch=3), "model": NORMED_MLP}),
+    "steps with replacement": Row(core, list, {"local": replace(STEPS, sampling="replacement")}),
+    "epochs with replacement": Row(core, list, trained(sampling="replacement")),
+    "batches larger than a client": Row(core, list, {"local": replace(STEPS, batch=30, sampling="replacement")}),
+    "one batch a pass": Row(core, list, trained(batch=1000)),
+    "uniform weights": Row(core, list, trained(True), {"weighting": "uniform"}),
+    "groups of one": Row(core, list, trained(True), {"group": 1}),
+    "groups of two": Row(core, list, trained(True), {"group": 2}),
+    "late": Row(core, list, trained(), **late()),
+    "late, a rate that falls": Row(core, list, trained(lr_decay=0.5), **late()),
+    "late, BatchNorm": Row(core, list, trained(True), **late()),
+    "late, BatchNorm, uniform weights": Row(core, list, trained(True), **late(weighting="uniform")),
+    "late, BatchNorm, groups of one": Row(core, list, trained(True), **late(group=1)),
+    "late, one by one": Row(core, list, trained(True), schedule=Buffered(3, 1), run={"rounds": 7}),
+}
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_plain_training_ends_where_its_textbook_does(name: str) -> None:
+    check(ROWS[name])
+
+
+@pytest.mark.parametrize("schedule", [Synchronous(6), Buffered(concurrency=6, size=4)], ids=["rounds", "buffer"])
+def test_the_size_of_groups_changes_nothing_beyond_rounding(schedule: Any) -> None:
+    study = recipe(model=NORMED_MLP, dtype=torch.float64, local=LOCAL)
+    ways = [run(study, schedule, group=group).tensors for group in (1, 2, 3, 5, 100)]
+    assert any((ways[0][name] != other[name]).any() for name in ways[0] for other in ways), "or nothing is tested"
+    for other in ways[1:]:
+        for name, tensor in ways[0].items():
+            np.testing.assert_allclose(other[name], tensor, rtol=1e-12, atol=1e-12, err_msg=name)
+
+
+def test_the_rows_with_late_updates_have_some() -> None:
+    found = run(recipe(data=tiny(clients=4, samples=70), local=LOCAL), Buffered(4, 2), Ideal(), rounds=6)
+    assert sum(row["staleness"] > 0 for row in found.rows) > 2  # type: ignore[operator, misc]
+
+
+# --- the clock ----------------------------------------------------------------------------------------------------
+
+COUNTS = [20, 0, 35, 20, 8, 50, 20, 41]
+FLOATS = 64 + 1 + 5 + 5  # an Mlp of one unit on 8 x 8 pixels in 5 classes
+SLOW = Lognormal(speed=50.0, sigma=0.7, bandwidth_down=900.0, bandwidth_up=300.0, bandwidth_sigma=0.4)
+
+
+def slow(client: int) -> float:
+    return lognormal_seconds(SEED, client, COUNTS[client], FLOATS, 50.0, 900.0, 300.0, 0.7, 0.4)
+
+
+def ideal(client: int) -> float:
+    return COUNTS[client] / 10
+
+
+def expected(schedule: Synchronous | Buffered, fleet: str, rounds: int) -> list[Aggregated]:
+    seconds = ideal if fleet == "ideal" else slow
+    kind = isinstance(schedule, Synchronous)
+    return timetable(SEED, COUNTS, rounds, seconds, schedule.concurrency, schedule.size, kind)
+
+
+FLEETS = {"ideal": Ideal(speed=10.0), "lognormal": SLOW}
+SCHEDULES = [Synchronous(3), Synchronous(7), Buffered(4, 2), Buffered(7, 3), Buffered(3, 1), Buffered(2, 5)]
+
+
+@pytest.mark.parametrize("fleet", FLEETS)
+@pytest.mark.parametrize("schedule", SCHEDULES, ids=repr)
+def test_clients_come_and_go_as_on_paper(schedule: Any, fleet: str) -> None:
+    coordinator, ledger, runtime = silent(COUNTS, schedule, FLEETS[fleet], rounds=12)
+    events = [*coordinator.run()]
+    wanted = expected(schedule, fleet, 12)
+    assert ledger.cohorts == [[job.client for job in each.taken] for each in wanted]
+    assert ledger.staleness == [[job.staleness for job in each.taken] for each in wanted]
+    known = [job for each in wanted for job in (*each.taken, *each.waiting, *each.running)]
+    jobs = {job.number: (job.client, job.turn, job.version, float(COUNTS[job.client])) for job in known}
+    ran = [(job.number, (job.client, job.turn, job.version, job.weight)) for job in runtime.jobs]
+    assert dict(ran) == {number: jobs[number] for number, _ in ran} and len(ran) >= 12 * schedule.size
+    assert len(events) > 12
+    for row, each in zip(coordinator.rows, wanted, strict=True):
+        assert row["virtual_seconds"] == pytest.approx(each.now, rel=1e-12)
+        assert (row["floats_down"], row["floats_up"]) == (FLOATS * each.sent, FLOATS * each.arrivals)
+        assert (row["clients"], row["failures"]) == (schedule.size, 0)
+        assert row["samples"] == sum(COUNTS[job.client] for job in each.taken)
+        assert row["staleness"] == pytest.approx(np.mean([job.staleness for job in each.taken]))
+
+
+def test_a_round_lasts_as_long_as_its_slowest_client_needs_to_receive_train_and_send() -> None:
+    fleet = Lognormal(speed=10.0, sigma=0.0, bandwidth_down=100.0, bandwidth_up=50.0, bandwidth_sigma=0.0)
+    coordinator, ledger, _ = silent([20, 50, 30], Synchronous(3), fleet, rounds=2)
+    [*coordinator.run()]
+    # 75 floats are 300 bytes: 3 s down, 6 s up; 2, 5 and 3 s of training.
+    assert ledger.cohorts == [[0, 2, 1]] * 2
+    assert [row["virtual_seconds"] for row in coordinator.rows] == pytest.approx([14.0, 28.0])
+
+
+def test_clients_that_need_the_same_time_are_taken_by_their_ids() -> None:
+    coordinator, ledger, _ = silent([20, 10, 20, 10, 20], Buffered(5, 2), Ideal(speed=10.0), rounds=3)
+    [*coordinator.run()]
+    # 1 and 3 after a second; both begin again and are back after two, when 0, 2 and 4 are: five in the order of ids.
+    assert ledger.cohorts == [[1, 3], [0, 1], [2, 3]]
+    assert ledger.staleness == [[0, 0], [1, 0], [1, 0]]
+    assert [row["virtual_seconds"] for row in coordinator.rows] == [1.0, 2.0, 2.0]
+
+
+def test_passes_count_as_work_and_a_step_as_a_batch_or_all_that_a_client_has() -> None:
+    for local, seconds in (
+        (replace(LOCAL, epochs=3), [6.0, 1.5]),
+        (STEPS, [4.0, 2.5]),
+        (replace(STEPS, batch=30), [10.0, 2.5]),
+    ):
+        data = tiny(clients=4, samples=70)
+        counts = data.partition.train.counts
+        fleet = Ideal(speed=10.0)
+        for samples, wanted in zip((20, 5), seconds, strict=True):
+            assert fleet.duration(0, 0, local.budget(samples), 0, 0) == pytest.approx(wanted)
+        found = run(recipe(data=data, local=local), Synchronous(4), fleet, rounds=1)
+        most = max(n * local.epochs if local.epochs else local.steps * min(local.batch, n) for n in counts.tolist())  # type: ignore[operator]
+        assert found.rows[0]["virtual_seconds"] == pytest.approx(most / 10)
+
+
+@pytest.mark.parametrize("schedule", [Synchronous(3), Buffered(4, 2), Buffered(7, 3)], ids=repr)
+def test_the_numbers_of_a_checkpoint_are_those_on_paper(schedule: Any, tmp_path: Path) -> None:
+    settings = {"rounds": 9, "checkpoint_every": 4, "folder": str(tmp_path)}
+    coordinator, _, _ = silent(COUNTS, schedule, SLOW, **settings)
+    [*coordinator.run()]
+    wanted = expected(schedule, "lognormal", 9)
+    for version in (8, 9):
+        numbers, each = (
+            json.loads((tmp_path / f"checkpoints/round-{version:06d}/run.json").read_text()),
+            wanted[version - 1],
+        )
+        assert numbers["now"] == pytest.approx(each.now, rel=1e-12)
+        assert (numbers["version"], numbers["draw"], numbers["number"]) == (version, each.cohorts, each.sent)
+        assert numbers["arrived"] == [job.number for job in each.waiting]
+        assert dict(numbers["turns"]) == each.turns
+        assert numbers["floats"] == {"down": FLOATS * each.sent, "up": FLOATS * each.arrivals}
+        assert [row["round"] for row in numbers["rows"]] == list(range(1, version + 1))
+        going = sorted((*each.waiting, *each.running), key=lambda job: job.number)
+        for flight, job in zip(numbers["flights"], going, strict=True):
+            assert [flight[key] for key in ("number", "client", "turn", "version")] == [
+                job.number,
+                job.client,
+                job.turn,
+                job.version,
+            ]
+            assert flight["finish"] == pytest.approx(job.finish, rel=1e-12)
+            assert (flight["work"], flight["up"], flight["weight"]) == (COUNTS[job.client], FLOATS, COUNTS[job.client])
+            assert flight["staleness"] == job.staleness
+
+
+# --- evaluation ---------------------------------------------------------------------------------------------------
+
+SPREAD = federate(
+    Synthetic(samples=160, test_samples=45, classes=5, domains=3, mean=[0.5], std=[0.3], noise=4.0),
+    Dirichlet(clients=4, alpha=1.0, minimum=8, test_fraction=0.4),
+    SEED,
+)
+EVERYTHING = Evaluation(finetune=Finetune(2))
+
+
+class Opposite(Method):
+    """A client's own model has the shared one's parameters with the other sign."""
+
+    name = "opposite"
+    paper = "a test"
+
+    def personalise(self, own: Own) -> None:
+        own.vector.shared[: own.vector.layout.trained].neg_()
+
+
+def samples(rows: np.ndarray) -> tuple[Tensor, Tensor, np.ndarray]:
+    """Inputs, normalised by hand, labels and domains."""
+    source = SPREAD.open()
+    inputs = (torch.from_numpy(source.images[rows]).double() / 255 - 0.5) / 0.3
+    return inputs, torch.from_numpy(source.labels[rows]), source.domains[rows]
+
+
+def hits(model: Mapping[str, Tensor], rows: np.ndarray) -> np.ndarray:
+    inputs, labels, _ = samples(rows)
+    return (logits(model, inputs, False).argmax(1) == labels).numpy()
+
+
+def own_columns(models: Mapping[int, Mapping[str, Tensor]], suffix: str = "") -> dict[str, float]:
+    """The mean over clients, the worst, and all samples of each domain, of each client's model on its rows."""
+    tests = SPREAD.partition.test
+    right = {client: hits(model, tests.rows(client)) for client, model in models.items()}
+    each = [values.mean() for values in right.values()]
+    domains = np.concatenate([samples(tests.rows(client))[2] for client in models])
+    whole = np.concatenate(list(right.values()))
+    found = {f"accuracy{suffix}": np.mean(each), f"accuracy{suffix}_worst": np.min(each)}
+    return found | {f"accuracy{suffix}.domain {d}": whole[domains == d].mean() for d in range(3)}
+
+
+def central_columns(model: Mapping[str, Tensor]) -> dict[str, float]:
+    inputs, labels, domains = samples(SPREAD.central)
+    right = hits(model, SPREAD.central)
+    return {
+        "accuracy_global": right.mean(),
+        "loss_global": float(F.cross_entropy(logits(model, inputs, False), labels)),
+        "accuracy_worst_domain": min(right[domains == d].mean() for d in range(3)),
+    }
+
+
+def columns(found: Ran) -> dict[str, Any]:
+    """Those of the last row that a score is in."""
+    row = found.rows[-1]
+    return {k: v for k, v in row.items() if k.startswith(("accuracy", "loss_")) and v is not None}
+
+
+def scored(*methods: Method, evaluation: Evaluation = EVERYTHING, **others: Any) -> tuple[Ran, dict[int, Params]]:
+    """A run, and every client's model: the shared one with the client's own tensors in it."""
+    study = recipe(*methods, model=NORMED_MLP, data=SPREAD, local=LOCAL, dtype=torch.float64, **others)
+    found = run(study, Synchronous(2), rounds=3, evaluation=evaluation)
+    layout, states, coordinator = found.coordinator.layout, found.coordinator.states, found.coordinator
+    start = coordinator.initial
+    models = {}
+    for client in range(4):
+        state = states.state(client, states.accepted[client]) if client in states.accepted else {}
+        data, counters = start.data.clone(), start.counters.clone()
+        data[: layout.shared] = coordinator.server.vector
+        counters[: layout.shared_counters] = coordinator.server.counters
+        if "personal" in state:
+            data[layout.shared :] = torch.tensor(state["personal"])
+            counters[layout.shared_counters :] = torch.tensor(state["personal.counters"])
+        models[client] = start.named(data, counters)
+    return found, models
+
+
+def adapted(models: Mapping[int, Params], epochs: int) -> dict[int, Params]:
+    data = [samples(SPREAD.partition.train.rows(client))[:2] for client in range(4)]
+    world = World(SEED, 4, 5, (), data, data[0], {}, frozenset(), LOCAL, "samples")
+    with torch.enable_grad():
+        return {client: tuned(world, model, client, 3, epochs, False) for client, model in models.items()}
+
+
+def test_one_model_for_all_is_scored_on_every_clients_rows_and_on_the_central_ones() -> None:
+    found, models = scored()
+    wanted = own_columns(models) | central_columns(models[0]) | own_columns(adapted(models, 2), "_finetuned")
+    assert columns(found) == pytest.approx(wanted, rel=1e-9)
+    assert len(set(wanted.values())) > 8, "or columns could be taken for one another"
+
+
+def test_models_with_layers_of_their_own_are_scored_each_on_its_rows_and_on_the_central_ones() -> None:
+    found, models = scored(FedBN(), evaluation=replace(EVERYTHING, common=True))
+    common = np.mean([hits(model, SPREAD.central).mean() for model in models.values()])
+    wanted = own_columns(models) | {"accuracy_common": common} | own_columns(adapted(models, 2), "_finetuned")
+    assert columns(found) == pytest.approx(wanted, rel=1e-9)
+
+
+def test_a_method_that_makes_models_of_the_shared_one_is_scored_both_ways() -> None:
+    found, models = scored(Opposite(), evaluation=Evaluation(common=True))
+    shared = models[0]
+    turned = {name: t if is_buffer(name) else -t for name, t in shared.items()}
+    common = hits(turned, SPREAD.central).mean()
+    own = own_columns(dict.fromkeys(models, turned))
+    wanted = own | own_columns(models, "_shared") | central_columns(shared) | {"accuracy_common": common}
+    assert columns(found) == pytest.approx(wanted, rel=1e-9)
+
+
+def test_some_clients_are_drawn_for_every_evaluation() -> None:
+    found, models = scored(evaluation=Evaluation(clients=2, every=2))
+    drawn = sorted(stream(SEED, "evaluate", 3).choice(4, size=2, replace=False).tolist())
+    wanted = own_columns({client: models[client] for client in drawn}) | central_columns(models[0])
+    assert columns(found) == pytest.approx(wanted, rel=1e-9)
+    assert [row["accuracy"] is None for row in found.rows] == [True, False, False]
+    assert [row["loss_global"] is None for row in found.rows] == [True, False, False]
