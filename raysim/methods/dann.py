@@ -41,7 +41,12 @@ def discriminator_loss(domain_logits: Tensor, domain: int) -> Tensor:
 def generator_loss(class_logits: Tensor, labels: Tensor, domain_logits: Tensor, domain: int, weight: float) -> Tensor:
     """Mean cross-entropy of ``class_logits`` (B, C) with ``labels``, int64 (B,) or rows (B, C), minus the weighted
     `discriminator_loss`."""
-    return F.cross_entropy(class_logits, labels) - weight * discriminator_loss(domain_logits, domain)
+    return F.cross_entropy(class_logits, labels) + adversary(domain_logits, domain, weight)
+
+
+def adversary(domain_logits: Tensor, domain: int, weight: float) -> Tensor:
+    """What a generator step adds to the loss of the classes, whichever that is."""
+    return -weight * discriminator_loss(domain_logits, domain)
 
 
 def is_discriminator_step(step: int, d_steps_per_g_step: int) -> bool:
@@ -137,4 +142,4 @@ class Dann(Method):
             return discriminator_loss(discriminator(_Reversal.apply(out.features, self.lam)), ctx.client)
         if not self.lam:
             return out.logits.new_zeros(())
-        return -self.lam * discriminator_loss(discriminator(out.features), ctx.client)
+        return adversary(discriminator(out.features), ctx.client, self.lam)

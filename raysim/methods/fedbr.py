@@ -271,7 +271,7 @@ class FedBR(Method):
         """B rows: of the pool, without replacement; or new means of the proxy set."""
         generator = server.stream(PSEUDO)
         if self.pseudo == "mixture":
-            return self._proxy_means(generator)
+            return self._proxy_means(generator, server.task.dtype)
         pool = server.state["fedbr.pool"]
         chances = None
         if self.sources == "unbalanced":
@@ -279,7 +279,7 @@ class FedBR(Method):
             chances = np.repeat(counts / (counts.sum() * self.means_per_client), self.means_per_client)
         return pool[generator.choice(len(pool), size=self.pseudo_batch, replace=False, p=chances)]
 
-    def _proxy_means(self, generator: np.random.Generator) -> Tensor:
+    def _proxy_means(self, generator: np.random.Generator, dtype: torch.dtype) -> Tensor:
         """Algorithm 3: B means of M samples of the proxy set, normalised with its own constants."""
         dataset, source = _proxy(self), self.proxy
         assert source is not None
@@ -291,7 +291,7 @@ class FedBR(Method):
         rows = generator.choice(len(labels), size=(self.pseudo_batch, self.samples_per_mean), p=chances)
         mean, std = (None if values is None else tuple(values) for values in (source.mean, source.std))
         unique, places = np.unique(rows, return_inverse=True)
-        images = Pipeline(mean, std).normalise(torch.from_numpy(dataset.images[unique]))
+        images = Pipeline(mean, std).normalise(torch.from_numpy(dataset.images[unique]), dtype)
         return random_sample_mean(images, torch.from_numpy(places.reshape(rows.shape)))
 
     def receive(self, ctx: Context) -> None:
@@ -306,7 +306,8 @@ class FedBR(Method):
         clients = generator.choice(len(chances), size=self.pseudo_batch, p=chances)
         rows = [generator.choice(partition.rows(client), size=self.samples_per_mean) for client in clients]
         inputs, _ = ctx.trainer.gather(np.concatenate(rows))
-        ctx.kept[PSEUDO] = inputs.view(self.pseudo_batch, self.samples_per_mean, *inputs.shape[1:]).mean(dim=1)
+        places = torch.arange(len(inputs), device=inputs.device).view(self.pseudo_batch, self.samples_per_mean)
+        ctx.kept[PSEUDO] = random_sample_mean(inputs, places)
 
     # --- the two steps -------------------------------------------------------------------------------------------
     def projected_contrast(self, ctx: Context, out: Outputs, batch: Batch) -> Tensor:

@@ -131,14 +131,14 @@ def test_proxy_means_are_of_training_images_in_the_proxys_own_normalisation() ->
 
 
 def test_proxy_means_are_means_of_so_many_images() -> None:
-    server: Any = SimpleNamespace(stream=lambda purpose: stream(0, purpose, 0))
+    server: Any = SimpleNamespace(stream=lambda purpose: stream(0, purpose, 0), task=TASK)
     wide, narrow = (mixture(samples_per_mean=count, pseudo_batch=64)._drawn(server) for count in (100, 1))
     centre = normalised(PROXY, slice(0, 40)).mean(dim=0)
     assert (wide - centre).abs().mean() < 0.2 * (narrow - centre).abs().mean()
 
 
 def test_without_normalisation_a_proxy_is_only_scaled() -> None:
-    server: Any = SimpleNamespace(stream=lambda purpose: stream(0, purpose, 0))
+    server: Any = SimpleNamespace(stream=lambda purpose: stream(0, purpose, 0), task=TASK)
     means = mixture(proxy=Synthetic(samples=40, classes=7))._drawn(server)
     assert means.min() >= 0 and means.max() <= 1 and means.dtype == torch.float32
 
@@ -225,7 +225,7 @@ def test_proxy_images_come_from_classes_alike_or_by_their_number(
     images = np.concatenate([labels, [99]]).astype(np.uint8).reshape(-1, 1, 1, 1)  # the last is a test image
     dataset = SimpleNamespace(labels=np.append(labels, 1), images=images, train_rows=len(labels))
     monkeypatch.setattr(fedbr, "_proxy", lambda method: dataset)
-    server: Any = SimpleNamespace(stream=lambda purpose: stream(0, purpose, 0))
+    server: Any = SimpleNamespace(stream=lambda purpose: stream(0, purpose, 0), task=TASK)
     method = mixture(pseudo_batch=DRAWS, samples_per_mean=1, sources=sources, proxy=Synthetic())
     near((method._drawn(server) * 255).round().long().flatten().numpy(), 4, wanted)
 
