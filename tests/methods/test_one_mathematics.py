@@ -24,12 +24,13 @@ from torch import Tensor
 
 import raysim
 from raysim.client import Local
-from raysim.data import partition
+from raysim.data import corruption, federated, partition
 from raysim.messages import Update
-from raysim.methods import fedavg, fedcm, fedlc, fedld, fedpac, fedprox, fedrs, mixup, scaffold
+from raysim.methods import dann, fedavg, fedcm, fedlc, fedld, fedpac, fedprox, fedrs, mixup, scaffold
 from raysim.methods.method import Stage, Task, owner
 from raysim.server import Server
 from raysim.step import Batch, Step
+from raysim.streams import stream
 from raysim.vector import Layout
 
 Pair = tuple[Any, Any]
@@ -212,8 +213,63 @@ def satisfies_minimum(random: np.random.Generator) -> Pair:
     return found, drawn[met.index(True)]
 
 
+def generator_loss(random: np.random.Generator) -> Pair:
+    z, weight, logits, y = normal(random, 7, 6), normal(random, 6, 4), normal(random, 7, 5), random.integers(5, size=7)
+    ctx, out = job(networks={dann.DISCRIMINATOR: lambda z: z @ weight}, client=2), job(features=z, logits=logits)
+    got, want = [], []
+    for targets in (torch.from_numpy(y), normal(random, 7, 5).softmax(1)):
+        batch, step = Batch(z, targets, z, targets), job(loss=None, logits=None)
+        got.append(Step.task_loss(step, ctx, out, batch) + dann.Dann(0.3).term(ctx, out, batch))
+        want.append(dann.generator_loss(logits, targets, z @ weight, 2, 0.3))
+    return got, want
+
+
+ANGLES = [0.0, 30.0, 75.0]
+
+
+def turned(per: Any, seed: int) -> tuple[Any, Tensor]:
+    """Clients of 2, 1 and 4 training samples, and the angle of each sample of a data set that is made for them."""
+    empty = partition.CSR(np.empty(0, np.int64), np.zeros(4, np.int64))
+    parts = partition.Partition(partition.CSR(np.array([5, 0, 3, 6, 1, 2, 4]), np.array([0, 2, 3, 7])), empty)
+    source, clean = job(rotation=corruption.Rotation(per=per, angles=ANGLES[: 2 + seed % 2])), range(7)
+    _, turns = federated._turns(source, SizedRows(clean), parts, seed)  # type: ignore[arg-type]
+    return parts, torch.tensor(source.rotation.angles, dtype=torch.float64)[torch.from_numpy(turns)]
+
+
+class SizedRows(list[int]):
+    """Training samples alone."""
+
+    @property
+    def train_rows(self) -> int:
+        return len(self)
+
+
+def client_rotation_angles(random: np.random.Generator) -> Pair:
+    seed = int(random.integers(99))
+    parts, got = turned("client", seed)
+    angles = corruption.client_rotation_angles(num_clients=3, angles=ANGLES[: 2 + seed % 2])
+    want = np.empty(7)
+    want[parts.train.indices] = angles[parts.train.owners]
+    return got, torch.from_numpy(want)
+
+
+def image_rotation_angles(random: np.random.Generator) -> Pair:
+    seed = int(random.integers(99))
+    parts, got = turned("image", seed)
+    draw, angles = stream(seed, "rotation"), ANGLES[: 2 + seed % 2]
+    shares, uniforms = draw.dirichlet(np.ones(len(angles)), size=3), draw.random(7)
+    want, rows = np.empty(7), parts.train.indices
+    want[rows] = corruption.image_rotation_angles(
+        probabilities=shares[parts.train.owners], uniforms=uniforms[rows], angles=angles
+    )
+    return got, torch.from_numpy(want)
+
+
 FORMS: dict[str, Callable[[np.random.Generator], Pair]] = {
+    "raysim.data.corruption:client_rotation_angles": client_rotation_angles,
+    "raysim.data.corruption:image_rotation_angles": image_rotation_angles,
     "raysim.data.partition:satisfies_minimum": satisfies_minimum,
+    "raysim.methods.dann:generator_loss": generator_loss,
     "raysim.methods.fedavg:weighted_average": weighted_average,
     "raysim.methods.fedcm:server_direction": server_direction,
     "raysim.methods.fedcm:update_direction": update_direction,
