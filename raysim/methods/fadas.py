@@ -12,7 +12,7 @@ Choices where paper and code disagree or are silent
 - bias_correction is the code's, m / (1 - beta1^n) / (sqrt(w / (1 - beta2^n)) + eps) at step n; the paper has none.
 - The released simulator subtracts another model than the one it trained from; a client here subtracts what it received.
 - The mean is uniform unless weighting=samples asks otherwise, without staleness weights. Buffers never pass through the
-  optimiser. Staleness is counted at arrival, as FedBuff's.
+  optimiser. Staleness is counted when the buffer is emptied.
 
 It does not remove the bias towards fast clients. With CA2FL in the list, v takes the place of Delta (unpublished).
 """
@@ -139,9 +139,8 @@ class FADAS(Method):
         """AMSGrad at the rate that the stalest update allows; the moments do not know of it."""
         state, rate = server.state, self.server_lr
         if self.threshold is not None:
-            rate = delay_adaptive_lr(
-                server_lr=rate, max_staleness=max(server.staleness), threshold=self.threshold, rule=self.rule
-            )
+            stalest = server.version - min(update.version for update in server.updates)
+            rate = delay_adaptive_lr(server_lr=rate, max_staleness=stalest, threshold=self.threshold, rule=self.rule)
         state["fadas.steps"] += 1
         moments = [state[f"fadas.{key}"] for key in ("first_moment", "second_moment", "max_second_moment")]
         step = int(state["fadas.steps"]) if self.bias_correction else None

@@ -1,0 +1,52 @@
+"""CA2FL: Wang et al. 2024, Algorithm 2; h_i and h are those after the previous flush, network buffers are averaged."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from textbook.fadas import AmsGrad
+from textbook.plain import trainable
+from textbook.servers import Cohort, flat, stepped
+from textbook.world import Book, World
+
+
+class Calibration:
+    """v = h + mean of (Delta_i - h_i); h over all clients, zeros of unseen ones included, or over those seen."""
+
+    def __init__(self, world: World, seen_only: bool = False):
+        self.zero = torch.zeros_like(flat(world.start, trainable(world.start)))
+        self.clients, self.seen_only = world.clients, seen_only
+        self.h: dict[int, Tensor] = {}  # in the order of first arrival
+        self.seen: list[float] = []
+
+    def __call__(self, at: Cohort) -> Tensor:
+        count = max(1, len(self.h)) if self.seen_only else self.clients
+        old = torch.stack([self.h.get(job.client, self.zero) for job in at.jobs])
+        v = sum(self.h.values(), self.zero) / count + (at.changes - old).mean(0)
+        for job, change in zip(at.jobs, at.changes, strict=True):
+            self.h[job.client] = change
+        self.seen.append(len(self.h) / self.clients)
+        return v
+
+    def book(self, world: World, rule: Callable[[Cohort], Tensor]) -> Book:
+        book = stepped(world, rule)
+        rows = torch.stack(list(self.h.values()))
+        server = {"ca2fl.clients": torch.tensor(list(self.h)), "ca2fl.cache": rows, "ca2fl.total": rows.sum(0)}
+        return replace(book, server=server, columns={"ca2fl.seen": self.seen})
+
+
+def ca2fl(world: World, lr: float = 1.0, seen_only: bool = False) -> Book:
+    """x <- x + eta v."""
+    v = Calibration(world, seen_only)
+    return v.book(world, lambda at: at.x + lr * v(at))
+
+
+def ca2fl_fadas(world: World, eta: float, **settings: object) -> Book:
+    """eta v as FADAS' gradient."""
+    v, amsgrad = Calibration(world), AmsGrad(world, **settings)
+    book = v.book(world, lambda at: amsgrad(at, eta * v(at)))
+    return replace(book, server={**book.server, **amsgrad.server}, columns={**book.columns, **amsgrad.columns})

@@ -1,0 +1,63 @@
+"""FADAS: Wang et al. 2024, Algorithm 1 and the delay-adaptive rate: the paper's cap, or the released code's scale."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from textbook.plain import trainable
+from textbook.servers import Cohort, flat, stepped
+from textbook.world import Book, World
+
+
+class AmsGrad:
+    """m, v, and the largest v so far; eta_t is smaller where the stalest update is older than the threshold."""
+
+    def __init__(
+        self,
+        world: World,
+        lr: float,
+        beta1: float,
+        beta2: float,
+        eps: float,
+        threshold: float = float("inf"),
+        rule: str = "scale",
+        bias_correction: bool = False,
+    ):
+        self.lr, self.beta1, self.beta2, self.eps = lr, beta1, beta2, eps
+        self.threshold, self.rule, self.bias_correction = threshold, rule, bias_correction
+        self.m = self.v = self.w = torch.zeros_like(flat(world.start, trainable(world.start)))
+        self.steps = 0
+        self.columns: Mapping[str, Sequence[float]] = {"fadas.rate": [], "fadas.moved": []}
+
+    def __call__(self, at: Cohort, delta: Tensor) -> Tensor:
+        """The next parameters."""
+        self.steps += 1
+        self.m = self.beta1 * self.m + (1 - self.beta1) * delta
+        self.v = self.beta2 * self.v + (1 - self.beta2) * delta**2
+        self.w = torch.maximum(self.w, self.v)
+        rate, stalest = self.lr, max(at.version - job.version for job in at.jobs)
+        if stalest > self.threshold:
+            rate = self.lr / stalest if self.rule == "scale" else min(self.lr, 1 / stalest)
+        m, w = self.m, self.w
+        if self.bias_correction:
+            m, w = m / (1 - self.beta1**self.steps), w / (1 - self.beta2**self.steps)
+        step = rate * m / (w.sqrt() + self.eps)
+        for name, value in (("rate", rate), ("moved", float(step.norm()))):
+            self.columns[f"fadas.{name}"].append(value)
+        return at.x + step
+
+    @property
+    def server(self) -> dict[str, Tensor]:
+        moments = {"first_moment": self.m, "second_moment": self.v, "max_second_moment": self.w}
+        return {f"fadas.{n}": t for n, t in moments.items()} | {"fadas.steps": torch.tensor([self.steps])}
+
+
+def fadas(world: World, **settings: object) -> Book:
+    """AMSGrad on the mean update, uniform unless the run weighs by samples."""
+    amsgrad = AmsGrad(world, **settings)
+    book = stepped(world, lambda at: amsgrad(at, at.mean))
+    return replace(book, server=amsgrad.server, columns=amsgrad.columns)

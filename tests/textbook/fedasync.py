@@ -1,0 +1,55 @@
+"""FedAsync: Xie et al. 2020, Algorithm 1; in a buffer t grows with each arrival, outside with each version."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from textbook.plain import cross_entropy, detached, train, trainable
+from textbook.world import Book, Job, Params, World
+
+
+def fedasync(
+    world: World,
+    alpha: float,
+    kind: str = "polynomial",
+    a: float = 0.5,
+    b: float = 4.0,
+    oldest: float = float("inf"),
+    decay: float = 1.0,
+    rho: float = 0.0,
+) -> Book:
+    """x <- (1 - a_t) x + a_t y for one arrival after the other, a_t = alpha sigma(t - tau); buffers as well.
+
+    By samples a_t has the factor n_i / mean n, up to 1. Integer buffers take the maximum of the arrivals.
+    """
+    versions: list[Params] = [dict(world.start)]
+    mean_samples = sum(len(labels) for _, labels in world.data) / world.clients
+    rates, discarded = [], []
+
+    def sigma(s: int) -> float:
+        hinge = 1 if s <= b else 1 / (a * (s - b) + 1)
+        return {"constant": 1, "polynomial": (s + 1) ** -a, "hinge": hinge}[kind]
+
+    def client(job: Job) -> Params:
+        x = versions[job.version]
+
+        def loss(p: Params, step: int, inputs: Tensor, labels: Tensor) -> Tensor:
+            distance = sum((p[n] - x[n]).square().sum() for n in trainable(p))
+            return cross_entropy(p, step, inputs, labels) + rho / 2 * distance
+
+        return detached(train(world, job, x, loss))
+
+    for version, jobs in enumerate(world.rounds):
+        arrived, x, used = [client(job) for job in jobs], versions[-1], []
+        for t, (job, y) in enumerate(zip(jobs, arrived, strict=True), start=version):
+            rate = alpha * decay**version * sigma(t - job.version)
+            if world.weighting == "samples":
+                rate = min(1.0, rate * job.samples / mean_samples)
+            used.append(rate if t - job.version <= oldest else 0.0)
+            x = {n: (1 - used[-1]) * x[n] + used[-1] * y[n] for n in x}
+        counters = [n for n in x if not world.start[n].is_floating_point()]
+        versions.append(x | {n: max(y[n] for y in arrived) for n in counters})
+        rates.append(sum(used) / len(used))
+        discarded.append(float(used.count(0.0)))
+    columns = {"fedasync.rate": rates} | ({"fedasync.discarded": discarded} if oldest < float("inf") else {})
+    return Book(versions[-1], columns=columns)
