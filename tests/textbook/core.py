@@ -1,4 +1,4 @@
-"""FedAvg with PyTorch's own optimisers, batches cut by hand, and updates that may be stale (FedBuff's, unweighted).
+"""FedAvg with every local option, batches cut by hand, and updates that may be stale (FedBuff's without its weights).
 
 Of buffers it is the clients' values that are averaged, of parameters the changes from what each client received.
 """
@@ -12,7 +12,8 @@ from typing import Any
 import torch
 
 from raysim.streams import stream
-from textbook.plain import averaged, copied, detached, is_buffer, logits, trainable, weights
+from textbook.local import Optimizer
+from textbook.plain import averaged, copied, detached, gradients, is_buffer, logits, trainable, weights
 from textbook.world import Book, Job, Params, World
 
 
@@ -31,23 +32,17 @@ def core(world: World) -> Book:
 def client(world: World, job: Job, received: Params) -> tuple[Params, float]:
     """What a client makes of what it received, and its mean loss."""
     p, own, losses = copied(received), world.local, list[float]()
-    params = [p[name] for name in trainable(p)]
-    common = {"lr": own.lr * own.lr_decay**job.version, "weight_decay": own.weight_decay}
-    optimizer = (
-        torch.optim.Adam(params, **common)
-        if own.optimizer == "adam"
-        else torch.optim.SGD(params, momentum=own.momentum, nesterov=own.nesterov, **common)
-    )
+    optimizer, rate = Optimizer(own), own.lr * own.lr_decay**job.version
     inputs, labels = world.data[job.client]
     whole = any(is_buffer(name) for name in p)
     for (x, y), rows in zip(job.batches, batches(world.seed, own, job, whole), strict=True):
         assert torch.equal(x, inputs[rows]) and torch.equal(y, labels[rows])
         loss = torch.nn.functional.cross_entropy(logits(p, x), y)
-        optimizer.zero_grad()
-        loss.backward()
-        if own.clip:
-            torch.nn.utils.clip_grad_norm_(params, own.clip)
-        optimizer.step()
+        grads = gradients(loss, p, trainable(p))
+        norm = torch.cat([grad.flatten() for grad in grads.values()]).norm()
+        if own.clip and norm > own.clip:
+            grads = {name: grad * own.clip / (norm + 1e-6) for name, grad in grads.items()}  # as PyTorch
+        optimizer.step(p, grads, rate)
         losses.append(float(loss.detach()))
     return detached(p), sum(losses) / len(losses)
 

@@ -83,7 +83,7 @@ def test_plain_training_ends_where_its_textbook_does(name: str) -> None:
 @pytest.mark.parametrize("schedule", [Synchronous(6), Buffered(concurrency=6, size=4)], ids=["rounds", "buffer"])
 def test_the_size_of_groups_changes_nothing_beyond_rounding(schedule: Any) -> None:
     study = recipe(model=NORMED_MLP, dtype=torch.float64, local=LOCAL)
-    ways = [run(study, schedule, group=group).tensors for group in (1, 2, 3, 5, 100)]
+    ways = [run(study, schedule, group=group, rounds=2).tensors for group in (1, 4, 100)]
     assert any((ways[0][name] != other[name]).any() for name in ways[0] for other in ways), "or nothing is tested"
     for other in ways[1:]:
         for name, tensor in ways[0].items():
