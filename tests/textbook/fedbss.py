@@ -31,7 +31,7 @@ def fedbss(world: World, warmup: int, kind: str = "cosine", refresh: int = 1) ->
     unknown = [torch.zeros(len(y), dtype=torch.float64) for _, y in world.data]
     cache = {i: [nothing, nothing, -1, 0] for i, nothing in enumerate(unknown)}
     for jobs in world.rounds:
-        models, report = [], [torch.full((3,), torch.nan).double()]
+        models, report = [], [torch.full((3,), torch.nan, dtype=torch.float64)]
         for job in jobs:
             samples = len(world.data[job.client][1])
             select = kind != "all" and job.version >= warmup
@@ -42,7 +42,8 @@ def fedbss(world: World, warmup: int, kind: str = "cosine", refresh: int = 1) ->
                     known[:3] = *ranked(x, *world.data[job.client]), job.version
                 known[3] += 1
                 order, easy = split(known[0], known[1])
-                report.append(torch.tensor([1 - easy / samples, known[0][order[easy - 1]], known[1].mean()]))
+                told = [1 - easy / samples, known[0][order[easy - 1]], known[1].mean()]
+                report.append(torch.tensor(told, dtype=torch.float64))
             models.append(detached(train(world, replace(job, batches=batches(world, job, order, easy, kind)), x)))
         x = averaged(models, [1.0] * len(jobs))
         reports.append(torch.stack(report[1:] or report).mean(0))

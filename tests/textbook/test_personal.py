@@ -108,6 +108,9 @@ ROWS = {
     "fedbn, affine": Row(partial(fedbn, scope="affine"), lambda: [FedBN("affine")], NORMED),
     "fedbn, none": Row(partial(fedbn, scope="none"), lambda: [FedBN("none")], NORMED),
     "fedbn by name": Row(fedbn, lambda: [FedBN(name_rule="or.2")], NORMED),
+    "fedbn, statistics by name": Row(
+        partial(fedbn, scope="statistics"), lambda: [FedBN("statistics", name_rule="or.2")], NORMED
+    ),
     "fedbn of every kind of norm": Row(fedbn, lambda: [FedBN(layers="all")], NORMED),
     "fedbn, some never train": Row(fedbn, lambda: [FedBN()], NORMED, **FEW),
     "fedbn, statistics from a pass": Row(
