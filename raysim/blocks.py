@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -16,6 +17,7 @@ T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
 
 BLOCK = 1 << 18  # numbers of each vector that are at hand at once
+_COMPILER: dict[str, Any] = {"nogil": True, "error_model": "numpy", "fastmath": {"contract"}}
 _MOST = 8  # threads: by then memory is the limit
 
 Group: TypeAlias = tuple[Sequence[np.ndarray], Sequence[float]]  # vectors [d], and the weight of each
@@ -34,14 +36,19 @@ def _pool() -> ThreadPoolExecutor:
 
 @cache
 def compiled(function: F) -> F:
-    """``function`` of arrays and numbers as machine code, made at its first call (a second or so).
+    """``function`` of arrays and numbers as machine code, made at its first call (a second or so) and kept on disk.
 
     What takes PyTorch many passes over a vector then takes one, outside Python's lock. Nothing is reordered; a product
-    that is added is rounded once.
+    that is added is rounded once. It calls no function of another module.
     """
     import numba  # slow to import, and few methods need it
 
-    return cast(F, numba.njit(nogil=True, error_model="numpy", fastmath={"contract"})(function))
+    from raysim.machinecode import Kept
+
+    fast = numba.njit(**_COMPILER)(function)
+    with contextlib.suppress(RuntimeError):  # no place on disk: every process compiles for itself
+        fast._cache = Kept(function, _COMPILER)
+    return cast(F, fast)
 
 
 def parts(start: int, stop: int, size: int) -> list[slice]:

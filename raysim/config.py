@@ -12,12 +12,14 @@ from pathlib import Path
 from typing import Any, TypeAlias, cast
 
 import yaml
-from hydra import compose as hydra_compose, initialize_config_dir
-from hydra.core.global_hydra import GlobalHydra
+from hydra import version
+from hydra._internal.config_repository import CachingConfigRepository, ConfigRepository
+from hydra._internal.config_search_path_impl import ConfigSearchPathImpl
+from hydra._internal.defaults_list import create_defaults_list
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import ChoiceSweep, IntervalSweep, Override, RangeSweep, Transformer
+from hydra.core.plugins import Plugins
 from hydra.errors import HydraException
-from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -321,42 +323,63 @@ def _composed(chosen: Mapping[str, list[str]], known: Groups, roots: Sequence[Pa
     """
     words = {group: f"{group}=[{','.join(names)}]" for group, names in chosen.items()}
     words |= {group: f"{group}={names[0]}" for group, names in chosen.items() if group not in LISTS}
-    places = ",".join(f'"file://{root}"' for root in roots)
-    search = [f"hydra.searchpath=[{places}]"] if roots else []
     try:
-        with initialize_config_dir(str(conf_folder()), version_base="1.3"):
-            config = hydra_compose("config", overrides=[*words.values(), *search], return_hydra_config=True)
-            for group in set(LISTS) - set(chosen) if "experiment" in chosen else ():
-                chosen = {**chosen, group: _listed(group, [*words.values(), *search], known)}
-                words[group] = f"{group}=[{','.join(chosen[group])}]"
-            words["experiment"] = "~experiment"
-            bare = hydra_compose("config", overrides=[*words.values(), *search])
+        parts, choices = _parts(list(words.values()), roots)
+        config = _merged(parts)
     except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
         raise Refused(
             f"the configuration files do not fit together ({_first_line(error)}): check your own files"
         ) from error
-    choices = {group: name for group, name in config.hydra.runtime.choices.items() if "/" not in group}
-    OmegaConf.set_struct(config, False)
-    for key in ("hydra", "experiment"):
-        config.pop(key, None)
+    for group in set(LISTS) - set(chosen) if "experiment" in chosen else ():
+        names = [path.removeprefix(f"{group}/") for path, _ in parts if path.startswith(f"{group}/")]
+        chosen = {**chosen, group: [name for name in names if name in known.files[group]]}
+    config.pop("experiment", None)
     for group in LISTS if "experiment" in chosen else ():
         _refuse_unknown(config, group, known, chosen["experiment"][0])
     for group in chosen if "experiment" in chosen else ():
         # Hydra keeps a preset's list when the user's is empty, and a preset's keys whatever option is chosen.
         if group in config:
-            config[group] = {key: config[group][key] for key in bare[group]}
+            own = (key for path, values in parts if not path.startswith("experiment/") for key in values.get(group, ()))
+            config[group] = {key: config[group][key] for key in dict.fromkeys(own)}
     for group in LISTS:
         choices[group] = chosen[group] if group in chosen else list(config[group])
     config["choices"] = choices
     return config
 
 
-def _listed(group: str, overrides: list[str], known: Groups) -> list[str]:
-    """The options of a group of any number that the files themselves choose; only while Hydra is initialised."""
-    loader = GlobalHydra.instance().config_loader()
-    paths = [str(each.config_path) for each in loader.compute_defaults_list("config", overrides, RunMode.RUN).defaults]
-    names = [path.removeprefix(f"{group}/") for path in paths if path.startswith(f"{group}/")]
-    return [name for name in names if name in known.files[group]]
+def _parts(words: Sequence[str], roots: Sequence[Path]) -> tuple[list[tuple[str, DictConfig]], Node]:
+    """Every file by its path, with its values where it puts them, and the option of every group.
+
+    As Hydra's own compose has them, without what Hydra brings for itself: most of its time.
+    """
+    Plugins.instance()  # knows how to read files
+    version.setbase("1.3")
+    places = ConfigSearchPathImpl()
+    for root in (conf_folder(), *roots):
+        places.append("raysim", f"file://{root}")
+    files = CachingConfigRepository(ConfigRepository(places))
+    overrides = OverridesParser.create().parse_overrides(list(words))
+    listed = create_defaults_list(files, "config", overrides, prepend_hydra=False, skip_missing=False)
+    found = []
+    for each in listed.defaults:
+        path = str(each.config_path)
+        values: Any = cast(Any, files.load_config(path)).config
+        values.pop("defaults", None)
+        for name in reversed(each.package.split(".") if each.package else ()):
+            values = OmegaConf.create({name: values})
+        found.append((path, values))
+    return found, {group: name for group, name in listed.overrides.known_choices.items() if "/" not in group}
+
+
+def _merged(parts: Sequence[tuple[str, DictConfig]]) -> DictConfig:
+    config = OmegaConf.create()
+    for path, values in parts:
+        try:
+            config.merge_with(values)
+        except OmegaConfBaseException as error:
+            raise HydraException(f"In '{path}': {type(error).__name__} raised while composing config") from error
+    config.pop("hydra", None)
+    return config
 
 
 def _refuse_unknown(config: DictConfig, group: str, known: Groups, preset: str) -> None:
