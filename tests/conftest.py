@@ -14,6 +14,32 @@ if TYPE_CHECKING:
     from cluster import Hosts
 
 
+# Ray gives its own processes up after seconds, which a busy machine needs for starting them.
+PATIENCE = {
+    "RAY_agent_register_timeout_ms": "300000",
+    "RAY_gcs_server_port_wait_time_s": "300",
+    "RAY_gcs_server_request_timeout_seconds": "300",
+    "RAY_health_check_failure_threshold": "60",
+    "RAY_worker_register_timeout_seconds": "300",
+}
+
+
+def pytest_configure() -> None:
+    """For this process and all that it starts."""
+    os.environ.update(PATIENCE)
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        torch.set_num_threads(1)  # the other worker has the other core
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What needs the suite's Ray is slow, and what starts any Ray is in one group: one Ray at a time."""
+    for item in items:
+        if "ray_session" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.slow)
+            item.add_marker(pytest.mark.xdist_group("ray"))
+
+
 @pytest.fixture(scope="session")
 def shared() -> Path:
     """The folder with real data sets and test vectors; tests that need it are skipped without it."""

@@ -458,7 +458,7 @@ PAIRS = [pytest.param(first, second, id=f"{first}-{second}") for first, second i
 
 
 @pytest.mark.parametrize(("first", "second"), PAIRS)
-def test_two_methods_run_together_unless_they_own_one_slot(first: str, second: str) -> None:
+def test_two_methods_form_a_list_unless_they_own_one_slot(first: str, second: str) -> None:
     methods = [TABLE[first].make(), TABLE[second].make()]
     if clash(*methods):
         with pytest.raises(
@@ -466,6 +466,46 @@ def test_two_methods_run_together_unless_they_own_one_slot(first: str, second: s
         ):
             check_composition(methods)
         return
+    check_composition(methods)
+
+
+def legal() -> set[frozenset[str]]:
+    """Every two methods that may be in one list."""
+    made = {name: row.make() for name, row in TABLE.items()}
+    return {frozenset(pair) for pair in pairs(list(TABLE)) if not clash(*(made[name] for name in pair))}
+
+
+def covering(names: Sequence[str], allowed: set[frozenset[str]], least: int = 3, most: int = 6) -> list[list[str]]:
+    """Lists of `least` to `most` names that hold each allowed pair at least once; greedy, and always the same ones.
+
+    A list begins with the first pair that is missing and takes, again and again, the name with the most missing pairs.
+    """
+    missing, found = set(allowed), list[list[str]]()
+    while missing:
+        chosen = list(next(pair for pair in pairs(names) if frozenset(pair) in missing))
+        while len(chosen) < most:
+            fits = [new for new in names if all(frozenset((old, new)) in allowed for old in chosen)]
+            gains = {new: sum(frozenset((old, new)) in missing for old in chosen) for new in fits}
+            best = max(fits, key=gains.__getitem__, default=None)
+            if best is None or (gains[best] == 0 and len(chosen) >= least):
+                break
+            chosen.append(best)
+        missing -= {frozenset(pair) for pair in pairs(chosen)}
+        found.append(sorted(chosen, key=names.index))
+    return found
+
+
+COVERING = covering(list(TABLE), legal())
+
+
+def test_each_legal_pair_is_in_a_list_that_is_trained() -> None:
+    assert {frozenset(pair) for names in COVERING for pair in pairs(names)} == legal()
+    assert all(3 <= len(names) <= 6 for names in COVERING)
+
+
+@pytest.mark.parametrize("names", COVERING, ids="-".join)
+def test_methods_that_form_a_list_train_together(names: list[str]) -> None:
+    methods = [TABLE[name].make() for name in names]
     check_composition(methods)
     found = run(study(*methods), rounds=2)
     assert not found.failures
