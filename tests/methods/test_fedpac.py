@@ -283,6 +283,8 @@ def test_small_weights_are_cut_off_and_the_rest_sums_to_one() -> None:
     assert 0 < full[4] < 1e-3 < full[3] and cut[4] == 0
     close(cut[:4], full[:4] / full[:4].sum())
     close(classifier_combination_weights(**given, min_weight=0.9), full)  # else nothing would be left
+    least = sorted(full[full > 0].tolist())[0]
+    assert classifier_combination_weights(**given, min_weight=least)[full == least] == 0  # up to it, not below it
 
 
 # --- the phases -----------------------------------------------------------------------------------------------------

@@ -1,0 +1,40 @@
+"""FedBSS: what its ranking pass costs and what it warns of; its training is held against tests/textbook/fedbss.py."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from studies import LOCAL
+
+from raysim.methods.fedbss import FedBSS
+
+
+def charged(method: FedBSS, version: int) -> float:
+    server: Any = SimpleNamespace(version=version)
+    return method.cost(server, samples=30, trained=60.0, turn=1).samples
+
+
+def test_a_forward_pass_over_all_samples_is_charged_from_the_first_selecting_version_on() -> None:
+    assert [charged(FedBSS(2), version) for version in range(4)] == pytest.approx([0, 0, 10, 10])
+    assert charged(FedBSS(0, kind="all"), 5) == 0
+
+
+@pytest.mark.parametrize(
+    ("kind", "change", "warns"),
+    [
+        ("cosine", {"epochs": 1}, "local.epochs=1"),
+        ("linear", {"epochs": None, "steps": 9, "phases": 1}, "local.phases=1"),
+        ("cosine", {"epochs": None, "steps": 1, "phases": 5}, "local.phases=1"),
+        ("cosine", {"epochs": 2}, None),
+        ("cosine", {"epochs": None, "steps": 2, "phases": 5}, None),
+        ("filter", {"epochs": 1}, None),
+    ],
+)
+def test_a_single_epoch_or_phase_is_warned_of(kind: Any, change: dict[str, Any], warns: str | None) -> None:
+    nothing: Any = None
+    found = FedBSS(kind=kind).check(nothing, replace(LOCAL, **change), {})
+    assert len(found) == (warns is not None)
+    assert warns is None or warns in found[0]
