@@ -10,6 +10,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from textbook.mixup import mixes, mixture
 from textbook.plain import Parts, logits, with_loss
 from textbook.world import Book, Job, Params, World
 
@@ -25,15 +26,18 @@ def calibrated(z: Tensor, y: Tensor, counts: Tensor, tau: float, others: bool) -
     return (against[:, present].sum(1) + (0.0 if others else 1.0)).log().mean()
 
 
-def fedlc(world: World, tau: float, others: bool = False, floor: float = 0.0) -> Book:
-    """Of the client's own counts, at least `floor` each."""
+def fedlc(world: World, tau: float, others: bool = False, floor: float = 0.0, mixed: float | None = None) -> Book:
+    """Of the client's own counts, at least `floor` each. mixed: Mixup's alpha; then either label has its share."""
     counts = [torch.bincount(y, minlength=world.classes).double() for _, y in world.data]
 
     def losses(job: Job, received: Params) -> Parts:
-        floored = counts[job.client].clamp(min=floor)
+        floored, drawn = counts[job.client].clamp(min=floor), mixes(world, job, mixed) if mixed else []
 
         def loss(p: Params, step: int, x: Tensor, y: Tensor) -> tuple[Tensor, float]:
-            return calibrated(logits(p, x), y, floored, tau, others), 0.0
+            lam, partner = drawn[step] if mixed else (1.0, torch.arange(len(y)))
+            z = logits(p, mixture(x, lam, partner))
+            one, other = (calibrated(z, label, floored, tau, others) for label in (y, y[partner]))
+            return lam * one + (1 - lam) * other, 0.0
 
         return loss
 

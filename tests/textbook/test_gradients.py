@@ -29,7 +29,7 @@ ROWS = {
     "fedavg, fixed steps": Row(fedavg, list, STEPS),
     "fedavg, clipped": Row(fedavg, list, CLIPPED),
     "fedprox": Row(partial(fedprox, mu=0.3), lambda: [FedProx(0.3)]),
-    "fedprox with BatchNorm": Row(partial(fedprox, mu=0.3), lambda: [FedProx(0.3)], NORMED),
+    "fedprox with BatchNorm": Row(partial(fedprox, mu=0.01), lambda: [FedProx()], NORMED),
     "scaffold": Row(scaffold, lambda: [Scaffold()]),
     "scaffold by samples, with BatchNorm": Row(scaffold, lambda: [Scaffold()], NORMED, SAMPLES),
     "scaffold, fixed steps": Row(scaffold, lambda: [Scaffold()], STEPS),

@@ -31,37 +31,38 @@ from textbook.moon import moon
 
 
 def lacking(*classes: set[int]) -> Any:
-    """A client for each set of classes, with all training samples of them."""
+    """A client for each set of classes, with all training samples of them; the last has one of class 0 besides."""
     data = tiny(clients=4, samples=70)
     rows, labels = np.sort(data.partition.train.indices), data.open().labels
     parts = [rows[np.isin(labels[rows], sorted(own))] for own in classes]
+    parts[-1] = np.append(parts[-1], rows[labels[rows] == 0][:1])
     offsets = np.concatenate([[0], np.cumsum([len(part) for part in parts])]).astype(np.int64)
     tests = CSR(np.empty(0, np.int64), np.zeros_like(offsets))
     return replace(data, partition=Partition(CSR(np.concatenate(parts), offsets), tests))
 
 
 NORMED = {"model": NORMED_MLP}
-SINGLE = {"data": lacking({0}, {1, 2}, {3, 4}, {1, 4})}  # the first client has one class alone
+SINGLE = {"data": lacking({0}, {1, 2}, {3, 4}, {4})}  # the first client has one class alone
 LONG = {"local": replace(LOCAL, batch=5, epochs=None, steps=7)}
 
 ROWS = {
     "feddecorr": Row(partial(feddecorr, beta=0.3, variant="authors"), lambda: [FedDecorr(0.3)]),
     "feddecorr, paper": Row(partial(feddecorr, beta=2.0, variant="paper"), lambda: [FedDecorr(2.0, "paper")]),
     "feddecorr, fedbr": Row(partial(feddecorr, beta=2.0, variant="fedbr"), lambda: [FedDecorr(2.0, "fedbr")]),
-    "feddecorr with BatchNorm": Row(partial(feddecorr, beta=0.3, variant="authors"), lambda: [FedDecorr(0.3)], NORMED),
+    "feddecorr with BatchNorm": Row(partial(feddecorr, beta=0.1, variant="authors"), lambda: [FedDecorr()], NORMED),
     "fedntd": Row(partial(fedntd, beta=0.7, tau=1.5), lambda: [FedNTD(0.7, 1.5)]),
-    "fedntd with BatchNorm": Row(partial(fedntd, beta=0.7, tau=0.6), lambda: [FedNTD(0.7, 0.6)], NORMED),
+    "fedntd with BatchNorm": Row(partial(fedntd, beta=1.0, tau=1.0), lambda: [FedNTD()], NORMED),
     "fedntd with mixup": Row(partial(fedntd, beta=0.7, tau=1.5, mixed=0.8), lambda: [Mixup(0.8), FedNTD(0.7, 1.5)]),
     "moon": Row(partial(moon, mu=2.0, tau=0.5), lambda: [Moon(2.0, out=7)]),
     "moon, wide, two previous": Row(
         partial(moon, mu=2.0, tau=0.3, pool=2), lambda: [Moon(2.0, 0.3, width=9, out=7, previous=2)], run={"rounds": 5}
     ),
     "moon without projection": Row(partial(moon, mu=2.0, tau=0.5), lambda: [Moon(2.0, head="none")]),
-    "moon with BatchNorm": Row(partial(moon, mu=2.0, tau=0.5), lambda: [Moon(2.0, out=7)], NORMED),
+    "moon with BatchNorm": Row(partial(moon, mu=1.0, tau=0.5), lambda: [Moon()], NORMED),
     "mixup": Row(partial(mixup, alpha=0.2), lambda: [Mixup()]),
     "mixup with BatchNorm": Row(partial(mixup, alpha=0.9), lambda: [Mixup(0.9)], NORMED),
     "fedmix": Row(partial(fedmix, lam=0.3, count=5, samples=3), lambda: [FedMix(0.3, 5, 3)]),
-    "fedmix with BatchNorm": Row(partial(fedmix, lam=0.3, count=5, samples=3), lambda: [FedMix(0.3, 5, 3)], NORMED),
+    "fedmix with BatchNorm": Row(partial(fedmix, lam=0.1, count=64, samples=10), lambda: [FedMix()], NORMED),
     "fedmix, one pair": Row(
         partial(fedmix, lam=0.3, count=5, samples=3, single=True), lambda: [FedMix(0.3, 5, 3, "one")]
     ),
@@ -92,10 +93,14 @@ ROWS = {
     "fedlc, others, floor": Row(
         partial(fedlc, tau=1.5, others=True, floor=0.5), lambda: [FedLC(1.5, "others", 0.5)], SINGLE
     ),
+    "fedlc with mixup": Row(partial(fedlc, tau=1.5, mixed=0.8), lambda: [FedLC(1.5), Mixup(0.8)], SINGLE),
+    "fedlc, others, with mixup": Row(
+        partial(fedlc, tau=1.5, others=True, mixed=0.8), lambda: [FedLC(1.5, "others"), Mixup(0.8)], SINGLE
+    ),
     "fedrs": Row(partial(fedrs, alpha=0.5), lambda: [FedRS()]),
     "fedrs, relative": Row(partial(fedrs, alpha=0.2, relative=True), lambda: [FedRS(0.2, "relative")]),
     "fedrs, zero": Row(partial(fedrs, alpha=0.0), lambda: [FedRS(0.0)], SINGLE),
-    "fedld_margin": Row(partial(margin_control, lam=0.3, kind="marg_log"), lambda: [MarginControl(0.3)]),
+    "fedld_margin": Row(partial(margin_control, lam=0.03, kind="marg_log"), lambda: [MarginControl()]),
     **{
         f"fedld_margin, {kind}": Row(
             partial(margin_control, lam=0.3, kind=kind), lambda k=kind: [MarginControl(0.3, k)]
@@ -107,7 +112,7 @@ ROWS = {
         lambda: [MarginControl(0.3, "threshold", -0.4)],
     ),
     "fedld_damped": Row(partial(damped_margin, temperature=0.7), lambda: [DampedMargin(0.7)]),
-    "fedld_damped, many small steps": Row(partial(damped_margin, temperature=2.0), lambda: [DampedMargin(2.0)], LONG),
+    "fedld_damped, many small steps": Row(partial(damped_margin, temperature=1.0), lambda: [DampedMargin()], LONG),
 }
 
 
