@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from studies import BUFFER, LOCAL, MLP, NORMED_MLP, ROUNDS, Ran, recipe, run, same
+from studies import BUFFER, LOCAL, MLP, NORMED_MLP, ROUNDS, Ran, coordinate, recipe, run, same
 from torch import Tensor
 
 from raysim.fleet import Ideal
@@ -228,6 +228,11 @@ def test_scored_is_the_mean_of_the_last_two_iterates_with_the_newest_buffers() -
     assert torch.equal(scored[:trained], (watch.vectors[2][:trained] + watch.vectors[3][:trained]) * 0.5)
     assert torch.equal(scored[trained:], watch.vectors[3][trained:])
     assert not torch.equal(scored, watch.vectors[3])
+
+
+def test_before_the_first_step_the_model_itself_is_scored() -> None:
+    at = coordinate(recipe(FedExP())).server
+    assert torch.equal(at.scored(), at.vector)
 
 
 def test_after_the_first_round_its_model_itself_is_scored() -> None:

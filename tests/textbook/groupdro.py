@@ -1,6 +1,7 @@
 """GroupDRO: Sagawa et al. 2020, Algorithm 1, in the form of FedBR's Appendix A; l_i of the first batch, as its code.
 
-A group is a client, whatever slot it runs in. q is normalised over all clients; what is stored is its logarithm.
+A group is a client, whatever slot it runs in. q is normalised over all clients; what is stored is its logarithm. Where
+a run asks for weights by samples besides, they multiply those of q.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from textbook.plain import Loss, cross_entropy
+from textbook.plain import Loss, cross_entropy, weights
 from textbook.servers import stepped
 from textbook.world import Book, Job, Params, World
 
@@ -43,7 +44,7 @@ def groupdro(world: World, step_size: float, batches: str = "first", prior: str 
         q = q / q.sum()
         means.append(sum(sum(losses) / len(losses) for losses in seen) / len(jobs))
         seen.clear()
-        return [float(q[job.client]) for job in jobs]
+        return [w * float(q[job.client]) for w, job in zip(weights(world, jobs), jobs, strict=True)]
 
     used: Loss = loss
     book = stepped(world, lambda at: at.x + at.mean, used, weigh)

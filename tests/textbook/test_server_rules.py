@@ -103,6 +103,9 @@ ROWS = (
         "groupdro from a prior by samples": Row(
             partial(groupdro, step_size=0.5, prior="samples"), lambda: [GroupDRO(0.5, prior="samples")]
         ),
+        "groupdro besides weights by samples": Row(
+            partial(groupdro, step_size=0.5), lambda: [GroupDRO(0.5)], run=BY_SAMPLES
+        ),
         "groupdro with fedprox": Row(
             partial(groupdro, step_size=0.5, batches="all", mu=0.3), lambda: [GroupDRO(0.5, "all"), FedProx(0.3)]
         ),
