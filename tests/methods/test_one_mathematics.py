@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from asynchronous_forms import ASYNCHRONOUS_FORMS
 from server_forms import SERVER_FORMS
 from test_conformance import TABLE
 from test_vectors import functions_with_vectors
@@ -281,6 +282,7 @@ FORMS: dict[str, Callable[[np.random.Generator], Pair]] = {
     "raysim.methods.fedrs:restricted_softmax_cross_entropy": restricted_softmax_cross_entropy,
     "raysim.methods.mixup:mixed_loss": mixed_loss,
     "raysim.methods.scaffold:corrected_gradient": corrected_gradient,
+    **ASYNCHRONOUS_FORMS,
     **SERVER_FORMS,
 }
 
