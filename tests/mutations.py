@@ -1,0 +1,273 @@
+"""One change of a Python source at a time: signs, operators, comparisons, constants, names, order; for `mutants`.
+
+Left alone: what only messages, annotations, imports, decorators, assertions and `__repr__` say; arguments that only
+matter where something else is wrong; statements whose order cannot matter.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import re
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+OPERATORS = {"+": "-", "-": "+", "*": "/", "/": "*", "**": "*", "//": "*", "%": "*", "@": "*", "&": "|"}
+COMPARISONS = {
+    "<": ["<=", ">="], "<=": ["<", ">"], ">": [">=", "<="], ">=": [">", "<"], "==": ["!="], "!=": ["=="],
+    "is": ["is not"], "is not": ["is"], "in": ["not in"], "not in": ["in"],
+}  # fmt: skip
+_PAIRS = """sub_ add_, mul_ div_, sub add, mul div, addcmul_ addcdiv_, _foreach_add_ _foreach_sub_,
+    _foreach_mul_ _foreach_div_, min max, amin amax, argmin argmax, minimum maximum, clamp_min clamp_max, mean sum,
+    floor ceil, any all, zeros ones, zeros_like ones_like, new_zeros new_ones, cumsum cumprod, exp log, square sqrt"""
+NAMES = {a: b for pair in _PAIRS.split(",") for a, b in (pair.split(), pair.split()[::-1])}
+_SYMMETRIC = "min max minimum maximum add mul dot gcd lcm equal isclose allclose logical_and logical_or hypot"
+_TYPED = "isinstance issubclass getattr setattr hasattr cast zip super field"  # a swap crashes
+UNSWAPPED = set(f"{_SYMMETRIC} {_TYPED}".split())
+
+
+@dataclasses.dataclass(frozen=True)
+class Mutant:
+    """One change of one file: `new` in place of the bytes from `start` to `end`."""
+
+    file: str
+    kind: str
+    start: int
+    end: int
+    new: bytes
+    lines: tuple[int, int]  # of the statement, whose tests are asked
+    scopes: tuple[tuple[int, int], ...]  # of functions and classes around it, innermost first
+
+    def texts(self, source: bytes) -> tuple[str, str]:
+        """The lines that change, before and after."""
+        first = source.rfind(b"\n", 0, self.start) + 1
+        last = source.find(b"\n", self.end)
+        before, after = source[first:last], source[first : self.start] + self.new + source[self.end : last]
+        return before.decode().strip(), after.decode().strip()
+
+
+class Places:
+    """All mutants of a source text."""
+
+    def __init__(self, file: str, source: bytes):
+        self.file, self.source, self.found = file, source, list[Mutant]()
+        self.starts = [0, *(match.end() for match in re.finditer(b"\n", source))]
+        self.lines, self.scopes, tree = (1, 1), tuple[tuple[int, int], ...](), ast.parse(source)
+        self.first = first_bound(tree)
+        self.block(tree.body)
+
+    def at(self, node: Any) -> tuple[int, int]:
+        """The bytes of a node."""
+        return self.starts[node.lineno - 1] + node.col_offset, self.starts[node.end_lineno - 1] + node.end_col_offset
+
+    def text(self, node: ast.AST) -> bytes:
+        """What is written there."""
+        start, end = self.at(node)
+        return self.source[start:end]
+
+    def add(self, kind: str, start: int, end: int, new: bytes | str) -> None:
+        """Note a mutant."""
+        new = new.encode() if isinstance(new, str) else new
+        self.found.append(Mutant(self.file, kind, start, end, new, self.lines, self.scopes))
+
+    def between(self, kind: str, left: ast.AST, right: ast.AST, pattern: str, others: dict[str, list[str]]) -> None:
+        """Change the operator between two nodes."""
+        start, end = self.at(left)[1], self.at(right)[0]
+        gap = self.source[start:end]
+        if (match := re.search(pattern.encode(), gap)) and b"#" not in gap:
+            for other in others.get(" ".join(match[0].decode().split()), []):
+                self.add(kind, start + match.start(), start + match.end(), other)
+
+    def swap(self, kind: str, one: ast.AST, two: ast.AST) -> None:
+        """Let two neighbours change places."""
+        (a, b), (c, d) = self.at(one), self.at(two)
+        self.add(kind, a, d, self.source[c:d] + self.source[b:c] + self.source[a:b])
+
+    def block(self, body: Sequence[ast.stmt]) -> None:
+        """Statements in a row."""
+        for statement in body:
+            self.statement(statement)
+        for one, two in pairwise(body):
+            (read1, write1), (read2, write2) = touched(one), touched(two)
+            made = {name for name in write1 if one.lineno <= self.first.get(name, 0) <= (one.end_lineno or 0)}
+            # Their order can matter, and the second can do without a name that the first makes.
+            if (write1 & (read2 | write2) or write2 & read1) and not made & read2:
+                self.lines = (one.lineno, two.end_lineno or two.lineno)
+                self.swap("order", one, two)
+
+    def statement(self, node: ast.stmt) -> None:
+        """One statement and what is in it."""
+        match node:
+            case ast.Raise() | ast.Assert() | ast.Import() | ast.ImportFrom():
+                return
+            case ast.FunctionDef(name=name) if name in ("__repr__", "__str__"):
+                return
+            case ast.FunctionDef() | ast.ClassDef():
+                outer, self.scopes = (self.scopes, self.first), ((node.lineno, node.end_lineno or 0), *self.scopes)
+                self.lines = (node.lineno, node.body[0].lineno - 1)
+                if isinstance(node, ast.FunctionDef):
+                    self.first = first_bound(node)
+                    for default in (*node.args.defaults, *node.args.kw_defaults):
+                        if default is not None:
+                            self.expression(default)
+                self.block(node.body)
+                self.scopes, self.first = outer
+                return
+            case ast.Assign(targets=[ast.Name(id="name" | "paper" | "__slots__" | "__all__")]):
+                return
+            case ast.If(test=ast.Name(id="TYPE_CHECKING")):
+                return
+        body = getattr(node, "body", None)
+        header = body[0].lineno - 1 if body else node.end_lineno
+        self.lines = lines = (node.lineno, max(node.lineno, header or 0))
+        if self.droppable(node):
+            self.add("dropped", *self.at(node), "pass")
+        if isinstance(node, ast.AugAssign):
+            swap = {f"{a}=": [f"{b}="] for a, b in OPERATORS.items()}
+            self.between("operator", node.target, node.value, r"[-+*/%@&]{1,2}=", swap)
+        for name, value in ast.iter_fields(node):
+            if name == "annotation" or (isinstance(node, ast.Expr) and isinstance(value, ast.Constant)):
+                continue
+            for child in value if isinstance(value, list) else [value]:
+                self.lines = lines
+                if isinstance(child, ast.expr):
+                    self.expression(child, condition=name == "test")
+                elif isinstance(child, ast.withitem):
+                    self.expression(child.context_expr)
+                elif isinstance(child, (ast.ExceptHandler, ast.match_case)):
+                    self.block(child.body)
+            if isinstance(value, list) and value and isinstance(value[0], ast.stmt):
+                self.block(value)
+
+    def droppable(self, node: ast.stmt) -> bool:
+        """Statements that change something that exists without them."""
+        match node:
+            case ast.Expr(value=ast.Call()) | ast.AugAssign() | ast.AnnAssign(target=ast.Attribute(), value=ast.expr()):
+                return True
+            case ast.Assign(targets=[target]):
+                parts = target.elts if isinstance(target, ast.Tuple) else [target]
+                return all(not isinstance(p, ast.Name) or 0 < self.first.get(p.id, 0) < node.lineno for p in parts)
+        return False
+
+    def expression(self, node: ast.expr, condition: bool = False) -> None:
+        """One expression and what is in it."""
+        start, end = self.at(node)
+        match node:
+            case ast.JoinedStr():
+                return
+            case ast.Subscript(value=ast.Name(id=name)) if name[0].isupper():
+                return  # a type
+            case ast.Constant(value=bool() as value):
+                self.add("constant", start, end, str(not value))
+            case ast.Constant(value=int() as value):
+                self.add("constant", start, end, str(value + 1))
+            case ast.Constant(value=float() as value):
+                near = 1.0 if value == 0 else value * (1000 if value < 1e-5 else 1.1)  # a guard's tenth shows nowhere
+                self.add("constant", start, end, repr(float(f"{near:.6g}")))
+            case ast.BinOp(left=left, right=right):
+                kind = "sign" if isinstance(node.op, (ast.Add, ast.Sub)) else "operator"
+                if not any(crashing(side) for side in (left, right)):
+                    self.between(kind, left, right, r"\*\*|//|[-+*/%@&]", {a: [b] for a, b in OPERATORS.items()})
+            case ast.UnaryOp(op=ast.USub(), operand=operand):
+                self.add("sign", start, self.at(operand)[0], self.source[start + 1 : self.at(operand)[0]])
+            case ast.UnaryOp(op=ast.Not(), operand=operand):
+                self.add("boolean", start, start + 4, "")
+            case ast.BoolOp(values=values):
+                word = ("and", "or") if isinstance(node.op, ast.And) else ("or", "and")
+                pieces, gaps = [self.text(v) for v in values], pairwise(values)
+                joins = [self.source[self.at(a)[1] : self.at(b)[0]].decode() for a, b in gaps]
+                new = pieces[0] + b"".join(
+                    re.sub(rf"\b{word[0]}\b", word[1], join).encode() + piece
+                    for join, piece in zip(joins, pieces[1:], strict=True)
+                )
+                self.add("boolean", self.at(values[0])[0], self.at(values[-1])[1], new)
+            case ast.Compare(left=left, comparators=comparators):
+                pattern = r"[<>=!]=|[<>]|\bis\s+not\b|\bis\b|\bnot\s+in\b|\bin\b"
+                for one, two in zip([left, *comparators], comparators, strict=False):
+                    self.between("comparison", one, two, pattern, COMPARISONS)
+            case ast.Call(func=func):
+                self.call(node, func)
+        inverted = isinstance(node, (ast.Compare, ast.BoolOp, ast.Constant, ast.UnaryOp))
+        if condition and not inverted:
+            self.add("boolean", start, end, b"not (" + self.text(node) + b")")
+        for name, value in ast.iter_fields(node):
+            for child in value if isinstance(value, list) else [value]:
+                if isinstance(child, ast.comprehension):
+                    for part in (child.iter, *child.ifs):
+                        self.expression(part, condition=part is not child.iter)
+                elif isinstance(child, ast.keyword) and not self.harmless(child):
+                    self.expression(child.value)
+                elif isinstance(child, ast.arguments):
+                    for default in (*child.defaults, *filter(None, child.kw_defaults)):
+                        self.expression(default)
+                elif isinstance(child, ast.expr):
+                    self.expression(child, condition=name == "test")
+
+    @staticmethod
+    def harmless(word: ast.keyword) -> bool:
+        """Keywords that change nothing where nothing is wrong; and -1, which is 1 for a matrix."""
+        return word.arg in ("strict", "stacklevel", "non_blocking") or (
+            word.arg in ("dim", "axis") and isinstance(word.value, ast.UnaryOp)
+        )
+
+    def call(self, node: ast.Call, func: ast.expr) -> None:
+        """Another name of the same kind, and two arguments swapped."""
+        name = func.attr if isinstance(func, ast.Attribute) else func.id if isinstance(func, ast.Name) else ""
+        end = self.at(func)[1]
+        if name in NAMES and (isinstance(func, ast.Attribute) or name in ("min", "max", "any", "all")):
+            self.add("name", end - len(name), end, NAMES[name])
+        if name in UNSWAPPED:
+            return
+        plain = [pair for pair in pairwise(node.args) if not any(isinstance(one, ast.Starred) for one in pair)]
+        for one, two in plain[len(plain) // 2 :][:1]:  # of one call one pair, as most swaps only crash
+            if self.text(one) != self.text(two):
+                self.swap("arguments", one, two)
+
+
+def crashing(side: ast.expr) -> bool:
+    """Texts, paths and lists know one operator only."""
+    text = isinstance(side, ast.Constant) and isinstance(side.value, str)
+    return text or isinstance(side, (ast.JoinedStr, ast.List, ast.ListComp, ast.Tuple))
+
+
+def first_bound(scope: ast.AST) -> dict[str, int]:
+    """Where each name of a function is bound first."""
+    found: dict[str, int] = {}
+    for node in ast.walk(scope):
+        if isinstance(node, ast.arg) or (isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)):
+            name = node.arg if isinstance(node, ast.arg) else node.id
+            found[name] = min(node.lineno, found.get(name, node.lineno))
+    return found
+
+
+def touched(node: ast.stmt) -> tuple[set[str], set[str]]:
+    """What a simple statement reads and what it writes, as names and dotted names; nothing for another statement."""
+    if not isinstance(node, (ast.Assign, ast.AugAssign, ast.AnnAssign, ast.Expr)):
+        return set(), set()
+    read, write = set[str](), set[str]()
+    for part in ast.walk(node):
+        if isinstance(part, (ast.Name, ast.Attribute)):
+            (read if isinstance(part.ctx, ast.Load) else write).add(ast.unparse(part))
+        elif isinstance(part, ast.Subscript) and isinstance(part.ctx, ast.Store):
+            write.add(ast.unparse(part.value))
+    if isinstance(node, ast.AugAssign):
+        read |= write
+    elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) and isinstance(node.value.func, ast.Attribute):
+        write.add(ast.unparse(node.value.func.value))  # x.add_(y)
+    return read - {"self"}, write - {"self"}
+
+
+def changes(mutant: Mutant, source: bytes) -> bool:
+    """Whether the result is Python, and another program."""
+    try:
+        new = ast.parse(source[: mutant.start] + mutant.new + source[mutant.end :])
+    except SyntaxError:
+        return False
+    return ast.dump(new) != ast.dump(ast.parse(source))
+
+
+def inner_lines(source: bytes) -> set[int]:
+    """The lines inside functions; the others run at import, whoever imports first."""
+    functions = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.FunctionDef)]
+    return {line for f in functions for line in range(f.body[0].lineno, (f.end_lineno or 0) + 1)}
