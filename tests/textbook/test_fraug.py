@@ -22,11 +22,11 @@ SHORT = replace(LOCAL, epochs=1)  # a third of a second less
 BASE = {"rounds": 3, "noise_dim": 4, "gamma": 0.8, "generator_lam": 0.7, "rtnet_lam": 1.3}
 
 
-def lonely() -> FederatedData:
-    """Four clients, of which the first has but one sample, and so a batch of one."""
+def with_few(few: int) -> FederatedData:
+    """Four clients, of which the first has but so many samples, all in one batch."""
     data = tiny(clients=4, samples=70)
     rows = [data.partition.train.rows(client) for client in range(4)]
-    rows[0] = rows[0][:1]
+    rows[0] = rows[0][:few]
     train = CSR(np.concatenate(rows), np.cumsum([0, *map(len, rows)]))
     return replace(data, partition=Partition(train, data.partition.test))
 
@@ -68,7 +68,8 @@ ROWS = {
     "no momentum": row(study={"local": replace(SHORT, momentum=0.0)}),
     "no BatchNorm in the model": row(study={"model": MLP}),
     "a head without bias": row(study={"model": Bare()}),
-    "a client of one sample": row(study={"data": lonely()}, schedule=Synchronous(4), run={"rounds": 2}),
+    "a client of one sample": row(study={"data": with_few(1)}, schedule=Synchronous(4), run={"rounds": 2}),
+    "a client of two samples": row(study={"data": with_few(2)}, schedule=Synchronous(4), run={"rounds": 2}),
     "a client that never trains": row(schedule=Synchronous(1), run={"rounds": 2}),
 }
 
