@@ -122,6 +122,20 @@ def test_fine_tuning_of_the_head_alone_leaves_the_extractor() -> None:
     assert all(seen[1][path] for path in seen[1] if path.startswith("extractor") and "weight" in path)
 
 
+def test_fine_tuning_with_dropout_does_not_depend_on_what_was_drawn_before_but_on_client_and_version() -> None:
+    study = recipe(model=Dropping(), data=apart())
+    host = several(study, 1).members[0]
+    start, found = host.vector.data.clone(), dict[tuple[int, int, int], Tensor]()
+    rows = study.data.partition.train.rows(0)
+    for before, client, version in ((0, 0, 1), (1, 0, 1), (0, 1, 1), (0, 0, 2)):
+        host.vector.data.copy_(start)
+        torch.manual_seed(before)
+        host.trainer.adapt(client, rows, version, Finetune(1))
+        found[before, client, version] = host.vector.data.clone()
+    assert torch.equal(found[0, 0, 1], found[1, 0, 1])
+    assert not torch.equal(found[0, 0, 1], found[0, 1, 1]) and not torch.equal(found[0, 0, 1], found[0, 0, 2])
+
+
 def test_fine_tuning_may_see_what_training_did_not() -> None:
     source = Synthetic(samples=120, test_samples=20, classes=5)
     data = federate(source, IID(clients=4, test_fraction=0.2, fraction=0.25), SEED)
