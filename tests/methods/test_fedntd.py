@@ -99,3 +99,8 @@ def test_settings_out_of_range_are_refused_by_name(settings: dict[str, float]) -
     (key,) = settings
     with pytest.raises(ValueError, match=rf"method\.fedntd\.{key}="):
         FedNTD(**settings)
+
+
+def test_a_job_costs_the_teachers_forward_pass() -> None:
+    assert FedNTD().cost(None, 5, 30.0, 0).samples == 10  # type: ignore[arg-type]
+    assert FedNTD(0.0).cost(None, 5, 30.0, 0).samples == 0  # type: ignore[arg-type]

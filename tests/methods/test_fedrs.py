@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -177,6 +178,12 @@ def test_it_trains_with_other_methods_where_clients_lack_classes(settings: Any, 
     found = run(recipe(FedRS(**settings), *methods, data=skewed(), model=NORMED_MLP))
     fedavg = run(recipe(*methods, data=skewed(), model=Bare()))
     assert not found.failures and found.finished.model_sha256 != fedavg.finished.model_sha256
+
+
+def test_outputs_that_are_no_classes_keep_their_logits() -> None:
+    ctx: Any = SimpleNamespace(class_counts=lambda: COUNTS, num_classes=7, vector=SimpleNamespace(data=LOGITS), kept={})
+    FedRS(0.3).receive(ctx)
+    assert ctx.kept["fedrs.scales"].tolist() == [1, 0.3, 1, 1, 0.3, 1, 1]
 
 
 @pytest.mark.parametrize("schedule", [ROUNDS, BUFFER], ids=["rounds", "buffer"])

@@ -221,3 +221,11 @@ def test_settings_out_of_range_are_refused_by_name(settings: dict[str, Any]) -> 
     (key,) = settings
     with pytest.raises(ValueError, match=rf"method\.moon\.{key}="):
         Moon(**settings)
+
+
+def test_a_job_costs_a_forward_pass_of_the_received_and_of_each_previous_model() -> None:
+    def passes(mu: float, turn: int) -> float:
+        return Moon(mu, previous=2).cost(None, 5, 30.0, turn).samples / 10  # type: ignore[arg-type]
+
+    assert [passes(1.0, turn) for turn in range(4)] == [0.0, 2.0, 3.0, 3.0]
+    assert passes(0.0, 3) == 0.0

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from textbook.plain import logits, untrue, with_loss
-from textbook.world import Book, Params, World
+from textbook.mixup import mixes, mixture
+from textbook.plain import Parts, logits, untrue, with_loss
+from textbook.world import Book, Job, Params, World
 
 
 def margins(f: Tensor, y: Tensor) -> Tensor:
@@ -33,11 +35,19 @@ def margin_control(world: World, lam: float, kind: str, threshold: float = 0.0) 
     return with_loss(world, lambda job, received: loss)
 
 
-def damped_margin(world: World, temperature: float) -> Book:
-    """CE((1 - sigmoid(rho_b / T)) f_b, y_b)."""
+def damped_margin(world: World, temperature: float, mixed: float | None = None) -> Book:
+    """CE((1 - sigmoid(rho_b / T)) f_b, y_b). mixed: Mixup's alpha; then rho_b is of the heavier of both labels."""
 
-    def loss(p: Params, step: int, x: Tensor, y: Tensor) -> tuple[Tensor, float]:
-        f = logits(p, x)
-        return F.cross_entropy((1 - (margins(f, y) / temperature).sigmoid()).unsqueeze(1) * f, y), 0.0
+    def losses(job: Job, received: Params) -> Parts:
+        drawn = mixes(world, job, mixed) if mixed else []
 
-    return with_loss(world, lambda job, received: loss)
+        def loss(p: Params, step: int, x: Tensor, y: Tensor) -> tuple[Tensor, float]:
+            lam, partner = drawn[step] if mixed else (1.0, torch.arange(len(y)))
+            f = logits(p, mixture(x, lam, partner))
+            rho = margins(f, y if lam > 0.5 else y[partner])
+            damped = (1 - (rho / temperature).sigmoid()).unsqueeze(1) * f
+            return lam * F.cross_entropy(damped, y) + (1 - lam) * F.cross_entropy(damped, y[partner]), 0.0
+
+        return loss
+
+    return with_loss(world, losses)

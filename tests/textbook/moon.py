@@ -32,8 +32,10 @@ def cosine(a: Tensor, b: Tensor) -> Tensor:
     return (F.normalize(a, dim=1) * F.normalize(b, dim=1)).sum(1)
 
 
-def moon(world: World, mu: float, tau: float, pool: int = 1) -> Book:
-    """CE + mu l_con, with the client's last `pool` models as negatives."""
+def moon(world: World, mu: float, tau: float, projection: tuple[int, ...] = (), pool: int = 1) -> Book:
+    """CE + mu l_con, with the client's last `pool` models as negatives. projection: widths of its two layers."""
+    layers = [f"{EXTRACTOR}.{layer}.bias" for layer in (1, 3)]
+    assert tuple(len(world.start[name]) for name in layers if layers[1] in world.start) == projection
     before: dict[int, list[Params]] = {}
 
     def losses(job: Job, received: Params) -> Parts:

@@ -53,12 +53,14 @@ ROWS = {
     "fedntd": Row(partial(fedntd, beta=0.7, tau=1.5), lambda: [FedNTD(0.7, 1.5)]),
     "fedntd with BatchNorm": Row(partial(fedntd, beta=1.0, tau=1.0), lambda: [FedNTD()], NORMED),
     "fedntd with mixup": Row(partial(fedntd, beta=0.7, tau=1.5, mixed=0.8), lambda: [Mixup(0.8), FedNTD(0.7, 1.5)]),
-    "moon": Row(partial(moon, mu=2.0, tau=0.5), lambda: [Moon(2.0, out=7)]),
+    "moon": Row(partial(moon, mu=2.0, tau=0.5, projection=(6, 7)), lambda: [Moon(2.0, out=7)]),
     "moon, wide, two previous": Row(
-        partial(moon, mu=2.0, tau=0.3, pool=2), lambda: [Moon(2.0, 0.3, width=9, out=7, previous=2)], run={"rounds": 5}
+        partial(moon, mu=2.0, tau=0.3, projection=(9, 7), pool=2),
+        lambda: [Moon(2.0, 0.3, width=9, out=7, previous=2)],
+        run={"rounds": 5},
     ),
     "moon without projection": Row(partial(moon, mu=2.0, tau=0.5), lambda: [Moon(2.0, head="none")]),
-    "moon with BatchNorm": Row(partial(moon, mu=1.0, tau=0.5), lambda: [Moon()], NORMED),
+    "moon with BatchNorm": Row(partial(moon, mu=1.0, tau=0.5, projection=(12, 256)), lambda: [Moon()], NORMED),
     "mixup": Row(partial(mixup, alpha=0.2), lambda: [Mixup()]),
     "mixup with BatchNorm": Row(partial(mixup, alpha=0.9), lambda: [Mixup(0.9)], NORMED),
     "fedmix": Row(partial(fedmix, lam=0.3, count=5, samples=3), lambda: [FedMix(0.3, 5, 3)]),
@@ -112,6 +114,9 @@ ROWS = {
         lambda: [MarginControl(0.3, "threshold", -0.4)],
     ),
     "fedld_damped": Row(partial(damped_margin, temperature=0.7), lambda: [DampedMargin(0.7)]),
+    "fedld_damped with mixup": Row(
+        partial(damped_margin, temperature=0.7, mixed=0.8), lambda: [Mixup(0.8), DampedMargin(0.7)]
+    ),
     "fedld_damped, many small steps": Row(partial(damped_margin, temperature=1.0), lambda: [DampedMargin()], LONG),
 }
 
