@@ -20,6 +20,7 @@ PATIENCE = {
     "RAY_gcs_server_port_wait_time_s": "300",
     "RAY_gcs_server_request_timeout_seconds": "300",
     "RAY_health_check_failure_threshold": "60",
+    "RAY_raylet_start_wait_time_s": "300",
     "RAY_worker_register_timeout_seconds": "300",
 }
 
@@ -33,11 +34,14 @@ def pytest_configure() -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What needs the suite's Ray is slow, and what starts any Ray is in one group: one Ray at a time."""
+    """What needs a Ray is slow, and all of it in one group, so one worker does it: one Ray at a time."""
     for item in items:
-        if "ray_session" in getattr(item, "fixturenames", ()):
+        if {"ray_session", "cluster", "driver"} & {*getattr(item, "fixturenames", ())}:
             item.add_marker(pytest.mark.slow)
             item.add_marker(pytest.mark.xdist_group("ray"))
+    items.sort(
+        key=lambda item: "ray_session" in getattr(item, "fixturenames", ())
+    )  # others end theirs before it begins
 
 
 @pytest.fixture(scope="session")
@@ -76,7 +80,14 @@ def ray_session() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
-        ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False)
+        for again in (True, True, False):
+            try:
+                ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False)
+                break
+            except Exception:  # the time that Ray gives its node to start cannot be set
+                ray.shutdown()
+                if not again:
+                    raise
         yield
         ray.shutdown()
 

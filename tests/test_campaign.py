@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import csv
 import itertools
 import json
@@ -29,6 +28,7 @@ COMMON = (
     *("schedule.cohort=3", "local.epochs=1"),
 )
 QUICK = (*COMMON, "rounds=2", "checkpoint.every=1")
+KILLED = Path(__file__).parent / "killed.py"
 
 
 @pytest.fixture(autouse=True)
@@ -161,15 +161,12 @@ def test_a_failed_run_leaves_the_others_alone_and_is_named_at_the_end(capsys: py
     assert (Path("s/runs/fedavg_lr-1e+30_seed-0")).is_dir()
 
 
+@pytest.mark.slow
 def test_a_killed_study_goes_on_at_the_run_it_lost_to_the_same_bits() -> None:
-    words = (*COMMON, "rounds=30", "checkpoint.every=2")
-    command = [sys.executable, "-m", "raysim", "study", "method=[],[scaffold]", *words, "out=s"]
-    killed = subprocess.Popen(command, stdout=subprocess.DEVNULL)
-    while killed.poll() is None and not available(Path("s/runs/scaffold_seed-0/checkpoints")):
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            killed.wait(timeout=0.02)
-    killed.kill()
-    assert killed.wait() == -signal.SIGKILL
+    words = (*COMMON, "rounds=6", "checkpoint.every=2")
+    command = [sys.executable, str(KILLED), "scaffold", "study", "method=[],[scaffold]", *words, "out=s"]
+    assert subprocess.run(command, stdout=subprocess.DEVNULL, check=False).returncode == -signal.SIGKILL
+    assert available(Path("s/runs/scaffold_seed-0/checkpoints"))
     assert not Path("s/runs/scaffold_seed-0/summary.json").exists()
 
     campaign = check(plan(["out=s", "resume=latest"]))
@@ -216,6 +213,7 @@ class Dying(Method):
 """
 
 
+@pytest.mark.slow
 def test_runs_side_by_side_are_processes_of_which_one_may_die(monkeypatch: pytest.MonkeyPatch) -> None:
     Path("dying.py").write_text(DYING)
     Path("own/method").mkdir(parents=True)
@@ -230,6 +228,7 @@ def test_runs_side_by_side_are_processes_of_which_one_may_die(monkeypatch: pytes
     assert bits("s/runs/fedavg_seed-0") == bits("alone")
 
 
+@pytest.mark.slow
 def test_an_interrupted_study_ends_its_processes_and_says_how_to_go_on() -> None:
     campaign = check(plan([*COMMON, "rounds=1,20000", "out=s"]), parallel=2)
     store(campaign)

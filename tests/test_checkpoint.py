@@ -254,6 +254,7 @@ def killed(folder: str, where: str) -> None:
     run(study, **settings, checkpoint_every=1 if owner is checkpoint else 2, folder=folder)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", KILLED)
 def test_a_killed_run_resumes_to_the_bits_of_the_undisturbed_one(where: str, tmp_path: Path) -> None:
     text = CHILD.format(tests=str(Path(__file__).parent), module=Path(__file__).stem, folder=str(tmp_path), where=where)

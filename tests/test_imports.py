@@ -20,6 +20,7 @@ CORE = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("module", CORE)
 def test_the_core_imports_neither_ray_nor_hydra_nor_mlflow(module: str) -> None:
     program = f"import {module}, sys; print(*sorted({{'ray', 'hydra', 'mlflow', 'matplotlib'}} & set(sys.modules)))"

@@ -57,6 +57,7 @@ class Broken(Method):
 
 
 # --- the package ----------------------------------------------------------------------------------------------------
+@pytest.mark.slow
 def test_the_package_is_what_a_job_needs_and_nothing_else(tmp_path: Path) -> None:
     pack(pieces(), tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == [
@@ -226,7 +227,7 @@ class Cluster:
     def ran(self, *words: str, **env: str) -> subprocess.CompletedProcess[str]:
         """A program of this environment, to its end."""
         program = [str(BIN / words[0]), *words[1:]]
-        return subprocess.run(program, env=self.env | env, cwd=ROOT, capture_output=True, text=True, timeout=300)
+        return subprocess.run(program, env=self.env | env, cwd=ROOT, capture_output=True, text=True, timeout=1800)
 
     def submit(self, *words: str, **env: str) -> subprocess.CompletedProcess[str]:
         """`raysim submit`, to its end."""
@@ -274,7 +275,7 @@ def start(words: list[str], env: dict[str, str], log: Path) -> int:
     with log.open("w") as stream:
         starting = subprocess.Popen(words, env=env, stdout=stream, stderr=stream, start_new_session=True)
     try:
-        if starting.wait(300) == 0:
+        if starting.wait(1800) == 0:
             return starting.pid
     except BaseException:
         end(starting.pid)
@@ -293,7 +294,7 @@ def end(group: int) -> None:
         os.killpg(group, signal.SIGKILL)
 
 
-def until(condition: Callable[[], bool], seconds: float = 200) -> None:
+def until(condition: Callable[[], bool], seconds: float = 1800) -> None:
     """Wait for another process."""
     end = time.monotonic() + seconds
     while not condition():
@@ -304,7 +305,7 @@ def until(condition: Callable[[], bool], seconds: float = 200) -> None:
 def answers(url: str, token: str) -> bool:
     request = urllib.request.Request(f"{url}/api/jobs/", headers={"Authorization": f"Bearer {token}"})
     try:
-        return bool(urllib.request.urlopen(request, timeout=5).status == 200)
+        return bool(urllib.request.urlopen(request, timeout=60).status == 200)
     except (OSError, urllib.error.URLError):
         return False
 

@@ -247,11 +247,10 @@ def driver(second_cache: Path) -> Iterator[Call]:
         patch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
         patch.setenv("RAY_AUTH_MODE", "token")
         patch.setenv("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
-        patch.setenv("RAY_raylet_start_wait_time_s", "120")  # a busy machine takes longer than the usual 30
         with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
 
             def call(function: Call, *args: Any) -> Any:
-                return pool.submit(function, *args).result(timeout=240)
+                return pool.submit(function, *args).result(timeout=1800)
 
             try:
                 call(_start_cluster, str(second_cache))
@@ -290,7 +289,7 @@ def _gone(what: Callable[[], Any]) -> bool:
     """Whether it is empty at last; Ray forgets in the background."""
     from ray.util import placement_group, remove_placement_group
 
-    for _ in range(60):
+    for _ in range(600):
         if not what():
             return True
         never = placement_group([{"CPU": 100.0}])  # a second that does not pass in vain: nothing else is asked of Ray
@@ -372,7 +371,7 @@ def _queued_then_failed() -> tuple[list[str], str, str, bool]:
 
     study, size = recipe(Failing()), Size(1, {"CPU": 1.0})
     other = ray.util.placement_group([{"CPU": 1.0}, {"CPU": 1.0}], name="other")
-    assert other.wait(30)
+    assert other.wait(600)
     settings = Settings(rounds=2, tolerate=0.0)
     try:
         list(on_ray.run(study, Synchronous(4), Lognormal(), settings, size, RayOptions(wait=0), _silent))

@@ -246,6 +246,7 @@ def test_no_tracker_takes_everything_and_does_nothing(tmp_path: Path) -> None:
     assert replay(tmp_path)  # a folder that was never tracked has nothing to send
 
 
+@pytest.mark.slow
 def test_importing_the_tracker_does_not_import_mlflow() -> None:
     code = "import sys, raysim.tracking; sys.exit('mlflow' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
@@ -260,7 +261,7 @@ def tracked(tmp_path_factory: pytest.TempPathFactory) -> Path:
         folder = root / name
         folder.mkdir()
         (folder / "plot.png").write_bytes(b"png")
-        made = Tracker(folder, uri, say=lambda _: None, patience=120.0)
+        made = Tracker(folder, uri, say=lambda _: None, patience=600.0)
         made.start(config, {"seed": 3})
         for row in rows(1, 5):
             made.log(row)
@@ -298,7 +299,7 @@ def test_mlflow_holds_the_whole_run(tracked: Path, client: MlflowClient, name: s
 
 def test_mlflow_continues_a_finished_run_under_its_id(tracked: Path, client: MlflowClient) -> None:
     before = identity(tracked / "online")
-    made = Tracker(tracked / "online", say=lambda _: None, patience=120.0)
+    made = Tracker(tracked / "online", say=lambda _: None, patience=600.0)
     made.start({"local": {"lr": 0.1}, "new": 1}, {}, rows(1, 4))
     for row in rows(5, 7):
         made.log(row)
@@ -323,10 +324,11 @@ def test_mlflow_without_the_run_gets_all_of_it_from_the_history(
     assert [m.step for m in client.get_metric_history(identity(folder), "round")] == [1, 2, 3]
 
 
+@pytest.mark.slow
 def test_mlflow_says_nothing_on_the_screen(tmp_path: Path) -> None:
     code = (
         "from pathlib import Path; from raysim.tracking import Tracker; import sys;"
-        "t = Tracker(Path(sys.argv[1]), patience=120.0); t.start({}, {}); t.log({'round': 1}); t.finish({}, [])"
+        "t = Tracker(Path(sys.argv[1]), patience=600.0); t.start({}, {}); t.log({'round': 1}); t.finish({}, [])"
     )
     (tmp_path / "run").mkdir()
     done = subprocess.run([sys.executable, "-c", code, str(tmp_path / "run")], capture_output=True, check=True)
@@ -335,10 +337,11 @@ def test_mlflow_says_nothing_on_the_screen(tmp_path: Path) -> None:
     assert sorted(path.name for path in (tmp_path / "run").iterdir()) == [RECORD]
 
 
+@pytest.mark.slow
 def test_runs_that_begin_side_by_side_make_one_database(tmp_path: Path) -> None:
     code = (
         "from pathlib import Path; from raysim.tracking import Tracker; import mlflow.tracking, sys;"
-        "t = Tracker(Path(sys.argv[1]), patience=120.0); sys.stdin.read();"
+        "t = Tracker(Path(sys.argv[1]), patience=600.0); sys.stdin.read();"
         "t.start({}, {}); t.log({'round': 1}); t.finish({}, [])"
     )
     folders = [tmp_path / name for name in "ab"]
