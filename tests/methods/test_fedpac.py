@@ -641,6 +641,8 @@ def test_what_it_costs() -> None:
     assert cost.samples == pytest.approx(2 * 30 / 3 - 30 * 2 / 3), (
         "two forward passes; the head needs no other backward"
     )
+    short = FedPAC(head_epochs=2).cost(server, 30, 45, 0)
+    assert short.samples == pytest.approx(2 * 30 / 3 - 30 * 2 / 3), "of 45 samples the head has two thirds, no 60"
     assert server.layout.shared == sum(p.numel() for p in MLP.build((1, 8, 8), 5, SEED).extractor.parameters())
 
 
