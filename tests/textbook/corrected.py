@@ -8,7 +8,7 @@ group made is counted here: a client calls `correct` once for each.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
@@ -32,6 +32,12 @@ def alone(world: World, client: Client, factor: Factor = lambda name: 1.0) -> Bo
     for jobs in world.rounds:
         x = averaged([client(job, x, uncorrected) for job in jobs], weights(world, jobs))
     return Book(x)
+
+
+def by_round(world: World, reported: Iterable[float]) -> list[float]:
+    """What every participation reported, in order: the mean of each round."""
+    found = iter(reported)
+    return [sum(next(found) for _ in jobs) / len(jobs) for jobs in world.rounds]
 
 
 def _steps(world: World, count: int) -> float:

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from textbook.corrected import Correct, alone
+from textbook.corrected import Correct, alone, by_round
 from textbook.plain import copied, features, gradients, head, optimizer, trainable
 from textbook.world import Book, Job, Params, World
 
@@ -50,6 +50,5 @@ def dann(
         return p
 
     book = rounds(world, client, factor=lambda name: rate if name.startswith(DISCRIMINATOR) else 1.0)
-    taken = iter(reported)
-    book.columns = {"train_loss": [sum(next(taken) for _ in jobs) / len(jobs) for jobs in world.rounds]}
+    book.columns = {"train_loss": by_round(world, reported)}
     return book

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from raysim.streams import stream
-from textbook.corrected import Correct, alone
+from textbook.corrected import Correct, alone, by_round
 from textbook.plain import copied, detached, features, gradients, head, is_buffer, optimizer, trainable
 from textbook.world import Book, Job, Params, World
 
@@ -123,11 +123,14 @@ def fedbr(
     if pseudo_refresh == "once":
         pool = of_version(0)
 
+    reported: list[float] = []  # the local loss alone, of each participation
+
     def client(job: Job, received: Params, correct: Correct) -> Params:
         p, base = copied(received), detached(received)
         gen, disc, uniform = optimizer(world, job), optimizer(world, job), 1 / world.classes
         d_p = pool if pseudo_refresh == "once" else of_version(job.version)
-        model, theta, z_g = trainable(p), [name for name in p if name.startswith(PROJECTOR)], None
+        losses, z_g = [], None
+        model, theta = trainable(p), [name for name in p if name.startswith(PROJECTOR)]
         for (x, labels), draws in zip(job.batches, job.draws, strict=True):
             y = F.one_hot(labels, world.classes).double()
             if mixup:
@@ -146,11 +149,14 @@ def fedbr(
             if theta and max_step:
                 uphill = -contrast(p, z_p.detach(), z_g, z.detach(), kappa)
                 disc.step(p, correct(p, gradients(uphill, p, theta)))
-            loss = cross_entropy(head(p, z), y) + lam * cross_entropy(head(p, z_p), q)
-            loss = loss + mu * contrast(p, z_p, z_g, z, kappa)
+            local = cross_entropy(head(p, z), y)
+            loss = local + lam * cross_entropy(head(p, z_p), q) + mu * contrast(p, z_p, z_g, z, kappa)
+            losses.append(local.item())
             gen.step(p, correct(p, gradients(loss, p, model)))
+        reported.append(sum(losses) / len(losses))
         return p
 
     book = rounds(world, client)
+    book.columns = {"train_loss": by_round(world, reported)}
     book.server = dict(book.server) | ({} if pool is None else {"fedbr.pool": pool})
     return book

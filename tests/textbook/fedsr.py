@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.distributions import Normal, kl_divergence
 
 from raysim.streams import torch_seed
+from textbook.corrected import by_round
 from textbook.plain import averaged, copied, features, gradients, head, optimizer, trainable, weights
 from textbook.world import Book, Job, Params, World
 
@@ -38,13 +39,23 @@ def score(world: World, p: Params, probabilistic: bool) -> tuple[float, float]:
     return (chances.argmax(1) == y).double().mean().item(), -chances[range(len(x)), y].log().mean().item()
 
 
-def fedsr(world: World, alpha_l2r: float, alpha_cmi: float, probabilistic: bool = True) -> Book:
+def first_reference(world: World) -> Params:
+    """Means 0, raw deviations 1, scale 1."""
+    size = world.classes, world.start["model.head.weight"].shape[1]
+    values = {"mean": torch.zeros(size), "std": torch.ones(size), "scale": torch.ones(())}
+    return {f"{REFERENCE}.{name}": value.double() for name, value in values.items()}
+
+
+def fedsr(
+    world: World, alpha_l2r: float, alpha_cmi: float, probabilistic: bool = True, share_reference: bool = False
+) -> Book:
     """CE + alpha_l2r mean |z| + alpha_cmi mean KL(N(s mu, (s sigma)^2) || N(r_mu[y], r_sigma[y]^2)), all trained."""
-    private = {i: {name: world.start[name] for name in world.personal} for i in range(world.clients)}
+    reference = first_reference(world) if probabilistic and alpha_cmi else {}
+    private = {i: {} if share_reference else reference for i in range(world.clients)}
     losses: list[float] = []
 
     def client(job: Job, received: Params) -> Params:
-        p, sgd, seen = copied({**received, **private[job.client]}), optimizer(world, job), []
+        p, sgd, seen = copied(received | private[job.client]), optimizer(world, job), []
         names = trainable(p) + trainable(p, REFERENCE)
         random = torch.Generator().manual_seed(torch_seed(world.seed, "torch", job.client, job.turn))
         for x, y in job.batches:
@@ -55,22 +66,23 @@ def fedsr(world: World, alpha_l2r: float, alpha_cmi: float, probabilistic: bool 
                 z = mean + std * torch.randn(mean.shape, generator=random, dtype=mean.dtype)
             task = F.cross_entropy(head(p, z), y)
             loss = task + alpha_l2r * z.square().sum(1).sqrt().mean()
-            if probabilistic and alpha_cmi:
+            if reference:
                 scale, centre, spread = (p[f"{REFERENCE}.{name}"] for name in ("scale", "mean", "std"))
-                own, reference = Normal(scale * mean, scale * std), Normal(centre[y], F.softplus(spread)[y])
-                loss = loss + alpha_cmi * kl_divergence(own, reference).sum(1).mean()
+                own, wanted = Normal(scale * mean, scale * std), Normal(centre[y], F.softplus(spread)[y])
+                loss = loss + alpha_cmi * kl_divergence(own, wanted).sum(1).mean()
             seen.append(task.item())
             sgd.step(p, gradients(loss, p, names))
-        private[job.client] = {name: p[name].detach() for name in world.personal}
+        private[job.client] = {name: p[name].detach() for name in private[job.client]}
         losses.append(sum(seen) / len(seen))
-        return p
+        return {name: tensor for name, tensor in p.items() if name not in private[job.client]}
 
-    x, columns = dict(world.start), {"train_loss": [], "accuracy_global": [], "loss_global": []}
+    x = {name: value for name, value in world.start.items() if not name.startswith(REFERENCE)}
+    x |= reference if share_reference else {}
+    columns = {"accuracy_global": [], "loss_global": []}
     for jobs in world.rounds:
         x = averaged([client(job, x) for job in jobs], weights(world, jobs))
-        columns["train_loss"].append(sum(losses[-len(jobs) :]) / len(jobs))
         accuracy, loss = score(world, x, probabilistic)
         columns["accuracy_global"].append(accuracy)
         columns["loss_global"].append(loss)
     took_part = {job.client for jobs in world.rounds for job in jobs}
-    return Book(x, {i: private[i] for i in took_part}, columns=columns)
+    return Book(x, {i: private[i] for i in took_part}, columns=columns | {"train_loss": by_round(world, losses)})

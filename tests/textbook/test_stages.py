@@ -72,7 +72,7 @@ def noise(host: Host) -> Mapping[str, Any]:
 def of_fedsr(study: Mapping[str, Any] | None = None, **settings: Any) -> Row:
     """A row of FedSR, with penalties that matter."""
     asked = {"alpha_l2r": 0.2, "alpha_cmi": 0.05} | settings
-    told = {key: asked[key] for key in ("alpha_l2r", "alpha_cmi", "probabilistic") if key in asked}
+    told = {key: asked[key] for key in asked if key not in ("width", "samples")}
     drawn: Any = noise if asked.get("probabilistic", True) else {}
     return Row(partial(fedsr, **told), lambda: [FedSR(**asked)], study or {}, drawn=drawn)
 
