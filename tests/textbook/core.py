@@ -26,7 +26,9 @@ def core(world: World) -> Book:
         moved = [{n: x[n] + p[n] - versions[j.version][n] for n in trainable(x)} for j, p in zip(jobs, y, strict=True)]
         versions.append({**averaged(y, w), **averaged(moved, w)})
         losses.append(sum(loss for _, loss in trained) / len(trained))
-    return Book(versions[-1], columns={"train_loss": losses})
+    samples = [sum(len(y) for job in jobs for _, y in job.batches) for jobs in world.rounds]
+    columns = {"train_loss": losses, "samples": samples, "clients": [len(jobs) for jobs in world.rounds]}
+    return Book(versions[-1], columns=columns)
 
 
 def client(world: World, job: Job, received: Params) -> tuple[Params, float]:

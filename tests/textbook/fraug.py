@@ -12,10 +12,12 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from raysim.streams import stream
 from textbook.plain import averaged, copied, detached, features, gradients, head, optimizer, trainable, weights
 from textbook.world import Book, Job, Params, World
 
@@ -77,10 +79,10 @@ def mean_of(numbers: list[float]) -> float:
 def fraug(world: World, rounds: int | None = None, **settings: Any) -> Book:
     """The three steps on every batch; the server averages all that does not stay."""
     get = {
-        "gamma": 0.01, "ramp": "exp", "weight": 0.5, "residual": None, "use_generator": True, "use_rtnet": True,
-        "prototype_weight": 0.3, "prototype_ramp": False, "keep_optimizer": True, "generator_lam": 1.0,
-        "rtnet_lam": 1.0, "generator_metric": "mmd", "rtnet_metric": "mmd", "generator_lr_factor": 5.0,
-        "rtnet_lr_factor": 2.5,
+        "noise_dim": 256, "noise": "normal", "gamma": 0.01, "ramp": "exp", "weight": 0.5, "residual": None,
+        "use_generator": True, "use_rtnet": True, "generator_norm": "shared", "prototype_weight": 0.3,
+        "prototype_ramp": False, "keep_optimizer": True, "generator_lam": 1.0, "rtnet_lam": 1.0,
+        "generator_metric": "mmd", "rtnet_metric": "mmd", "generator_lr_factor": 5.0, "rtnet_lr_factor": 2.5,
     } | settings  # fmt: skip
     has_g, has_h, classes = get["use_generator"], get["use_rtnet"], world.classes
     x, mine = dict(world.start), [{n: world.start[n] for n in world.personal} for _ in range(world.clients)]
@@ -88,7 +90,17 @@ def fraug(world: World, rounds: int | None = None, **settings: Any) -> Book:
     kept: dict[int, tuple[Any, Any, Any]] = {}
     count: dict[int, int] = {}
 
+    hidden, dim = get["noise_dim"], x["model.head.weight"].shape[1]
+    assert not has_h or x[f"{RTNET}.layers.0.weight"].shape == (hidden, (dim if has_g else hidden) + classes)
+    local = ("model.", RTNET, *([GENERATOR] if get["generator_norm"] == "local" else []))
+    norms = {n.rpartition(".")[0] for n in x if n.endswith("running_mean")}
+    assert world.personal == {
+        n for n in x if n.startswith(local) and (n.startswith(RTNET) or n.rpartition(".")[0] in norms)
+    }
+
     def client(job: Job) -> tuple[Params, list[float]]:
+        generator = stream(world.seed, "draws.fraug", job.client, job.turn)
+        draw = generator.random if get["noise"] == "uniform" else generator.standard_normal
         p, t, i, losses = copied(x | mine[job.client]), job.version, job.client, []
         fresh = [optimizer(world, job, f) for f in (1.0, get["generator_lr_factor"], get["rtnet_lr_factor"])]
         for new, old in zip(fresh, kept.get(i, ()), strict=False):  # buffers go on, rates are those of this round
@@ -109,9 +121,12 @@ def fraug(world: World, rounds: int | None = None, **settings: Any) -> Book:
             )
 
         for s, ((inputs, y), drawn) in enumerate(zip(job.batches, job.draws, strict=True)):
-            if len(y) == 1:
+            size = len(y)
+            z = torch.from_numpy(draw((5, size, hidden), dtype=np.float32))
+            assert torch.equal(z, drawn["fraug.noise"])
+            if size == 1:
                 continue
-            z, size = drawn["fraug.noise"].to(inputs.dtype), len(y)
+            z = z.to(inputs.dtype)
             turn = torch.tensor([((t * len(job.batches) + s) * size + b) % classes for b in range(size)])
             v = features(p, inputs)
             c = prototypes[i] = prototypes[i].clone()

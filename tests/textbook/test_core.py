@@ -175,17 +175,18 @@ def test_passes_count_as_work_and_a_step_as_a_batch_or_all_that_a_client_has() -
         assert found.rows[0]["virtual_seconds"] == pytest.approx(most / 10)
 
 
+@pytest.mark.parametrize("fleet", FLEETS)
 @pytest.mark.parametrize("schedule", [Synchronous(3), Buffered(4, 2), Buffered(7, 3)], ids=repr)
-def test_the_numbers_of_a_checkpoint_are_those_on_paper(schedule: Any, tmp_path: Path) -> None:
-    settings = {"rounds": 9, "checkpoint_every": 4, "folder": str(tmp_path)}
-    coordinator, _, _ = silent(COUNTS, schedule, SLOW, **settings)
+def test_the_numbers_of_a_checkpoint_are_those_on_paper(schedule: Any, fleet: str, tmp_path: Path) -> None:
+    settings = {"rounds": 10, "checkpoint_every": 4, "folder": str(tmp_path)}
+    coordinator, _, _ = silent(COUNTS, schedule, FLEETS[fleet], **settings)
     [*coordinator.run()]
-    wanted = expected(schedule, "lognormal", 9)
-    for version in (8, 9):
-        numbers, each = (
-            json.loads((tmp_path / f"checkpoints/round-{version:06d}/run.json").read_text()),
-            wanted[version - 1],
-        )
+    wanted = expected(schedule, fleet, 10)
+    folders = tmp_path / "checkpoints"
+    assert sorted(path.name for path in folders.iterdir()) == ["round-000008", "round-000010"]
+    for version in (8, 10):
+        numbers = json.loads((folders / f"round-{version:06d}/run.json").read_text())
+        each = wanted[version - 1]
         assert numbers["now"] == pytest.approx(each.now, rel=1e-12)
         assert (numbers["version"], numbers["draw"], numbers["number"]) == (version, each.cohorts, each.sent)
         assert numbers["arrived"] == [job.number for job in each.waiting]
