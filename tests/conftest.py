@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 PATIENCE = {
     "RAY_agent_register_timeout_ms": "300000",
     "RAY_gcs_server_port_wait_time_s": "300",
-    "RAY_gcs_server_request_timeout_seconds": "300",
     "RAY_health_check_failure_threshold": "60",
     "RAY_raylet_start_wait_time_s": "300",
     "RAY_worker_register_timeout_seconds": "300",
@@ -35,13 +34,15 @@ def pytest_configure() -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """What needs a Ray is slow, and all of it in one group, so one worker does it: one Ray at a time."""
+
+    def uses(item: pytest.Item, *fixtures: str) -> bool:
+        return not {*fixtures}.isdisjoint(getattr(item, "fixturenames", ()))
+
     for item in items:
-        if {"ray_session", "cluster", "driver"} & {*getattr(item, "fixturenames", ())}:
+        if uses(item, "ray_session", "cluster", "driver"):
             item.add_marker(pytest.mark.slow)
             item.add_marker(pytest.mark.xdist_group("ray"))
-    items.sort(
-        key=lambda item: "ray_session" in getattr(item, "fixturenames", ())
-    )  # others end theirs before it begins
+    items.sort(key=lambda item: uses(item, "ray_session"))  # Rays of a test's own end before it begins
 
 
 @pytest.fixture(scope="session")
