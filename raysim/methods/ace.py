@@ -144,7 +144,7 @@ class ACE(Method):
         state, clients, trained = server.state, int(np.count_nonzero(server.counts)), server.layout.trained
         rows = claimed(state, "ace", [update.client for update in updates], clients, self.cache)
         new = len(state["ace.clients"]) - len(state["ace.versions"])
-        versions = torch.cat([state["ace.versions"], torch.full((new,), -1)])
+        versions = torch.cat([state["ace.versions"], torch.zeros(new, dtype=torch.int64)])
         counted = torch.cat([state["ace.counted"], torch.zeros(new, dtype=torch.bool)])
         for row, update in zip(rows, updates, strict=True):
             versions[row] = update.version

@@ -52,14 +52,14 @@ def _calibrate(
     deltas: Sequence[Tensor], rows: Sequence[int], cache: Tensor, total: Tensor, clients: int, scale: float = 1.0
 ) -> Tensor:
     """``scale`` v, in the kind of ``deltas``; ``cache`` [R, D] and the sum of its rows, ``total`` float64, change."""
-    into, last = torch.empty_like(deltas[0]), dict(zip(rows, deltas, strict=True))
+    into = torch.empty_like(deltas[0])
 
     def flush(part: slice) -> None:
         v = total[part] / clients
         for row, delta in zip(rows, deltas, strict=True):
             v.add_(delta[part].double() - cache[row, part], alpha=1 / len(deltas))
         into[part] = v.mul_(scale)
-        for row, delta in last.items():
+        for row, delta in zip(rows, deltas, strict=True):
             total[part] += delta[part].double() - cache[row, part]
             cache[row, part] = delta[part]
 

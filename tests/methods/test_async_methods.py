@@ -180,6 +180,18 @@ def test_of_a_client_that_arrives_twice_the_later_update_is_kept() -> None:
     assert torch.equal(found[[2, 0]], deltas[[2, 1]]) and torch.equal(found[[1, 3, 4]], cache[[1, 3, 4]])
 
 
+@pytest.mark.parametrize(("average", "second"), [("all", 2 + 4 + 2 / 3), ("seen", 2 + 4 + 2)])
+def test_clients_that_never_came_count_as_zeros_and_those_without_samples_not_at_all(
+    average: Any, second: float
+) -> None:
+    at = server(CA2FL(average=average), counts=(10, 0, 10, 10))
+    arrive(at, (0, 2.0))
+    assert at.vector[0] == 2 and at.report["ca2fl.seen"] == pytest.approx(1 / 3)
+    arrive(at, (3, 4.0))
+    assert at.vector[0] == pytest.approx(second)
+    assert at.vector[-1] == 6.0, "buffers are never cached"
+
+
 def test_in_rounds_with_everybody_ca2fl_and_ace_are_uniform_fedavg() -> None:
     settings: dict[str, Any] = {"schedule": Synchronous(6), "fleet": Ideal()} | UNIFORM
     fedavg = run(recipe(model=NORMED), **settings)

@@ -44,8 +44,8 @@ ROWS = {
         schedule=ALONE,
     ),
     "fedasync that discards": Row(
-        partial(fedasync, alpha=0.6, oldest=3, decay=0.9),
-        lambda: [FedAsync(max_staleness=3, alpha_decay=0.9)],
+        partial(fedasync, alpha=0.6, oldest=1, decay=0.9),
+        lambda: [FedAsync(max_staleness=1, alpha_decay=0.9)],
         NORMED,
         LONG,
         PAIRS,
