@@ -31,9 +31,15 @@ def pytest_configure() -> None:
         torch.set_num_threads(1)  # the other worker has the other core
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """Two workers for quick tests; one process for slow ones, so that one Ray exists at a time."""
+    return 2 if config.getoption("markexpr") == "not slow" else 0
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What needs a Ray is slow, and all of it in one group, so one worker does it: one Ray at a time."""
+    """What asks for a Ray is slow."""
 
     def uses(item: pytest.Item, *fixtures: str) -> bool:
         return not {*fixtures}.isdisjoint(getattr(item, "fixturenames", ()))
@@ -41,7 +47,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if uses(item, "ray_session", "cluster", "driver"):
             item.add_marker(pytest.mark.slow)
-            item.add_marker(pytest.mark.xdist_group("ray"))
     items.sort(key=lambda item: uses(item, "ray_session"))  # Rays of a test's own end before it begins
 
 

@@ -310,7 +310,6 @@ def test_a_killed_run_is_resumed_to_the_same_bits() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.xdist_group("ray")
 def test_a_run_on_ray_that_is_told_to_end_says_how_to_go_on() -> None:
     on_ray = [word for word in QUICK if not word.startswith("runtime=")]
     words = [sys.executable, "-m", "raysim", "run", *on_ray, "rounds=100000", "out=a"]
