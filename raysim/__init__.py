@@ -1,1 +1,29 @@
-"""raysim: asynchronous, cluster-scale federated-learning simulation."""
+"""raysim: asynchronous, cluster-scale federated-learning simulation.
+
+import raysim
+result = raysim.run(["method=[fedprox]", "runtime=inprocess", "rounds=20"])
+result.summary["accuracy_global"], result.rows[-1]
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from raysim.api.method import Method
+    from raysim.experiment.execute import build, run
+
+__all__ = ["Method", "build", "run"]
+
+
+def __getattr__(name: str) -> Any:
+    """Imports what is asked for: `import raysim` itself imports neither PyTorch nor Hydra nor Ray."""
+    if name == "Method":
+        from raysim.api.method import Method
+
+        return Method
+    if name in ("build", "run"):
+        from raysim.experiment import execute
+
+        return getattr(execute, name)
+    raise AttributeError(f"module 'raysim' has no attribute {name!r}")

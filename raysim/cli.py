@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from raysim.errors import Refused, instead, refusing
+from raysim.primitives.errors import Refused, instead, refusing
 
 RUN = """\
 examples:
@@ -160,7 +160,7 @@ def _guarded(command: Callable[[], int]) -> int:
     except KeyboardInterrupt as error:
         return _say(str(error) or "stopped before the run began: nothing was written", 130)
     except RuntimeError as error:
-        from raysim.events import RunStopped
+        from raysim.simulation.events import RunStopped
 
         if not isinstance(error, RunStopped):
             raise
@@ -240,22 +240,22 @@ def _configurable(parser: argparse.ArgumentParser) -> None:
 
 # --- commands -------------------------------------------------------------------------------------------------------
 def _run(given: argparse.Namespace) -> int:
-    from raysim.config import compose
+    from raysim.experiment.compose import compose
 
     config = compose(
         given.overrides, given.conf, given.config
     )  # before torch is imported: a typing mistake is answered at once
     if given.allow:
         sys.path.insert(0, os.getcwd())  # as `python` does for code of the user's own
-    from raysim.experiment import run
+    from raysim.experiment.execute import run
 
     run(config, quiet=given.quiet, allow=given.allow)
     return 0
 
 
 def _study(given: argparse.Namespace) -> int:
-    from raysim.campaign import carry_out, check, plan, store
-    from raysim.campaign_report import check_metrics, report
+    from raysim.commands.study.report import check_metrics, report
+    from raysim.commands.study.runner import carry_out, check, plan, store
 
     if given.parallel < 1:
         raise Refused(f"--parallel {given.parallel} must be at least 1")
@@ -276,19 +276,19 @@ def _study(given: argparse.Namespace) -> int:
 
 
 def _sweep(given: argparse.Namespace) -> int:
-    from raysim.search import asked
+    from raysim.commands.sweep.search import asked
 
     search = asked(given.overrides, given.conf)  # before torch and Ray are imported
     if given.allow:
         sys.path.insert(0, os.getcwd())
-    from raysim.sweep import run
+    from raysim.commands.sweep.tune import run
 
     run(search, quiet=given.quiet, allow=given.allow)
     return 0
 
 
 def _submit(given: argparse.Namespace) -> int:
-    from raysim import submission
+    from raysim.commands.submit import package as submission
 
     words = given.words[1:] if given.words[:1] == ["--"] else given.words
     if not words or words[0] not in submission.COMMANDS:
@@ -302,7 +302,7 @@ def _submit(given: argparse.Namespace) -> int:
 def _methods(given: argparse.Namespace) -> int:
     import json
 
-    from raysim.experiment import catalogue
+    from raysim.experiment.execute import catalogue
 
     entries = catalogue()
     if given.json:
@@ -322,11 +322,11 @@ def _methods(given: argparse.Namespace) -> int:
 
 
 def _partition(given: argparse.Namespace) -> int:
-    from raysim.config import compose
+    from raysim.experiment.compose import compose
 
     config = compose(given.overrides, given.conf)
     from raysim.data.federated import draw_partition, statistics
-    from raysim.experiment import partition
+    from raysim.experiment.execute import partition
 
     data = partition(config, given.allow)
     picture = Path(given.out)
@@ -352,7 +352,7 @@ def _report(given: argparse.Namespace) -> int:
         return _paper(given)
     if not given.runs:
         raise Refused("report needs the folders of runs, or --paper and the name of a published table")
-    from raysim.report import compare, load_run, table
+    from raysim.results.report import compare, load_run, table
 
     with refusing():
         runs = [load_run(folder) for folder in _folders(given.runs)]
@@ -372,9 +372,9 @@ def _paper(given: argparse.Namespace) -> int:
     """A published table beside runs, or the tables that a paper has."""
     import shutil
 
-    from raysim.papers.comparison import compare
-    from raysim.papers.tables import listing
-    from raysim.report import load_run
+    from raysim.commands.papers.comparison import compare
+    from raysim.commands.papers.tables import listing
+    from raysim.results.report import load_run
 
     if given.out is not None:
         raise Refused(f"--out {given.out} has no effect with --paper, which prints text alone: leave it out")
@@ -390,7 +390,7 @@ def _paper(given: argparse.Namespace) -> int:
 
 
 def _bench(given: argparse.Namespace) -> int:
-    from raysim import bench
+    from raysim.commands.bench import loops as bench
 
     with refusing():
         if min(given.blocks, given.hosts) < 1:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from raysim.host import Host, Recipe
 from raysim.runtime import ray as on_ray
+from raysim.training.host import Host, Recipe
 
 
 class Reusable(Host):

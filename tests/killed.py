@@ -7,8 +7,9 @@ import signal
 import sys
 from pathlib import Path
 
-from raysim import checkpoint, cli
-from raysim.checkpoint import Snapshot, write
+from raysim import cli
+from raysim.simulation import checkpoint
+from raysim.simulation.checkpoint import Snapshot, write
 
 
 def write_last(folder: Path, version: int, snapshot: Snapshot) -> Path:

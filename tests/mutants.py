@@ -44,7 +44,10 @@ from mutations import Mutant, Places, changes, inner_lines
 ROOT = Path(__file__).resolve().parent.parent
 CORE = [
     f"raysim/{name}.py"
-    for name in ("step", "client", "server", "schedule", "fleet", "data/partition", "evaluation", "checkpoint")
+    for name in (
+        *("training/step", "training/trainer", "vectors/optimizer", "data/partition"),
+        *(f"simulation/{each}" for each in ("server", "schedule", "fleet", "evaluator", "checkpoint")),
+    )
 ]
 ROOMS = [*CORE, "raysim/methods/*.py"]
 LEAST = {True: 25, False: 4}  # mutants of a core file, and of another

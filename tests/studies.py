@@ -12,20 +12,20 @@ from typing import Any
 import numpy as np
 from torch import Tensor, nn
 
-from raysim.client import Local
-from raysim.coordinator import Coordinator, Finished, Round, Row, Runtime, Settings
+from raysim.api.declarations import Local
+from raysim.api.messages import Failure, Job, Published, Trained, Update
+from raysim.api.method import Method
 from raysim.data.federated import FederatedData, federate
 from raysim.data.partition import CSR, IID, Dirichlet, Partition
 from raysim.data.sources import Synthetic
-from raysim.evaluation import Evaluation
-from raysim.fleet import Fleet, Ideal, Lognormal
-from raysim.host import Host, Recipe
-from raysim.messages import Failure, Job, Published, Trained, Update
-from raysim.methods.method import Method
 from raysim.models import Classifier, Mlp, ModelRecipe, SmallCnn
 from raysim.models.classifier import Shape
 from raysim.runtime.inprocess import InProcess
-from raysim.schedule import Buffered, Schedule, Synchronous
+from raysim.simulation.coordinator import Coordinator, Finished, Round, Row, Runtime, Settings
+from raysim.simulation.evaluator import Evaluation
+from raysim.simulation.fleet import Fleet, Ideal, Lognormal
+from raysim.simulation.schedule import Buffered, Schedule, Synchronous
+from raysim.training.host import Host, Recipe
 
 
 @dataclass(frozen=True)

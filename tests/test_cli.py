@@ -13,10 +13,11 @@ from typing import Any
 
 import pytest
 
-from raysim import cli, experiment
-from raysim.checkpoint import available
-from raysim.metrics import read_history
-from raysim.progress import Progress
+from raysim import cli
+from raysim.experiment import execute as experiment
+from raysim.results.history import read_history
+from raysim.results.progress import Progress
+from raysim.simulation.checkpoint import available
 
 QUICK = (
     *("runtime=inprocess", "tracking=none", "data=synthetic", "partition=iid", "partition.clients=10"),

@@ -9,10 +9,7 @@ import pytest
 from cluster import Hosts
 from studies import MLP, NORMED, NORMED_MLP, SEED, Ran, coordinate, even, ran, recipe, run, several, tiny
 
-from raysim.client import Local
-from raysim.coordinator import Finished, Round, Settings
-from raysim.evaluation import Evaluation
-from raysim.fleet import Ideal, Lognormal
+from raysim.api.declarations import Local
 from raysim.methods.fedbn import FedBN
 from raysim.methods.fedbr import FedBR
 from raysim.methods.fedbss import FedBSS
@@ -20,7 +17,10 @@ from raysim.methods.fedbuff import FedBuff
 from raysim.methods.fedopt import FedAdam
 from raysim.methods.mixup import Mixup
 from raysim.methods.scaffold import Scaffold
-from raysim.schedule import Buffered, Synchronous
+from raysim.simulation.coordinator import Finished, Round, Settings
+from raysim.simulation.evaluator import Evaluation
+from raysim.simulation.fleet import Ideal, Lognormal
+from raysim.simulation.schedule import Buffered, Synchronous
 
 LOCAL = Local(lr=0.05, momentum=0.9, batch=8, epochs=2)
 SCHEDULES = {"rounds": Synchronous(6), "buffer": Buffered(concurrency=6, size=3)}

@@ -1,0 +1,1 @@
+"""From sources to a federated data set: reading, corruption, partitions, batches."""

@@ -14,7 +14,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from raysim.files import alone, whole
+from raysim.primitives.files import alone, whole
 
 FORMAT = 1  # raise it when the same settings give other bytes
 

@@ -14,7 +14,7 @@ from raysim.data.pictures import stacked
 from raysim.data.raw import Raw, Source, within
 from raysim.data.sources import Cifar10, Cifar100, Digits, FashionMnist, Mnist, Svhn, Usps
 from raysim.data.stored import Stored, holds_images, named_folder
-from raysim.errors import instead
+from raysim.primitives.errors import instead
 
 DOWNLOADED = {
     "mnist": Mnist,

@@ -24,7 +24,7 @@ from raysim.data.corruption import (
 from raysim.data.dataset import Dataset, Samples, cached
 from raysim.data.partition import CSR, Floats, Ints, Partition, Partitioner, guarded_floor, leading
 from raysim.data.sources import Source
-from raysim.streams import stream
+from raysim.primitives.streams import stream
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

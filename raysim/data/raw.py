@@ -16,7 +16,7 @@ from raysim.data.corruption import Rotation
 from raysim.data.dataset import Dataset, Samples, cached
 from raysim.data.partition import Ints
 from raysim.data.pictures import Picture, numbered, stacked
-from raysim.errors import instead
+from raysim.primitives.errors import instead
 
 AUGMENTATIONS = ("crop", "flip", "rotate", "resized_crop", "jitter", "grey")
 

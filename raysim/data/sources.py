@@ -20,8 +20,8 @@ from raysim.data.partition import Ints
 from raysim.data.pictures import spread_test, train_first
 from raysim.data.raw import Raw, Source, within
 from raysim.data.stored import ImageFolder, Parquet, Stored, holds_images, named_folder
-from raysim.files import alone
-from raysim.streams import stream
+from raysim.primitives.files import alone
+from raysim.primitives.streams import stream
 
 __all__ = [
     "Cifar10",

@@ -1,0 +1,1 @@
+"""One file per paper: its mathematics as functions, and the hooks that use them."""

@@ -27,14 +27,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from raysim.blocks import in_blocks
-from raysim.cache import Place, check_budget, claimed, reserve
-from raysim.methods.method import Method, at_least
+from raysim.api.method import Method
 from raysim.models.classifier import one_of
+from raysim.primitives.checks import at_least
+from raysim.vectors.blocks import in_blocks
+from raysim.vectors.row_store import Place, check_budget, claimed, reserve
 
 if TYPE_CHECKING:
-    from raysim.messages import Update
-    from raysim.server import Server
+    from raysim.api.messages import Update
+    from raysim.api.server_view import Server
 
 AVERAGES, PLACES = ("all", "seen"), ("disk", "memory")
 

@@ -19,7 +19,7 @@ Choices where the source is silent or ours differ
 
 from __future__ import annotations
 
-from raysim.methods.method import Method
+from raysim.api.method import Method
 
 
 class Centralized(Method):

@@ -23,12 +23,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from raysim.methods.method import FORWARD, Cost, Method, Network, Stage, Task, at_least
+from raysim.api.context import Stage
+from raysim.api.declarations import FORWARD, Cost, Network, Task
+from raysim.api.method import Method
+from raysim.primitives.checks import at_least
 
 if TYPE_CHECKING:
-    from raysim.client import Local, Plan
-    from raysim.server import Server
-    from raysim.step import Batch, Context, Outputs
+    from raysim.api.context import Batch, Context, Outputs, Plan
+    from raysim.api.declarations import Local
+    from raysim.api.server_view import Server
 
 DISCRIMINATOR = "dann.discriminator"
 

@@ -27,13 +27,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from raysim.blocks import compiled, in_blocks
+from raysim.api.method import Method
 from raysim.methods.fedexp import squared_norm
-from raysim.methods.method import Method, at_least
 from raysim.models.classifier import one_of
+from raysim.primitives.checks import at_least
+from raysim.vectors.blocks import compiled, in_blocks
 
 if TYPE_CHECKING:
-    from raysim.server import Server
+    from raysim.api.server_view import Server
 
 RULES = ("scale", "cap")
 

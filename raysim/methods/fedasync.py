@@ -30,13 +30,14 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from raysim.blocks import in_blocks
-from raysim.methods.method import Method, at_least, between
+from raysim.api.method import Method
 from raysim.models.classifier import one_of
+from raysim.primitives.checks import at_least, between
+from raysim.vectors.blocks import in_blocks
 
 if TYPE_CHECKING:
-    from raysim.messages import Update
-    from raysim.server import Server
+    from raysim.api.messages import Update
+    from raysim.api.server_view import Server
 
 KINDS = ("polynomial", "hinge", "constant")
 

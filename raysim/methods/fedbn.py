@@ -23,10 +23,12 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import Tensor, nn
 
-from raysim.methods.method import Method, Task
+from raysim.api.declarations import Task
+from raysim.api.method import Method
 
 if TYPE_CHECKING:
-    from raysim.client import Local, Own
+    from raysim.api.context import Own
+    from raysim.api.declarations import Local
 
 STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 AFFINE = ("weight", "bias")

@@ -30,19 +30,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from raysim.api.context import Stage, inferred
+from raysim.api.declarations import FORWARD, Cost, Network, Task
+from raysim.api.method import Method
 from raysim.data.batches import Pipeline
 from raysim.data.dataset import Dataset
 from raysim.data.sources import Source
-from raysim.methods.method import FORWARD, Cost, Method, Network, Stage, Task, at_least
 from raysim.methods.mixup import soft_targets
-from raysim.step import inferred
-from raysim.streams import stream
+from raysim.primitives.checks import at_least
+from raysim.primitives.streams import stream
 
 if TYPE_CHECKING:
-    from raysim.client import Contribution, Local, Plan
+    from raysim.api.context import Batch, Context, Contribution, Outputs, Plan
+    from raysim.api.declarations import Local
+    from raysim.api.server_view import Server
     from raysim.models import Classifier
-    from raysim.server import Server
-    from raysim.step import Batch, Context, Outputs
 
 
 def contrastive_loss(

@@ -28,13 +28,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from raysim.methods.method import FORWARD, Cost, Method, Task, at_least
+from raysim.api.declarations import FORWARD, Cost, Task
+from raysim.api.method import Method
+from raysim.primitives.checks import at_least
 
 if TYPE_CHECKING:
-    from raysim.client import Local
-    from raysim.server import Server
-    from raysim.step import Context
-    from raysim.vector import Layout
+    from raysim.api.context import Context
+    from raysim.api.declarations import Local
+    from raysim.api.server_view import Server
+    from raysim.vectors.layout import Layout
 
 KINDS = ("cosine", "linear", "filter", "all")
 

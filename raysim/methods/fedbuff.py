@@ -23,12 +23,13 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import Tensor
 
+from raysim.api.method import Method
 from raysim.methods.fedavg import weight_total, weighted_sum
-from raysim.methods.method import Method, at_least
+from raysim.primitives.checks import at_least
 
 if TYPE_CHECKING:
-    from raysim.messages import Update
-    from raysim.server import Server
+    from raysim.api.messages import Update
+    from raysim.api.server_view import Server
 
 NORMALIZATIONS = ("count", "weights", "none")
 

@@ -31,15 +31,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from raysim.blocks import parts
-from raysim.cache import GIB, extended, reserve, settled
-from raysim.errors import Refused
-from raysim.methods.method import Cost, Method, at_least, between
+from raysim.api.declarations import Cost
+from raysim.api.method import Method
+from raysim.primitives.checks import at_least, between
+from raysim.primitives.errors import Refused
+from raysim.vectors.blocks import parts
+from raysim.vectors.row_store import GIB, extended, reserve, settled
 
 if TYPE_CHECKING:
-    from raysim.messages import Update
-    from raysim.server import Server
-    from raysim.step import Context
+    from raysim.api.context import Context
+    from raysim.api.messages import Update
+    from raysim.api.server_view import Server
 
 LIMIT = 1_000_000  # combinations that a batch may try; their tables take at most 100 MB
 _PART = 1 << 16  # entries of a model that are in float64 at once

@@ -23,13 +23,15 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from raysim.methods.method import Method, Task, between
+from raysim.api.declarations import Task
+from raysim.api.method import Method
+from raysim.primitives.checks import between
 
 if TYPE_CHECKING:
-    from raysim.client import Local
-    from raysim.messages import Update
-    from raysim.server import Server
-    from raysim.step import Context
+    from raysim.api.context import Context
+    from raysim.api.declarations import Local
+    from raysim.api.messages import Update
+    from raysim.api.server_view import Server
 
 
 def update_direction(gradient: Tensor, server_direction: Tensor, alpha: float) -> Tensor:

@@ -16,10 +16,11 @@ from typing import TYPE_CHECKING, Literal, get_args
 
 from torch import Tensor
 
-from raysim.methods.method import Method, at_least
+from raysim.api.method import Method
+from raysim.primitives.checks import at_least
 
 if TYPE_CHECKING:
-    from raysim.step import Batch, Context, Outputs
+    from raysim.api.context import Batch, Context, Outputs
 
 Variant = Literal["authors", "paper", "fedbr"]
 

@@ -26,13 +26,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from raysim.api.declarations import Cost
+from raysim.api.method import Method
 from raysim.methods.fedavg import weight_total, weighted_sum
-from raysim.methods.method import Cost, Method, at_least
 from raysim.models.classifier import one_of
+from raysim.primitives.checks import at_least
 
 if TYPE_CHECKING:
-    from raysim.server import Server
-    from raysim.step import Context
+    from raysim.api.context import Context
+    from raysim.api.server_view import Server
 
 SCALES = ("one", "count")
 _BLOCK = 8192  # entries squared and summed in float32 at once: too few for BLAS to use threads, or to lose digits

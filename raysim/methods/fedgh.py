@@ -35,14 +35,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from raysim.gram import GRANULARITIES, Granularity, combination, gram, parameters_of, recombined, stretches
+from raysim.api.method import Method
 from raysim.methods.fedavg import weight_total, weighted_sum
-from raysim.methods.method import Method
+from raysim.methods.recombination import parameters_of, recombined
 from raysim.models.classifier import one_of
+from raysim.vectors.gram import GRANULARITIES, Granularity, combination, gram, stretches
 
 if TYPE_CHECKING:
-    from raysim.messages import Update
-    from raysim.server import Server
+    from raysim.api.messages import Update
+    from raysim.api.server_view import Server
 
 ConflictTest: TypeAlias = Literal["original", "current"]
 Order: TypeAlias = Literal["lexicographic", "random"]

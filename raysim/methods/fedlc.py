@@ -23,11 +23,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from raysim.methods.method import Method, at_least
+from raysim.api.method import Method
 from raysim.models.classifier import one_of
+from raysim.primitives.checks import at_least
 
 if TYPE_CHECKING:
-    from raysim.step import Batch, Context, Outputs
+    from raysim.api.context import Batch, Context, Outputs
 
 DENOMINATORS = ("all", "others")
 

@@ -37,15 +37,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from raysim.gram import GRANULARITIES, Granularity, gram, recombined
+from raysim.api.method import Method
 from raysim.methods.fedavg import weight_total, weighted_sum
-from raysim.methods.method import Method, at_least
+from raysim.methods.recombination import recombined
 from raysim.models.classifier import one_of
+from raysim.primitives.checks import at_least
+from raysim.vectors.gram import GRANULARITIES, Granularity, gram
 
 if TYPE_CHECKING:
-    from raysim.messages import Update
-    from raysim.server import Server
-    from raysim.step import Batch, Context, Outputs
+    from raysim.api.context import Batch, Context, Outputs
+    from raysim.api.messages import Update
+    from raysim.api.server_view import Server
 
 Kind: TypeAlias = Literal["marg_log", "batch_softmax", "logit_l2", "threshold"]
 Normalization: TypeAlias = Literal["l2", "sum", "none"]

@@ -31,14 +31,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from raysim.api.declarations import Cost, Task
+from raysim.api.method import Method
 from raysim.data.partition import CSR
-from raysim.methods.method import Cost, Method, Task, at_least, between
 from raysim.methods.mixup import soft_targets
+from raysim.primitives.checks import at_least, between
 
 if TYPE_CHECKING:
-    from raysim.client import Contribution, Local
-    from raysim.server import Server
-    from raysim.step import Batch, Context, Outputs
+    from raysim.api.context import Batch, Context, Contribution, Outputs
+    from raysim.api.declarations import Local
+    from raysim.api.server_view import Server
 
 
 def mean_pairs(inputs: Tensor, labels: Tensor, num_classes: int, indices: Tensor) -> dict[str, Tensor]:

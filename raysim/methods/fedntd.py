@@ -17,11 +17,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from raysim.methods.method import FORWARD, Cost, Method, at_least
+from raysim.api.declarations import FORWARD, Cost
+from raysim.api.method import Method
+from raysim.primitives.checks import at_least
 
 if TYPE_CHECKING:
-    from raysim.server import Server
-    from raysim.step import Batch, Context, Outputs
+    from raysim.api.context import Batch, Context, Outputs
+    from raysim.api.server_view import Server
 
 
 def not_true_distillation_loss(logits: Tensor, global_logits: Tensor, labels: Tensor, temperature: float) -> Tensor:

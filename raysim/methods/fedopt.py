@@ -29,11 +29,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from raysim.blocks import compiled, in_blocks
-from raysim.methods.method import Method, at_least, between
+from raysim.api.method import Method
+from raysim.primitives.checks import at_least, between
+from raysim.vectors.blocks import compiled, in_blocks
 
 if TYPE_CHECKING:
-    from raysim.server import Server
+    from raysim.api.server_view import Server
 
 
 def fedavgm_step(

@@ -41,15 +41,18 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from raysim.cache import extended, reserve, settled
-from raysim.methods.method import FORWARD, Cost, Method, Stage, Task, at_least, between
+from raysim.api.context import Stage
+from raysim.api.declarations import FORWARD, Cost, Task
+from raysim.api.method import Method
+from raysim.primitives.checks import at_least, between
+from raysim.vectors.row_store import extended, reserve, settled
 
 if TYPE_CHECKING:
-    from raysim.client import Local, Own, Plan
-    from raysim.messages import Update
-    from raysim.server import Server
-    from raysim.step import Batch, Context, Outputs
-    from raysim.vector import Layout, Vector
+    from raysim.api.context import Batch, Context, Outputs, Own, Plan
+    from raysim.api.declarations import Local
+    from raysim.api.messages import Update
+    from raysim.api.server_view import Server
+    from raysim.vectors.layout import Layout, Vector
 
 _OPTIMAL = 1e-12  # how far a gradient on the simplex may point inwards, relative to the best single client's objective
 

@@ -20,10 +20,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from raysim.methods.method import Method, at_least
+from raysim.api.method import Method
+from raysim.primitives.checks import at_least
 
 if TYPE_CHECKING:
-    from raysim.step import Context
+    from raysim.api.context import Context
 
 
 def proximal_term(params: Tensor, global_params: Tensor, mu: float) -> Tensor:

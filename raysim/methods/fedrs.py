@@ -20,11 +20,13 @@ from typing import TYPE_CHECKING, Literal, cast
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from raysim.methods.method import Method, Task, between
+from raysim.api.declarations import Task
+from raysim.api.method import Method
 from raysim.models.classifier import Classifier, one_of
+from raysim.primitives.checks import between
 
 if TYPE_CHECKING:
-    from raysim.step import Batch, Context
+    from raysim.api.context import Batch, Context
 
 KINDS = ("binary", "relative")
 

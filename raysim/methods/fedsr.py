@@ -32,12 +32,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from raysim.methods.method import Method, Network, Stage, Task, at_least
+from raysim.api.context import Stage
+from raysim.api.declarations import Network, Task
+from raysim.api.method import Method
 from raysim.models.classifier import Classifier
+from raysim.primitives.checks import at_least
 
 if TYPE_CHECKING:
-    from raysim.client import Plan
-    from raysim.step import Batch, Context, Outputs
+    from raysim.api.context import Batch, Context, Outputs, Plan
 
 
 def representation_norm_penalty(*, representations: Tensor) -> Tensor:

@@ -38,16 +38,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from raysim.api.context import Stage, inferred
+from raysim.api.declarations import FORWARD, Cost, Network, Task
+from raysim.api.method import Method
 from raysim.methods.fedbn import BATCHNORM, split_parameter_names
-from raysim.methods.method import FORWARD, Cost, Method, Network, Stage, Task, at_least, between
 from raysim.models.classifier import one_of
-from raysim.step import inferred
+from raysim.primitives.checks import at_least, between
 
 if TYPE_CHECKING:
-    from raysim.client import Local, Plan
-    from raysim.server import Server
-    from raysim.step import Batch, Context, Outputs
-    from raysim.vector import Layout
+    from raysim.api.context import Batch, Context, Outputs, Plan
+    from raysim.api.declarations import Local
+    from raysim.api.server_view import Server
+    from raysim.vectors.layout import Layout
 
 RAMPS = ("exp", "laine_aila", "reciprocal", "constant")
 METRICS = ("mmd", "mse", "mmd_moments")

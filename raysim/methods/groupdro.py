@@ -20,12 +20,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from raysim.methods.method import Cost, Method, at_least
+from raysim.api.declarations import Cost
+from raysim.api.method import Method
+from raysim.primitives.checks import at_least
 
 if TYPE_CHECKING:
-    from raysim.messages import Update
-    from raysim.server import Server
-    from raysim.step import Context
+    from raysim.api.context import Context
+    from raysim.api.messages import Update
+    from raysim.api.server_view import Server
 
 
 def updated_weights(weights: Tensor, losses: Tensor, indices: Tensor, step_size: float) -> Tensor:

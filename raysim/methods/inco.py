@@ -30,13 +30,15 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from raysim.blocks import BLOCK, compiled, in_blocks, parts
-from raysim.methods.method import Method, Task, at_least
+from raysim.api.declarations import Task
+from raysim.api.method import Method
 from raysim.models.classifier import one_of
+from raysim.primitives.checks import at_least
+from raysim.vectors.blocks import BLOCK, compiled, in_blocks, parts
 
 if TYPE_CHECKING:
-    from raysim.client import Local
-    from raysim.server import Server
+    from raysim.api.declarations import Local
+    from raysim.api.server_view import Server
 
 GRANULARITIES, ALIGNS = ("kernel", "tensor"), ("always", "conflict")
 _CONVOLUTION = re.compile(r"((?:.*\.)?layer\d+)\.(\d+)\.(conv\d+)\.weight")

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from raysim.methods.method import Method
+from raysim.api.method import Method
 
 if TYPE_CHECKING:
-    from raysim.step import Context
+    from raysim.api.context import Context
 
 _PREFIX = "local.optimizer."
 

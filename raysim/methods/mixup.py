@@ -21,11 +21,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from raysim.methods.method import Method
+from raysim.api.method import Method
 
 if TYPE_CHECKING:
-    from raysim.client import Plan
-    from raysim.step import Batch, Context
+    from raysim.api.context import Batch, Context, Plan
 
 
 def soft_targets(labels: Tensor, num_classes: int, dtype: torch.dtype) -> Tensor:

@@ -23,14 +23,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from raysim.methods.method import FORWARD, Cost, Method, Task, at_least
+from raysim.api.context import inferred
+from raysim.api.declarations import FORWARD, Cost, Task
+from raysim.api.method import Method
 from raysim.models.classifier import Classifier
-from raysim.step import inferred
+from raysim.primitives.checks import at_least
 
 if TYPE_CHECKING:
-    from raysim.server import Server
-    from raysim.step import Batch, Context, Outputs
-    from raysim.vector import Layout
+    from raysim.api.context import Batch, Context, Outputs
+    from raysim.api.server_view import Server
+    from raysim.vectors.layout import Layout
 
 
 def model_contrastive_loss(z_local: Tensor, z_global: Tensor, z_previous: Tensor, temperature: float) -> Tensor:

@@ -35,15 +35,17 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.functional import cross_entropy
 
-from raysim.methods.method import Cost, Method, Task, at_least
+from raysim.api.declarations import Cost, Task
+from raysim.api.method import Method
 from raysim.models.classifier import one_of
-from raysim.step import Descent, Optimizer
-from raysim.vector import Entry, Layout, plan_layout
+from raysim.primitives.checks import at_least
+from raysim.vectors.layout import Entry, Layout, plan_layout
+from raysim.vectors.optimizer import Descent, Optimizer
 
 if TYPE_CHECKING:
-    from raysim.client import Local, Own
-    from raysim.server import Server
-    from raysim.step import Context
+    from raysim.api.context import Context, Own
+    from raysim.api.declarations import Local
+    from raysim.api.server_view import Server
 
 COUNTED = ("bottom_up", "top_down")
 STRATEGIES = (*COUNTED, "no_bn", "no_classifier", "no_bn_no_classifier", "all", "none", "adaptive")

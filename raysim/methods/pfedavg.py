@@ -23,13 +23,14 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import Tensor
 
-from raysim.methods.method import Finetune, Method, at_least
+from raysim.api.declarations import Finetune
+from raysim.api.method import Method
 from raysim.models.classifier import one_of
+from raysim.primitives.checks import at_least
 
 if TYPE_CHECKING:
-    from raysim.client import Own
-    from raysim.step import Context
-    from raysim.vector import Layout
+    from raysim.api.context import Context, Own
+    from raysim.vectors.layout import Layout
 
 MODES = ("after_local", "finetune", "finetune_last")
 

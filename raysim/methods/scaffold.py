@@ -22,15 +22,16 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from raysim.api.declarations import Cost, Task
+from raysim.api.method import Method
 from raysim.methods.fedavg import weighted_sum
-from raysim.methods.method import Cost, Method, Task
 
 if TYPE_CHECKING:
-    from raysim.client import Local
-    from raysim.messages import Update
-    from raysim.server import Server
-    from raysim.step import Context
-    from raysim.vector import Layout
+    from raysim.api.context import Context
+    from raysim.api.declarations import Local
+    from raysim.api.messages import Update
+    from raysim.api.server_view import Server
+    from raysim.vectors.layout import Layout
 
 
 def corrected_gradient(gradient: Tensor, client_control: Tensor, server_control: Tensor) -> Tensor:

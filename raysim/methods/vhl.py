@@ -33,14 +33,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from raysim.methods.method import Cost, Method, Task, at_least, overrides
+from raysim.api.declarations import Cost, Task
+from raysim.api.method import Method
 from raysim.models.classifier import Classifier
-from raysim.streams import stream
+from raysim.primitives.checks import at_least
+from raysim.primitives.streams import stream
 
 if TYPE_CHECKING:
-    from raysim.client import Local, Plan
-    from raysim.server import Server
-    from raysim.step import Batch, Context, Outputs
+    from raysim.api.context import Batch, Context, Outputs, Plan
+    from raysim.api.declarations import Local
+    from raysim.api.server_view import Server
 
 
 def supervised_contrastive_loss(
@@ -190,7 +192,7 @@ class Vhl(Method):
 
         Changed inputs mean a second pass over the real ones.
         """
-        changed = any(overrides(method, "transform") for method in server.methods)
+        changed = server.fills("transform")
         return Cost(samples=(1 + changed) * trained if self._active else 0.0)
 
     # --- the step ------------------------------------------------------------------------------------------------

@@ -1,0 +1,1 @@
+"""Where hosts run: in this process, or as Ray's actors."""

@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
-from raysim.coordinator import Coordinator, Settings
-from raysim.events import Event
-from raysim.fleet import Fleet
-from raysim.host import Host, Recipe, openblas
-from raysim.schedule import Schedule
+from raysim.simulation.coordinator import Coordinator, Settings
+from raysim.simulation.events import Event
+from raysim.simulation.fleet import Fleet
+from raysim.simulation.schedule import Schedule
+from raysim.training.host import Host, Recipe, openblas
 
 
 class InProcess:

@@ -10,14 +10,14 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from raysim.coordinator import Coordinator, Settings
 from raysim.data.federated import FederatedData
 from raysim.data.partition import CSR, Partition
-from raysim.fleet import Ideal
-from raysim.host import Host, Recipe
-from raysim.metrics import peak_memory
+from raysim.primitives.memory import peak_memory
 from raysim.runtime.inprocess import InProcess
-from raysim.schedule import Synchronous
+from raysim.simulation.coordinator import Coordinator, Settings
+from raysim.simulation.fleet import Ideal
+from raysim.simulation.schedule import Synchronous
+from raysim.training.host import Host, Recipe
 
 CONTEXT = 2**30  # most bytes of a GPU that a process takes besides torch's tensors: CUDA's own context and libraries
 USABLE = 0.95  # of a GPU; allocators leave gaps

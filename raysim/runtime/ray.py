@@ -31,15 +31,15 @@ import ray
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from raysim.coordinator import Coordinator, Settings
 from raysim.data.dataset import copied
-from raysim.dispatch import HostDied
-from raysim.events import Event, RunStopped
-from raysim.fleet import Fleet
-from raysim.host import Host, Recipe
 from raysim.runtime import preflight
 from raysim.runtime.placement import RayOptions, Size, amounts, demand, fitting, gib, share, total, within
-from raysim.schedule import Schedule
+from raysim.simulation.coordinator import Coordinator, Settings
+from raysim.simulation.events import Event, RunStopped
+from raysim.simulation.fleet import Fleet
+from raysim.simulation.runtime import HostDied
+from raysim.simulation.schedule import Schedule
+from raysim.training.host import Host, Recipe
 
 __all__ = [
     "RayCoordinator",

@@ -9,11 +9,11 @@ import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
-from raysim.building import build, resolve
-from raysim.config import conf_folder
 from raysim.data.domains import Domains
 from raysim.data.partition import Partitioner
 from raysim.data.sources import Cifar10, FashionMnist, Mnist, Source, Stored
+from raysim.experiment.compose import conf_folder
+from raysim.experiment.instantiate import build, resolve
 
 FOLDER = Path(conf_folder())
 PIPELINE = ("mean", "std", "augment", "crop_area", "rotate_degrees")

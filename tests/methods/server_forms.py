@@ -12,12 +12,13 @@ import torch
 from studies import Block
 from torch import Tensor, nn
 
-from raysim.messages import Published, Update
+from raysim.api.declarations import Task
+from raysim.api.messages import Published, Update
+from raysim.api.method import Method
 from raysim.methods import fedbuff, fedcda, fedexp, fedgh, fedld, fedopt, groupdro, inco
-from raysim.methods.method import Method, Task
-from raysim.server import Server
-from raysim.streams import stream
-from raysim.vector import Layout, plan_layout
+from raysim.primitives.streams import stream
+from raysim.simulation.server import Server
+from raysim.vectors.layout import Layout, plan_layout
 
 Pair = tuple[Any, Any]
 Extras = Mapping[str, Any]

@@ -13,17 +13,18 @@ import torch
 from studies import BUFFER, NORMED, NORMED_MLP, Spy, coordinate, even, ran, recipe, run, sized
 from torch import Tensor
 
-from raysim.fleet import Ideal
-from raysim.messages import Published, Update
+from raysim.api.declarations import Task
+from raysim.api.messages import Published, Update
+from raysim.api.method import Method
 from raysim.methods.ace import ACE, active_clients, all_client_step
 from raysim.methods.ca2fl import CA2FL, calibrated_step
 from raysim.methods.fadas import FADAS, amsgrad_step, delay_adaptive_lr
 from raysim.methods.fedasync import FedAsync, apply_arrivals, arrival_rates, mixed_params, staleness_weight
 from raysim.methods.fedbuff import buffered_step
-from raysim.methods.method import Method, Task
-from raysim.schedule import Buffered, Synchronous
-from raysim.server import Server
-from raysim.vector import Layout
+from raysim.simulation.fleet import Ideal
+from raysim.simulation.schedule import Buffered, Synchronous
+from raysim.simulation.server import Server
+from raysim.vectors.layout import Layout
 
 UNIFORM = {"weighting": "uniform"}
 ONE_BY_ONE = Buffered(concurrency=4, size=1)

@@ -10,6 +10,8 @@ import pytest
 import torch
 from studies import LOCAL, MLP, SEED, recipe, run
 
+from raysim.api.composition import SLOTS, check_composition, overrides
+from raysim.api.method import parameters
 from raysim.data.federated import FederatedData, federate, pooled
 from raysim.data.partition import CSR, IID, Dirichlet, Partition
 from raysim.data.sources import Synthetic
@@ -17,11 +19,10 @@ from raysim.methods.centralized import Centralized
 from raysim.methods.fedbn import FedBN
 from raysim.methods.fedprox import FedProx
 from raysim.methods.local import LocalTraining
-from raysim.methods.method import SLOTS, check_composition, overrides, parameters
 from raysim.methods.mixup import Mixup
 from raysim.methods.partialfed import PartialFed
 from raysim.methods.pfedavg import PFedAvg
-from raysim.schedule import Synchronous
+from raysim.simulation.schedule import Synchronous
 
 SOURCE = Synthetic(samples=120, test_samples=20, classes=5)
 

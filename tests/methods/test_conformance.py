@@ -34,8 +34,9 @@ from studies import (
 )
 
 import raysim.methods
-from raysim.client import Local
-from raysim.fleet import Ideal
+from raysim.api.composition import EXCLUSIVE, SLOTS, check_composition, overrides
+from raysim.api.declarations import Local
+from raysim.api.method import Method, parameters
 from raysim.methods.ace import ACE
 from raysim.methods.ca2fl import CA2FL
 from raysim.methods.centralized import Centralized
@@ -64,7 +65,6 @@ from raysim.methods.fraug import FRAug
 from raysim.methods.groupdro import GroupDRO
 from raysim.methods.inco import InCo
 from raysim.methods.local import LocalTraining
-from raysim.methods.method import EXCLUSIVE, SLOTS, Method, check_composition, overrides, parameters
 from raysim.methods.mixup import Mixup
 from raysim.methods.moon import Moon
 from raysim.methods.partialfed import PartialFed
@@ -72,7 +72,8 @@ from raysim.methods.pfedavg import PFedAvg
 from raysim.methods.scaffold import Scaffold
 from raysim.methods.vhl import Vhl
 from raysim.models import ModelRecipe
-from raysim.schedule import Synchronous
+from raysim.simulation.fleet import Ideal
+from raysim.simulation.schedule import Synchronous
 
 EPOCHS = Local(lr=0.05, momentum=0.9, batch=8, epochs=2)
 

@@ -13,15 +13,16 @@ import torch.nn.functional as F
 from studies import Spy, coordinate, ran, recipe, run, several
 from torch import Tensor, nn
 
-from raysim.client import Local
-from raysim.host import Host, build_networks
-from raysim.messages import Job
+from raysim.api.context import Batch, Context
+from raysim.api.declarations import Local, Task
+from raysim.api.messages import Job
+from raysim.api.method import Method
 from raysim.methods import dann
 from raysim.methods.dann import DISCRIMINATOR, Dann
-from raysim.methods.method import Method, Task
-from raysim.schedule import Synchronous
-from raysim.step import Batch, Context, Step
-from raysim.vector import Vector
+from raysim.simulation.schedule import Synchronous
+from raysim.training.host import Host, build_networks
+from raysim.training.step import Step
+from raysim.vectors.layout import Vector
 
 PLAIN = Local(lr=0.1, batch=8, epochs=2)
 TASK = Task((1, 8, 8), 5, 6)

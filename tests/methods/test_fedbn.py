@@ -13,19 +13,19 @@ import torch
 from studies import BLOCKS, BUFFER, NORMED, NORMED_MLP, ROUNDS, SEED, Spy, coordinate, ran, recipe, run, same, tiny
 from torch import Tensor, nn
 
-from raysim.client import Own, load
+from raysim.api.context import Context, Own
+from raysim.api.method import Method
 from raysim.data.federated import FederatedData, federate
 from raysim.data.partition import IID
 from raysim.data.sources import Synthetic
-from raysim.fleet import Ideal
-from raysim.host import Host, build_networks
 from raysim.methods.fedbn import SCOPES, FedBN, reestimate_statistics
 from raysim.methods.local import LocalTraining
-from raysim.methods.method import Method
 from raysim.models import ModelRecipe
 from raysim.models.classifier import Shape
-from raysim.schedule import Synchronous
-from raysim.step import Context
+from raysim.simulation.fleet import Ideal
+from raysim.simulation.schedule import Synchronous
+from raysim.training.host import Host, build_networks
+from raysim.training.trainer import load
 
 
 def population(clients: int = 5) -> FederatedData:

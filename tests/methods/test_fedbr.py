@@ -13,20 +13,20 @@ import torch
 from studies import BUFFER, NORMED, ROUNDS, Ran, Spy, coordinate, ran, recipe, run, several, tiny
 from torch import Tensor, nn
 
-from raysim.building import build
-from raysim.client import Local
+from raysim.api.context import Batch, Context, Outputs
+from raysim.api.declarations import Local, Task
+from raysim.api.messages import Job
+from raysim.api.method import Method
 from raysim.data.sources import Source, Synthetic
-from raysim.errors import Refused
-from raysim.host import Host
-from raysim.messages import Job
+from raysim.experiment.instantiate import build
 from raysim.methods import fedbr
 from raysim.methods.fedbr import PROJECTOR, PSEUDO, FedBR
-from raysim.methods.method import Method, Task
 from raysim.methods.mixup import Mixup
-from raysim.schedule import Synchronous
-from raysim.step import Batch, Context, Outputs
-from raysim.streams import stream
-from raysim.vector import Vector
+from raysim.primitives.errors import Refused
+from raysim.primitives.streams import stream
+from raysim.simulation.schedule import Synchronous
+from raysim.training.host import Host
+from raysim.vectors.layout import Vector
 
 TASK = Task((1, 8, 8), 5, 6)
 LOCAL = Local(lr=0.05, momentum=0.9, batch=8, epochs=2)

@@ -13,10 +13,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from raysim.api.context import Batch, Context
 from raysim.methods import fedbr
 from raysim.methods.fedbr import PROJECTOR, FedBR
-from raysim.step import Batch, Context, Optimizer, Step
-from raysim.vector import Vector, plan_layout
+from raysim.training.step import Step
+from raysim.vectors.layout import Vector, plan_layout
+from raysim.vectors.optimizer import Optimizer
 
 TRACE = "fedbr_two_stage_step.json"
 

@@ -14,10 +14,8 @@ import torch
 from studies import BUFFER, NORMED, NORMED_MLP, ROUNDS, Spy, coordinate, even, ran, recipe, run, sized, tiny
 from torch import Tensor
 
-from raysim.errors import Refused
-from raysim.events import Round
-from raysim.fleet import Ideal
-from raysim.messages import Published, Update
+from raysim.api.declarations import Task
+from raysim.api.messages import Published, Update
 from raysim.methods.fedcda import (
     LIMIT,
     FedCDA,
@@ -27,10 +25,12 @@ from raysim.methods.fedcda import (
     select_models,
     selection_objective,
 )
-from raysim.methods.method import Task
-from raysim.schedule import Buffered, Synchronous
-from raysim.server import Server
-from raysim.vector import Layout
+from raysim.primitives.errors import Refused
+from raysim.simulation.events import Round
+from raysim.simulation.fleet import Ideal
+from raysim.simulation.schedule import Buffered, Synchronous
+from raysim.simulation.server import Server
+from raysim.vectors.layout import Layout
 
 UNIFORM: dict[str, Any] = {"weighting": "uniform"}
 

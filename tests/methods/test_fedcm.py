@@ -13,17 +13,17 @@ import torch.nn.functional as F
 from studies import BUFFER, MLP, NORMED, ROUNDS, SEED, Ran, recipe, run, tiny
 from torch import Tensor
 
-from raysim.client import Local
-from raysim.fleet import Ideal
-from raysim.host import Host
-from raysim.messages import Job
+from raysim.api.context import Batch, Context
+from raysim.api.declarations import Local, Task
+from raysim.api.messages import Job
+from raysim.api.method import Method
 from raysim.methods.dann import DISCRIMINATOR, Dann
 from raysim.methods.fedbr import PROJECTOR, FedBR
 from raysim.methods.fedcm import FedCM
 from raysim.methods.fedopt import FedAvgM
-from raysim.methods.method import Method, Task
-from raysim.schedule import Schedule, Synchronous
-from raysim.step import Batch, Context
+from raysim.simulation.fleet import Ideal
+from raysim.simulation.schedule import Schedule, Synchronous
+from raysim.training.host import Host
 
 DIRECTION = "fedcm.direction"
 ALL = Synchronous(6)

@@ -12,8 +12,9 @@ import torch
 from studies import BUFFER, LOCAL, MLP, NORMED_MLP, ROUNDS, Ran, coordinate, recipe, run, same
 from torch import Tensor
 
-from raysim.fleet import Ideal
-from raysim.messages import Update
+from raysim.api.composition import check_composition
+from raysim.api.messages import Update
+from raysim.api.method import Method
 from raysim.methods import fedexp
 from raysim.methods.fedbn import FedBN
 from raysim.methods.fedbuff import FedBuff
@@ -22,10 +23,10 @@ from raysim.methods.fedopt import FedAdam
 from raysim.methods.fedprox import FedProx
 from raysim.methods.groupdro import GroupDRO
 from raysim.methods.inco import InCo
-from raysim.methods.method import Method, check_composition
 from raysim.methods.mixup import Mixup
 from raysim.methods.scaffold import Scaffold
-from raysim.schedule import Buffered, Synchronous
+from raysim.simulation.fleet import Ideal
+from raysim.simulation.schedule import Buffered, Synchronous
 
 EVERYBODY = Synchronous(6)
 

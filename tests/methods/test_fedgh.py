@@ -11,17 +11,19 @@ import torch
 from studies import BUFFER, NORMED_MLP, ROUNDS, recipe, run
 from torch import Tensor, nn
 
-from raysim.messages import Update
+from raysim.api.composition import check_composition
+from raysim.api.declarations import Task
+from raysim.api.messages import Update
+from raysim.api.method import Method
 from raysim.methods import fedgh
 from raysim.methods.fedbn import FedBN
 from raysim.methods.fedexp import FedExP
 from raysim.methods.fedgh import REFERENCE, FedGH, HierarchicalFedGH
 from raysim.methods.fedopt import FedAdam
 from raysim.methods.fedprox import FedProx
-from raysim.methods.method import Method, Task, check_composition
 from raysim.methods.scaffold import Scaffold
-from raysim.server import Server
-from raysim.vector import plan_layout
+from raysim.simulation.server import Server
+from raysim.vectors.layout import plan_layout
 
 TESTS = ("original", "current")
 

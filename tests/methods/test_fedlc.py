@@ -14,20 +14,21 @@ import torch.nn.functional as F
 from studies import BUFFER, LOCAL, MLP, NORMED_MLP, ROUNDS, coordinate, ran, recipe, run, same, tiny
 from torch import Tensor
 
-from raysim.client import Local
+from raysim.api.composition import check_composition
+from raysim.api.context import Batch, Context, Outputs
+from raysim.api.declarations import Local
+from raysim.api.method import Method
 from raysim.data.partition import CSR, Partition
-from raysim.fleet import Ideal
 from raysim.methods import fedlc
 from raysim.methods.fedbn import FedBN
 from raysim.methods.fedlc import DENOMINATORS, FedLC
 from raysim.methods.fedmix import FedMix
 from raysim.methods.fedprox import FedProx
 from raysim.methods.fedrs import FedRS
-from raysim.methods.method import Method, check_composition
 from raysim.methods.mixup import Mixup
 from raysim.methods.scaffold import Scaffold
 from raysim.methods.vhl import Vhl
-from raysim.step import Batch, Context, Outputs
+from raysim.simulation.fleet import Ideal
 
 COUNTS, LABELS = torch.tensor([40, 0, 3, 700, 0]), torch.tensor([0, 2, 2, 3, 3, 0, 3])
 EVEN, ANY = torch.full((5,), 30), torch.tensor([0, 1, 2, 3, 4, 4, 1])

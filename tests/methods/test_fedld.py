@@ -12,22 +12,24 @@ import torch.nn.functional as F
 from studies import BUFFER, LOCAL, NORMED_MLP, ROUNDS, recipe, run, same
 from torch import Tensor, nn
 
-from raysim.building import TARGET, build, defaults, resolve
-from raysim.config import compose, plain
-from raysim.fleet import Ideal
-from raysim.messages import Update
+from raysim.api.composition import check_composition
+from raysim.api.declarations import Task
+from raysim.api.messages import Update
+from raysim.api.method import Method
+from raysim.experiment.compose import compose, plain
+from raysim.experiment.instantiate import TARGET, build, defaults, resolve
 from raysim.methods import fedld
 from raysim.methods.fedbn import FedBN
 from raysim.methods.fedexp import FedExP
 from raysim.methods.fedld import DampedMargin, MarginControl, PrincipalGradient
 from raysim.methods.fedopt import FedAdam
 from raysim.methods.fedprox import FedProx
-from raysim.methods.method import Method, Task, check_composition
 from raysim.methods.mixup import Mixup
 from raysim.methods.scaffold import Scaffold
-from raysim.schedule import Synchronous
-from raysim.server import Server
-from raysim.vector import plan_layout
+from raysim.simulation.fleet import Ideal
+from raysim.simulation.schedule import Synchronous
+from raysim.simulation.server import Server
+from raysim.vectors.layout import plan_layout
 
 KINDS = ("marg_log", "batch_softmax", "logit_l2", "threshold")
 NORMALIZATIONS = ("l2", "sum", "none")

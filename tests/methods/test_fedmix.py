@@ -17,23 +17,26 @@ import torch.nn.functional as F
 from studies import BUFFER, LOCAL, NORMED, ROUNDS, Spy, coordinate, ran, recipe, run, same, tiny
 from torch import Tensor, nn
 
-from raysim.client import Local
+from raysim.api.composition import check_composition
+from raysim.api.context import Batch, Context
+from raysim.api.declarations import Local, Task
+from raysim.api.method import Method
 from raysim.data.partition import CSR
-from raysim.events import TooManyFailures
-from raysim.fleet import Ideal
 from raysim.methods.fedbn import FedBN
 from raysim.methods.feddecorr import FedDecorr
 from raysim.methods.fedmix import FedMix, label_terms, loss_terms, mean_pairs, raw_rows
 from raysim.methods.fedntd import FedNTD
 from raysim.methods.fedprox import FedProx
-from raysim.methods.method import Method, Task, check_composition
 from raysim.methods.mixup import Mixup
 from raysim.methods.moon import Moon
 from raysim.methods.scaffold import Scaffold
 from raysim.methods.vhl import Vhl
 from raysim.models import Cct7
-from raysim.step import Batch, Context, Optimizer, Step
-from raysim.vector import Vector, plan_layout
+from raysim.simulation.events import TooManyFailures
+from raysim.simulation.fleet import Ideal
+from raysim.training.step import Step
+from raysim.vectors.layout import Vector, plan_layout
+from raysim.vectors.optimizer import Optimizer
 
 SMALL: dict[str, Any] = {"means": 4, "samples_per_mean": 3}
 

@@ -11,15 +11,15 @@ import torch
 from studies import MLP, NORMED, ROUNDS, recipe, run
 from torch import Tensor, nn
 
-from raysim.client import Local
-from raysim.fleet import Ideal
+from raysim.api.context import Batch, Context, Outputs
+from raysim.api.declarations import Local
+from raysim.api.method import Method
 from raysim.methods import fedntd
 from raysim.methods.fedntd import FedNTD
-from raysim.methods.method import Method
 from raysim.methods.mixup import Mixup
 from raysim.models import ModelRecipe
-from raysim.step import Batch, Context, Outputs
-from raysim.vector import Vector
+from raysim.simulation.fleet import Ideal
+from raysim.vectors.layout import Vector
 
 LOCAL = Local(lr=0.1, momentum=0.9, batch=8, epochs=2)
 

@@ -16,12 +16,13 @@ import torch.nn.functional as F
 from studies import MLP, NORMED_MLP, SEED, Ran, Spy, coordinate, ran, recipe, run, tiny
 from torch import Tensor, nn
 
-from raysim.client import Local, Own, Plan
+from raysim.api.composition import check_composition
+from raysim.api.context import Batch, Context, Own, Plan, Stage
+from raysim.api.declarations import Local, Task
+from raysim.api.messages import Job, Update
+from raysim.api.method import Method
 from raysim.data.federated import FederatedData
 from raysim.data.partition import CSR, Partition
-from raysim.fleet import Ideal
-from raysim.host import Host, build_networks
-from raysim.messages import Job, Update
 from raysim.methods import fedpac
 from raysim.methods.fedbss import FedBSS
 from raysim.methods.fedpac import (
@@ -33,11 +34,11 @@ from raysim.methods.fedpac import (
     local_statistics,
 )
 from raysim.methods.local import LocalTraining
-from raysim.methods.method import Method, Stage, Task, check_composition
-from raysim.schedule import Buffered, Synchronous
-from raysim.server import Server
-from raysim.step import Batch, Context
-from raysim.vector import Vector
+from raysim.simulation.fleet import Ideal
+from raysim.simulation.schedule import Buffered, Synchronous
+from raysim.simulation.server import Server
+from raysim.training.host import Host, build_networks
+from raysim.vectors.layout import Vector
 
 TWO = Local(lr=0.02, momentum=0.5, weight_decay=1e-3, batch=8, epochs=3)
 TASK = Task((1, 8, 8), 5, 6)

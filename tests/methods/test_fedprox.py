@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from raysim.api.context import Stage
 from raysim.methods.fedprox import FedProx
-from raysim.methods.method import Stage
 
 
 def pulled(mu: float, stage: Stage) -> list[float]:

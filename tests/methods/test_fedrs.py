@@ -15,20 +15,21 @@ import torch.nn.functional as F
 from studies import BUFFER, LOCAL, NORMED_MLP, ROUNDS, Bare, recipe, run, same, tiny
 from torch import Tensor
 
+from raysim.api.composition import check_composition
+from raysim.api.context import Batch, Context
+from raysim.api.method import Method
 from raysim.data.partition import CSR, Partition
-from raysim.fleet import Ideal
-from raysim.host import build_networks
 from raysim.methods import fedrs
 from raysim.methods.fedbn import FedBN
 from raysim.methods.fedlc import FedLC
 from raysim.methods.fedmix import FedMix
 from raysim.methods.fedprox import FedProx
 from raysim.methods.fedrs import KINDS, FedRS
-from raysim.methods.method import Method, check_composition
 from raysim.methods.mixup import Mixup
 from raysim.methods.moon import Moon
 from raysim.methods.scaffold import Scaffold
-from raysim.step import Batch, Context
+from raysim.simulation.fleet import Ideal
+from raysim.training.host import build_networks
 
 COUNTS, LABELS = torch.tensor([40, 0, 3, 700, 0]), torch.tensor([0, 2, 2, 3, 3, 0, 3])
 

@@ -12,17 +12,19 @@ from studies import BUFFER, LOCAL, MLP, NORMED_MLP, ROUNDS, Spy, coordinate, ran
 from torch import Tensor, nn
 from torch.distributions import Normal, kl_divergence
 
-from raysim.evaluation import Evaluation
-from raysim.host import build_networks
+from raysim.api.composition import check_composition
+from raysim.api.declarations import Finetune, Task
+from raysim.api.method import Method
 from raysim.methods import fedsr
 from raysim.methods.dann import Dann
 from raysim.methods.fedbn import FedBN
 from raysim.methods.fedbr import FedBR
 from raysim.methods.fedopt import FedAdam
 from raysim.methods.fedsr import REFERENCE, FedSR, Gaussian, Reference
-from raysim.methods.method import Finetune, Method, Task, check_composition
 from raysim.methods.mixup import Mixup
 from raysim.models import Classifier, is_stochastic
+from raysim.simulation.evaluator import Evaluation
+from raysim.training.host import build_networks
 
 
 def random(*shape: int, seed: int = 0) -> Tensor:

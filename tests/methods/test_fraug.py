@@ -17,22 +17,22 @@ import torch.nn.functional as F
 from studies import BUFFER, LOCAL, MLP, NORMED, NORMED_MLP, ROUNDS, Bare, Spy, coordinate, ran, recipe, run, same, tiny
 from torch import Tensor, nn
 
-from raysim.client import Local
-from raysim.config import compose, plain
+from raysim.api.context import Batch, Context, Outputs
+from raysim.api.declarations import Local, Task
+from raysim.api.messages import Job
+from raysim.api.method import Method
 from raysim.data.federated import FederatedData
 from raysim.data.partition import CSR, Partition
-from raysim.fleet import Ideal
-from raysim.host import Host, build_networks
-from raysim.messages import Job
+from raysim.experiment.compose import compose, plain
 from raysim.methods import fraug
 from raysim.methods.fedbn import FedBN
 from raysim.methods.fedprox import FedProx
 from raysim.methods.fraug import GENERATOR, NOISE, PROTOTYPES, RTNET, FRAug
-from raysim.methods.method import Method, Task
 from raysim.models import Classifier
-from raysim.schedule import Synchronous
-from raysim.step import Batch, Context, Outputs
-from raysim.vector import Vector
+from raysim.simulation.fleet import Ideal
+from raysim.simulation.schedule import Synchronous
+from raysim.training.host import Host, build_networks
+from raysim.vectors.layout import Vector
 
 TASK = Task((1, 8, 8), 5, 6)
 

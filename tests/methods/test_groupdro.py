@@ -15,16 +15,16 @@ import torch.nn.functional as F
 from studies import BUFFER, ROUNDS, recipe, run, tiny
 from torch import Tensor
 
-from raysim import checkpoint
-from raysim.client import Local
+from raysim.api.context import Batch, Context
+from raysim.api.declarations import Local
+from raysim.api.method import Method
 from raysim.methods.dann import Dann
 from raysim.methods.feddecorr import FedDecorr
 from raysim.methods.fedprox import FedProx
 from raysim.methods.groupdro import GroupDRO, aggregation_weights
-from raysim.methods.method import Method
 from raysim.methods.mixup import Mixup
-from raysim.schedule import Schedule, Synchronous
-from raysim.step import Batch, Context
+from raysim.simulation import checkpoint
+from raysim.simulation.schedule import Schedule, Synchronous
 
 LOG_WEIGHTS = "groupdro.log_weights"
 LOCAL = Local(lr=0.05, momentum=0.9, batch=8, epochs=2)

@@ -12,21 +12,22 @@ import torch
 from studies import BLOCKS, BUFFER, LOCAL, MLP, NORMED, NORMED_MLP, ROUNDS, Ran, recipe, run, same
 from torch import Tensor
 
-from raysim.fleet import Ideal
-from raysim.host import build_networks
-from raysim.messages import Update
+from raysim.api.composition import check_composition
+from raysim.api.messages import Update
+from raysim.api.method import Method
 from raysim.methods import inco
 from raysim.methods.fedbn import FedBN
 from raysim.methods.fedopt import FedAdam
 from raysim.methods.fedprox import FedProx
 from raysim.methods.inco import ALIGNS, GRANULARITIES, InCo
-from raysim.methods.method import Method, check_composition
 from raysim.methods.mixup import Mixup
 from raysim.methods.scaffold import Scaffold
 from raysim.models import ModelRecipe
 from raysim.models.cct import Cct7
 from raysim.models.classifier import Shape
 from raysim.models.resnet import ResNet
+from raysim.simulation.fleet import Ideal
+from raysim.training.host import build_networks
 
 
 def random(*shape: int, seed: int = 0, scale: float = 1.0) -> Tensor:

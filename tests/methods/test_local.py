@@ -12,15 +12,15 @@ import torch
 from studies import BUFFER, LOCAL, MLP, NORMED, ROUNDS, Spy, coordinate, ran, recipe, run, tiny
 from torch import Tensor
 
-from raysim.client import Local
+from raysim.api.context import Context
+from raysim.api.declarations import Local
+from raysim.api.method import Method
 from raysim.data.federated import FederatedData
 from raysim.data.partition import CSR, Partition
 from raysim.methods.dann import Dann
 from raysim.methods.local import LocalTraining
-from raysim.methods.method import Method
 from raysim.models import ModelRecipe
-from raysim.schedule import Buffered, Synchronous
-from raysim.step import Context
+from raysim.simulation.schedule import Buffered, Synchronous
 
 
 def population(*clients: int) -> FederatedData:

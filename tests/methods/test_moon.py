@@ -11,16 +11,16 @@ import torch
 from studies import MLP, NORMED, ROUNDS, recipe, run
 from torch import Tensor, nn
 
-from raysim.client import Local
-from raysim.host import Host
-from raysim.messages import Job
+from raysim.api.context import Batch, Context, Outputs
+from raysim.api.declarations import Local
+from raysim.api.messages import Job
+from raysim.api.method import Method
 from raysim.methods import moon
-from raysim.methods.method import Method
 from raysim.methods.mixup import Mixup
 from raysim.methods.moon import Moon
 from raysim.models import ModelRecipe
-from raysim.step import Batch, Context, Outputs
-from raysim.vector import Layout, Vector
+from raysim.training.host import Host
+from raysim.vectors.layout import Layout, Vector
 
 PREVIOUS = "moon.previous"
 

@@ -24,15 +24,16 @@ from test_vectors import functions_with_vectors
 from torch import Tensor
 
 import raysim
-from raysim.client import Local
+from raysim.api.composition import owner
+from raysim.api.context import Batch, Stage
+from raysim.api.declarations import Local, Task
+from raysim.api.messages import Update
 from raysim.data import corruption, federated, partition
-from raysim.messages import Update
 from raysim.methods import dann, fedavg, fedcm, fedlc, fedld, fedpac, fedprox, fedrs, mixup, scaffold
-from raysim.methods.method import Stage, Task, owner
-from raysim.server import Server
-from raysim.step import Batch, Step
-from raysim.streams import stream
-from raysim.vector import Layout
+from raysim.primitives.streams import stream
+from raysim.simulation.server import Server
+from raysim.training.step import Step
+from raysim.vectors.layout import Layout
 
 Pair = tuple[Any, Any]
 

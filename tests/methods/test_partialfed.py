@@ -13,24 +13,24 @@ from studies import BUFFER, LOCAL, MLP, NORMED, NORMED_MLP, ROUNDS, SEED, Spy, c
 from torch import Tensor
 from torch.func import functional_call
 
-from raysim.client import Own, initial_personal
+from raysim.api.context import Context, Own
+from raysim.api.messages import Job
+from raysim.api.method import Method
 from raysim.data.federated import FederatedData, federate
 from raysim.data.partition import IID
 from raysim.data.sources import Synthetic
-from raysim.fleet import Ideal
-from raysim.host import Host, build_networks
-from raysim.messages import Job
 from raysim.methods import partialfed
 from raysim.methods.dann import Dann
 from raysim.methods.fedbn import FedBN
 from raysim.methods.fedbss import FedBSS
 from raysim.methods.fedprox import FedProx
 from raysim.methods.local import LocalTraining
-from raysim.methods.method import Method
 from raysim.methods.partialfed import PartialFed, model_layers
 from raysim.models import ModelRecipe
-from raysim.schedule import Buffered, Synchronous
-from raysim.step import Context
+from raysim.simulation.fleet import Ideal
+from raysim.simulation.schedule import Buffered, Synchronous
+from raysim.training.host import Host, build_networks
+from raysim.training.trainer import initial_personal
 
 EVERYBODY = Synchronous(6)
 # Everybody starts from the initial model; later, the first participation would load what others made of it.

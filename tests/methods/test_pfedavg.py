@@ -10,20 +10,22 @@ import pytest
 import torch
 from studies import BUFFER, LOCAL, NORMED, NORMED_MLP, ROUNDS, SEED, recipe, run, same
 
-from raysim.client import Own, initial_personal
+from raysim.api.composition import check_composition, overrides
+from raysim.api.context import Context, Own
+from raysim.api.declarations import Finetune
+from raysim.api.messages import Job, Published, Task
+from raysim.api.method import Method
 from raysim.data.federated import FederatedData, federate
 from raysim.data.partition import IID
 from raysim.data.sources import Synthetic
-from raysim.evaluation import Evaluation
-from raysim.host import Host
-from raysim.messages import Job, Published, Task
 from raysim.methods.fedbn import FedBN
 from raysim.methods.fedprox import FedProx
 from raysim.methods.local import LocalTraining
-from raysim.methods.method import Finetune, Method, check_composition, overrides
 from raysim.methods.pfedavg import PFedAvg
-from raysim.schedule import Synchronous
-from raysim.step import Context
+from raysim.simulation.evaluator import Evaluation
+from raysim.simulation.schedule import Synchronous
+from raysim.training.host import Host
+from raysim.training.trainer import initial_personal
 
 MODES: dict[str, PFedAvg] = {
     "after_local": PFedAvg(),

@@ -26,21 +26,22 @@ from studies import (
 )
 from torch import Tensor
 
-from raysim.client import Local
-from raysim.fleet import Ideal
-from raysim.host import Host, Recipe, build_networks
+from raysim.api.composition import check_composition
+from raysim.api.context import Batch, Context, Outputs
+from raysim.api.declarations import Local, Task
+from raysim.api.method import Method
 from raysim.methods.fedbn import FedBN
 from raysim.methods.fedbr import FedBR
 from raysim.methods.feddecorr import FedDecorr
 from raysim.methods.fedmix import FedMix
 from raysim.methods.fedntd import FedNTD
 from raysim.methods.fedprox import FedProx
-from raysim.methods.method import Method, Task, check_composition
 from raysim.methods.mixup import Mixup
 from raysim.methods.moon import Moon
 from raysim.methods.scaffold import Scaffold
 from raysim.methods.vhl import Vhl, alignment_loss, shifted, supervised_contrastive_loss, virtual_images
-from raysim.step import Batch, Context, Outputs
+from raysim.simulation.fleet import Ideal
+from raysim.training.host import Host, Recipe, build_networks
 
 SMALL: dict[str, Any] = {"batch": 6, "virtual": 20}
 NONE: dict[str, Any] = SMALL | {"alpha": 0.0, "gamma": 0.0, "kappa": 0.0}

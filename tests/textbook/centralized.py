@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from raysim.streams import stream
+from raysim.primitives.streams import stream
 from textbook.plain import copied, cross_entropy, detached, gradients, optimizer, trainable
 from textbook.world import Book, World
 

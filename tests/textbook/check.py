@@ -12,15 +12,16 @@ import torch
 from studies import SEED, coordinate, ran, recipe, tiny
 from torch import Tensor
 
-from raysim.client import Local
-from raysim.coordinator import Coordinator
-from raysim.fleet import Ideal
-from raysim.host import Host
-from raysim.methods.method import Method
+from raysim.api.context import Batch, Context
+from raysim.api.declarations import Local
+from raysim.api.method import Method
 from raysim.models import Mlp
 from raysim.runtime.inprocess import InProcess
-from raysim.schedule import Schedule, Synchronous
-from raysim.step import Batch, Context, Step
+from raysim.simulation.coordinator import Coordinator
+from raysim.simulation.fleet import Ideal
+from raysim.simulation.schedule import Schedule, Synchronous
+from raysim.training.host import Host
+from raysim.training.step import Step
 from textbook.world import Book, Job, World
 
 # Everything that a method may get wrong is switched on: momentum, weight decay, a rate that falls, several epochs.
@@ -147,7 +148,7 @@ def _private(coordinator: Coordinator, client: int) -> dict[str, np.ndarray]:
 
 def _scored(coordinator: Coordinator, host: Host, client: int, names: Mapping[str, Tensor]) -> dict[str, np.ndarray]:
     """What raysim scores a client with after the last round; fine-tuned if the run asks for it."""
-    from raysim.messages import Task
+    from raysim.api.messages import Task
 
     state = coordinator.states.accepted.get(client, -1)
     sent = coordinator.states.state(client, state) if state >= 0 else None

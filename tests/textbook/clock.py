@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from raysim.streams import stream
+from raysim.primitives.streams import stream
 
 
 @dataclass

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from raysim.streams import stream
+from raysim.primitives.streams import stream
 from textbook.local import Optimizer
 from textbook.plain import averaged, copied, detached, gradients, is_buffer, logits, trainable, weights
 from textbook.world import Book, Job, Params, World

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from raysim.streams import stream
+from raysim.primitives.streams import stream
 from textbook.corrected import Correct, alone, by_round
 from textbook.plain import copied, detached, features, gradients, head, is_buffer, optimizer, trainable
 from textbook.world import Book, Job, Params, World

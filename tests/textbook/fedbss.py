@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from raysim.streams import stream
+from raysim.primitives.streams import stream
 from textbook.plain import averaged, detached, is_buffer, logits, train
 from textbook.world import Book, Job, Params, World
 

@@ -13,7 +13,7 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from raysim.streams import stream
+from raysim.primitives.streams import stream
 from textbook.plain import averaged, cross_entropy, detached, train, trainable
 from textbook.servers import flat
 from textbook.world import Book, Params, World

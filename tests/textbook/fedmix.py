@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from raysim.streams import stream
+from raysim.primitives.streams import stream
 from textbook.plain import Parts, logits, with_loss
 from textbook.world import Book, Job, Params, World
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributions import Normal, kl_divergence
 
-from raysim.streams import torch_seed
+from raysim.primitives.streams import torch_seed
 from textbook.corrected import by_round
 from textbook.plain import averaged, copied, features, gradients, head, optimizer, trainable, weights
 from textbook.world import Book, Job, Params, World

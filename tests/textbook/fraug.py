@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from raysim.streams import stream
+from raysim.primitives.streams import stream
 from textbook.plain import averaged, copied, detached, features, gradients, head, optimizer, trainable, weights
 from textbook.world import Book, Job, Params, World
 

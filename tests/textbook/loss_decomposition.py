@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 import torch.nn.functional as F
 
-from raysim.streams import stream
+from raysim.primitives.streams import stream
 from textbook.plain import averaged, detached, logits, train, weights
 from textbook.world import Book, Params, World
 

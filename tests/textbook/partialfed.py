@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from raysim.streams import stream
+from raysim.primitives.streams import stream
 from textbook.local import Optimizer
 from textbook.plain import averaged, cross_entropy, detached, head, train, trainable, weights
 from textbook.world import Book, Job, Params, World

@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from raysim.streams import stream
+from raysim.primitives.streams import stream
 from textbook.plain import (
     averaged,
     copied,

@@ -14,7 +14,7 @@ from raysim.methods.ca2fl import CA2FL
 from raysim.methods.fadas import FADAS
 from raysim.methods.fedasync import FedAsync
 from raysim.methods.fedprox import FedProx
-from raysim.schedule import Buffered
+from raysim.simulation.schedule import Buffered
 from textbook.ace import ace
 from textbook.ca2fl import ca2fl, ca2fl_fadas
 from textbook.check import Row, check

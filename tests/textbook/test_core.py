@@ -15,16 +15,17 @@ import torch.nn.functional as F
 from studies import NORMED_MLP, SEED, Ran, recipe, run, silent, tiny
 from torch import Tensor
 
-from raysim.client import Own
+from raysim.api.context import Own
+from raysim.api.declarations import Finetune
+from raysim.api.method import Method
 from raysim.data.federated import federate
 from raysim.data.partition import Dirichlet
 from raysim.data.sources import Synthetic
-from raysim.evaluation import Evaluation
-from raysim.fleet import Ideal, Lognormal
 from raysim.methods.fedbn import FedBN
-from raysim.methods.method import Finetune, Method
-from raysim.schedule import Buffered, Synchronous
-from raysim.streams import stream
+from raysim.primitives.streams import stream
+from raysim.simulation.evaluator import Evaluation
+from raysim.simulation.fleet import Ideal, Lognormal
+from raysim.simulation.schedule import Buffered, Synchronous
 from textbook.check import LOCAL, Row, check
 from textbook.clock import Aggregated, lognormal_seconds, timetable
 from textbook.core import core

@@ -13,7 +13,7 @@ from studies import MLP, NORMED_MLP, Bare, tiny
 from raysim.data.federated import FederatedData
 from raysim.data.partition import CSR, Partition
 from raysim.methods.fraug import FRAug
-from raysim.schedule import Synchronous
+from raysim.simulation.schedule import Synchronous
 from textbook.check import LOCAL, Row, check
 from textbook.fraug import fraug
 

@@ -13,23 +13,22 @@ import torch
 from studies import NORMED_MLP, SEED, tiny
 from torch import Tensor
 
-from raysim.client import Local
+from raysim.api.declarations import Finetune, Local
 from raysim.data.federated import FederatedData, federate
 from raysim.data.partition import Dirichlet
 from raysim.data.sources import Synthetic
-from raysim.evaluation import Evaluation
-from raysim.experiment import _pooled
+from raysim.experiment.execute import _pooled
 from raysim.methods.centralized import Centralized
 from raysim.methods.fedbn import FedBN
 from raysim.methods.fedbss import FedBSS
 from raysim.methods.fedpac import FedPAC
 from raysim.methods.fedprox import FedProx
 from raysim.methods.local import LocalTraining
-from raysim.methods.method import Finetune
 from raysim.methods.partialfed import PartialFed
 from raysim.methods.pfedavg import PFedAvg
 from raysim.models import Mlp
-from raysim.schedule import Synchronous
+from raysim.simulation.evaluator import Evaluation
+from raysim.simulation.schedule import Synchronous
 from textbook.centralized import centralized
 from textbook.check import LOCAL, Row, check
 from textbook.fedbn import fedbn

@@ -20,7 +20,7 @@ from raysim.methods.fedopt import FedAdagrad, FedAdam, FedAvgM, FedYogi
 from raysim.methods.fedprox import FedProx
 from raysim.methods.groupdro import GroupDRO
 from raysim.methods.inco import InCo
-from raysim.schedule import Buffered, Synchronous
+from raysim.simulation.schedule import Buffered, Synchronous
 from textbook.check import LOCAL, Row, check
 from textbook.fedbuff import fedbuff, fedbuff_fedadam, fedbuff_fedexp
 from textbook.fedcda import fedcda

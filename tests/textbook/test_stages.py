@@ -10,19 +10,19 @@ import pytest
 import torch
 from studies import MLP, NORMED_MLP, SEED
 
-from raysim.client import Local
+from raysim.api.declarations import Local
+from raysim.api.method import Method
 from raysim.data.federated import FederatedData, federate
 from raysim.data.partition import Dirichlet
 from raysim.data.sources import Synthetic
-from raysim.host import Host
 from raysim.methods.dann import Dann
 from raysim.methods.fedbr import FedBR
 from raysim.methods.fedcm import FedCM
 from raysim.methods.fedsr import FedSR
-from raysim.methods.method import Method
 from raysim.methods.mixup import Mixup
 from raysim.methods.scaffold import Scaffold
 from raysim.methods.vhl import Vhl
+from raysim.training.host import Host
 from textbook.check import Row, check
 from textbook.corrected import with_fedcm, with_scaffold
 from textbook.dann import dann

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from raysim.streams import stream
+from raysim.primitives.streams import stream
 from textbook.corrected import by_round
 from textbook.plain import averaged, copied, features, gradients, head, logits, optimizer, trainable, weights
 from textbook.world import Book, Job, Params, World

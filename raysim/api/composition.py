@@ -1,0 +1,90 @@
+"""Which methods of a list fill which hook, and the check that a list fits together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from raysim.api.method import Method
+
+EXCLUSIVE = (
+    *("model", "stages", "select", "logits", "loss", "predict", "finetuning"),
+    *("divisor", "combine", "apply", "scored"),
+)
+
+
+SLOTS = tuple(name for name, value in vars(Method).items() if callable(value) and not name.startswith("_"))
+
+
+def overrides(method: Method, slot: str) -> bool:
+    """Whether the method fills the slot."""
+    return getattr(type(method), slot) is not getattr(Method, slot) and slot not in method.idle
+
+
+def owners(methods: Sequence[Method], slot: str) -> list[Method]:
+    """The methods that fill a slot, in the order of the list."""
+    return [method for method in methods if overrides(method, slot)]
+
+
+def owner(methods: Sequence[Method], slot: str) -> Method | None:
+    """The one method that owns an exclusive slot, if any."""
+    return next(iter(owners(methods, slot)), None)
+
+
+_DOES = {
+    "model": "replace the model",
+    "stages": "decide the stages of an iteration",
+    "select": "choose the samples of an epoch",
+    "logits": "change the logits of the training loss",
+    "loss": "replace the training loss",
+    "predict": "turn logits into predictions",
+    "finetuning": "decide how models are fine-tuned for evaluation",
+    "divisor": "decide what the sum of updates is divided by",
+    "combine": "combine the updates",
+    "apply": "own the server's step",
+    "scored": "decide which vector is evaluated",
+}
+
+
+def check_composition(methods: Sequence[Method]) -> None:
+    """Refuse a list in which two methods own one slot, exclude each other, or appear twice.
+
+    Raises ValueError with a sentence that names both.
+    """
+    names = [method.name for method in methods]
+    for name in names:
+        if names.count(name) > 1:
+            raise ValueError(f"method '{name}' appears {names.count(name)} times in method={names}; keep one of them")
+    for slot in EXCLUSIVE:
+        if len(both := owners(methods, slot)) > 1:
+            raise ValueError(
+                f"method '{both[0].name}' and method '{both[1].name}' both {_DOES[slot]} (slot '{slot}'); "
+                "keep one of them"
+            )
+    loss, logits = owner(methods, "loss"), owner(methods, "logits")
+    if loss and logits and loss is not logits:
+        raise ValueError(
+            f"method '{loss.name}' replaces the training loss, in which the logits that method '{logits.name}' changes "
+            "would have no part; keep one of them"
+        )
+    soft = next((method.name for method in methods if method.targets == "soft"), None)
+    needy = next((method.name for method in methods if method.targets == "integer"), None)
+    if soft and needy:
+        raise ValueError(
+            f"method '{needy}' does not combine with method '{soft}': it needs integer labels, which '{soft}' makes "
+            "soft; keep one of them"
+        )
+    pooling = next((method.name for method in methods if method.pools), None)
+    own = next(
+        (m.name for m in methods for slot in ("personal", "personalise", "finetuning") if overrides(m, slot)), None
+    )
+    if pooling and own:
+        raise ValueError(
+            f"method '{own}' does not combine with method '{pooling}': it gives every client a model of its own, where "
+            "pooled data have one for all; keep one of them"
+        )
+    for method in methods:
+        for other, why in method.excludes.items():
+            if other in names:
+                raise ValueError(
+                    f"method '{method.name}' does not combine with method '{other}': {why}; keep one of them"
+                )

@@ -1,0 +1,304 @@
+"""What hooks see of the job at work: its plan, its batch, what the model makes of it, and what the host can do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING, Protocol, TypeVar, cast
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from raysim.api.declarations import Local, Task
+from raysim.data.partition import CSR
+from raysim.primitives.streams import stream
+from raysim.vectors.layout import Vector
+
+if TYPE_CHECKING:
+    from raysim.models import Classifier
+
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The batches of one job, decided before its first step: positions in the client's samples, and batch sizes."""
+
+    positions: np.ndarray  # int64 [sum of sizes]
+    sizes: tuple[int, ...]  # rows of each step's batch
+    samples: int
+
+    @property
+    def steps(self) -> int:
+        """Number of iterations."""
+        return len(self.sizes)
+
+
+class Optimizers(Protocol):
+    """The optimisers of one job, one per stage."""
+
+    def movements(self) -> list[tuple[slice, int, float]]:
+        """What moved in this job: stretches of the shared parameters, steps made there, factor on the learning rate."""
+        ...
+
+    def optimizers(self) -> dict[str, Tensor]:
+        """The optimisers' buffers, by "stage/buffer", for `resume` at the start of another job of this client."""
+        ...
+
+    def resume(self, saved: Mapping[str, Tensor]) -> None:
+        """Let the optimisers of this job go on from what `optimizers` returned; called in `receive`."""
+        ...
+
+
+class Trainer(Protocol):
+    """What hooks may ask of the host that trains: its settings, its data, a second set of networks."""
+
+    task: Task
+    local: Local
+    partition: CSR
+    tracking: Sequence[nn.Module]  # layers with running statistics
+
+    @property
+    def step(self) -> Optimizers:
+        """The step of the job at work."""
+        ...
+
+    def gather(self, rows: np.ndarray, generator: np.random.Generator | None = None) -> tuple[Tensor, Tensor]:
+        """Normalised inputs (augmented if a generator is given) and labels of some rows of the data set."""
+        ...
+
+    def own(self, client: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """A client's own training samples, in order, in batches fit for evaluation."""
+        ...
+
+    def class_counts(self, client: int) -> Tensor:
+        """See `Context.class_counts`."""
+        ...
+
+    def frozen(self, ctx: Context, name: str, values: Tensor | None) -> Mapping[str, nn.Module]:
+        """See `Context.frozen`."""
+        ...
+
+
+@dataclass(slots=True)
+class Batch:
+    """A batch as the model sees it, and as it was before any method changed it. Not frozen only because that is slow.
+
+    inputs [B, ...]; targets int64 [B] or rows of probabilities [B, C]; pair: Mixup's (y, y_permuted, weight of y).
+    """
+
+    inputs: Tensor
+    targets: Tensor
+    raw_inputs: Tensor
+    raw_targets: Tensor
+    pair: tuple[Tensor, Tensor, Tensor] | None = None
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One optimiser step within an iteration.
+
+    trains: networks or modules whose parameters it steps ("model", "model.head", "fedbr.projector").
+    loss: its own loss; None is the task loss, to which all methods' terms are added.
+    ascend: step uphill; the gradient that hooks see is that of the negated loss.
+    rate: factor on the run's learning rate. modes: networks or modules that are in train (True) or eval (False) mode
+    meanwhile, set in this order.
+    """
+
+    name: str = "task"
+    trains: tuple[str, ...] = ("model",)
+    loss: Callable[[Context, Outputs, Batch], Tensor] | None = None
+    ascend: bool = False
+    rate: float = 1.0
+    modes: Mapping[str, bool] = field(default_factory=dict)
+
+    @property
+    def task(self) -> bool:
+        """Whether it minimises the task loss."""
+        return self.loss is None
+
+
+@dataclass(slots=True)
+class Context:
+    """What a method's hooks see of the job at work."""
+
+    trainer: Trainer
+    seed: int
+    client: int
+    turn: int  # participations of this client before this one
+    version: int  # aggregations behind the received vector
+    samples: int
+    rate: float  # learning rate of this job
+    vector: Vector
+    received: Tensor  # [layout.shared] the received vector, from which the update is measured
+    base: Tensor  # [layout.shared] where training starts: the received vector, unless a method mixes it with others
+    published: Mapping[str, Tensor]  # what all clients of this version received, now or once
+    extras: Mapping[str, Tensor]  # what this client alone received
+    state: dict[str, Tensor]  # private; replace entries, never change them in place
+    upload: dict[str, Tensor] = field(default_factory=dict)
+    report: dict[str, float] = field(default_factory=dict)  # columns of the history, by "method.name"; does not travel
+    draws: Mapping[str, Sequence[Tensor]] = field(default_factory=dict)
+    plan: Plan | None = None
+    step: int = 0
+    stage: Stage = field(default_factory=Stage)
+    kept: dict[str, Tensor] = field(default_factory=dict)  # what hooks keep for the rest of the job, by full name
+    losses: Tensor | None = None  # [iterations with the task] its loss without added terms, once training is over
+
+    @property
+    def model(self) -> Classifier:
+        """The model that is trained."""
+        return cast("Classifier", self.vector.networks["model"])
+
+    @property
+    def networks(self) -> Mapping[str, nn.Module]:
+        """All networks that are trained."""
+        return self.vector.networks
+
+    @property
+    def num_classes(self) -> int:
+        """Outputs of the model: the task's classes, and whatever a method adds to them."""
+        return self.model.num_classes
+
+    def drawn(self, name: str) -> Tensor:
+        """This step's entry of what a method's `draws` returned."""
+        return self.draws[name][self.step]
+
+    def frozen(self, name: str = "received", values: Tensor | None = None) -> Mapping[str, nn.Module]:
+        """A second set of networks in eval mode, without gradients; loaded once per job and name.
+
+        By default as received, with this client's own personal part; else with `values` [layout.total], e.g. a vector
+        that a method kept from an earlier participation.
+        """
+        return self.trainer.frozen(self, name, values)
+
+    def stream(self, purpose: str) -> np.random.Generator:
+        """A random stream of this participation's own."""
+        return stream(self.seed, purpose, self.client, self.turn)
+
+    def data(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Normalised inputs and labels of the client's own training samples, in order, unaugmented, in batches."""
+        return self.trainer.own(self.client)
+
+    def class_counts(self) -> Tensor:
+        """The client's training samples of each class of the data: int64 [C], on the CPU."""
+        return self.trainer.class_counts(self.client)
+
+    @contextmanager
+    def statistics_kept(self) -> Iterator[None]:
+        """Forward passes inside normalise with their own batch but leave running statistics alone."""
+        for layer in self.trainer.tracking:
+            layer.track_running_stats = False  # type: ignore[assignment]
+        try:
+            yield
+        finally:
+            for layer in self.trainer.tracking:
+                layer.track_running_stats = True  # type: ignore[assignment]
+
+
+def inferred(compute: Callable[[], Tensor]) -> Tensor:
+    """A forward pass without gradient; the copy of its result may take part in one with gradient."""
+    with torch.inference_mode():
+        value = compute()
+    return value.clone()
+
+
+class Outputs:
+    """What the model makes of a batch, each computed at most once however many methods ask."""
+
+    __slots__ = ("_kept", "_more", "batch", "ctx")
+
+    def __init__(self, ctx: Context, batch: Batch, more: Mapping[str, Tensor] | None = None):
+        self.ctx, self.batch, self._more = ctx, batch, more
+        self._kept: dict[str, object] = {}
+
+    def once(self, name: str, compute: Callable[[], T]) -> T:
+        """The value of that name, computed on first demand and kept for the rest of the iteration."""
+        value = self._kept.get(name)
+        if value is None:
+            value = self._kept[name] = compute()
+        return cast(T, value)
+
+    @property
+    def features(self) -> Tensor:
+        """[B, F] of the model in training."""
+        return self.once("features", self._features)
+
+    def _features(self) -> Tensor:
+        if not self._more:
+            return self.ctx.model.features(self.batch.inputs)
+        parts = [self.batch.inputs, *self._more.values()]
+        own, *others = self.ctx.model.features(torch.cat(parts)).split([len(part) for part in parts])
+        self._kept |= {f"rows.{name}": features for name, features in zip(self._more, others, strict=True)}
+        return cast(Tensor, own)
+
+    def rows(self, name: str) -> Tensor:
+        """[R, F] features of what the method of that name added with `rows`, out of the same forward pass."""
+        _ = self.features
+        return cast(Tensor, self._kept[f"rows.{name}"])
+
+    @property
+    def logits(self) -> Tensor:
+        """[B, C] raw logits of the model in training."""
+        return self.once("logits", lambda: cast(Tensor, self.ctx.model.head(self.features)))
+
+    @property
+    def base_features(self) -> Tensor:
+        """[B, F] of the received model, without gradient."""
+        return self.once("base_features", lambda: inferred(lambda: self._received.features(self.batch.inputs)))
+
+    @property
+    def base_logits(self) -> Tensor:
+        """[B, C] of the received model, without gradient."""
+        return self.once("base_logits", lambda: inferred(lambda: cast(Tensor, self._received.head(self.base_features))))
+
+    @property
+    def _received(self) -> Classifier:
+        return cast("Classifier", self.ctx.frozen()["model"])
+
+
+@dataclass(frozen=True)
+class Contribution:
+    """What a method's `contribute` sees of a client, before round 0."""
+
+    client: int
+    gather: Callable[[], tuple[Tensor, Tensor]]
+    generator: np.random.Generator
+    num_classes: int
+
+    @cached_property
+    def _samples(self) -> tuple[Tensor, Tensor]:
+        return self.gather()
+
+    @property
+    def inputs(self) -> Tensor:
+        """[n, ...] normalised; gathered on demand."""
+        return self._samples[0]
+
+    @property
+    def labels(self) -> Tensor:
+        """[n]"""
+        return self._samples[1]
+
+
+@dataclass(frozen=True)
+class Own:
+    """What a method's `personalise` sees of a client.
+
+    state: its accepted private state (the initial one if it never trained). extras: what `broadcast` has for it at the
+    scored version.
+    """
+
+    client: int
+    vector: Vector
+    state: Mapping[str, Tensor]
+    extras: Mapping[str, Tensor]
+    trainer: Trainer
+    trained: bool
+
+    def data(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """As `Context.data`."""
+        return self.trainer.own(self.client)

@@ -1,0 +1,113 @@
+"""What a run and its methods declare before anything is trained: the task, networks, costs, local training."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import nn
+
+from raysim.primitives.checks import at_least
+from raysim.vectors.optimizer import Optimizer
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is learnt: shape of an input [channels, height, width], number of classes, floats in use."""
+
+    shape: tuple[int, int, int]
+    num_classes: int
+    clients: int
+    dtype: torch.dtype = torch.float32
+
+
+@dataclass(frozen=True)
+class Network:
+    """A network besides the model; a personal one never travels."""
+
+    module: nn.Module
+    personal: bool = False
+
+
+# A forward pass alone, in units of a forward and backward pass.
+FORWARD = 1 / 3
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a participation costs besides plain training; known at dispatch.
+
+    samples: extra forward-and-backward passes, in samples; down, up: extra floats that travel.
+    """
+
+    samples: float = 0.0
+    down: int = 0
+    up: int = 0
+
+
+@dataclass(frozen=True)
+class Finetune:
+    """Adapting a client's model to its own data before it is scored; nothing of it is kept.
+
+    epochs: of the run's local optimiser, started anew, on the cross-entropy alone. head: step the head only, with the
+    extractor in eval mode. last: only after the final round. samples: "own" are the client's training samples, "all"
+    also those of it that `partition.fraction` left out of training.
+    """
+
+    epochs: int = 0
+    head: bool = False
+    last: bool = False
+    samples: Literal["own", "all"] = "own"
+
+    def __post_init__(self) -> None:
+        at_least("evaluate.finetune.epochs", self.epochs, 0)
+        if self.samples not in ("own", "all"):
+            raise ValueError(f"evaluate.finetune.samples={self.samples!r} does not exist: use own or all")
+
+
+@dataclass(frozen=True)
+class Local:
+    """How a client trains: `local.*` of the configuration.
+
+    Either `epochs` passes over the client's samples or `steps` batches. lr_decay multiplies the rate once per version.
+    sampling: "shuffle" reshuffles every pass and keeps the smaller last batch; "replacement" draws full batches.
+    phases: into how many parts a budget of steps is cut for methods that select samples per epoch.
+    """
+
+    optimizer: Literal["sgd", "adam"] = "sgd"
+    lr: float = 0.1
+    momentum: float = 0.0
+    nesterov: bool = False
+    weight_decay: float = 0.0
+    clip: float = 0.0
+    lr_decay: float = 1.0
+    epochs: int | None = 1
+    steps: int | None = None
+    batch: int = 32
+    sampling: Literal["shuffle", "replacement"] = "shuffle"
+    phases: int = 10
+
+    def __post_init__(self) -> None:
+        if not self.lr > 0:
+            raise ValueError(f"local.lr={self.lr} must be above 0")
+        if (self.epochs is None) == (self.steps is None):
+            raise ValueError(
+                f"local.epochs={self.epochs} and local.steps={self.steps}: give exactly one, and null for the other"
+            )
+        at_least("local.epochs", self.epochs if self.epochs is not None else 1, 1)
+        at_least("local.steps", self.steps if self.steps is not None else 1, 1)
+        at_least("local.batch", self.batch, 1)
+        at_least("local.clip", self.clip, 0.0)
+        at_least("local.phases", self.phases, 1)
+        if not 0 < self.lr_decay <= 1:
+            raise ValueError(f"local.lr_decay={self.lr_decay} must be above 0 and at most 1")
+        self.settings()
+
+    def settings(self) -> Optimizer:
+        """The optimiser's part."""
+        return Optimizer(self.optimizer, self.momentum, self.nesterov, self.weight_decay)
+
+    def budget(self, samples: int) -> float:
+        """Samples that a client with so many will train on, all passes counted."""
+        return samples * self.epochs if self.epochs else (self.steps or 0) * min(self.batch, samples)

@@ -1,0 +1,195 @@
+"""What a method may do: the hooks, the stages of an iteration, and the check that a list of methods fits together.
+
+A method overrides the hooks that it needs. Every default does nothing, and a hook that no method of a run overrides
+is never called. Hooks that run once per batch keep to tensors: no `.item()`, no `if tensor`, no fresh random numbers.
+Constructors store their arguments under their own names, after checking them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+import numpy as np
+from torch import Tensor, nn
+
+from raysim.api.context import Stage
+from raysim.api.declarations import Cost, Finetune, Network, Task
+
+if TYPE_CHECKING:
+    from raysim.api.context import Batch, Context, Contribution, Outputs, Own, Plan
+    from raysim.api.declarations import Local
+    from raysim.api.messages import Update
+    from raysim.api.server_view import Server
+    from raysim.vectors.layout import Layout
+
+
+class Method:
+    """One part of a federated algorithm. `ctx` is the job at work, `server` the coordinator's side."""
+
+    name: ClassVar[str]
+    paper: ClassVar[str]
+    weighting: ClassVar[str] = "samples"  # the raw weights it asks for, unless the configuration names others
+    excludes: ClassVar[Mapping[str, str]] = {}  # other method -> why the two do not combine
+    targets: ClassVar[Literal["any", "soft", "integer"]] = "any"  # "soft": makes them soft; "integer": needs labels
+    pools: ClassVar[bool] = False  # whether it trains one model on the clients' pooled data
+    singly: ClassVar[bool] = False  # whether its `absorb` reads `delta` and `moves` of single updates
+
+    def __repr__(self) -> str:
+        return f"{self.name}({', '.join(f'{key}={value!r}' for key, value in parameters(self).items())})"
+
+    @property
+    def idle(self) -> frozenset[str]:
+        """Slots that its class fills and that do nothing at its settings."""
+        return frozenset()
+
+    # --- declared once -------------------------------------------------------------------------------------------
+    def model(self, task: Task, model: nn.Module) -> nn.Module:
+        """Exclusive. Replace or wrap the model; it keeps `features` and `head`."""
+        return model
+
+    def networks(self, task: Task, model: nn.Module) -> Mapping[str, Network]:
+        """Networks besides the model, by full name ("fedbr.projector"). torch's generator is seeded for them."""
+        return {}
+
+    def personal(self, networks: Mapping[str, nn.Module]) -> Sequence[str]:
+        """Names of tensors ("model.bn1.weight") that stay on the client."""
+        return ()
+
+    def state(self, layout: Layout, samples: int) -> Mapping[str, Tensor]:
+        """Initial private state of a client with so many training samples, by full name. Never changed in place."""
+        return {}
+
+    def stages(self, plan: Plan) -> Sequence[tuple[Stage, ...]]:
+        """Exclusive. A cycle of iterations, each some stages; at most one stage of an iteration has the task loss."""
+        return ((Stage(),),)
+
+    def draws(self, plan: Plan, generator: np.random.Generator) -> Mapping[str, Sequence[Tensor]]:
+        """Random values drawn before the first step, one per step, by full name; read with `ctx.drawn(name)`."""
+        return {}
+
+    def cost(self, server: Server, samples: int, trained: float, turn: int) -> Cost:
+        """What a job costs besides training on `trained` samples (all passes) and moving the vector.
+
+        samples: what the client holds; turn: its participations so far. What `publish` sends is counted already.
+        """
+        return Cost()
+
+    def check(self, task: Task, local: Local, networks: Mapping[str, nn.Module]) -> Sequence[str]:
+        """Sentences to warn with before the run starts; raises ValueError to refuse it."""
+        return ()
+
+    # --- before round 0 ------------------------------------------------------------------------------------------
+    def contribute(self, client: Contribution) -> Mapping[str, np.ndarray]:
+        """What each client sends once, before round 0, by full name."""
+        return {}
+
+    def assemble(self, parts: Mapping[str, Sequence[np.ndarray]], server: Server) -> None:
+        """Turn the contributions (a list per name, by client id) into server state."""
+
+    def constants(self, server: Server) -> Mapping[str, Tensor]:
+        """What every client receives once, at its first participation, by full name; afterwards in `ctx.published`.
+
+        A function of the seed and of what `assemble` left in the server's state; asked for again after a resume.
+        """
+        return {}
+
+    # --- once per job --------------------------------------------------------------------------------------------
+    def receive(self, ctx: Context) -> None:
+        """After the broadcast was loaded, before training."""
+
+    def select(self, ctx: Context, epoch: int, epochs: int) -> np.ndarray | None:
+        """Exclusive. Positions in the client's samples that epoch 1..epochs trains on; None: all, in this job."""
+        return None
+
+    def finish(self, ctx: Context) -> None:
+        """After training: fill `ctx.upload` and replace entries of `ctx.state`."""
+
+    # --- once per batch: tensors in, tensors out -----------------------------------------------------------------
+    def transform(self, ctx: Context, batch: Batch) -> Batch:
+        """Change inputs and targets."""
+        return batch
+
+    def rows(self, ctx: Context, batch: Batch) -> Tensor | None:
+        """More inputs [R, ...] for the model's forward pass; their features are in `out.rows(name)`, and only there."""
+        return None
+
+    def logits(self, ctx: Context, logits: Tensor, batch: Batch) -> Tensor:
+        """Exclusive. Change the logits of the task loss; everything else sees the raw ones."""
+        return logits
+
+    def loss(self, ctx: Context, out: Outputs, batch: Batch) -> Tensor:
+        """Exclusive. Replace the task loss."""
+        raise NotImplementedError
+
+    def term(self, ctx: Context, out: Outputs, batch: Batch) -> Tensor:
+        """A scalar that is added to the task loss."""
+        raise NotImplementedError
+
+    # The order of kinds in which corrections apply: "add" to the gradient, "shift" it, "mix" it.
+    correction: ClassVar[str] = "add"
+
+    def gradient(self, ctx: Context, grad: Tensor, part: slice) -> None:
+        """Correct, in place, the gradient of the shared parameters `ctx.vector.data[part]` that `ctx.stage` trains."""
+
+    # --- scoring -------------------------------------------------------------------------------------------------
+    def predict(self, logits: Tensor) -> Tensor:
+        """Exclusive. Logits [B, C'] to the scores [B, C] that evaluation ranks."""
+        return logits
+
+    def personalise(self, own: Own) -> None:
+        """Change `own.vector` into the client's own model; it holds the shared part and the client's personal one.
+
+        For clients that never trained, too. Touches nothing else: training goes on as if nobody had looked.
+        """
+
+    def finetuning(self) -> Finetune | None:
+        """Exclusive. Fine-tuning that it asks evaluation for, in place of `evaluate.finetune`."""
+        return None
+
+    # --- on the server -------------------------------------------------------------------------------------------
+    def start(self, server: Server) -> None:
+        """Create the method's entries in `server.state`."""
+
+    def publish(self, server: Server) -> Mapping[str, Tensor]:
+        """What every client of this version receives beside the vector, by full name."""
+        return {}
+
+    def broadcast(self, server: Server, client: int) -> Mapping[str, np.ndarray]:
+        """What this client alone receives, by full name."""
+        return {}
+
+    def weigh(self, weights: list[float], updates: Sequence[Update], server: Server) -> list[float]:
+        """Change the raw weights; chains."""
+        return weights
+
+    def divisor(self, weights: Sequence[float], server: Server) -> float:
+        """Exclusive. What the weighted sum of updates is divided by; by default the sum of weights."""
+        return float(sum(weights))
+
+    def combine(self, updates: Sequence[Update], weights: Sequence[float], divisor: float, server: Server) -> Tensor:
+        """Exclusive. Updates to one direction [layout.trained], or [layout.shared] to decide on buffers as well."""
+        raise NotImplementedError
+
+    def measure(self, direction: Tensor, server: Server) -> None:
+        """Look at the combined direction [layout.trained] before methods mix it."""
+
+    def mix(self, direction: Tensor, server: Server) -> Tensor:
+        """Change the combined direction, in place or into another tensor; chains."""
+        return direction
+
+    def apply(self, params: Tensor, direction: Tensor, server: Server) -> Tensor:
+        """Exclusive. The next shared parameters [layout.trained], in `server.following` or a tensor of their own."""
+        return params + direction
+
+    def absorb(self, updates: Sequence[Update], server: Server) -> None:
+        """Update `server.state` after the step."""
+
+    def scored(self, server: Server) -> Tensor:
+        """Exclusive. The shared vector [layout.shared] that evaluation uses."""
+        return server.vector
+
+
+def parameters(method: Method) -> dict[str, object]:
+    """A method's hyperparameters, by name."""
+    return {key: value for key, value in vars(method).items() if not key.startswith("_")}

@@ -1,0 +1,1 @@
+"""`raysim bench`: speed beside a bare PyTorch loop."""

@@ -1,0 +1,195 @@
+"""What a round costs the coordinator when hosts cost nothing: a simulated fleet of hosts that return ready-made sums.
+
+`raysim bench scale` runs the real coordinator, dispatcher and server, in one process and then over Ray, and prints
+seconds a job, a summed float, a call and a byte. `jobs/README.md` says what follows from them for a large cluster.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from raysim.api.declarations import Local
+from raysim.api.messages import Job, Published, Sum, Trained, Update
+from raysim.data.federated import federate
+from raysim.data.partition import CSR, IID, Partition
+from raysim.data.sources import Synthetic
+from raysim.models import Mlp
+from raysim.primitives.memory import peak_memory
+from raysim.results.history import write_json
+from raysim.runtime.inprocess import InProcess
+from raysim.simulation.coordinator import Coordinator, Settings
+from raysim.simulation.evaluator import Evaluation
+from raysim.simulation.events import Round
+from raysim.simulation.fleet import Ideal, Lognormal
+from raysim.simulation.runtime import Runtime
+from raysim.simulation.schedule import Synchronous
+from raysim.training.host import Recipe, build_networks
+
+HOSTS = 64
+PER_HOST = 4  # groups that each host sums, so that hosts finish together
+SMALL, LARGE = (16,), (900, 1024)  # widths: 1,210 and 991,374 floats
+DEFAULT = 5  # updates to a sum where `summation` is not set
+
+
+@dataclass(frozen=True)
+class Case:
+    """A cohort, how many updates a host sums into one, the model's widths, the fleet, and where hosts are."""
+
+    clients: int
+    group: int
+    widths: tuple[int, ...] = SMALL
+    fleet: str = "ideal"
+    ray: bool = False
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Medians over rounds. arrays: sums and updates of `floats` floats that came in a round; cpu: seconds of the
+    coordinator's process; memory: the peak of its resident set so far, in bytes."""
+
+    case: Case
+    floats: int
+    arrays: int
+    seconds: float
+    cpu: float
+    memory: int
+
+
+def cases() -> list[Case]:
+    """Ascending in memory, so that a peak is that of its own row."""
+    cohorts = {clients: summation(clients) for clients in (1_000, 10_000, 100_000)}
+    found = []
+    for clients, group in cohorts.items():
+        found += [Case(clients, group), Case(clients, group, fleet="lognormal"), Case(clients, group, LARGE)]
+    found += [Case(clients, DEFAULT, LARGE) for clients in (1_000, 10_000)]
+    found += [Case(clients, group, ray=True) for clients, group in cohorts.items()]
+    return [*found, Case(256, 4, LARGE, ray=True), Case(256, 1, LARGE, ray=True)]
+
+
+def summation(clients: int) -> int:
+    """So many updates to a sum that every host makes as many sums."""
+    return math.ceil(clients / (HOSTS * PER_HOST))
+
+
+# --- the fleet ------------------------------------------------------------------------------------------------------
+class Ready:
+    """A host that trains nothing: it returns updates without content and sums that are ready, at once."""
+
+    def __init__(self, recipe: Recipe, name: str = "host-0"):
+        self.name, self._counts = name, recipe.data.partition.train.counts
+        shared = build_networks(recipe)[1].shared
+        self._arrays = [np.full(shared, 1e-9, np.float32) for _ in range(16)]  # written, and more than a cache holds
+        self._next = 0
+
+    def train(self, jobs: Sequence[Job], groups: Sequence[tuple[int, ...]], published: Published) -> Trained:
+        """See `Host`."""
+        summed = {number for group in groups for number in group}
+        outcomes = tuple(self._update(job, alone=job.number not in summed) for job in jobs)
+        return Trained(outcomes, tuple(Sum(group, self._array()) for group in groups), self.name)
+
+    def _update(self, job: Job, alone: bool) -> Update:
+        samples = int(self._counts[job.client])
+        delta = self._array() if alone else None
+        return Update(job.number, job.client, job.version, samples, samples, 1, 0.0, 0.0, delta, np.empty(0, np.int64))
+
+    def _array(self) -> np.ndarray:
+        self._next = (self._next + 1) % len(self._arrays)
+        return self._arrays[self._next][:]  # a view, which travels as a whole
+
+
+class Fleet:
+    """`HOSTS` hosts for a coordinator, behind which there are fewer."""
+
+    hosts = HOSTS
+
+    def __init__(self, few: Runtime):
+        self._few, self.put, self.revive = few, few.put, few.revive
+        self.arrays = 0
+
+    def call(self, host: int, method: str, *args: object, returns: int = 1) -> list[Any]:
+        """See `Runtime`."""
+        return self._few.call(host % self._few.hosts, method, *args, returns=returns)
+
+    def get(self, ref: Any) -> Any:
+        """See `Runtime`."""
+        if isinstance(value := self._few.get(ref), Trained):
+            alone = sum(isinstance(outcome, Update) and outcome.delta is not None for outcome in value.outcomes)
+            self.arrays += len(value.sums) + alone
+        return value
+
+
+# --- what is measured -----------------------------------------------------------------------------------------------
+def _recipe(case: Case) -> Recipe:
+    """Twice as many clients as take part, of 5 to 15 samples that nobody reads."""
+    few = federate(Synthetic(shape=[1, 8, 8], samples=100, test_samples=10), IID(clients=2), 0)
+    offsets = np.concatenate([[0], np.cumsum(5 + np.arange(2 * case.clients) * 7 % 11)])
+    train, test = CSR(np.zeros(offsets[-1], np.int64), offsets), CSR(np.empty(0, np.int64), np.zeros_like(offsets))
+    data = replace(few, partition=Partition(train, test), central=np.empty(0, np.int64))
+    return Recipe(Mlp(case.widths), (), Local(epochs=1), data, seed=0)
+
+
+def measure(case: Case, rounds: int) -> Cost:
+    """Medians of so many rounds, on the Ray that is connected if the case says so.
+
+    From one aggregation to the next, without the first round, and without the last, after which nothing is dispatched.
+    """
+    recipe = _recipe(case)
+    few: Any = InProcess(Ready(recipe))
+    if case.ray:
+        from raysim.runtime.ray import start_hosts
+
+        few = start_hosts(recipe, 2, Ready)
+    times = Lognormal() if case.fleet == "lognormal" else Ideal()
+    settings = Settings(rounds=rounds + 2, group=case.group, evaluation=Evaluation(every=10**9))
+    coordinator = Coordinator(recipe, Synchronous(case.clients), times, fleet := Fleet(few), settings)
+    try:
+        marks = [(time.perf_counter(), time.process_time()) for event in coordinator.run() if isinstance(event, Round)]
+    finally:
+        if case.ray:
+            few.stop()
+    steps = np.diff(np.array(marks), axis=0)[:-1]
+    seconds, cpu = (statistics.median(column) for column in steps.T.tolist())
+    return Cost(case, coordinator.layout.shared, fleet.arrays // (rounds + 2), seconds, cpu, peak_memory())
+
+
+def main(out: Path, rounds: int, say: Callable[[str], None]) -> list[Cost]:
+    """Measure all cases, print a table, write `out`."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from raysim.runtime import ray as cluster
+
+    torch.set_num_threads(1)
+    costs: list[Cost] = []
+    mine = False
+    try:
+        for case in cases():
+            if case.ray:
+                mine = cluster.connect(cluster.RayOptions()) or mine
+            costs.append(measure(case, rounds))
+            say(f"{case}: {costs[-1].seconds:.3f} s a round")
+    finally:
+        if mine:
+            cluster.disconnect()
+    table = Table(title=f"a round of {HOSTS} hosts that cost nothing; medians of {rounds}")
+    for header in ("clients", "hosts", "fleet", "floats", "arrays", "s", "CPU s", "us a job", "GB"):
+        table.add_column(header)
+    for cost in costs:
+        case = cost.case
+        numbers = (cost.seconds, cost.cpu, cost.cpu / case.clients * 1e6, cost.memory / 1e9)
+        table.add_row(
+            f"{case.clients:,}", "Ray" if case.ray else "here", case.fleet, f"{cost.floats:,}", f"{cost.arrays:,}",
+            *(f"{number:.3g}" for number in numbers),
+        )  # fmt: skip
+    Console().print(table)
+    write_json({"rounds": rounds, "hosts": HOSTS, "results": [asdict(cost) for cost in costs]}, out)
+    return costs

@@ -1,0 +1,283 @@
+"""A published table with our runs beside it: matched by their stored configurations, printed as text."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from decimal import Decimal
+
+from raysim.commands.papers.presets import STUDIES, Command, Score, Study
+from raysim.commands.papers.tables import Cell, Table, find, tables
+from raysim.primitives.checks import known
+from raysim.results.history import column
+from raysim.results.report import NOTHING, Run, choice, settings
+
+# Keys, or all keys below them, that may differ without making a run another one than the paper's.
+FREE = (
+    *("seed", "device", "runtime", "checkpoint", "faults", "state", "thresholds", "summation"),
+    *("data.root", "data.cache", "data.download", "evaluate.clients", "evaluate.probe", "evaluate.probe_rows"),
+)
+GROUPS = ("data", "partition", "model", "schedule", "fleet")
+FEDAVG_FINAL = "fedavg_final"  # a threshold that is no number: FedAvg's own last accuracy
+GAP = "   "
+CHANGED = "*"  # behind a number of ours
+
+
+@dataclass
+class Entry:
+    """A printed number and ours."""
+
+    cell: Cell
+    command: Command
+    score: Score
+    runs: list[Run] = field(default_factory=list)
+    changed: bool = False  # a run of it is not at the paper's setting
+
+    @property
+    def values(self) -> list[float]:
+        """Ours, one of each run that measured it."""
+        found = [self.score.summary(run.rows, self.score.column) for run in self.runs]
+        return [value * self.score.factor for value in found if value is not None]
+
+    @property
+    def spread(self) -> float | None:
+        """The deviation within the one run, where the table has such."""
+        if not self.score.spread or not self.runs:
+            return None
+        value = self.score.spread(self.runs[0].rows, self.score.column)
+        return None if value is None else value * self.score.factor
+
+
+def compare(name: str, runs: Sequence[Run] = (), width: int = 120) -> str:
+    """The table `name` beside what the runs reached, what they did differently, and how to make those that lack.
+
+    width: columns of text; data sets that do not fit go below the others. Raises Refused for an unknown name.
+    """
+    table = find(name)
+    study = STUDIES[name.partition("/")[0]]
+    entries = [Entry(cell, study.command(table, cell), study.score(table, cell)) for cell in table.cells]
+    notes = list(_match(study, name, entries, runs))
+    above = [f"{table.title}: {table.caption}", table.metric]
+    parts = [
+        "\n".join(above),
+        *_grids(entries, width),
+        *_paragraph("notes", _said(table, entries, study)),
+        *_paragraph(f"runs ({CHANGED}: not at the paper's setting)", notes),
+    ]
+    return "\n\n".join([*parts, *_paragraph("without a run", _missing(entries))])
+
+
+def _paragraph(title: str, lines: Sequence[str]) -> list[str]:
+    return ["\n".join([f"{title}:", *(f"  {line}" for line in lines)])] if lines else []
+
+
+def _said(table: Table, entries: Sequence[Entry], study: Study) -> list[str]:
+    theirs = [f"the paper's ± is over {table.deviation_of}"] if table.deviation_of else []
+    ours = (
+        ["our ± is the standard deviation over runs, divisor n - 1"] if any(len(e.values) > 1 for e in entries) else []
+    )
+    own = [study.notes[table.name]] if table.name in study.notes else []
+    return [*theirs, *ours, *table.notes, *own]
+
+
+# --- which run belongs to which cell --------------------------------------------------------------------------------
+def _match(study: Study, name: str, entries: Sequence[Entry], runs: Sequence[Run]) -> Iterator[str]:
+    """Put the runs into their entries; yields what a reader must know of each."""
+    telling = _telling(study, name.partition("/")[0])
+    presets: dict[tuple[str, tuple[str, ...]], dict[str, str]] = {}
+    for run in runs:
+        found: dict[str, list[str]] = {}
+        for entry in entries:
+            command = entry.command
+            if not _same_choices(run, command):
+                continue
+            key = command.experiment, command.methods
+            if key not in presets:
+                presets[key] = _preset(command)
+            different = _different(run, presets[key], command, telling)
+            if not telling & set(different):
+                entry.runs.append(run)
+                entry.changed |= bool(different)
+                found.setdefault("; ".join(different.values()), []).append(entry.cell.label)
+        yield from _told(run, found)
+
+
+def _telling(study: Study, paper: str) -> set[str]:
+    """The keys by which the rows of a paper differ: there a run must have the row's value."""
+    commands = [study.command(table, cell) for table in tables(paper).values() for cell in table.cells]
+    return {key for command in commands for key in command.overrides if key.startswith(study.telling)}
+
+
+def _same_choices(run: Run, command: Command) -> bool:
+    methods = run.config.get("method") or {}
+    names = set(methods) if isinstance(methods, Mapping) else set()
+    return choice(run.config, "experiment") == command.experiment and names == set(command.methods)
+
+
+def _preset(command: Command) -> dict[str, str]:
+    """Every value of the preset with these methods, by its dotted key; the chosen options by their groups."""
+    from raysim.experiment.compose import compose, plain
+
+    return _flat(plain(compose([f"experiment={command.experiment}", f"method=[{','.join(command.methods)}]"])))
+
+
+def _flat(config: Mapping[str, object]) -> dict[str, str]:
+    return settings(config) | {group: choice(config, group) for group in GROUPS}
+
+
+def _different(run: Run, preset: Mapping[str, str], command: Command, telling: set[str]) -> dict[str, str]:
+    """What the run has otherwise than the command says. Other keys that only one has follow from a named option."""
+    # A run from before a method had a switch is a run at its default.
+    found = {key: preset[key] for key in telling if key in preset} | _flat(run.config)
+    expected = {**preset, **{key: str(value) for key, value in command.overrides.items()}}
+    return {
+        key: f"{key}={found[key]} instead of {value}"
+        for key, value in expected.items()
+        if key in found and not _equal(found[key], value) and not _is_free(key)
+    }
+
+
+def _is_free(key: str) -> bool:
+    return any(key == free or key.startswith(f"{free}.") for free in FREE) or key.endswith((".root", ".cache"))
+
+
+def _equal(one: str, other: str) -> bool:
+    try:
+        return float(one) == float(other)
+    except ValueError:
+        return one == other
+
+
+def _told(run: Run, found: Mapping[str, Sequence[str]]) -> Iterator[str]:
+    """Where a run stands and how it differs from the paper's setting."""
+    if not found:
+        what = f"experiment={choice(run.config, 'experiment')}, method {choice(run.config, 'method')}"
+        yield f"{run.folder} belongs to no row of this table (it has {what})"
+    for different, rows in found.items():
+        state = [] if run.finished else ["it has not finished"]
+        said = [f"it has {different}", *state] if different else state
+        yield f"{run.folder}: {', '.join(dict.fromkeys(rows))}; {'; '.join(said) or 'as in the preset'}"
+
+
+def _missing(entries: Sequence[Entry]) -> list[str]:
+    """The commands of the cells that no run has a number for, each once."""
+    commands: dict[str, list[str]] = {}
+    for entry in entries:
+        if not entry.values:
+            where = commands.setdefault(str(entry.command), [])
+            where += [] if (label := f"{entry.cell.label}, {entry.cell.dataset}") in where else [label]
+    labels = {command: " / ".join(where) for command, where in commands.items()}
+    width = max(map(len, labels.values()), default=0)
+    return [f"{label:<{width}}  {command}" for command, label in labels.items()]
+
+
+def _place(entry: Entry, entries: Sequence[Entry]) -> str:
+    """The data set, and the paper's column where there are several."""
+    several = len({other.cell.column for other in entries}) > 1
+    return f"{entry.cell.dataset}, {entry.cell.column}" if several else entry.cell.dataset
+
+
+# --- numbers --------------------------------------------------------------------------------------------------------
+def _printed(mean: Decimal, deviation: Decimal | None) -> str:
+    return f"{mean}" if deviation is None else f"{mean} ± {deviation}"
+
+
+def _ours(entry: Entry) -> str:
+    values, digits = entry.values, _digits(entry.cell.mean)
+    if not values:
+        return NOTHING
+    mean = f"{statistics.fmean(values):.{digits}f}{CHANGED if entry.changed else ''}"
+    if len(values) > 1:
+        return f"{mean} ± {statistics.stdev(values):.{digits}f} ({len(values)} runs)"
+    spread = entry.spread
+    return mean if spread is None else f"{mean} ± {spread:.{digits}f}"
+
+
+def _difference(entry: Entry) -> str:
+    if not entry.values:
+        return NOTHING
+    return f"{statistics.fmean(entry.values) - float(entry.cell.mean):+.{_digits(entry.cell.mean)}f}"
+
+
+def _digits(number: Decimal) -> int:
+    exponent = number.as_tuple().exponent
+    return max(0, -exponent) if isinstance(exponent, int) else 0
+
+
+def _round(run: Run, name: str, threshold: float) -> int | None:
+    """The first round whose value reaches the threshold; not every round need have been evaluated."""
+    reached = (row["round"] for row in run.rows if (row.get(name) or -math.inf) >= threshold)
+    first = next(reached, None)
+    return None if first is None else int(first)
+
+
+def _threshold(key: str, entry: Entry, entries: Sequence[Entry]) -> float | None:
+    """0.8 of "0.80"; of a FedAvg threshold the last accuracy of our own FedAvg runs, None without any."""
+    if not key.startswith(FEDAVG_FINAL):
+        return float(key)
+    place = _place(entry, entries)
+    runs = [
+        run for other in entries if not other.cell.methods and _place(other, entries) == place for run in other.runs
+    ]
+    last = [value for run in runs for value in known(column(run.rows, entry.score.column))[-1:]]
+    return statistics.fmean(last) if last else None
+
+
+def _rounds(key: str, entry: Entry, entries: Sequence[Entry]) -> str:
+    """Mean over the runs of a cell; a dash where one of them never got there."""
+    if (threshold := _threshold(key, entry, entries)) is None:
+        return NOTHING
+    found = [_round(run, entry.score.column, threshold) for run in entry.runs]
+    reached = [number for number in found if number is not None]
+    return f"{statistics.fmean(reached):.0f}" if reached and len(reached) == len(found) else NOTHING
+
+
+# --- text -----------------------------------------------------------------------------------------------------------
+def _grids(entries: Sequence[Entry], width: int) -> Iterator[str]:
+    """The table, a block of columns per data set and column of the paper; blocks that do not fit go below."""
+    lines = _lines(entries)
+    labels = _aligned(["", "", *(label for label, _ in lines)], left=True)
+    places = dict.fromkeys(_place(entry, entries) for entry in entries)
+    blocks = [_block(place, [line.get(place) for _, line in lines], entries) for place in places]
+    while blocks:
+        count = 1
+        while count < len(blocks) and sum(len(b[0]) + len(GAP) for b in blocks[: count + 1]) + len(labels[0]) <= width:
+            count += 1
+        head, title, *rows = [GAP.join(row).rstrip() for row in zip(labels, *blocks[:count], strict=True)]
+        yield "\n".join([head, title, "-" * max(map(len, (head, title, *rows))), *rows])
+        blocks = blocks[count:]
+
+
+def _lines(entries: Sequence[Entry]) -> list[tuple[str, dict[str, Entry]]]:
+    """The cells by the paper's rows: a label that comes again in a column begins a new row."""
+    lines: list[tuple[str, dict[str, Entry]]] = []
+    for entry in entries:
+        label, place = entry.cell.label, _place(entry, entries)
+        line = next((line for name, line in lines if name == label and place not in line), None)
+        if line is None:
+            lines.append((label, line := {}))
+        line[place] = entry
+    return lines
+
+
+def _block(title: str, cells: Sequence[Entry | None], entries: Sequence[Entry]) -> list[str]:
+    """A head of two lines and a line a row; what nobody has is left out."""
+    keys = dict.fromkeys(key for entry in cells if entry for key in entry.cell.rounds_to)
+    made = any(entry and entry.values for entry in cells)
+    columns = [["paper", *(_printed(e.cell.mean, e.cell.deviation) if e else "" for e in cells)]]
+    if made:
+        columns.append(["ours", *(_ours(e) if e else "" for e in cells)])
+        columns.append(["diff", *(_difference(e) if e else "" for e in cells)])
+    for key in keys:
+        theirs = [NOTHING if e is None or (r := e.cell.rounds_to.get(key)) is None else str(r) for e in cells]
+        ours = [f" / {_rounds(key, e, entries) if e else NOTHING}" if made else "" for e in cells]
+        columns.append([f"to {key.replace('_', ' ')}", *(a + b for a, b in zip(theirs, ours, strict=True))])
+    rows = ["  ".join(row) for row in zip(*(_aligned(column) for column in columns), strict=True)]
+    return _aligned([title, *rows], left=True)
+
+
+def _aligned(texts: Sequence[str], left: bool = False) -> list[str]:
+    width = max(map(len, texts))
+    return [text.ljust(width) if left else text.rjust(width) for text in texts]

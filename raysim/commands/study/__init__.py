@@ -1,0 +1,1 @@
+"""`raysim study`: many runs and one comparison."""

@@ -1,0 +1,341 @@
+"""What a study found: mean and deviation over its seeds, paired differences to a reference, tables, page and picture.
+
+study.csv        a row per run         differences.csv   a row per comparison
+study.json       both, and the means   study.png         the differences with their intervals
+report.html      the page; its curves are the means over the seeds
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from raysim.commands.study.runner import Campaign, Cell, short
+from raysim.primitives.checks import known
+from raysim.primitives.errors import Refused, instead
+from raysim.primitives.files import replace_file
+from raysim.results.history import COLUMNS, write_json
+from raysim.results.report import DARK, LIGHT, NOTHING, Column, Run, Section, aligned, compare, load_run, theme
+from raysim.results.significance import Difference, holm, mean_deviation, paired
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+METRICS = ("final", "best5_mean", "last10_mean")
+TITLES = {"final": "final", "best5_mean": "best 5", "last10_mean": "last 10"}
+HOW = (
+    "Paired over seeds: with one seed, methods have the same split, starting model and cohorts. The interval is that "
+    "of the mean difference; p is that of a paired t-test, Holm's is corrected for all comparisons of one table, "
+    "Wilcoxon's needs six seeds."
+)
+
+
+@dataclass(frozen=True)
+class Scores:
+    """A run of a study, and its metrics; no run where it failed or was not made."""
+
+    cell: Cell
+    run: Run | None
+    values: Mapping[str, float | None]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One setting against the reference, where all else is equal."""
+
+    metric: str
+    where: str  # the settings that both share: "alpha=0.1"
+    what: str
+    reference: str
+    seeds: tuple[int, ...]
+    each: tuple[float, ...]  # the difference of each pair
+    found: Difference
+
+
+# --- numbers --------------------------------------------------------------------------------------------------------
+def check_metrics(names: Sequence[str]) -> None:
+    """Refuse what no summary has; a method's own reports have a dot in their names and are known when runs are."""
+    simple = [*METRICS, *COLUMNS, *(f"{name}_global" for name in METRICS[1:]), "last10_std"]
+    for name in names:
+        if name not in simple and "." not in name:
+            raise Refused(f"--metric {name} does not exist: {instead(name, [*simple, 'rounds_to.0.80'])}")
+
+
+def score(summary: Mapping[str, object], metric: str) -> float | None:
+    """A number of a summary; "final" is `accuracy`, or `accuracy_global` where no client has a test of its own."""
+    if metric == "final":
+        own = score(summary, "accuracy")
+        return own if own is not None else score(summary, "accuracy_global")
+    value = summary.get(metric)
+    if value is None and "." in metric:
+        group, _, name = metric.partition(".")
+        inner = summary.get(group)
+        value = inner.get(name) if isinstance(inner, Mapping) else None
+    return float(value) if isinstance(value, (int, float)) and math.isfinite(value) else None
+
+
+def gather(campaign: Campaign, metrics: Sequence[str]) -> tuple[list[str], list[Scores]]:
+    """Read the finished runs. Without metrics: the usual ones, and the highest threshold that every run reached."""
+    runs = [load_run(f) if (f := campaign.results(c)).joinpath("summary.json").is_file() else None
+            for c in campaign.cells]  # fmt: skip
+    there = [run.summary for run in runs if run is not None]
+    reached = [
+        {n for n, v in each.items() if v is not None} for s in there if isinstance(each := s.get("rounds_to"), dict)
+    ]
+    highest = max(set.intersection(*reached) if reached else (), key=float, default=None)
+    names = list(metrics) or [*METRICS, *([f"rounds_to.{highest}"] if highest else [])]
+    return names, [
+        Scores(cell, run, {name: score(run.summary, name) if run else None for name in names})
+        for cell, run in zip(campaign.cells, runs, strict=True)
+    ]
+
+
+def compared(campaign: Campaign) -> list[str]:
+    """The keys whose values are compared: methods and their values where they vary, else the first key that does."""
+    varied = [key for key in campaign.varied if key != "seed"]
+    return [key for key in varied if key.partition(".")[0] == "method"] or varied[:1]
+
+
+def label(campaign: Campaign, cell: Cell, keys: Sequence[str]) -> str:
+    """Some settings of a run in a few words: "fedprox, mu=0.1"."""
+    shown = [key for key in keys if key in cell.settings]
+    names = {key: "" if key == "method" else f"{short(key, campaign.varied)}=" for key in shown}
+    return ", ".join(f"{names[key]}{cell.settings[key]}" for key in shown)
+
+
+def differences(campaign: Campaign, scores: Sequence[Scores], metric: str) -> list[Comparison]:
+    """Every setting against the first one, over the seeds that both have; Holm's correction over all of them."""
+    keys = compared(campaign)
+    others = [key for key in campaign.varied if key not in (*keys, "seed")]
+    table: dict[str, dict[str, dict[int, float]]] = {}
+    for each in scores:
+        here = table.setdefault(label(campaign, each.cell, others), {})
+        seeds = here.setdefault(label(campaign, each.cell, keys), {})
+        if (value := each.values[metric]) is not None:
+            seeds[each.cell.seed] = value
+    found = []
+    for where, whats in table.items():
+        (reference, base), *rest = whats.items()
+        for what, values in rest:
+            common = tuple(seed for seed in base if seed in values)
+            left, right = [values[seed] for seed in common], [base[seed] for seed in common]
+            pairs = tuple(a - b for a, b in zip(left, right, strict=True))
+            found.append(Comparison(metric, where, what, reference, common, pairs, paired(left, right)))
+    corrected = holm([one.found.p for one in found])
+    return [replace(one, found=replace(one.found, holm=p)) for one, p in zip(found, corrected, strict=True)]
+
+
+def averaged(campaign: Campaign, scores: Sequence[Scores]) -> list[Run]:
+    """The mean over the seeds of each setting, as a run: of every round's row, and of the numbers of the summary."""
+    keys = [key for key in dict.fromkeys(["method", *campaign.varied]) if key != "seed"]
+    groups = [[each for each in group if each.run is not None] for group in grouped(scores)]
+    return [
+        _one(label(campaign, group[0].cell, keys), [each.run for each in group if each.run is not None])
+        for group in groups
+        if group
+    ]
+
+
+def _one(name: str, runs: Sequence[Run]) -> Run:
+    rows = [cast(dict[str, int | float | None], _mean(at)) for at in zip(*(run.rows for run in runs), strict=False)]
+    return replace(runs[0], name=name, rows=rows, summary=cast(Any, _mean([run.summary for run in runs])))
+
+
+def _mean(values: Sequence[object]) -> object:
+    """Of numbers their mean, of mappings one of means, of anything else the first; None where one is missing."""
+    first = values[0]
+    if isinstance(first, Mapping):
+        maps = [value for value in values if isinstance(value, Mapping)]
+        return {key: _mean([each.get(key) for each in maps]) for key in dict.fromkeys(k for each in maps for k in each)}
+    numbers = [value for value in values if isinstance(value, (int, float)) and not isinstance(value, bool)]
+    if not numbers:
+        return first
+    if len(numbers) < len(values):
+        return None
+    return numbers[0] if len(set(numbers)) == 1 else math.fsum(numbers) / len(numbers)
+
+
+def grouped(scores: Sequence[Scores]) -> list[list[Scores]]:
+    """The runs of each setting: they differ in their seeds alone."""
+    groups: dict[tuple[tuple[str, str], ...], list[Scores]] = {}
+    for each in scores:
+        groups.setdefault(tuple(each.cell.settings.items()), []).append(each)
+    return list(groups.values())
+
+
+# --- tables ---------------------------------------------------------------------------------------------------------
+def _number(value: float | None, metric: str, sign: str = "") -> str:
+    if value is None:
+        return NOTHING
+    return f"{value:{sign}{'.1f' if metric.startswith('rounds') else '.4f' if abs(value) < 10 else '.4g'}}"
+
+
+def _p(value: float | None) -> str:
+    return NOTHING if value is None else "<0.001" if value < 0.001 else f"{value:.3f}"
+
+
+def _title(metric: str) -> str:
+    return TITLES.get(metric, metric.replace("rounds_to.", "rounds to "))
+
+
+def settings_table(campaign: Campaign, scores: Sequence[Scores]) -> list[Column]:
+    """A row per setting: number of its runs, mean ± deviation (divisor n-1) of every metric over the seeds."""
+    keys = [key for key in dict.fromkeys(["method", *campaign.varied]) if key != "seed"]
+    groups = grouped(scores)
+    columns = [Column(short(k, keys), [g[0].cell.settings.get(k, NOTHING) for g in groups]) for k in keys]
+    made = [sum(each.run is not None for each in group) for group in groups]
+    counts = [f"{n}" if n == len(g) else f"{n} of {len(g)}" for n, g in zip(made, groups, strict=True)]
+    columns.append(Column("n", counts, [float(n) for n in made]))
+    for metric in scores[0].values:
+        texts, means = [], []
+        for n, group in zip(made, groups, strict=True):
+            values = known([each.values[metric] for each in group])
+            mean, deviation = mean_deviation(values)
+            text = _number(mean, metric) + (f" ± {_number(deviation, metric)}" if deviation is not None else "")
+            texts.append(text + (f" ({len(values)} of {n})" if 0 < len(values) < n else ""))
+            means.append(mean)
+        columns.append(Column(_title(metric), texts, means))
+    return columns
+
+
+def differences_table(comparisons: Sequence[Comparison]) -> list[Column]:
+    """A row per comparison of one metric."""
+    found = [one.found for one in comparisons]
+    metric = comparisons[0].metric
+    bounds = [
+        f"[{_number(f.low, metric, '+')}, {_number(f.high, metric, '+')}]" if f.low is not None else NOTHING
+        for f in found
+    ]
+    columns = [
+        Column("where", [one.where for one in comparisons]),
+        Column("compared", [f"{one.what} – {one.reference}" for one in comparisons]),
+        Column("n", [str(f.pairs) for f in found], [float(f.pairs) for f in found]),
+        Column("difference", [_number(f.mean, metric, "+") for f in found], [f.mean for f in found]),
+        Column("95 % interval", bounds, [f.low for f in found]),
+        Column("p", [_p(f.p) for f in found], [f.p for f in found]),
+        Column("p (Holm)", [_p(f.holm) for f in found], [f.holm for f in found]),
+        Column("p (Wilcoxon)", [_p(f.wilcoxon) for f in found], [f.wilcoxon for f in found]),
+        Column("", [f.note for f in found]),
+    ]
+    return [column for column in columns if set(column.texts) - {"", NOTHING}]
+
+
+# --- the picture ----------------------------------------------------------------------------------------------------
+def draw(comparisons: Sequence[Comparison], *, dark: bool = False) -> bytes:
+    """A PNG: the differences of one metric with their intervals and pairs, a panel per group of shared settings."""
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    ink, paper = ("#e6e8ea", "#16191d") if dark else ("#22262a", "#ffffff")
+    panels: dict[str, list[Comparison]] = {}
+    for one in comparisons:
+        panels.setdefault(one.where, []).append(one)
+    sizes = [len(panel) for panel in panels.values()]
+    looks: dict[str, object] = dict.fromkeys(("figure.facecolor", "axes.facecolor", "savefig.facecolor"), paper)
+    with matplotlib.rc_context(theme(ink) | looks | {"axes.titlesize": 11}):
+        height = 1.1 + 0.45 * len(sizes) + 0.42 * sum(sizes)
+        figure = Figure(figsize=(9, height), dpi=130, layout="constrained")
+        axes = figure.subplots(len(panels), 1, sharex=True, squeeze=False, height_ratios=[n + 0.6 for n in sizes])[:, 0]
+        names = list(dict.fromkeys(one.what for one in comparisons))
+        for ax, (where, panel) in zip(axes, panels.items(), strict=True):
+            _panel(ax, panel, names, DARK if dark else LIGHT)
+            ax.set_title(where, loc="left")
+        first = comparisons[0]
+        axes[-1].set_xlabel(
+            f"{_title(first.metric)}: difference to {first.reference}, mean and 95 % interval over seeds"
+        )
+        buffer = io.BytesIO()
+        figure.savefig(buffer, format="png")
+    return buffer.getvalue()
+
+
+def _panel(ax: Axes, panel: Sequence[Comparison], names: Sequence[str], colours: Sequence[str]) -> None:
+    for height, one in enumerate(reversed(panel)):
+        colour, found = colours[(names.index(one.what) + 1) % len(colours)], one.found
+        ax.plot(one.each, [height - 0.22] * len(one.each), "|", color=colour, alpha=0.55, markersize=7)
+        if found.low is not None and found.high is not None:
+            ax.plot([found.low, found.high], [height, height], color=colour, solid_capstyle="butt")
+        if found.mean is not None:
+            ax.plot([found.mean], [height], "o", color=colour, markersize=6)
+    ax.axvline(0.0, color="#8a9199", linewidth=1, zorder=0)
+    ax.set_yticks(range(len(panel)), [one.what for one in reversed(panel)])
+    ax.set_ylim(-0.6, len(panel) - 0.4)
+    ax.grid(axis="x")
+    ax.tick_params(axis="y", length=0)
+    ax.spines["left"].set_visible(False)
+
+
+# --- files ----------------------------------------------------------------------------------------------------------
+def report(campaign: Campaign, metrics: Sequence[str] = (), failed: Mapping[str, str] | None = None) -> str:
+    """Write all files of the study's folder that say what it found; the text that is printed of it.
+
+    metrics: what is compared, the first one in the picture too. failed: the sentences of runs that failed.
+    """
+    names, scores = gather(campaign, metrics)
+    if not any(each.run for each in scores):
+        return "no run has finished, so there is nothing to report"
+    table = {name: differences(campaign, scores, name) for name in names}
+    columns, folder = settings_table(campaign, scores), campaign.folder
+    _store(folder, scores, table, failed or {})
+    sections = [Section("Mean ± deviation over the seeds", "Sample deviation (divisor n-1).", columns)]
+    pictures = None
+    for name, comparisons in table.items():
+        if comparisons:
+            if name == names[0]:
+                pictures = draw(comparisons), draw(comparisons, dark=True)
+                replace_file(folder / "study.png", pictures[0])
+            title = f"{_title(name)}: difference to {comparisons[0].reference}"
+            first = name == names[0]
+            sections.append(
+                Section(title, HOW if first else "", differences_table(comparisons), pictures if first else None)
+            )
+    page = compare(averaged(campaign, scores), folder, f"study {folder.resolve().name}", sections)
+    shown = aligned(differences_table(table[names[0]])) if table[names[0]] else ""
+    heading = f"{_title(names[0])}, paired over seeds:\n" if shown else ""
+    return "\n\n".join(part for part in (aligned(columns), heading + shown, f"tables and curves: {page}") if part)
+
+
+def _store(
+    folder: Path,
+    scores: Sequence[Scores],
+    table: Mapping[str, Sequence[Comparison]],
+    failed: Mapping[str, str],
+) -> None:
+    runs: list[dict[str, object]] = [
+        {"run": s.cell.name, **s.cell.settings, "seed": s.cell.seed, "finished": s.run is not None, **s.values}
+        for s in scores
+    ]
+    comparisons: list[dict[str, object]] = [
+        {"metric": c.metric, "where": c.where, "compared": c.what, "reference": c.reference, **asdict(c.found)}
+        for all_of_it in table.values()
+        for c in all_of_it
+    ]
+    _write_csv(runs, folder / "study.csv")
+    _write_csv(comparisons, folder / "differences.csv")
+    write_json({"settings": _means(scores), "differences": comparisons, "runs": runs, "failed": failed},
+               folder / "study.json")  # fmt: skip
+
+
+def _means(scores: Sequence[Scores]) -> list[dict[str, object]]:
+    rows = []
+    for group in grouped(scores):
+        row: dict[str, object] = dict(group[0].cell.settings)
+        for metric in scores[0].values:
+            values = known([each.values[metric] for each in group])
+            mean, deviation = mean_deviation(values)
+            row[metric] = {"mean": mean, "deviation": deviation, "n": len(values)}
+        rows.append(row)
+    return rows
+
+
+def _write_csv(rows: Sequence[Mapping[str, object]], path: Path) -> None:
+    buffer = io.StringIO()
+    writer = csv.DictWriter(buffer, list(dict.fromkeys(key for row in rows for key in row)), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    replace_file(path, buffer.getvalue().encode())

@@ -1,0 +1,1 @@
+"""`raysim submit`: a job on a cluster."""

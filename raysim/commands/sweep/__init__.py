@@ -1,0 +1,1 @@
+"""`raysim sweep`: a search on Ray Tune."""

@@ -1,0 +1,254 @@
+"""What a search found: a table, the best configuration as a file that `raysim run` takes, and two pictures."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+import pyarrow.csv as pc
+import pyarrow.parquet as pq
+
+from raysim.commands.sweep.records import Record, Records, plus_minus, told
+from raysim.commands.sweep.space import Choice, Interval, Range, short
+from raysim.experiment.compose import to_yaml
+from raysim.primitives.files import replace_file
+from raysim.results.figures import figure_file
+from raysim.results.history import write_json
+from raysim.results.progress import duration
+from raysim.results.report import LIGHT
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.colors import Colormap
+
+TABLE, BEST = "trials.csv", "best.yaml"
+_SHOWN = 20  # trials of the printed table
+_FAINT = "#c3c8cd"  # trials that were given up
+
+
+def write(records: Records, numbers: Mapping[str, object]) -> list[Path]:
+    """Write all results into the search's folder; their paths. numbers: what the summary says besides."""
+    folder, best = records.folder, records.best()
+    columns = _columns(records)
+    table = pa.table(columns)
+    for name, save in ((TABLE, pc.write_csv), ("trials.parquet", pq.write_table)):
+        sink = pa.BufferOutputStream()
+        save(table, sink)
+        replace_file(folder / name, sink.getvalue().to_pybytes())
+    files = [folder / TABLE, folder / "trials.parquet"]
+    found: dict[str, object] = {}
+    if best is not None:
+        replace_file(folder / BEST, _best(records, best).encode())
+        files.append(folder / BEST)
+        setting = records.search.setting(best.point)
+        found = {"best_trial": best.number, "best": best.score, "best_deviation": best.deviation, "setting": setting}
+        for name, draw in (("parallel.png", draw_parallel), ("slices.png", draw_slices)):
+            draw(records, folder / name)
+            files.append(folder / name)
+    states = [record.status for record in records.all.values()]
+    counts = {name: states.count(name) for name in ("done", "stopped", "failed", "running")}
+    write_json({"metric": records.metric, **found, "trials": counts, **numbers}, folder / "summary.json")
+    return [*files, folder / "summary.json"]
+
+
+def _columns(records: Records) -> dict[str, list[Any]]:
+    """A column for each thing known of the trials, the best trial first."""
+    ordered, space = records.ordered(), records.search.space
+    columns: dict[str, list[Any]] = {"trial": [record.number for record in ordered]}
+    for key in space:
+        values = [records.search.setting(record.point).get(key) for record in ordered]
+        plain = all(isinstance(value, (int, float)) and not isinstance(value, bool) for value in values)
+        columns[key] = values if plain else [None if value is None else told(value) for value in values]
+    columns[records.metric] = [record.score for record in ordered]
+    columns[f"{records.metric}_std"] = [record.deviation for record in ordered]
+    columns["rounds"] = [record.rounds for record in ordered]
+    columns["seconds"] = [record.seconds for record in ordered]
+    columns["status"] = [record.status for record in ordered]
+    columns["folder"] = [str(records.path(record.number).relative_to(records.folder)) for record in ordered]
+    columns["error"] = [record.error for record in ordered]
+    return columns
+
+
+def table(records: Records) -> str:
+    """The best trials as text, the best first; a value that a setting does not have is a dash."""
+    keys = list(records.search.space)
+    rows = [["trial", *short(keys), records.metric, "rounds", "time", ""]]
+    for record in records.ordered()[:_SHOWN]:
+        setting = records.search.setting(record.point)
+        values = [told(setting[key]) if key in setting else "–" for key in keys]
+        state = {"done": "", "running": "unfinished", "stopped": "stopped early"}.get(record.status, record.status)
+        shown = plus_minus(record.score, record.deviation)
+        rows.append([str(record.number), *values, shown, str(record.rounds), duration(record.seconds), state])
+    widths = [max(len(row[index]) for row in rows) for index in range(len(rows[0]))]
+    lines = ["  ".join(text.rjust(width) for text, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    lines.insert(1, "-" * (sum(widths) + 2 * len(widths) - 2))
+    if (more := len(records.all) - _SHOWN) > 0:
+        lines.append(f"and {more} more in {records.folder / TABLE}")
+    return "\n".join(lines)
+
+
+def _best(records: Records, best: Record) -> str:
+    node = {**records.search.node(best.point), "out": None, "resume": None}
+    what = f"{records.metric} {plus_minus(best.score, best.deviation)} after {best.rounds} rounds"
+    return f"# {records.label(best)}: {what}. Use: raysim run --config {BEST}\n{to_yaml(node)}"
+
+
+# --- pictures -------------------------------------------------------------------------------------------------------
+class _Axis:
+    """Where the values of a key lie between 0 and 1, and what to write beside them."""
+
+    def __init__(self, key: str, name: str, found: Range, used: Sequence[object]):
+        self.key, self.name, self.found = key, name, found
+        numbers = found.values if isinstance(found, Choice) else (found.low, found.high)
+        self.numeric = all(isinstance(value, (int, float)) and not isinstance(value, bool) for value in numbers)
+        self.log = found.log if isinstance(found, Interval) else self.numeric and _spread(numbers)
+        if not isinstance(found, Choice) or not self.numeric:
+            self.values: tuple[object, ...] = numbers
+        else:
+            self.values = tuple(sorted(found.values, key=lambda value: float(str(value))))
+        ends = [float(str(value)) for value in (*numbers, *used)] if self.numeric else [0.0, len(numbers) - 1.0]
+        self.low, self.high = min(ends), max(ends)
+
+    def number(self, value: object) -> float:
+        """A value as a number: its own, or its place in the list."""
+        return float(str(value)) if self.numeric else float(self.values.index(value))
+
+    def place(self, value: object) -> float:
+        """Between 0 and 1."""
+        low, high, at = self.low, self.high, self.number(value)
+        if self.log:
+            low, high, at = math.log(low), math.log(high), math.log(at)
+        return (at - low) / (high - low) if high > low else 0.5
+
+    def ticks(self) -> list[tuple[float, str]]:
+        """Places and labels."""
+        if isinstance(self.found, Choice):
+            return [(self.place(value), told(value)) for value in self.values]
+        if self.log:
+            first, last = math.ceil(math.log10(self.low) - 1e-9), math.floor(math.log10(self.high) + 1e-9)
+            numbers = [10.0**power for power in range(first, last + 1)]
+            numbers = numbers if len(numbers) > 1 else [self.low, self.high]
+        else:
+            numbers = [self.low + (self.high - self.low) * part / 4 for part in range(5)]
+        return [(self.place(number), f"{number:.3g}") for number in numbers]
+
+
+def _spread(values: Sequence[Any]) -> bool:
+    """Whether a list of numbers is better seen by orders of magnitude."""
+    return bool(min(values) > 0 and max(values) >= 30 * min(values))
+
+
+def _axes(records: Records) -> list[_Axis]:
+    space = records.search.space
+    names = short(list(space))
+    settings = [records.search.setting(record.point) for record in records.all.values()]
+    return [
+        _Axis(key, name, found, [setting[key] for setting in settings if key in setting])
+        for (key, found), name in zip(space.items(), names, strict=True)
+    ]
+
+
+def _scored(records: Records) -> list[Record]:
+    """Those that can be drawn, the best last, so that it lies on top."""
+    return [each for each in records.ordered() if each.score is not None and math.isfinite(each.score)][::-1]
+
+
+def _title(records: Records) -> str:
+    best = records.best()
+    assert best is not None, "pictures are made of trials with a score"
+    shown = plus_minus(best.score, best.deviation)
+    return f"{records.search.options.name}: best {records.metric} {shown} (trial {best.number}: {records.label(best)})"
+
+
+def _colours(records: Sequence[Record]) -> tuple[Colormap, float, float]:
+    from matplotlib import colormaps
+
+    full = [record.score for record in records if record.status != "stopped" and record.score is not None]
+    scores = full or [record.score for record in records if record.score is not None]
+    return colormaps["viridis_r"], min(scores), max(scores)
+
+
+def draw_parallel(records: Records, path: Path) -> None:
+    """Write parallel coordinates: a line per trial through its values to its score, the best trial thick."""
+    from matplotlib.cm import ScalarMappable
+    from matplotlib.colors import Normalize
+
+    axes, trials = _axes(records), _scored(records)
+    colours, low, high = _colours(trials)
+    ends = [trial.score for trial in trials if trial.score is not None]
+    bottom, top = min(ends), max(ends)
+    with figure_file(path, _title(records), (max(7.0, 2.2 * (len(axes) + 1)), 5.0)) as figure:
+        ax = figure.subplots()
+        for trial in trials:
+            setting, score = records.search.setting(trial.point), float(trial.score or 0.0)
+            ys = [axis.place(setting[axis.key]) if axis.key in setting else math.nan for axis in axes]
+            ys.append((score - bottom) / (top - bottom) if top > bottom else 0.5)
+            stopped, best = trial.status == "stopped", trial is trials[-1]
+            share = (score - low) / (high - low) if high > low else 1.0
+            colour = _FAINT if stopped else colours(0.08 + 0.92 * share)
+            ax.plot(
+                range(len(ys)), ys, color=colour, linewidth=3.2 if best else 1.2, marker="o",
+                markersize=6 if best else 3.5, zorder=1 if stopped else 3,
+            )  # fmt: skip
+        ax.set(xlim=(-0.25, len(axes) + 0.6), ylim=(-0.05, 1.05), yticks=[])
+        ax.set_xticks(range(len(axes) + 1), [*(axis.name for axis in axes), records.metric])
+        ax.tick_params(axis="x", length=0, pad=8)
+        for index, axis in enumerate(axes):
+            _scale(ax, index, axis.ticks())
+        _scale(ax, len(axes), [(part / 4, f"{bottom + (top - bottom) * part / 4:.3f}") for part in range(5)])
+        ax.spines[:].set_visible(False)
+        if high > low:
+            shades = ScalarMappable(Normalize(low - (high - low) * 0.08 / 0.92, high), colours)
+            figure.colorbar(shades, ax=ax, label=records.metric, fraction=0.03, pad=0.01)
+        if any(trial.status == "stopped" for trial in trials):
+            figure.supxlabel("grey: stopped early", fontsize=10)
+
+
+def _scale(ax: Axes, x: float, ticks: Sequence[tuple[float, str]]) -> None:
+    ax.axvline(x, color="#22262a", linewidth=0.9, zorder=2)
+    for y, text in ticks:
+        ax.plot([x, x + 0.03], [y, y], color="#22262a", linewidth=0.9, zorder=2)
+        box = {"facecolor": "white", "edgecolor": "none", "alpha": 0.75, "pad": 0.8}
+        ax.text(x + 0.05, y, text, fontsize=8.5, va="center", bbox=box, zorder=4)
+
+
+def draw_slices(records: Records, path: Path) -> None:
+    """Write the score against each key alone, with its deviation over seeds; open circles were stopped early."""
+    from matplotlib.ticker import NullFormatter
+
+    axes, trials = _axes(records), _scored(records)
+    across = min(4, len(axes))
+    down = -(-len(axes) // across)
+    with figure_file(path, _title(records), (max(7.0, 3.6 * across), 3.8 * down + 0.6)) as figure:
+        panels = list(figure.subplots(down, across, sharey=True, squeeze=False).flat)
+        for panel in panels[len(axes) :]:
+            panel.set_axis_off()
+        for index, (ax, axis) in enumerate(zip(panels, axes, strict=False)):
+            for trial in trials:
+                setting = records.search.setting(trial.point)
+                if axis.key not in setting:
+                    continue
+                best, stopped = trial is trials[-1], trial.status == "stopped"
+                x, y = axis.number(setting[axis.key]), float(trial.score or 0.0)
+                ax.errorbar(
+                    x, y, yerr=trial.deviation, fmt="*" if best else "o",
+                    markersize=13 if best else 6, color=LIGHT[1] if best else LIGHT[0], alpha=1.0 if best else 0.75,
+                    markerfacecolor="none" if stopped else None, elinewidth=1.2, capsize=2,
+                )  # fmt: skip
+            if axis.log:
+                ax.set_xscale("log")
+                ax.xaxis.set_major_formatter(lambda number, _: f"{number:g}")
+                ax.xaxis.set_minor_formatter(NullFormatter())
+            if axis.numeric and isinstance(axis.found, Choice):
+                ax.set_xticks([axis.number(value) for value in axis.values], [told(value) for value in axis.values])
+                ax.minorticks_off()
+            if not axis.numeric:
+                ax.set_xticks(range(len(axis.values)), [told(value) for value in axis.values], rotation=35, ha="right")
+                ax.set_xlim(-0.5, len(axis.values) - 0.5)
+            ax.set_xlabel(axis.name)
+            ax.grid(True)
+            if index % across == 0:
+                ax.set_ylabel(records.metric)

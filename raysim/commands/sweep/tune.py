@@ -1,0 +1,524 @@
+"""`raysim sweep`: a search on Ray Tune, one process per trial, its results kept by this process alone.
+
+Tune decides when a trial starts, stops or takes over another's state; what it knows is never read back from a file.
+A search that is continued asks for the same trials again: those that had ended answer with what they had reported, so
+searcher and scheduler learn of them, and the others go on from their checkpoints.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import os
+import shutil
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from raysim.runtime import ray as cluster  # first: it says how Ray is to be used before Ray is imported
+
+# isort: split
+import ray
+from ray import tune
+from ray.tune.schedulers import ASHAScheduler, PopulationBasedTraining, TrialScheduler
+from ray.tune.search import Searcher
+
+from raysim.commands.sweep import trial
+from raysim.commands.sweep.records import ENDED, Records, Watch, told
+from raysim.commands.sweep.search import Asked, Options, Search, asked, store
+from raysim.commands.sweep.space import Choice, Point, Space, nearest
+from raysim.experiment.settings import Experiment, Interrupted, RuntimeOptions
+from raysim.primitives.errors import Refused, refusing
+from raysim.primitives.streams import stream
+from raysim.results.progress import duration
+from raysim.runtime.placement import Resources, Size, amounts, demand, total
+from raysim.simulation import checkpoint
+from raysim.simulation.events import Event
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+_HERE = os.getcwd()  # Tune moves a trial's process elsewhere, where relative paths of the configuration mean nothing
+TUNE = ".tune"  # what Tune writes while it runs; removed in the end
+ENVIRONMENT = {
+    "RAY_AIR_NEW_OUTPUT": "0",  # the other one prints a table whatever it is told
+    "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1",  # results are ours to write
+    "TUNE_DISABLE_SIGINT_HANDLER": "1",
+    "TUNE_GLOBAL_CHECKPOINT_S": "86400",  # nobody reads Tune's own state
+    "TUNE_WARN_THRESHOLD_S": "3600",
+}
+
+
+# --- a trial, in a process of its own -------------------------------------------------------------------------------
+class SweepTrial(tune.Trainable):
+    """What Tune drives: a step is what comes before the next measurement."""
+
+    _trial: trial.Trial | None = None
+
+    def setup(  # type: ignore[override]  # `with_parameters` gives the others
+        self, config: dict[str, Any], search: Search, plan: Mapping[str, Any]
+    ) -> None:
+        """Keep what all trials share; nothing runs before the first step."""
+        self._search, self._plan = search, plan
+        self.reset_config(config)
+
+    def reset_config(self, new_config: dict[str, Any]) -> bool:
+        """Become another trial."""
+        os.chdir(_HERE)
+        self.cleanup()
+        self.config = new_config
+        self._replayed = 0
+        self._setting, self._replay = new_config["trial"]["setting"], new_config["trial"]["replay"]
+        return True
+
+    def step(self) -> dict[str, Any]:
+        """A measurement: its round, the metric, all rows since the one before, seconds of work."""
+        metric = self._plan["metric"]
+        if self._replay:
+            self._replayed += 1
+            number, value = self._replay[self._replayed - 1]
+            return {"round": number, metric: value, "done": self._replayed == len(self._replay)}
+        since = time.monotonic()
+        try:
+            if self._trial is None:
+                self._trial = self._started()
+                since = time.monotonic()
+            rows = self._trial.advance()
+        except Exception as error:  # told as a result, so that this process lives on for the next trial
+            worst = float("-inf") if self._search.options.mode == "max" else float("inf")
+            self.cleanup()
+            return {"round": 0, metric: worst, "error": _sentence(error), "done": True}
+        value, _ = trial.score(rows, metric)
+        done, seconds = self._trial.finished, time.monotonic() - since
+        if done:
+            self.cleanup()
+        return {
+            "round": rows[-1]["round"],
+            metric: value,
+            "rows": rows,
+            "seconds": seconds,
+            "whole": done,
+            "done": done,
+        }
+
+    def _started(self) -> trial.Trial:
+        seeds = self._search.seeds()
+        nodes = [self._search.node(self._setting, seed) | {"device": self._plan["device"]} for seed in seeds]
+        every = self._search.options.interval if self._search.options.scheduler == "pbt" else None
+        found = trial.prepared(nodes, self._folder, self._plan["allow"], every)
+        experiments = [experiment for experiment, _ in found]
+        streams = [self._events(experiment) for experiment in experiments]
+        return trial.Trial(experiments, [folder for _, folder in found], streams, self._plan["metric"])
+
+    def _events(self, experiment: Experiment) -> Iterator[Event]:
+        hosts, parts = self._search.options.hosts, (experiment.recipe, experiment.schedule, experiment.fleet)
+        if not hosts:
+            from raysim.runtime import inprocess
+
+            return inprocess.run(*parts, experiment.settings)
+        return cluster.run(*parts, experiment.settings, Size(hosts, self._plan["each"]), say=lambda text: None)
+
+    @property
+    def _folder(self) -> Path:
+        """Tune's name for the trial is its number, which stays when another's state is taken over."""
+        return Path(self._plan["folder"]) / Path(self.logdir).name
+
+    def save_checkpoint(self, checkpoint_dir: str) -> None:
+        """For a trial that takes over this one's state."""
+        if self._trial is not None:
+            self._trial.save()
+        for index, own in enumerate(self._checkpoints()):
+            for path in checkpoint.available(own)[-1:]:
+                shutil.copytree(path, Path(checkpoint_dir) / str(index) / path.name)
+
+    def load_checkpoint(self, checkpoint_dir: Any) -> None:
+        """Another's state takes the place of this trial's own."""
+        self.cleanup()
+        for index, own in enumerate(self._checkpoints()):
+            shutil.rmtree(own, ignore_errors=True)
+            if (source := Path(str(checkpoint_dir)) / str(index)).is_dir():
+                shutil.copytree(source, own)
+
+    def _checkpoints(self) -> list[Path]:
+        """Where each seed's run keeps them."""
+        return [folder / "checkpoints" for folder in trial.folders(self._folder, self._search.seeds())]
+
+    def cleanup(self) -> None:
+        """Stop the runs, which end early where the trial does."""
+        if self._trial is not None:
+            self._trial.close()
+        self._trial = None
+
+
+def _sentence(error: BaseException) -> str:
+    cause = getattr(error, "cause", None)
+    text = str(cause if isinstance(cause, Exception) else error).strip() or type(error).__name__
+    return text.splitlines()[0]
+
+
+# --- what Tune is told ----------------------------------------------------------------------------------------------
+class Listener(tune.Callback):
+    """Hands what Tune hears of the trials to the records."""
+
+    def __init__(self, records: Records, watch: Watch):
+        self._records, self._watch = records, watch
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Tune stores what it is given; nobody reads that."""
+        return {}
+
+    def on_trial_start(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
+        """A trial runs; again, where it had run before."""
+        self._records.started(_number(trial), trial.config["trial"]["setting"])
+        self._watch.show(self._records.status())
+
+    def on_trial_result(
+        self, iteration: int, trials: list[Any], trial: Any, result: dict[str, Any], **info: Any
+    ) -> None:
+        """A measurement."""
+        if "error" in result:
+            self._records.failed(_number(trial), result["error"])
+        elif "rows" in result:
+            setting = trial.config["trial"]["setting"]
+            self._records.measured(_number(trial), setting, result["rows"], result["seconds"], result["whole"])
+        self._watch.show(self._records.status())
+
+    def on_trial_complete(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
+        """A trial ended, at its own end or before."""
+        self._records.ended(_number(trial))
+
+    def on_trial_error(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
+        """A trial's process died too often."""
+        self._records.failed(_number(trial), "its process died again and again, perhaps for want of memory")
+        self._records.ended(_number(trial))
+
+
+def _number(trial: Any) -> int:
+    return int(Path(trial.path).name)
+
+
+def _trainable(search: Search, records: Records, device: str, each: Resources, allow: Sequence[str]) -> Any:
+    shared = {
+        "metric": records.metric,
+        "device": device,
+        "allow": tuple(allow),
+        "each": dict(each),
+        "folder": str(records.folder.absolute() / "trials"),
+    }
+    own: dict[str, float] = {"memory": 1} if search.options.hosts else dict(each)  # a byte: next to nothing
+    hosts = [_times(each, search.options.seeds)] * search.options.hosts
+    group = tune.PlacementGroupFactory([own, *hosts])
+    return tune.with_resources(tune.with_parameters(SweepTrial, search=search, plan=shared), group)
+
+
+def _times(each: Resources, seeds: int) -> dict[str, float]:
+    """Each seed's runs have hosts of their own, side by side."""
+    return {name: amount * seeds for name, amount in each.items()}
+
+
+def _config(number: int, setting: Point, replay: Sequence[tuple[int, float]]) -> dict[str, Any]:
+    """What a trial is told. replay: what it had reported, if it had ended."""
+    return {"number": number, "setting": setting, "replay": list(replay)}
+
+
+def _scheduler(search: Search, rounds: int) -> TrialScheduler | None:
+    options = search.options
+    if options.scheduler == "asha":
+        return ASHAScheduler(
+            time_attr="round", max_t=rounds, grace_period=min(options.grace, rounds), reduction_factor=options.reduction
+        )
+    if options.scheduler == "pbt":
+        generator = stream(search.seed, "sweep-mutations")
+        mutations = {
+            key: list(found.values) if isinstance(found, Choice) else lambda found=found: found.draw(generator)
+            for key, found in search.space.items()
+        }
+
+        def explored(config: dict[str, Any]) -> dict[str, Any]:
+            inner = config["trial"]
+            return config | {"trial": inner | {"setting": search.within(inner["setting"]), "replay": []}}
+
+        return PopulationBasedTraining(
+            time_attr="round",
+            perturbation_interval=options.interval,
+            hyperparam_mutations={"trial": {"setting": mutations}},
+            custom_explore_fn=explored,
+        )
+    return None
+
+
+def _searcher(search: Search, records: Records) -> Searcher | None:
+    """Optuna's, which is asked again for the settings that it had suggested before."""
+    if search.options.search != "optuna":
+        return None
+    import optuna
+    from ray.tune.search.optuna import OptunaSearch
+
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
+    warnings.filterwarnings("ignore", category=optuna.exceptions.ExperimentalWarning)
+    before = list(records.all.values())
+    told_before = {record.number: records.measurements(record.number) for record in before}
+
+    class Numbering(OptunaSearch):
+        """Counts what it suggests, and gives it the form of a trial."""
+
+        count = 0
+
+        def suggest(self, trial_id: str) -> dict[str, Any] | None:
+            """The next setting."""
+            point = _decoded(search.space, super().suggest(trial_id) or {})
+            number = before[self.count].number if self.count < len(before) else self.count
+            self.count += 1
+            return {"trial": _config(number, point, told_before.get(number, ()))}
+
+    sampler = optuna.samplers.TPESampler(
+        seed=search.seed, constant_liar=True, n_startup_trials=min(10, max(3, search.trials // 3))
+    )
+    points = [_encoded(search.space, record.point) for record in before]
+    return Numbering(
+        _distributions(search.space), records.metric, search.options.mode, points_to_evaluate=points, sampler=sampler
+    )
+
+
+def _distributions(space: Space) -> dict[str, Any]:
+    """Optuna's own; lists go by their index, because it takes no lists as values."""
+    from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
+
+    found: dict[str, Any] = {}
+    for key, each in space.items():
+        if isinstance(each, Choice):
+            found[key] = CategoricalDistribution(list(range(len(each.values))))
+        elif each.whole:
+            found[key] = IntDistribution(int(each.low), int(each.high), log=each.log)
+        else:
+            found[key] = FloatDistribution(each.low, each.high, log=each.log)
+    return found
+
+
+def _decoded(space: Space, params: Mapping[str, Any]) -> Point:
+    named = {key: each.values[params[key]] if isinstance(each, Choice) else params[key] for key, each in space.items()}
+    return nearest(space, named)
+
+
+def _encoded(space: Space, point: Point) -> dict[str, Any]:
+    return {k: each.values.index(point[k]) if isinstance(each, Choice) else point[k] for k, each in space.items()}
+
+
+# --- the search -----------------------------------------------------------------------------------------------------
+def run(
+    words: Sequence[str] | Asked,
+    *,
+    quiet: bool = False,
+    allow: Sequence[str] = (),
+    console: Console | None = None,
+) -> Path:
+    """Search to the end; the folder of the results. words: as on the command line after `raysim sweep`, or `asked`.
+
+    Raises Refused (nothing was written), Interrupted.
+    """
+    from rich.console import Console
+
+    since = time.monotonic()
+    console = console or Console(quiet=quiet)
+    given = words if isinstance(words, Asked) else asked(words)
+    search, folder = given.search, given.folder
+    experiments = _checked(search, allow)
+    device, study = experiments[0].recipe.device, experiments[0].study
+    options = _cluster_options(study.runtime, given.words)
+    with refusing():
+        mine = cluster.connect(options)
+    try:
+        with refusing():
+            each, slots = _room(search.options, options, device, study.runtime.threads)
+        if not given.known:
+            folder.mkdir(parents=True)
+            store(search, folder)
+        return _search(search, folder, experiments, each, slots, allow, console, quiet, since)
+    finally:
+        if mine:
+            cluster.disconnect()
+
+
+def _checked(search: Search, allow: Sequence[str]) -> list[Experiment]:
+    """A few of the runs, built; raises Refused for values that no run can have, before anything starts."""
+    from raysim.experiment.execute import build
+
+    if search.options.search == "optuna" and importlib.util.find_spec("optuna") is None:
+        raise Refused("sweep.search=optuna needs Optuna: install raysim[sweep], or set sweep.search=random")
+    return [build(search.node(point), allow) for point in search.samples()]
+
+
+def _cluster_options(runtime: RuntimeOptions, words: Sequence[str]) -> RuntimeOptions:
+    """Where the trials run: a cluster that is joined, else one of this machine's own."""
+    address = next((word.partition("=")[2] for word in words if word.startswith("runtime.address=")), runtime.address)
+    return replace(runtime, address=address if runtime.name == "cluster" else "local")
+
+
+def _room(options: Options, runtime: RuntimeOptions, device: str, threads: int) -> tuple[dict[str, float], int]:
+    """What a host (or a trial without hosts) reserves, and how many trials fit at once; refuses what never fits."""
+    each = demand(runtime, device, threads)
+    nodes, hosts = cluster.nodes(), options.hosts or 1
+    bundle = _times(each, options.seeds) if options.hosts else each
+    places = total(nodes, bundle)
+    has = amounts({name: sum(node.get(name, 0.0) for node in nodes) for name in bundle})
+    if places is None:
+        return each, options.concurrent or os.cpu_count() or 1
+    if places < hosts:
+        needs = f"{hosts} hosts of {amounts(bundle)} each" if options.hosts else amounts(bundle)
+        why = f" ({options.seeds} seeds side by side)" if options.hosts and options.seeds > 1 else ""
+        advice = "set sweep.hosts=0" if not places else f"set sweep.hosts={places}"
+        if not options.hosts:
+            advice = "lower runtime.threads or runtime.cpus" if "GPU" not in each else "set device=cpu"
+        raise ValueError(f"a trial needs {needs}{why}, the cluster has {has}: {advice}")
+    return each, places // hosts
+
+
+def _search(
+    search: Search,
+    folder: Path,
+    experiments: Sequence[Experiment],
+    each: Resources,
+    slots: int,
+    allow: Sequence[str],
+    console: Console,
+    quiet: bool,
+    since: float,
+) -> Path:
+    from raysim.commands.sweep import report as sweep_report
+    from raysim.experiment.recorder import say
+
+    study, rounds = experiments[0].study, max(experiment.study.rounds for experiment in experiments)
+    options = search.options
+    metric = options.metric or ("accuracy_global" if len(experiments[0].recipe.data.central) else "accuracy")
+    points = search.points() if options.search != "optuna" else []
+    count = len(points) or search.trials
+    slots = max(1, min(slots, options.concurrent or slots, count))
+    tracked = study.tracking.name == "mlflow"
+
+    def tell(text: str) -> None:
+        say(console, text)
+
+    records = Records(search, folder, metric, count, tell, tracked, study.tracking.uri or "")
+    _introduce(search, records, experiments, each, slots, tell)
+    needs = _times(each, options.seeds * options.hosts if options.hosts else 1)
+    free = ray.available_resources()
+    if any(free.get(name, 0.0) < amount for name, amount in needs.items()):
+        left = amounts({name: free.get(name, 0.0) for name in needs})
+        tell(f"waiting: a trial needs {amounts(needs)}, of which other runs leave {left}")
+    records.begin()
+    if options.minutes:
+        records.deadline = time.monotonic() + 60 * options.minutes
+    status = "KILLED"
+    try:
+        with Watch(console, quiet) as watch, refusing():
+            _tune(search, records, points, rounds, experiments[0].recipe.device, each, allow, watch)
+        status = "FINISHED"
+    except KeyboardInterrupt:
+        raise Interrupted(
+            f"stopped after {sum(record.status != 'running' for record in records.all.values())} of {count} trials: "
+            f"raysim sweep out={folder} resume=latest continues"
+        ) from None
+    finally:
+        work, wall = sum(record.seconds for record in records.all.values()), time.monotonic() - since
+        numbers = {"wall_seconds": wall, "work_seconds": work, "trials_at_once": slots}
+        files = sweep_report.write(records, numbers)
+        records.finish(numbers, files, status)
+    tell(f"\n{sweep_report.table(records)}\n")
+    tell(_closing(records, work, wall, slots))
+    return folder
+
+
+def _introduce(
+    search: Search,
+    records: Records,
+    experiments: Sequence[Experiment],
+    each: Resources,
+    slots: int,
+    tell: Callable[[str], None],
+) -> None:
+    """A few lines: what is searched, how, on what."""
+    options, study, recipe = search.options, experiments[0].study, experiments[0].recipe
+    scheduler = {"asha": f", ASHA from round {options.grace}", "pbt": f", PBT every {options.interval} rounds"}
+    seeds = f" x {options.seeds} seeds" if options.seeds > 1 else ""
+    where = f"{options.hosts} hosts each" if options.hosts else "each in a process"
+    lines = {
+        "sweep": f"{records.total} trials{seeds}, {options.search}{scheduler.get(options.scheduler, '')}",
+        "space": ", ".join(f"{key}: {_described(found)}" for key, found in search.space.items()),
+        "study": f"{study.rounds} rounds of {recipe.data.title}; {options.mode}imum of {records.metric}",
+        "trials": f"{slots} at once, {where} of {amounts(each) or 'nothing reserved'}, device {recipe.device}",
+        "folder": str(records.folder),
+    }
+    for key, text in lines.items():
+        tell(f"{key:<10}{text}")
+    if over := sum(record.status in ENDED for record in records.all.values()):
+        tell(f"continuing: {over} of {records.total} trials have ended")
+    for text in dict.fromkeys(text for experiment in experiments for text in experiment.warnings):
+        tell(text)
+
+
+def _described(found: Any) -> str:
+    if isinstance(found, Choice):
+        return "|".join(told(value) for value in found.values)
+    return f"{found.low:g} to {found.high:g}{' (log)' if found.log else ''}"
+
+
+def _tune(
+    search: Search,
+    records: Records,
+    points: Sequence[Point],
+    rounds: int,
+    device: str,
+    each: Resources,
+    allow: Sequence[str],
+    watch: Watch,
+) -> None:
+    """Hand it all to Tune, and wait."""
+    for key, value in ENVIRONMENT.items():
+        os.environ.setdefault(key, value)
+    for name in ("ray.tune", "ray.air", "ray.train"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)
+    options = search.options
+    current = [records.all[n].point if n in records.all else point for n, point in enumerate(points)]  # PBT's change
+    configs = [_config(number, point, records.measurements(number)) for number, point in enumerate(current)]
+    space = {} if options.search == "optuna" else {"trial": tune.grid_search(configs)}
+    scratch = records.folder.absolute() / TUNE
+    shutil.rmtree(scratch, ignore_errors=True)
+    tuner = tune.Tuner(
+        _trainable(search, records, device, each, allow),
+        param_space=space,
+        tune_config=tune.TuneConfig(
+            metric=records.metric,
+            mode=options.mode,
+            search_alg=_searcher(search, records),
+            scheduler=_scheduler(search, rounds),
+            num_samples=search.trials if options.search == "optuna" else 1,
+            max_concurrent_trials=options.concurrent,
+            time_budget_s=60 * options.minutes if options.minutes else None,
+            reuse_actors=True,
+            trial_dirname_creator=lambda trial: f"{trial.config['trial']['number']:04d}",
+        ),
+        run_config=tune.RunConfig(
+            name=TUNE,
+            storage_path=str(records.folder.absolute()),
+            callbacks=[Listener(records, watch)],
+            failure_config=tune.FailureConfig(max_failures=2),  # a process that died starts again at its checkpoint
+            verbose=0,
+        ),
+    )
+    try:
+        tuner.fit()
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _closing(records: Records, work: float, wall: float, slots: int) -> str:
+    best = records.best()
+    if best is None:
+        return f"no trial has a score: the reasons are in {records.folder / 'trials.csv'}"
+    return (
+        f"{duration(work)} of work in {duration(wall)}, {slots} trial{'s' if slots > 1 else ''} at once; "
+        f"raysim run --config {records.folder / 'best.yaml'} trains the best; results are in {records.folder}"
+    )

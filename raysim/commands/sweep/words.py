@@ -1,0 +1,73 @@
+"""The words of a search: its options, what each key is searched over, and the settings of all its runs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from hydra.core.override_parser.types import ChoiceSweep, IntervalSweep, Override, RangeSweep, Transformer
+
+from raysim.commands.sweep.space import Choice, Interval, Range, checked
+from raysim.experiment.compose import (
+    SWEEP,
+    Node,
+    config_folders,
+    groups,
+    load_yaml,
+    read_override,
+    single_override,
+)
+from raysim.primitives.errors import Refused, instead
+
+
+def sweeping(words: Sequence[str], folders: Sequence[str | Path] = ()) -> tuple[Node, dict[str, Range], list[str]]:
+    """The words of a search, apart: its options, what each key is searched over, and the overrides of all its runs.
+
+    "sweep=NAME" chooses a file of `conf/sweep`, "sweep.trials=8" sets an option, "method.fedprox.mu=0.01,0.1" or
+    "local.lr='tag(log, interval(1e-3, 1))'" search over a key, and any other word holds for all runs: a key of the
+    file's space that it names is not searched. Raises Refused.
+    """
+    options = groups(config_folders(folders)).files.get(SWEEP, {})
+    read = {(override := read_override(text)).key_or_group: (override, text) for text in words}
+    name = str(read[SWEEP][0].value()) if SWEEP in read else "default"
+    if name not in options:
+        raise Refused(f"{SWEEP}={name} does not exist: {instead(name, options)}")
+    node = load_yaml(options[name])
+    space = {key: _listed_range(key, value) for key, value in (node.pop("space", None) or {}).items()}
+    fixed = []
+    for key, (override, text) in read.items():
+        head, _, option = key.partition(".")
+        if head != SWEEP and override.is_sweep_override():
+            space[key] = _range(override, text)
+        elif head != SWEEP:
+            fixed.append(text)
+            space.pop(key, None)
+        elif option.partition(".")[0] == "space":
+            raise Refused(f"'{text}' sets the space as a whole: give each key its values, such as local.lr=0.01,0.1")
+        elif option:
+            single_override(text)
+            node[option] = override.value()
+    return {"name": name, **node}, {key: checked(key, found) for key, found in space.items()}, fixed
+
+
+def _listed_range(key: str, value: Any) -> Range:
+    """A range as a file writes it: a list of values, or text as on the command line."""
+    if isinstance(value, list):
+        return Choice(tuple(value))
+    override = read_override(text := f"{key}={value}")
+    return _range(override, text) if override.is_sweep_override() else Choice((override.value(),))
+
+
+def _range(override: Override, text: str) -> Range:
+    found, key = override.value(), override.key_or_group
+    if isinstance(found, (ChoiceSweep, RangeSweep)) and not found.shuffle and override.package is None:
+        return Choice(tuple(override.sweep_iterator(Transformer.identity)))
+    if isinstance(found, IntervalSweep) and found.tags <= {"log"} and override.package is None:
+        low, high = found.start, found.end
+        assert low is not None and high is not None, "the parser asks for both"
+        return Interval(low, high, "log" in found.tags, isinstance(low, int) and isinstance(high, int))
+    raise Refused(
+        f"'{text}' is no range: write {key}=VALUE,VALUE, or {key}='interval(LOW, HIGH)', "
+        "'int(interval(LOW, HIGH))' or 'tag(log, interval(LOW, HIGH))'"
+    )

@@ -1,0 +1,1 @@
+"""From words to a run: configuration, objects, the run's folder."""

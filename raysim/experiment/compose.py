@@ -1,0 +1,411 @@
+"""Command-line words to one checked configuration: the folder `conf`, the overrides, and Hydra, used here alone.
+
+Hydra composes files; overrides are checked and applied here, because its own rules for them are too lenient (a misspelt
+key with `+` creates a new one) and its messages speak of its internals.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeAlias, cast
+
+import yaml
+from hydra import version
+from hydra._internal.config_repository import CachingConfigRepository, ConfigRepository
+from hydra._internal.config_search_path_impl import ConfigSearchPathImpl
+from hydra._internal.defaults_list import create_defaults_list
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import ChoiceSweep, Override, RangeSweep
+from hydra.core.plugins import Plugins
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from raysim.primitives.errors import Refused, instead, nearest
+
+Node: TypeAlias = dict[str, Any]
+
+LISTS = ("method",)  # groups of which any number of options is chosen
+SWEEP = "sweep"  # the group that no run has
+ALTERNATIVES = (("local.epochs", "local.steps"),)  # setting one empties the other, unless it is set too
+_QUOTE = "put a value with special characters into quotes, such as 'out=\"a=b\"'"
+
+
+def conf_folder() -> Path:
+    """Where the configuration files lie: inside an installed package, or beside it in a checkout."""
+    package = Path(__file__).resolve().parents[1]
+    inside = package / "conf"
+    return inside if inside.is_dir() else package.parent / "conf"
+
+
+@dataclass(frozen=True)
+class Groups:
+    """The options of every group, and the files they are in; a folder given later wins."""
+
+    files: Mapping[str, Mapping[str, Path]]
+
+
+def groups(folders: Sequence[Path] = ()) -> Groups:
+    """All groups of `conf` and of the user's own folders."""
+    files: dict[str, dict[str, Path]] = {}
+    for root in (conf_folder(), *folders):
+        if not root.is_dir():
+            raise Refused(f"the configuration folder {root} does not exist: name one that does, or leave it out")
+        for path in sorted(root.glob("*/**/*.yaml")):
+            group, *rest = path.relative_to(root).with_suffix("").parts
+            if not path.name.startswith("_"):  # what several options have in common
+                files.setdefault(group, {})["/".join(rest)] = path
+    return Groups(files)
+
+
+def compose(
+    overrides: Sequence[str] = (), folders: Sequence[str | Path] = (), stored: str | Path | None = None
+) -> DictConfig:
+    """One resolved configuration; `choices` in it names the option of every group.
+
+    folders: the user's own, laid out like `conf`. stored: a configuration file of a run or of a search, which holds
+    for all that no override names; with resume=, that of the run's folder. Raises Refused, in one sentence, for
+    whatever does not exist.
+    """
+    given = _stored(stored)
+    config, values, named = _drafted(overrides, groups(roots := config_folders(folders)), roots, given)
+    before = given or (_continued(values) if "experiment" not in named else None)
+    if before:
+        config = _onto(before, config, named)
+    return _resolved(config, values)
+
+
+def config_folders(folders: Sequence[str | Path]) -> list[Path]:
+    """The user's own folders of configuration, as absolute paths."""
+    return [Path(folder).expanduser().resolve() for folder in folders]
+
+
+def _drafted(
+    overrides: Sequence[str], known: Groups, roots: Sequence[Path], stored: Node | None = None
+) -> tuple[DictConfig, dict[str, Any], list[str]]:
+    """The configuration before its references are resolved, the values set in it, and all keys and groups named.
+
+    stored: gives the options of groups that no override names.
+    """
+    parsed = [single_override(text) for text in overrides]
+    for override in parsed:
+        if override.key_or_group.partition(".")[0] == SWEEP:
+            raise Refused(f"'{override.input_line}' is for searches: write raysim sweep {override.input_line}")
+    chosen = {o.key_or_group: _options(o, known) for o in parsed if o.key_or_group in known.files}
+    values = {o.key_or_group: (o.value(), str(o.input_line)) for o in parsed if o.key_or_group not in known.files}
+    config = _composed(_chosen_before(stored, known) | chosen, known, roots)
+    for key, (value, text) in values.items():
+        _check_key(config, key, known)
+        _refuse_plus(text)
+        _assign(config, key, value, text)
+    plain_values = {key: value for key, (value, _) in values.items()}
+    _empty_alternatives(config, plain_values)
+    return config, plain_values, [*chosen, *values]
+
+
+def _empty_alternatives(config: DictConfig, values: Mapping[str, Any]) -> None:
+    for pair in ALTERNATIVES:
+        for one, other in (pair, pair[::-1]):
+            if one in values and other not in values and values[one] is not None:
+                OmegaConf.update(config, other, None)
+
+
+def _resolved(config: DictConfig, values: Mapping[str, Any]) -> DictConfig:
+    try:
+        OmegaConf.resolve(config)
+    except OmegaConfBaseException as error:
+        named = next((f"{key}={value}" for key, value in values.items() if "${" in str(value)), "")
+        named = named or "a ${...} in the configuration"
+        raise Refused(f"{named} refers to something that does not exist: write the value itself") from error
+    return config
+
+
+def _stored(path: str | Path | None) -> Node | None:
+    """A configuration file to start from, without what belongs to its own run alone."""
+    if path is None:
+        return None
+    if not Path(path).expanduser().is_file():
+        raise Refused(f"{path} is no file: name the config.yaml of a run, or the best.yaml of a search")
+    node = load_yaml(Path(path).expanduser())
+    if not isinstance(node, dict) or not isinstance(node.get("choices"), dict):
+        raise Refused(
+            f"{path} is no complete configuration: name the config.yaml of a run, or the best.yaml of a search"
+        )
+    return node | {"out": None, "resume": None}
+
+
+def _chosen_before(stored: Node | None, known: Groups) -> dict[str, list[str]]:
+    """The options that a stored configuration was made of, as far as they still exist; presets are in its values."""
+    found = {}
+    for group, choice in (stored or {}).get("choices", {}).items():
+        names = choice if isinstance(choice, list) else [choice]
+        if group in known.files and group != "experiment" and all(name in known.files[group] for name in names):
+            found[group] = names
+    return found
+
+
+# --- searches -------------------------------------------------------------------------------------------------------
+def draft(overrides: Sequence[str], folders: Sequence[str | Path], keys: Sequence[str]) -> tuple[Node, dict[str, str]]:
+    """A configuration as plain data in which the values of some keys are still to be set.
+
+    Also a sentence for each of the keys that it does not have. Raises Refused.
+    """
+    known = groups(roots := config_folders(folders))
+    config, *_ = _drafted(overrides, known, roots)
+    missing = {}
+    for key in keys:
+        try:
+            _check_key(config, key, known)
+        except Refused as error:
+            missing[key] = str(error)
+    return cast(Node, OmegaConf.to_container(config)), missing
+
+
+def settled(drafted: Node, values: Mapping[str, Any]) -> Node:
+    """A draft with these values, resolved; no file is read."""
+    config = OmegaConf.create(drafted)
+    for key, value in values.items():
+        _assign(config, key, value, f"{key}={value}")
+    _empty_alternatives(config, values)
+    return plain(_resolved(config, values))
+
+
+# --- a run that is continued ----------------------------------------------------------------------------------------
+def _continued(values: Mapping[str, Any]) -> Node | None:
+    """The stored configuration of the run that `resume` names, if there is one."""
+    resume, out = values.get("resume"), values.get("out")
+    folder = out if resume == "latest" else resume and Path(str(resume)).parent.parent
+    if not resume or not folder:
+        return None
+    path = Path(str(folder)).expanduser() / "config.yaml"
+    return load_yaml(path) if path.is_file() else None
+
+
+def _onto(stored: Node, config: DictConfig, named: Sequence[str]) -> DictConfig:
+    """The stored configuration, with the groups and keys that the user named as they would be in a new run."""
+    result = OmegaConf.create(stored)
+    for key in named:
+        pairs = next((pair for pair in ALTERNATIVES if key in pair), (key,))
+        for each in pairs:
+            OmegaConf.update(result, each, OmegaConf.select(config, each), merge=False, force_add=True)
+        if key in config.choices:
+            OmegaConf.update(result, f"choices.{key}", config.choices[key])
+    return result
+
+
+# --- overrides ----------------------------------------------------------------------------------------------------
+def spread(text: str) -> tuple[str, list[str]]:
+    """The key of a word of a study, and an override for each of the values that it gives.
+
+    "seed=0,1" and "seed=range(2)" give two; "method=[],[fedbr,mixup]" gives two lists. Raises Refused.
+    """
+    override = read_override(text)
+    key = override.key_or_group
+    if not override.is_sweep_override():
+        return single_override(text).key_or_group, [text]
+    value = override.value()
+    if not isinstance(value, (ChoiceSweep, RangeSweep)) or value.shuffle or override.package is not None:
+        raise Refused(f"'{text}' does not list the values of {key}: write {key}=VALUE,VALUE or {key}=range(N)")
+    return key, [f"{key}={each}" for each in override.sweep_string_iterator()]
+
+
+def read_override(text: str) -> Override:
+    """One override as Hydra reads it."""
+    try:
+        override: Override = OverridesParser.create().parse_override(text)
+        if not override.is_delete() and not override.is_sweep_override():
+            override.value()
+    except (HydraException, ValueError, TypeError) as error:
+        hint = _QUOTE if "=" in text else "write the name of a setting, '=' and its value"
+        raise Refused(f"'{text}' cannot be read as key=value: {hint}") from error
+    return override
+
+
+def single_override(text: str) -> Override:
+    """One override `key=value`; anything else that Hydra knows is refused."""
+    override = read_override(text)
+    key = override.key_or_group
+    if override.is_delete():
+        raise Refused(f"'{text}' would remove a setting, but every setting stays: give it another value instead")
+    if override.is_sweep_override():
+        raise Refused(
+            f"'{text}' gives several values, but a run takes one: write {key}=VALUE, or {key}=[a,b] for a list"
+        )
+    if override.package is not None:
+        raise Refused(f"'{text}' moves a group with '@', but groups keep their names: write {key}=VALUE")
+    return override
+
+
+def _refuse_plus(text: str) -> None:
+    """With '+' Hydra adds what does not exist; here all that is known exists."""
+    if text.startswith("+"):
+        raise Refused(f"'{text}' would add a setting that exists already: write {text.lstrip('+')}")
+
+
+def _options(override: Override, known: Groups) -> list[str]:
+    """The options that an override of a group chooses."""
+    group, value = override.key_or_group, override.value()
+    options = known.files[group]
+    _refuse_plus(str(override.input_line))
+    if group in LISTS:
+        found = list(value) if isinstance(value, list) else [value] if value not in (None, "") else []
+    else:
+        found = [value]
+    names = [name for name in found if isinstance(name, str)]
+    for name in found:
+        if not isinstance(name, str) or name not in options:
+            raise Refused(
+                f"{group}={'null' if name is None else str(name)} does not exist: {instead(str(name), options)}"
+            )
+        if names.count(name) > 1:
+            raise Refused(f"{group}=[{','.join(names)}] names {name} {names.count(name)} times: keep one of them")
+    return names
+
+
+def _composed(chosen: Mapping[str, list[str]], known: Groups, roots: Sequence[Path]) -> DictConfig:
+    """The files put together. What a preset says about options that were not chosen is dropped.
+
+    So a preset may hold a paper's values for all methods of its tables, whichever of them a run takes, and of what it
+    says about a group whose option the user chose, the common keys remain.
+    """
+    words = {group: f"{group}=[{','.join(names)}]" for group, names in chosen.items()}
+    words |= {group: f"{group}={names[0]}" for group, names in chosen.items() if group not in LISTS}
+    try:
+        parts, choices = _parts(list(words.values()), roots)
+        config = _merged(parts)
+    except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
+        raise Refused(
+            f"the configuration files do not fit together ({_first_line(error)}): check your own files"
+        ) from error
+    for group in set(LISTS) - set(chosen) if "experiment" in chosen else ():
+        names = [path.removeprefix(f"{group}/") for path, _ in parts if path.startswith(f"{group}/")]
+        chosen = {**chosen, group: [name for name in names if name in known.files[group]]}
+    config.pop("experiment", None)
+    for group in LISTS if "experiment" in chosen else ():
+        _refuse_unknown(config, group, known, chosen["experiment"][0])
+    for group in chosen if "experiment" in chosen else ():
+        # Hydra keeps a preset's list when the user's is empty, and a preset's keys whatever option is chosen.
+        if group in config:
+            own = (key for path, values in parts if not path.startswith("experiment/") for key in values.get(group, ()))
+            config[group] = {key: config[group][key] for key in dict.fromkeys(own)}
+    for group in LISTS:
+        choices[group] = chosen[group] if group in chosen else list(config[group])
+    config["choices"] = choices
+    return config
+
+
+def _parts(words: Sequence[str], roots: Sequence[Path]) -> tuple[list[tuple[str, DictConfig]], Node]:
+    """Every file by its path, with its values where it puts them, and the option of every group.
+
+    As Hydra's own compose has them, without what Hydra brings for itself: most of its time.
+    """
+    Plugins.instance()  # knows how to read files
+    version.setbase("1.3")
+    places = ConfigSearchPathImpl()
+    for root in (conf_folder(), *roots):
+        places.append("raysim", f"file://{root}")
+    files = CachingConfigRepository(ConfigRepository(places))
+    overrides = OverridesParser.create().parse_overrides(list(words))
+    listed = create_defaults_list(files, "config", overrides, prepend_hydra=False, skip_missing=False)
+    found = []
+    for each in listed.defaults:
+        path = str(each.config_path)
+        values: Any = cast(Any, files.load_config(path)).config
+        values.pop("defaults", None)
+        for name in reversed(each.package.split(".") if each.package else ()):
+            values = OmegaConf.create({name: values})
+        found.append((path, values))
+    return found, {group: name for group, name in listed.overrides.known_choices.items() if "/" not in group}
+
+
+def _merged(parts: Sequence[tuple[str, DictConfig]]) -> DictConfig:
+    config = OmegaConf.create()
+    for path, values in parts:
+        try:
+            config.merge_with(values)
+        except OmegaConfBaseException as error:
+            raise HydraException(f"In '{path}': {type(error).__name__} raised while composing config") from error
+    config.pop("hydra", None)
+    return config
+
+
+def _refuse_unknown(config: DictConfig, group: str, known: Groups, preset: str) -> None:
+    """A preset may speak of options that are not chosen, but not of ones that do not exist."""
+    files = known.files[group]
+    for name in config[group]:
+        if name not in files and not any(name in load_yaml(path) for path in files.values()):
+            raise Refused(
+                f"experiment={preset} gives values to {group}.{name}, which does not exist: {instead(name, files)}"
+            )
+
+
+def _check_key(config: DictConfig, key: str, known: Groups) -> None:
+    """Refuse a key that the composed configuration does not have."""
+    node: Any = config
+    path: list[str] = []
+    for part in key.split("."):
+        if isinstance(node, DictConfig) and part in node and (path or part != "choices"):
+            node, path = node[part], [*path, part]
+            continue
+        raise Refused(_unknown(config, node, path, part, key, known))
+
+
+def _unknown(config: DictConfig, node: Any, path: list[str], part: str, key: str, known: Groups) -> str:
+    where = ".".join(path)
+    if not isinstance(node, DictConfig):
+        return f"{key} does not exist: {where} is a single value, so write {where}=VALUE"
+    if not path:
+        return f"{key} does not exist: {_anywhere(config, key, known)}"
+    option = config.choices.get(path[0])
+    if path[0] in LISTS and len(path) == 1:
+        if part in known.files[path[0]]:
+            both = ",".join([*option, part])
+            return f"{key} has no effect because {part} is not in {where}=[{','.join(option)}]: write {where}=[{both}]"
+        return f"{key} does not exist: {instead(part, known.files[path[0]])}"
+    has = f"{path[0]}={option} has" if len(path) == 1 and option not in (None, "default") else f"{where} has"
+    return f"{where}.{part} does not exist: {instead(part, [str(name) for name in node if name != '_target_'], has)}"
+
+
+def _anywhere(config: DictConfig, key: str, known: Groups) -> str:
+    """What an unknown first part may have meant: a group, a key at the top, or the last part of a longer key."""
+    head, _, rest = key.partition(".")
+    top = [str(name) for name in config if name != "choices"] + ["experiment"]
+    if near := nearest(head, top):
+        return f"did you mean {near}{'.' + rest if rest else ''}?"
+    inner = [f"{name!s}.{leaf!s}" for name in config if isinstance(config[name], DictConfig) for leaf in config[name]]
+    matches = [name for name in inner if name.endswith(f".{key}")]
+    return f"did you mean {' or '.join(matches)}?" if matches else f"the valid ones are {', '.join(top)}"
+
+
+def _assign(config: DictConfig, key: str, value: Any, text: str) -> None:
+    try:
+        OmegaConf.update(config, key, value, merge=True)
+    except OmegaConfBaseException as error:
+        raise Refused(f"'{text}' does not fit there: {key} takes a single value") from error
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).strip().splitlines()), type(error).__name__).rstrip(".:")
+
+
+# --- a run folder's own configuration -----------------------------------------------------------------------------
+def plain(config: DictConfig | Mapping[str, Any]) -> Node:
+    """The configuration as dictionaries and lists; "???" stands for a value that is still missing."""
+    if isinstance(config, DictConfig):
+        return cast(Node, OmegaConf.to_container(config, resolve=True, throw_on_missing=False))
+    return dict(config)
+
+
+def to_yaml(config: Node) -> str:
+    """As it is stored in a run folder."""
+    return str(OmegaConf.to_yaml(OmegaConf.create(config)))
+
+
+def load_yaml(path: Path) -> Node:
+    """A stored configuration. Raises Refused where the file is broken."""
+    try:
+        return cast(Node, OmegaConf.to_container(OmegaConf.load(path)))
+    except Exception as error:  # a damaged file fails in the YAML reader in many ways
+        raise Refused(f"{path} cannot be read ({_first_line(error)}): restore it, or start in a new folder") from error

@@ -1,0 +1,130 @@
+"""What a run says of itself: the plan before it starts, and what its bits depend on."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from raysim.api.composition import SLOTS, owner
+from raysim.api.declarations import Local
+from raysim.api.method import Method
+from raysim.data.federated import statistics
+from raysim.experiment.settings import Experiment
+from raysim.training.host import build_networks
+
+LIBRARIES = ("raysim", "torch", "numpy", "ray", "pyarrow", "mlflow")
+
+
+def plan(experiment: Experiment, folder: Path) -> str:
+    """A few lines: methods, model, data, clients, hosts, BatchNorm's policy, device, folder."""
+    recipe, study, node = experiment.recipe, experiment.study, experiment.config
+    networks, layout = build_networks(recipe)
+    numbers = statistics(recipe.data)
+    sizes: Any = numbers["sizes"]
+    runtime = study.runtime
+    hosts = (
+        "in this process"
+        if runtime.name == "inprocess"
+        else f"{runtime.hosts or 'as many hosts as fit'} ({runtime.name})"
+    )
+    stays = f", {layout.personal:,} of them personal" if layout.personal else ""
+    weights = experiment.settings.weighting
+    lines = {
+        "methods": ", ".join(f"{m!r} [{', '.join(slots(type(m)))}]" for m in recipe.methods) or "fedavg",
+        "model": f"{node['choices']['model']}: {_parameters(networks)}; {layout.total:,} floats{stays}",
+        "data": recipe.data.title,
+        "clients": f"{numbers['clients']} with {sizes['min']} to {sizes['max']} training samples, "
+        f"{numbers['empty_clients']} without; {numbers['central_test']} central test samples",
+        "rounds": f"{study.rounds} of {experiment.schedule!r}, {weights} weights; {_local(study.local)}",
+        "BatchNorm": _batchnorm(networks, {entry.name for entry in layout.entries if entry.personal}),
+        "extra": "; ".join(_extra(experiment)),
+        "hosts": f"{hosts}, {runtime.threads} thread{'s' if runtime.threads > 1 else ''} each, device {recipe.device}",
+        "folder": str(folder),
+    }
+    return "\n".join(f"{key:<10}{text}" for key, text in lines.items() if text)
+
+
+def _extra(experiment: Experiment) -> list[str]:
+    """Evaluation that costs more than scoring, and how much."""
+    asked, recipe, found = experiment.settings.evaluation, experiment.recipe, []
+    how = (tuner.finetuning() if (tuner := owner(recipe.methods, "finetuning")) else None) or asked.finetune
+    if how.epochs:
+        when = "after the last round" if how.last else f"every {asked.every} rounds"
+        found.append(f"fine-tuning of {asked.clients} clients for {how.epochs} epochs {when}")
+    if asked.decompose:
+        m, counts = experiment.schedule.concurrency, recipe.data.partition.train.counts
+        each = np.minimum(counts[counts > 0], asked.decompose_rows).mean()
+        found.append(
+            f"loss decomposition every {asked.decompose} rounds: {m} x {m} + {m} evaluations, "
+            f"{(m + 1) * m * each:,.0f} forward passes"
+        )
+    return found
+
+
+def slots(cls: type[Method]) -> list[str]:
+    """The slots that a method fills; its checks of the settings are none."""
+    return [slot for slot in SLOTS if slot != "check" and getattr(cls, slot) is not getattr(Method, slot)]
+
+
+def _parameters(networks: Mapping[str, nn.Module]) -> str:
+    counts = {name: sum(p.numel() for p in network.parameters()) for name, network in networks.items()}
+    more = "".join(f", {count:,} in {name}" for name, count in counts.items() if name != "model")
+    return f"{counts['model']:,} parameters{more}"
+
+
+def _local(local: Local) -> str:
+    amount = f"{local.epochs} epoch{'s' if local.epochs != 1 else ''}" if local.epochs else f"{local.steps} steps"
+    return f"{amount} of batch {local.batch}, {local.optimizer} lr {local.lr:g}"
+
+
+def _batchnorm(networks: Mapping[str, nn.Module], personal: set[str]) -> str:
+    """What happens to the running statistics and the weights of BatchNorm; "" without such layers."""
+    found: dict[str, list[str]] = {}  # networks by what happens there
+    for network, module in networks.items():
+        kinds: dict[str, list[str]] = {"parameters": [], "statistics": []}
+        for path, layer in module.named_modules():
+            if isinstance(layer, nn.modules.batchnorm._BatchNorm):
+                kinds["parameters"] += [f"{network}.{path}.{name}" for name, _ in layer.named_parameters()]
+                kinds["statistics"] += [
+                    f"{network}.{path}.{name}" for name, b in layer.named_buffers() if b.is_floating_point()
+                ]
+        text = ", ".join(
+            f"{kind} {'personal' if set(names) <= personal else 'shared'}" for kind, names in kinds.items() if names
+        )
+        if text:
+            found.setdefault(text, []).append(network)
+    if len(found) == 1:
+        return next(iter(found))
+    return "; ".join(f"{', '.join(names)}: {text}" for text, names in found.items())
+
+
+def identity(experiment: Experiment) -> dict[str, object]:
+    """What the bits of a run depend on besides its methods and data."""
+    recipe = experiment.recipe
+    device = recipe.device
+    return {
+        "device": torch.cuda.get_device_name(device)
+        if device.startswith("cuda") and torch.cuda.is_available()
+        else device,
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "machine": platform.machine(),
+        "threads": recipe.threads,
+        "seed": recipe.seed,
+        "summation": experiment.settings.group,
+        "python": platform.python_version(),
+        "libraries": {name: version for name in LIBRARIES if (version := _version(name))},
+    }
+
+
+def _version(name: str) -> str:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return ""

@@ -1,0 +1,259 @@
+"""One study: a configuration becomes objects, the objects become a run, the run becomes a folder of results.
+
+The only reader of configurations; below it there are objects."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from omegaconf import DictConfig
+
+from raysim.api.composition import check_composition
+from raysim.api.declarations import Local
+from raysim.api.method import Method
+from raysim.data.federated import FederatedData, federate, pooled
+from raysim.data.partition import Partitioner
+from raysim.data.sources import Source
+from raysim.experiment.compose import Node, compose, groups, load_yaml, plain, to_yaml
+from raysim.experiment.describe import plan, slots
+from raysim.experiment.instantiate import TARGET, build as build_object, resolve, shown
+from raysim.experiment.recorder import Session, finished, say
+from raysim.experiment.run_folder import Place, place
+from raysim.experiment.settings import Experiment, Interrupted, Result, Study
+from raysim.models import ModelRecipe
+from raysim.primitives.errors import Refused, instead, refusing
+from raysim.primitives.files import replace_file
+from raysim.simulation.coordinator import Settings, check_concurrency
+from raysim.simulation.events import Event, TooManyFailures
+from raysim.simulation.fleet import Fleet
+from raysim.simulation.schedule import Schedule, Synchronous
+from raysim.simulation.server import asked_weighting
+from raysim.training.host import Recipe, build_networks
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+__all__ = [
+    "Experiment",
+    "Interrupted",
+    "Refused",
+    "Result",
+    "TooManyFailures",
+    "build",
+    "catalogue",
+    "compose",
+    "partition",
+    "run",
+]
+
+
+# --- configuration to objects ---------------------------------------------------------------------------------------
+# What the class of a group must have, so that a mistaken _target_ is refused before it is used.
+_NEEDS = {"schedule": "decide", "fleet": "duration", "data": "read", "partition": "split", "model": "build"}
+
+
+def _object(config: Node, group: str, allow: Sequence[str]) -> Any:
+    node = config[group]
+    if not isinstance(node, Mapping) or TARGET not in node:
+        raise Refused(f"{group}={shown(node)} names no class: choose an option of the group {group}")
+    cls = resolve(node[TARGET], group, allow)
+    if not hasattr(cls, _NEEDS[group]):
+        raise Refused(f"{group}.{TARGET}={node[TARGET]} is no {group}: it has no method '{_NEEDS[group]}'")
+    return build_object(cls, node, group)
+
+
+def _methods(config: Node, allow: Sequence[str]) -> tuple[Method, ...]:
+    parts = []
+    for name, node in config["method"].items():
+        path = f"method.{name}"
+        if not isinstance(node, Mapping) or TARGET not in node:
+            raise Refused(f"{path}={shown(node)} names no class: give a value to one of its keys instead")
+        cls = resolve(node[TARGET], path, allow)
+        if not issubclass(cls, Method):
+            raise Refused(f"{path}.{TARGET}={node[TARGET]} is no method: name a subclass of raysim.api.method.Method")
+        parts.append(build_object(cls, node, path))
+    check_composition(parts)
+    return tuple(parts)
+
+
+def _device(asked: str, elsewhere: bool) -> str:
+    """The device's name; "auto" is decided here. elsewhere: hosts run on other machines than this one."""
+    if asked == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    kind, _, index = asked.partition(":")
+    if kind not in ("cpu", "cuda", "mps") or (index and not index.isdigit()):
+        raise Refused(f"device={asked} does not exist: {instead(asked, ('auto', 'cpu', 'cuda', 'mps'))}")
+    if kind == "cuda" and not elsewhere and int(index or 0) >= torch.cuda.device_count():
+        raise Refused(
+            f"device={asked} needs a GPU that torch does not see (it sees {torch.cuda.device_count()}): set device=cpu"
+        )
+    if kind == "mps" and not torch.backends.mps.is_available():
+        raise Refused("device=mps needs a Mac with Metal: set device=cpu")
+    return asked
+
+
+def _plain(config: DictConfig | Mapping[str, Any] | Sequence[str]) -> Node:
+    return plain(config if isinstance(config, (DictConfig, Mapping)) else compose(config))
+
+
+def partition(config: DictConfig | Mapping[str, Any] | Sequence[str] = (), allow: Sequence[str] = ()) -> FederatedData:
+    """The data of a study alone, split over its clients. Raises Refused."""
+    with refusing():
+        node = _plain(config)
+        source: Source = _object(node, "data", allow)
+        partitioner: Partitioner = _object(node, "partition", allow)
+        return federate(source, partitioner, build_object(Study, _own(node), "").seed)
+
+
+def _own(node: Node) -> Node:
+    """The part of a configuration that is `Study`."""
+    named = {*_NEEDS, "method", "choices"}
+    return {key: value for key, value in node.items() if key not in named}
+
+
+def build(config: DictConfig | Mapping[str, Any] | Sequence[str] = (), allow: Sequence[str] = ()) -> Experiment:
+    """Build and check all objects of a study; downloads and caches its data if need be, writes nothing else.
+
+    config: from `compose`, or the overrides themselves. allow: prefixes, besides raysim, of classes that the
+    configuration may name. Raises Refused with one sentence.
+    """
+    with refusing():
+        node = _plain(config)
+        study = build_object(Study, _own(node), "")
+        methods = _methods(node, allow)
+        schedule: Schedule = _object(node, "schedule", allow)
+        fleet: Fleet = _object(node, "fleet", allow)
+        model: ModelRecipe = _object(node, "model", allow)
+        device = _device(study.device, study.runtime.name == "cluster")
+        weighting = study.weighting or asked_weighting(methods)
+        node = {**node, "device": device, "weighting": weighting}
+        data = federate(_object(node, "data", allow), _object(node, "partition", allow), study.seed)
+        local = study.local
+        if any(method.pools for method in methods):
+            data, schedule, local = _pooled(data, schedule, local)
+        recipe = Recipe(model, methods, local, data, study.seed, device, study.runtime.threads)
+        check_concurrency(schedule, data.partition.train.counts)
+        networks, _ = build_networks(recipe)
+        warnings = tuple(text for method in methods for text in method.check(recipe.task, local, networks))
+    settings = Settings(
+        rounds=study.rounds,
+        weighting=weighting,
+        group=study.summation,
+        evaluation=study.evaluate,
+        checkpoint_every=study.checkpoint.every,
+        state_budget=study.state.bytes,
+        tolerate=study.faults.tolerate,
+    )
+    return Experiment(node, study, recipe, schedule, fleet, settings, warnings)
+
+
+def _pooled(data: FederatedData, schedule: Schedule, local: Local) -> tuple[FederatedData, Schedule, Local]:
+    """One model on all clients' samples: each round processes as many as the cohort of a federated run on average."""
+    if not isinstance(schedule, Synchronous):
+        raise Refused("method 'centralized' trains one model, of which nothing can be late: set schedule=synchronous")
+    check_concurrency(schedule, data.partition.train.counts)
+    share = schedule.cohort / np.count_nonzero(data.partition.train.counts)
+    if local.steps is not None:
+        local = replace(local, steps=local.steps * schedule.cohort)
+    elif local.epochs is not None and not float(local.epochs * share).is_integer():
+        samples = len(data.partition.train.indices)
+        local = replace(local, epochs=None, steps=max(1, round(local.epochs * share * samples / local.batch)))
+    elif local.epochs is not None:
+        local = replace(local, epochs=int(local.epochs * share))
+    return pooled(data), Synchronous(1), local
+
+
+# --- the run --------------------------------------------------------------------------------------------------------
+def run(
+    config: DictConfig | Mapping[str, Any] | Sequence[str] | Experiment = (),
+    *,
+    quiet: bool = False,
+    allow: Sequence[str] = (),
+    console: Console | None = None,
+) -> Result:
+    """Run a study to its end; the folder appears once its hosts are ready.
+
+    config: overrides, what `compose` returned, or what `build` returned. Raises Refused (nothing was written),
+    TooManyFailures (clients failed; a checkpoint was), Interrupted.
+    """
+    from rich.console import Console
+
+    console = console or Console(quiet=quiet)
+    experiment = config if isinstance(config, Experiment) else build(config, allow)
+    with refusing():
+        where = place(experiment)
+    if where.finished:
+        say(console, where.note)
+        return finished(experiment, where.folder, console)
+    for text in (plan(experiment, where.folder), where.note, *experiment.warnings):
+        say(console, text)
+    settings = replace(experiment.settings, folder=str(where.folder.absolute()), resume=where.resume)
+    with closing(_events(experiment, settings, console)) as events:
+        with refusing():
+            started = next(events)  # only now hosts are known to fit
+            _make_folder(experiment, where)
+        return Session(experiment, where.folder, console, quiet).follow(started, events)
+
+
+def _events(experiment: Experiment, settings: Settings, console: Console) -> Generator[Event, None, None]:
+    """The chosen runtime's stream of events."""
+    if experiment.study.runtime.name == "inprocess":
+        from raysim.runtime import inprocess
+
+        yield from inprocess.run(experiment.recipe, experiment.schedule, experiment.fleet, settings)
+        return
+    yield from _on_ray(experiment, settings, console)
+
+
+def _on_ray(experiment: Experiment, settings: Settings, console: Console) -> Iterator[Event]:
+    from raysim.runtime import ray
+
+    def tell(text: str) -> None:
+        say(console, f"{'':<10}{text}")
+
+    asked = experiment.study.runtime
+    mine = ray.connect(asked)
+    try:
+        size = ray.fit(asked, experiment.recipe, experiment.schedule.concurrency, tell)
+        if asked.hosts is None:
+            tell(f"{size} fit")
+        if experiment.study.device == "auto" and experiment.recipe.device == "cpu" and ray.has_gpus():
+            tell("device=auto is the CPU because this process sees no GPU, but the cluster has some: set device=cuda")
+        yield from ray.run(experiment.recipe, experiment.schedule, experiment.fleet, settings, size, asked, tell)
+    finally:
+        if mine:
+            ray.disconnect()
+
+
+def _make_folder(experiment: Experiment, where: Place) -> None:
+    where.folder.mkdir(parents=True, exist_ok=where.exists)
+    replace_file(where.folder / "config.yaml", to_yaml(experiment.config).encode())
+    (where.folder / "summary.json").unlink(missing_ok=True)  # of a shorter run that is continued
+
+
+# --- what there is to choose from ----------------------------------------------------------------------------------
+def catalogue() -> list[dict[str, Any]]:
+    """Every part of every method in `conf`: option, name, paper, what it does, slots, parameters with defaults."""
+    entries = []
+    for option, path in (files := groups().files["method"]).items():
+        for name, node in load_yaml(path).items():
+            if name != option and name in files:
+                continue  # a part that has an option of its own as well
+            cls = resolve(node[TARGET], f"method.{name}")
+            assert issubclass(cls, Method)
+            entries.append(
+                {
+                    "name": name,
+                    "option": option,
+                    "paper": cls.paper,
+                    "about": (cls.__doc__ or "").strip().split("\n")[0],
+                    "slots": slots(cls),
+                    "parameters": {key: value for key, value in node.items() if key != TARGET},
+                }
+            )
+    return entries

@@ -1,0 +1,182 @@
+"""A configuration node to an object: keys against the constructor's signature, values against its type annotations.
+
+Only what lies under an allowed prefix is imported. A node is a mapping; `_target_` in it names the class.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import inspect
+import types
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from raysim.primitives.errors import Refused, instead, nearest
+
+T = TypeVar("T")
+
+TARGET = "_target_"
+MISSING = "???"  # how a file says that a value must be given
+PREFIX = "raysim."
+MOVED = {  # where earlier versions had these modules, which stored configurations name
+    "raysim.fleet": "raysim.simulation.fleet",
+    "raysim.schedule": "raysim.simulation.schedule",
+}
+_NAMES = {bool: "true or false", int: "an integer", float: "a number", str: "text", type(None): "null"}
+
+
+def resolve(target: object, path: str, allow: Sequence[str] = ()) -> type:
+    """The class that a `_target_` names. Raises Refused for names outside `raysim` and the allowed prefixes."""
+    place = f"{path}.{TARGET}={shown(target)}"
+    if not isinstance(target, str) or not target.startswith((PREFIX, *(f"{prefix.rstrip('.')}." for prefix in allow))):
+        package = str(target).partition(".")[0]
+        raise Refused(f"{place} lies outside raysim: allow its code to run with --allow {package}, if you trust it")
+    module, _, name = target.rpartition(".")
+    try:
+        found = getattr(importlib.import_module(MOVED.get(module, module)), name, None)
+    except ImportError as error:
+        raise Refused(f"{place} cannot be imported ({error}): correct the name, or install what is missing") from error
+    if not isinstance(found, type):
+        raise Refused(f"{place} is no class: name one, such as raysim.methods.fedprox.FedProx")
+    return found
+
+
+def build(cls: Callable[..., T], node: Mapping[str, Any], path: str) -> T:
+    """Call a class with the values of a node. Raises Refused with the key's path for whatever does not fit."""
+    values = arguments(cls, node, path)
+    try:
+        return cls(**values)
+    except ValueError as error:
+        raise Refused(_placed(str(error), path)) from error
+
+
+def arguments(cls: Callable[..., object], node: Mapping[str, Any], path: str) -> dict[str, Any]:
+    """The checked arguments of a constructor."""
+    hints = _hints(cls)
+    parameters = inspect.signature(cls).parameters
+    given = {key: value for key, value in node.items() if key != TARGET}
+    for key in given:
+        if key not in parameters:
+            has = instead(key, parameters, f"{path or 'a run'} has")
+            raise Refused(f"{_join(path, key)} does not exist: {has}")
+    for key, parameter in parameters.items():
+        if given.get(key, MISSING if parameter.default is parameter.empty else None) == MISSING:
+            raise Refused(f"{_join(path, key)} has no default: set it to {described(hints.get(key, object))}")
+    return {key: checked(value, hints.get(key, object), _join(path, key)) for key, value in given.items()}
+
+
+def checked(value: Any, kind: Any, path: str) -> Any:
+    """The value as the annotation wants it (an integer becomes a float, a mapping a dataclass), or Refused."""
+    if dataclasses.is_dataclass(kind) and isinstance(kind, type) and isinstance(value, Mapping):
+        cls = resolve(value[TARGET], path) if TARGET in value else kind
+        if not issubclass(cls, kind):
+            raise Refused(f"{path}.{TARGET}={shown(value[TARGET])} does not fit there: name a {kind.__name__}")
+        return build(cls, value, path)
+    if get_origin(kind) in (list, tuple, Sequence) and isinstance(value, (list, tuple)):
+        inner = get_args(kind)[0]
+        items = [checked(item, inner, f"{path}[{index}]") for index, item in enumerate(value)]
+        return tuple(items) if get_origin(kind) is tuple else items
+    if get_origin(kind) is dict and isinstance(value, Mapping):
+        inner = get_args(kind)[1]
+        return {str(key): checked(item, inner, f"{path}.{key}") for key, item in value.items()}
+    if get_origin(kind) in (Union, types.UnionType):
+        return _first_fit(value, get_args(kind), path, kind)
+    if not _fits(value, kind):
+        near = _near(value, kind)
+        hint = f"; did you mean {near}?" if near else ""
+        raise Refused(f"{path}={shown(value)} must be {described(kind)}{hint}")
+    return float(value) if kind is float else value
+
+
+def _first_fit(value: Any, kinds: Sequence[Any], path: str, union: Any) -> Any:
+    for kind in kinds:
+        try:
+            return checked(value, kind, path)
+        except Refused:
+            continue
+    containers = [kind for kind in kinds if get_origin(kind) in (list, tuple) and isinstance(value, (list, tuple))]
+    containers += [kind for kind in kinds if dataclasses.is_dataclass(kind) and isinstance(value, Mapping)]
+    if containers:
+        return checked(value, containers[0], path)  # its own sentence says which item is wrong
+    near = next((near for kind in kinds if (near := _near(value, kind))), "")
+    raise Refused(f"{path}={shown(value)} must be {described(union)}{f'; did you mean {near}?' if near else ''}")
+
+
+def _fits(value: Any, kind: Any) -> bool:
+    if kind in (Any, object, inspect.Parameter.empty):
+        return True
+    if get_origin(kind) is Literal:
+        return any(type(value) is type(choice) and value == choice for choice in get_args(kind))
+    if kind is float:
+        return isinstance(value, (int, float)) and not isinstance(value, bool)
+    if kind is int:
+        return isinstance(value, int) and not isinstance(value, bool)
+    return isinstance(kind, type) and isinstance(value, kind)
+
+
+def _near(value: Any, kind: Any) -> str:
+    """The nearest choice to a misspelt one."""
+    choices = [choice for choice in get_args(kind) if isinstance(choice, str)] if get_origin(kind) is Literal else []
+    return nearest(value, choices) if isinstance(value, str) else ""
+
+
+def described(kind: Any) -> str:
+    """What an annotation allows, in words."""
+    origin, inner = get_origin(kind), get_args(kind)
+    if origin is Literal:
+        return " or ".join(shown(choice) for choice in inner)
+    if origin in (Union, types.UnionType):
+        return " or ".join(described(part) for part in inner)
+    if origin in (list, tuple, Sequence):
+        return f"a list ({described(inner[0])} each)"
+    if origin is dict:
+        return f"a mapping ({described(inner[1])} each)"
+    if dataclasses.is_dataclass(kind):
+        return f"a mapping with the keys {', '.join(field.name for field in dataclasses.fields(kind))}"
+    return _NAMES.get(kind, "a value")
+
+
+def shown(value: object) -> str:
+    """A value as a user writes it on the command line."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, (list, tuple)):
+        return f"[{','.join(map(shown, value))}]"
+    if isinstance(value, Mapping):
+        return f"{{{','.join(f'{key}: {shown(item)}' for key, item in value.items())}}}"
+    return str(value)
+
+
+def _hints(cls: Callable[..., object]) -> dict[str, Any]:
+    if dataclasses.is_dataclass(cls):
+        return get_type_hints(cls)  # along the classes that it extends, each in its own module
+    return get_type_hints(getattr(cls, "__init__") if isinstance(cls, type) else cls)  # noqa: B009
+
+
+def _join(path: str, key: str) -> str:
+    return f"{path}.{key}" if path else key
+
+
+def _placed(message: str, path: str) -> str:
+    """A constructor's message with the place in the configuration, unless it names it already."""
+    return (
+        message if not path or path in message or message.startswith(path.rpartition(".")[2]) else f"{path}: {message}"
+    )
+
+
+def defaults(cls: Callable[..., object]) -> dict[str, Any]:
+    """A constructor's arguments with their defaults; nested dataclasses as mappings, "???" where there is none."""
+    return {key: _default(parameter, cls) for key, parameter in inspect.signature(cls).parameters.items()}
+
+
+def _default(parameter: inspect.Parameter, cls: Callable[..., object]) -> Any:
+    value = parameter.default
+    if value is parameter.empty:
+        return MISSING
+    for field in dataclasses.fields(cls) if dataclasses.is_dataclass(cls) else ():
+        if field.name == parameter.name and field.default_factory is not dataclasses.MISSING:
+            value = field.default_factory()
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return dataclasses.asdict(value)
+    return list(value) if isinstance(value, tuple) else value

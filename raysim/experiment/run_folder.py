@@ -1,0 +1,132 @@
+"""The folder of a run: where it is, whether it may be used, and which checkpoint in it is continued."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from raysim.experiment.compose import Node, load_yaml
+from raysim.experiment.instantiate import shown
+from raysim.experiment.settings import Experiment
+from raysim.primitives.errors import Refused
+from raysim.results.tracking import flatten
+from raysim.simulation import checkpoint
+
+# Keys that may change when a run is resumed: no bit of it depends on them.
+FREE = (
+    "rounds",
+    "out",
+    "resume",
+    "choices",
+    "tracking",
+    "checkpoint",
+    "faults",
+    "thresholds",
+    "data.cache",
+    "data.download",
+)
+FREE_RUNTIME = ("name", "hosts", "cpus", "gpus", "address")  # but not threads
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a run writes, and what it continues from."""
+
+    folder: Path
+    exists: bool = False
+    resume: str = ""  # a checkpoint's folder
+    finished: bool = False
+    note: str = ""
+
+
+def place(experiment: Experiment) -> Place:
+    """Decide on folder and checkpoint; refuses a folder that is taken or holds another study. Writes nothing."""
+    study = experiment.study
+    if study.resume is None:
+        folder = Path(study.out).expanduser() if study.out else _dated(experiment.title)
+        if folder.exists() or folder.is_symlink():
+            raise Refused(f"out={folder} exists already: choose another folder, or continue it with resume=latest")
+        _check_writable(folder)
+        return Place(folder)
+    if study.resume != "latest":
+        return _continued(experiment, Path(study.resume).expanduser())
+    if not study.out:
+        raise Refused("resume=latest needs the folder of the run: add out=DIR")
+    folder = Path(study.out).expanduser()
+    if folder.exists() and not (folder / "config.yaml").is_file() and (not folder.is_dir() or any(folder.iterdir())):
+        raise Refused(f"out={folder} is not the folder of a run: choose another one, or leave resume out")
+    _check_writable(folder)
+    if (folder / "config.yaml").is_file():
+        _check_same(load_yaml(folder / "config.yaml"), experiment.config, folder)
+    if (done := _rounds_done(folder)) >= study.rounds:
+        return Place(folder, True, finished=True, note=f"{folder} has finished its {done} rounds: nothing to do")
+    if not (found := checkpoint.available(folder / "checkpoints")):
+        return Place(folder, folder.exists(), note=f"{folder} has no checkpoint yet: starting at round 0")
+    return _from(found[-1], Place(folder, True), study.rounds)
+
+
+def _continued(experiment: Experiment, path: Path) -> Place:
+    """resume=PATH: in the folder that the checkpoint is in, or from there into a new `out`."""
+    origin = path.resolve().parent.parent
+    if not path.is_dir():
+        raise Refused(
+            f"resume={path} is no folder: name a checkpoint such as runs/NAME/checkpoints/round-000010, or latest"
+        )
+    if (origin / "config.yaml").is_file():
+        _check_same(load_yaml(origin / "config.yaml"), experiment.config, origin)
+    folder = Path(experiment.study.out).expanduser() if experiment.study.out else origin
+    same = folder.resolve() == origin
+    if folder.exists() and not same:
+        raise Refused(
+            f"out={folder} exists already, and {path} does not belong to it: choose another out, or leave it out"
+        )
+    _check_writable(folder)
+    return _from(path, Place(folder, same), experiment.study.rounds)
+
+
+def _from(path: Path, where: Place, rounds: int) -> Place:
+    checkpoint.read(path)  # a damaged one is refused before anything starts
+    number = path.name.rpartition("-")[2]
+    if number.isdigit() and int(number) > rounds:
+        raise Refused(f"rounds={rounds} is below round {int(number)} of {path}: set rounds={int(number)} or more")
+    return replace(where, resume=str(path), note=f"continuing from {path}")
+
+
+def _dated(title: str) -> Path:
+    root, name = Path("runs"), f"{time.strftime('%Y-%m-%d_%H-%M-%S')}-{title}"
+    names = (name, *(f"{name}-{number}" for number in range(2, 1000)))
+    return next(root / name for name in names if not (root / name).exists())
+
+
+def _check_writable(folder: Path) -> None:
+    parent = folder.absolute()
+    while not parent.exists():
+        parent = parent.parent
+    if not parent.is_dir():
+        raise Refused(f"out={folder} cannot be made because {parent} is a file: choose another folder")
+    if not os.access(parent, os.W_OK | os.X_OK):
+        raise Refused(f"out={folder} cannot be written because {parent} is read-only: choose another folder")
+
+
+def _check_same(stored: Node, config: Node, folder: Path) -> None:
+    """Refuse to resume another study than the folder's."""
+    before, now = flatten(stored), flatten(config)
+    for key in dict.fromkeys([*before, *now]):
+        head = key.partition(".")[0]
+        free = head in FREE or key in FREE or (head == "runtime" and key.partition(".")[2] in FREE_RUNTIME)
+        if not free and before.get(key) != now.get(key):
+            old, new = (shown(values[key]) if key in values else "absent" for values in (before, now))
+            raise Refused(
+                f"{key}={new} differs from {key}={old} of the run in {folder}: set it back, or choose another out"
+            )
+
+
+def _rounds_done(folder: Path) -> int:
+    """Rounds of a run that has finished; 0 for any other."""
+    try:
+        return int(json.loads((folder / "summary.json").read_text())["rounds"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return 0

@@ -1,0 +1,99 @@
+"""What a person sees while a run goes on: a bar in a terminal, a line now and then in a log."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Self
+
+from raysim.results.history import Row
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+RECENT = 20  # rounds whose median is the pace
+SILENCE = 10.0  # seconds between two lines of a log
+
+
+def duration(seconds: float) -> str:
+    """Seconds as a person says them: 0.42 s, 12 s, 3 min 05 s, 2 h 07 min."""
+    if seconds < 9.95:
+        return f"{seconds:.2g} s"
+    whole = round(seconds)
+    if whole < 3600:
+        return f"{whole} s" if whole < 60 else f"{whole // 60} min {whole % 60:02d} s"
+    return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
+
+
+class Progress:
+    """Shows round, accuracy, seconds per round, time left and failures; `done` rounds were made by an earlier run."""
+
+    def __init__(
+        self,
+        total: int,
+        *,
+        done: int = 0,
+        quiet: bool = False,
+        console: Console | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, Progress as Bar, TextColumn
+
+        self.total, self.round, self.failures = total, done, 0
+        self.quiet, self.clock, self.console = quiet, clock, console or Console()
+        self.scores: dict[str, float] = {}  # last known accuracies
+        self.pace: deque[float] = deque(maxlen=RECENT)
+        self._wall = 0.0 if done == 0 else None  # cumulative seconds at the last row
+        self._said, self._at = "", clock()
+        self._bar = Bar(BarColumn(24), TextColumn("{task.description}"), console=self.console, transient=False)
+        self._live = self.console.is_terminal and not quiet
+        self._task = self._bar.add_task("starting", total=total, completed=done)
+
+    def __enter__(self) -> Self:
+        if self._live:
+            self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._live:
+            self._bar.stop()
+        elif self._said != self.line():
+            self._say()
+
+    def line(self) -> str:
+        """The state of the run in one line."""
+        parts = [f"round {self.round}/{self.total}"]
+        if self.scores:
+            parts.append("accuracy " + ", ".join(f"{value:.3f} {name}" for name, value in self.scores.items()))
+        if self.pace:
+            pace = statistics.median(self.pace)
+            parts += [f"{duration(pace)}/round", f"{duration(pace * (self.total - self.round))} left"]
+        if self.failures:
+            parts.append(f"{self.failures} failure{'s' if self.failures > 1 else ''}")
+        return " · ".join(parts)
+
+    def update(self, row: Row) -> None:
+        """Take in one row of the history."""
+        self.round, wall = int(row["round"] or 0), float(row.get("wall_seconds") or 0.0)
+        self.failures += int(row.get("failures") or 0)
+        named = {"clients": row.get("accuracy"), "global": row.get("accuracy_global")}
+        self.scores.update({name: value for name, value in named.items() if value is not None})
+        if self._wall is not None:
+            self.pace.append(max(0.0, wall - self._wall))
+        self._wall = wall
+        if self._live:
+            self._bar.update(self._task, completed=self.round, description=self.line())
+        elif self.clock() - self._at >= SILENCE:
+            self._say()
+
+    def note(self, text: str) -> None:
+        """Print one line, above the bar where there is one."""
+        if not self.quiet:
+            self.console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    def _say(self) -> None:
+        self._said, self._at = self.line(), self.clock()
+        self.note(self._said)

@@ -1,0 +1,466 @@
+"""Sends a run to MLflow from a thread of its own; what a server does not take is kept on disk and sent later.
+
+MLflow holds what was sent: on every new contact its last step is asked for, and only later rows follow. So a run that
+is resumed, replayed or cut off in the middle of a call has no gap and no step twice.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from numbers import Real
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol, TypeAlias
+
+from raysim.primitives.files import alone
+from raysim.results.history import Row, read_history, write_json
+
+if TYPE_CHECKING:
+    from mlflow.entities import Metric, Run
+    from mlflow.tracking import MlflowClient
+
+RECORD = "tracking.json"  # the MLflow run that belongs to a run folder, and what it is told besides rows
+BACKLOG = "tracking_backlog.jsonl"  # rows that no server has yet
+PATIENCE = 30.0  # seconds that finish waits: a first contact imports MLflow (5 s) and makes a database (3 s)
+Record: TypeAlias = dict[str, object]
+
+# Short limits, because a row that fails is tried again with the next one; and nothing of MLflow's own on the screen.
+ENVIRONMENT = {
+    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0",
+    "MLFLOW_HTTP_REQUEST_TIMEOUT": "5",
+    "MLFLOW_LOGGING_LEVEL": "ERROR",
+    "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
+    "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false",
+    "MLFLOW_DISABLE_AGENT_HINT": "true",
+    "MLFLOW_DISABLE_TELEMETRY": "true",
+}
+METRICS_PER_BATCH, PARAMS_PER_BATCH = 1000, 100
+KEY_LENGTH, PARAM_LENGTH, TAG_LENGTH = 250, 6000, 5000
+
+
+def default_uri(root: Path) -> str:
+    """The SQLite file that all runs under one root share."""
+    return f"sqlite:///{Path(root).resolve() / 'mlflow.db'}"
+
+
+def without_password(text: str) -> str:
+    """The same text with user and password taken out of every address in it."""
+    return re.sub(r"://[^/@\s]*@", "://", text)
+
+
+def flatten(nested: Mapping[str, object], prefix: str = "") -> dict[str, object]:
+    """{"a": {"b": 1}} as {"a.b": 1}; an empty mapping stays as a value, so that its key is seen."""
+    flat: dict[str, object] = {}
+    for key, value in nested.items():
+        if isinstance(value, Mapping) and value:
+            flat.update(flatten(value, f"{prefix}{key}."))
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat
+
+
+def _key(name: str) -> str:
+    return re.sub(r"[^\w\-. /]", "_", name)[:KEY_LENGTH]
+
+
+def _text(value: object, limit: int) -> str:
+    text = without_password(str(value))
+    return text if len(text) <= limit else text[: limit - 3] + "..."
+
+
+def _numbers(values: Mapping[str, object]) -> dict[str, float]:
+    return {key: float(value) for key, value in values.items() if isinstance(value, Real)}
+
+
+def reason(problem: BaseException) -> str:
+    """A few words for why a call failed, out of the paragraph that an HTTP library makes of it."""
+    text = without_password(str(problem)) or type(problem).__name__
+    if found := re.search(r"\[Errno -?\d+\] ([^'\")\]]+)", text):
+        return found[1]
+    return "no answer in time" if "timed out" in text else text.splitlines()[0][:160].rstrip(". ")
+
+
+class Server(Protocol):
+    """What the tracker needs from a tracking server; every method may raise whatever it likes."""
+
+    def open(self, record: Record) -> str:
+        """Continue the run that the record names, or create it; return its id."""
+
+    def describe(self, record: Record) -> None:
+        """Log the configuration, as far as it is not there yet."""
+
+    def send(self, rows: Sequence[Row]) -> None:
+        """Log the rows after the last one that the server has."""
+
+    def close(self, record: Record, folder: Path) -> None:
+        """Log the summary, upload the artifacts, end the run."""
+
+
+class Mlflow:
+    """One run on one MLflow server or database."""
+
+    def __init__(self, uri: str) -> None:
+        from mlflow.tracking import MlflowClient
+
+        path = uri.removeprefix("sqlite:///")
+        self._database = Path(path).resolve() if path != uri else None
+        with self._alone():
+            self._client: MlflowClient = MlflowClient(tracking_uri=uri)
+        self._run, self._last, self._started = "", 0, 0.0
+        self._params: Mapping[str, str] = {}  # what the run has already
+
+    def open(self, record: Record) -> str:
+        with self._alone():
+            run = self._known(str(record.get("run_id") or "")) or self._create(record)
+        self._run = run.info.run_id
+        self._started = float(run.info.start_time)
+        self._last = int(run.data.metrics.get("round", 0))
+        self._params = run.data.params
+        if run.info.status != "RUNNING":
+            self._client.update_run(self._run, status="RUNNING")
+        return self._run
+
+    def _alone(self) -> AbstractContextManager[None]:
+        """Two that make the tables or the experiment of one SQLite file at the same time fail."""
+        return alone(self._database.parent, "tracking.uri") if self._database else nullcontext()
+
+    def _known(self, identity: str) -> Run | None:
+        """None where this server never had the run, or where somebody deleted it there."""
+        from mlflow.exceptions import MlflowException
+
+        try:
+            run = self._client.get_run(identity) if identity else None
+        except MlflowException as problem:
+            if problem.error_code != "RESOURCE_DOES_NOT_EXIST":
+                raise
+            return None
+        return run if run is not None and run.info.lifecycle_stage == "active" else None
+
+    def _create(self, record: Record) -> Run:
+        tags = _mapping(record.get("tags"))
+        if above := record.get("parent"):
+            identity = read_record(Path(str(above))).get("run_id")
+            if not identity:
+                raise ConnectionError(f"the run of {above} is not there yet")  # tried again with the next row
+            tags["mlflow.parentRunId"] = identity
+        named = {_key(key): _text(value, TAG_LENGTH) for key, value in tags.items()}
+        return self._client.create_run(
+            self._experiment(str(record["experiment"])), tags=named, run_name=str(record["name"])
+        )
+
+    def _experiment(self, name: str) -> str:
+        found = self._client.get_experiment_by_name(name)
+        if found is not None:
+            return str(found.experiment_id)
+        place = None  # a server knows where its artifacts belong
+        if self._database:
+            place = (self._database.parent / "mlflow_artifacts").as_uri()
+        return str(self._client.create_experiment(name, artifact_location=place))
+
+    def describe(self, record: Record) -> None:
+        """Parameters cannot be changed in MLflow, so a run that goes on adds only those that are missing."""
+        from mlflow.entities import Param
+
+        config = _mapping(record.get("config"))
+        flat = {_key(key): _text(value, PARAM_LENGTH) for key, value in flatten(config).items()}
+        params = [Param(key, value) for key, value in flat.items() if key not in self._params]
+        for start in range(0, len(params), PARAMS_PER_BATCH):
+            self._client.log_batch(self._run, params=params[start : start + PARAMS_PER_BATCH])
+
+    def send(self, rows: Sequence[Row]) -> None:
+        """One call per row; rows that have waited together share calls, but no row is split over two."""
+        from mlflow.entities import Metric
+
+        batch: list[Metric] = []
+        step = self._last
+        for row in sorted(rows, key=_round):
+            if _round(row) <= step:
+                continue
+            step = _round(row)
+            metrics = [Metric(_key(key), value, self._time(row), step) for key, value in _numbers(row).items()]
+            if batch and len(batch) + len(metrics) > METRICS_PER_BATCH:
+                self._log(batch)
+                batch = []
+            batch += metrics
+        if batch:
+            self._log(batch)
+
+    def _time(self, row: Mapping[str, object]) -> int:
+        """Milliseconds; from the run's own clock, so that sending late or twice gives the same time."""
+        return int(self._started + 1000 * _numbers(row).get("wall_seconds", 0.0))
+
+    def _log(self, batch: Sequence[Metric]) -> None:
+        self._client.log_batch(self._run, metrics=batch)
+        self._last = max(metric.step for metric in batch)
+
+    def close(self, record: Record, folder: Path) -> None:
+        from mlflow.entities import Metric, RunTag
+
+        flat = flatten(_mapping(record.get("summary")))
+        end = self._time(flat)
+        metrics = [Metric(_key(f"summary/{key}"), value, end, 0) for key, value in _numbers(flat).items()]
+        words = {key: value for key, value in flat.items() if isinstance(value, str)}
+        tags = [RunTag(_key(key), _text(value, TAG_LENGTH)) for key, value in words.items()]
+        self._client.log_batch(self._run, metrics=metrics[:METRICS_PER_BATCH], tags=tags[:PARAMS_PER_BATCH])
+        for name in _names(record.get("artifacts")):
+            path = folder / name
+            if path.is_file():
+                self._client.log_artifact(self._run, str(path))
+            elif path.is_dir():
+                self._client.log_artifacts(self._run, str(path), artifact_path=path.name)
+        self._client.set_terminated(self._run, status=str(record.get("status") or "FINISHED"))
+
+
+class NoTracker:
+    """tracking=none: nothing is recorded anywhere."""
+
+    def start(self, config: Mapping[str, object], tags: Mapping[str, object], rows: Sequence[Row] = ()) -> None:
+        """Do nothing."""
+
+    def log(self, row: Row) -> None:
+        """Do nothing."""
+
+    def finish(self, summary: Mapping[str, object], artifacts: Sequence[Path] = (), status: str = "FINISHED") -> None:
+        """Do nothing."""
+
+
+class Tracker:
+    """Hands a run to MLflow without ever making it wait, except for at most `patience` seconds at its end.
+
+    `folder` is the run's; `say` prints one sentence (it is called from another thread). No method raises because of
+    MLflow, its server or its database.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        uri: str = "",
+        *,
+        experiment: str = "raysim",
+        name: str = "",
+        say: Callable[[str], None] = print,
+        patience: float = PATIENCE,
+        command: str = "raysim run",
+        connect: Callable[[str], Server] = Mlflow,
+    ) -> None:
+        for key, value in ENVIRONMENT.items():
+            os.environ.setdefault(key, value)  # MLflow reads them at each call; a user's own values stay
+        self._folder, self._uri = Path(folder), uri or default_uri(Path(folder).resolve().parent)
+        self._record: Record = {"experiment": experiment, "name": name or self._folder.resolve().name}
+        self._say, self._patience, self._connect, self._command = say, patience, connect, command
+        self._wake = threading.Condition()  # guards everything below, and the two files
+        self._unsent: list[Row] = []
+        self._filed = 0  # how many of them are in the backlog file
+        self._latest = 0  # the last round that was handed in
+        self._fresh = self._ending = self._left = False
+        self._problem = ""
+        self._thread = threading.Thread(target=self._work, name="tracking", daemon=True)
+
+    def start(
+        self,
+        config: Mapping[str, object],
+        tags: Mapping[str, object],
+        rows: Sequence[Row] = (),
+        parent: Path | None = None,
+    ) -> None:
+        """Begin, or continue what the folder's record names; `rows` is the history that a resumed run already has.
+
+        parent: the folder of a tracked run to which this one belongs.
+        """
+        with self._wake:
+            self._record.update(read_record(self._folder))
+            self._record.update(config=dict(config), tags=dict(tags), done=False)
+            self._record.setdefault("run_id", None)
+            if parent is not None:
+                self._record["parent"] = str(parent)
+            write_json(self._record, self._folder / RECORD)
+            kept = read_backlog(self._folder)
+            self._unsent = merge(rows, kept)
+            if kept:
+                self._append(self._unsent, anew=True)
+            self._filed = len(self._unsent) if kept else 0
+            self._latest = _round(self._unsent[-1]) if self._unsent else 0
+            self._fresh = True
+        self._thread.start()
+
+    def log(self, row: Row) -> None:
+        """Take one row of the history; a round that was handed in before (by the run this one continues) is skipped."""
+        with self._wake:
+            if _round(row) > self._latest:
+                self._latest, self._fresh = _round(row), True
+                self._unsent.append(dict(row))
+                self._wake.notify()
+
+    def finish(self, summary: Mapping[str, object], artifacts: Sequence[Path] = (), status: str = "FINISHED") -> None:
+        """Send what is left, the summary and the files; then, or after `patience`, leave the rest on disk and say so.
+
+        `status` is one of MLflow's: FINISHED, FAILED, KILLED.
+        """
+        self.end(summary, artifacts, status)
+        self.wait()
+
+    def end(self, summary: Mapping[str, object], artifacts: Sequence[Path] = (), status: str = "FINISHED") -> None:
+        """The first half of `finish`, which takes no time: ask for what is left to be sent."""
+        with self._wake:
+            names = [os.path.relpath(path, self._folder) for path in artifacts]
+            self._record.update(summary=dict(summary), artifacts=names, status=status)
+            write_json(self._record, self._folder / RECORD)
+            self._ending = True
+            self._wake.notify()
+
+    def wait(self, patience: float | None = None) -> None:
+        """The second half of `finish`."""
+        self._thread.join(self._patience if patience is None else patience)
+        with self._wake:
+            self._left = True  # a thread that hangs in a call must not touch the files any more
+            if self._record.get("done"):
+                return
+            self._append(self._unsent[self._filed :])
+            self._say(
+                f"MLflow at {without_password(self._uri)} did not take the end of this run"
+                f" ({self._problem or 'no answer in time'}): the rows are in {self._folder / BACKLOG}, and"
+                f" `{self._command} out={self._folder} resume=latest` sends them."
+            )
+
+    def _work(self) -> None:
+        server: Server | None = None
+        ending = False
+        while not ending:
+            with self._wake:
+                self._wake.wait_for(lambda: self._fresh or self._ending)
+                rows, ending, self._fresh = list(self._unsent), self._ending, False
+            try:
+                server = server or self._contact()
+                server.send(rows)
+                if ending:
+                    server.close(self._record, self._folder)
+            except Exception as problem:
+                server = None
+                self._keep(reason(problem))
+            else:
+                self._settle(len(rows), ending)
+
+    def _contact(self) -> Server:
+        server = self._connect(self._uri)
+        identity = server.open(self._record)
+        with self._wake:
+            if identity != self._record.get("run_id") and not self._left:
+                self._record["run_id"] = identity  # at once: a contact that fails from here on must not make a second
+                write_json(self._record, self._folder / RECORD)
+        server.describe(self._record)
+        return server
+
+    def _settle(self, sent: int, ended: bool) -> None:
+        """The server has the first `sent` rows."""
+        with self._wake:
+            if self._left:
+                return
+            del self._unsent[:sent]
+            self._filed = max(0, self._filed - sent)
+            if self._filed == 0:
+                (self._folder / BACKLOG).unlink(missing_ok=True)
+            if ended:
+                self._record["done"] = True
+                write_json(self._record, self._folder / RECORD)
+
+    def _keep(self, problem: str) -> None:
+        """The server has nothing new: put on disk what is not there yet."""
+        with self._wake:
+            if self._left:
+                return
+            self._append(self._unsent[self._filed :])
+            self._filed = len(self._unsent)
+            first, self._problem = not self._problem, problem
+            if first and not self._ending:
+                self._say(
+                    f"MLflow at {without_password(self._uri)} cannot be used ({problem}): the run goes on, its rows are"
+                    f" kept in {self._folder / BACKLOG} and sent as soon as it can."
+                )
+
+    def _append(self, rows: Sequence[Row], anew: bool = False) -> None:
+        if rows:
+            with (self._folder / BACKLOG).open("w" if anew else "a") as stream:
+                stream.writelines(json.dumps(_numbers(row)) + "\n" for row in rows)
+                stream.flush()
+                os.fsync(stream.fileno())
+
+
+def replay(
+    folder: Path, uri: str = "", *, say: Callable[[str], None] = print, connect: Callable[[str], Server] = Mlflow
+) -> bool:
+    """Send what a server lacks of the run in this folder; True where nothing is left to send.
+
+    A server that never had the run (another one, or a new database) gets all of it, from the history. Does nothing
+    for a folder that was not tracked, and for one that was sent completely.
+    """
+    folder = Path(folder)
+    record, kept = read_record(folder), read_backlog(folder)
+    if not record or (record.get("done") and not kept):
+        return True
+    for key, value in ENVIRONMENT.items():
+        os.environ.setdefault(key, value)
+    uri = uri or default_uri(folder.resolve().parent)
+    history = read_history(folder / "history.parquet") if (folder / "history.parquet").is_file() else []
+    try:
+        server = connect(uri)
+        record["run_id"] = server.open(record)
+        write_json(record, folder / RECORD)
+        server.describe(record)
+        server.send(merge(history, kept))
+        if record.get("summary") is not None:
+            server.close(record, folder)
+            record["done"] = True
+    except Exception as problem:
+        say(
+            f"MLflow at {without_password(uri)} cannot be used ({reason(problem)}): the run's rows stay in {folder},"
+            f" and `raysim run out={folder} resume=latest` tries again."
+        )
+        return False
+    write_json(record, folder / RECORD)
+    (folder / BACKLOG).unlink(missing_ok=True)
+    return True
+
+
+def read_record(folder: Path) -> Record:
+    """What `tracking.json` says; empty where there is none that can be read."""
+    try:
+        return dict(_mapping(json.loads((folder / RECORD).read_text())))
+    except (OSError, ValueError):
+        return {}
+
+
+def read_backlog(folder: Path) -> list[Row]:
+    """Rows of the backlog file; a last line that a crash cut short is left out."""
+    try:
+        lines = (folder / BACKLOG).read_text().splitlines()
+    except OSError:
+        return []
+    rows: list[Row] = []
+    for line in lines:
+        try:
+            rows.append(_numbers(_mapping(json.loads(line))))
+        except ValueError:
+            continue
+    return [row for row in rows if "round" in row]
+
+
+def merge(first: Sequence[Row], second: Sequence[Row]) -> list[Row]:
+    """The rows of both by round; where both have one, the second's."""
+    rows = {_round(row): row for row in [*first, *second]}
+    return [rows[index] for index in sorted(rows)]
+
+
+def _round(row: Row) -> int:
+    return int(row["round"] or 0)
+
+
+def _mapping(value: object) -> dict[str, object]:
+    return {str(key): item for key, item in value.items()} if isinstance(value, Mapping) else {}
+
+
+def _names(value: object) -> list[str]:
+    return [str(item) for item in value] if isinstance(value, list) else []

@@ -1,0 +1,247 @@
+"""Scores models on the hosts, without touching training: which models, on which rows, and what the history says of it.
+
+Four views of a client's model, each a report under its own name: `shared` (the vector that is averaged), its own
+(`personalise` and the personal part), `finetuned` (its own, adapted to its data first), and its own on the central test
+set (`common`). And the loss decomposition of the FedLD paper, for any method.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import zip_longest
+from typing import Literal, TypeAlias
+
+import numpy as np
+
+from raysim.api.composition import owner, owners
+from raysim.api.declarations import Finetune
+from raysim.api.messages import Arrays, Published, Report, Task, Update
+from raysim.methods.loss_decomposition import loss_decomposition
+from raysim.primitives.checks import at_least
+from raysim.primitives.streams import stream
+from raysim.simulation.dispatcher import Call, Dispatcher
+from raysim.simulation.events import Row
+from raysim.simulation.runtime import Ref, Runtime
+from raysim.simulation.server import Server
+from raysim.training.host import Recipe
+from raysim.vectors.layout import Layout
+
+View: TypeAlias = Literal["shared", "own", "finetuned", "common"]
+DOMAINS = 20  # most domains that get a column each
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What is evaluated: `evaluate.*` of the configuration. How often is counted in aggregations; 0: never.
+
+    clients: how many are drawn each time. finetune: how models are adapted first, for scores of their own. common:
+    whether clients' own models are scored on the central test set. probe: of local models before they are averaged, on
+    `probe_rows` images of the central test set. decompose: the loss decomposition, on at most `decompose_rows` training
+    samples of a client.
+    """
+
+    every: int = 1
+    clients: int | Literal["all"] = "all"
+    finetune: Finetune = field(default_factory=Finetune)
+    common: bool = False
+    probe: int = 0
+    probe_rows: int = 1000
+    decompose: int = 0
+    decompose_rows: int = 1000
+
+    def __post_init__(self) -> None:
+        for key, least in (("every", 1), ("probe", 0), ("probe_rows", 1), ("decompose", 0), ("decompose_rows", 1)):
+            at_least(f"evaluate.{key}", getattr(self, key), least)
+        if self.clients != "all":
+            at_least("evaluate.clients", self.clients, 1)
+
+    def evaluates(self, version: int, rounds: int) -> bool:
+        """Whether this version is scored."""
+        return version % self.every == 0 or version == rounds
+
+    def probes(self, version: int) -> bool:
+        """Whether the local models of the step to this version are probed."""
+        return self.probe > 0 and version % self.probe == 0
+
+    def decomposes(self, version: int) -> bool:
+        """Whether the step to this version is decomposed."""
+        return self.decompose > 0 and version % self.decompose == 0
+
+
+@dataclass
+class Scoring:
+    """Reports under way, by view; and the decomposition's, by model."""
+
+    clients: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
+    reports: dict[View, list[Call]] = field(default_factory=dict)
+    members: tuple[int, ...] = ()  # clients of the decomposition
+    models: list[list[Call]] = field(default_factory=list)  # of each member's local model, and of the next shared one
+
+
+class Evaluator:
+    """Sends tasks to hosts, and makes columns of what comes back."""
+
+    def __init__(
+        self, recipe: Recipe, layout: Layout, runtime: Runtime, dispatcher: Dispatcher, asked: Evaluation, rounds: int
+    ):
+        self.recipe, self.layout, self.runtime, self.dispatcher, self.rounds = (
+            recipe, layout, runtime, dispatcher, rounds
+        )  # fmt: skip
+        tuner = owner(recipe.methods, "finetuning")
+        tuning = tuner.finetuning() if tuner is not None else None
+        self.asked = replace(asked, finetune=tuning) if tuning is not None else asked
+        stays = any(e.personal and e.network == "model" for e in (*layout.entries, *layout.counters))
+        self.complete = not stays  # whether the shared part alone is a model
+        self.personal = stays or bool(owners(recipe.methods, "personalise"))  # whether every client has its own model
+        self.tests = recipe.data.partition.test
+        dataset = recipe.data.open()
+        self.domains, self.names = dataset.domains, dataset.domain_names
+        if any(method.pools for method in recipe.methods) and (self.personal or self.asked.finetune.epochs):
+            raise ValueError(
+                "method 'centralized' has one model for all, but "
+                f"{'a method gives every client its own' if self.personal else 'evaluate.finetune asks for more'}: "
+                "leave one of them out"
+            )
+        if self.asked.common and not (self.personal and len(recipe.data.central)):
+            raise ValueError(
+                "evaluate.common=true scores the clients' own models on the central test set, but this run has "
+                f"{'no such set' if self.personal else 'one model for all'}: set evaluate.common=false"
+            )
+
+    # --- asking --------------------------------------------------------------------------------------------------
+    def score(self, server: Server, published: Ref, extras: Callable[[int], Arrays]) -> Scoring:
+        """Start scoring the server's version; extras: what `broadcast` has for a client."""
+        version = server.version
+        clients = np.flatnonzero(self.tests.counts)
+        if (some := self.asked.clients) != "all" and some < len(clients):
+            clients = np.sort(server.stream("evaluate").choice(clients, size=some, replace=False))
+        found = Scoring(clients)
+        central = self.recipe.data.central
+        if self.complete:
+            own = np.concatenate([self.tests.rows(c) for c in clients.tolist()]) if len(clients) else central[:0]
+            size = self.recipe.score_batch  # one model for all: whole batches across clients
+            tasks = [Task(-1, rows[i : i + size]) for rows in (own, central) for i in range(0, len(rows), size)]
+            self._send("shared", tasks, published, found)
+        single = [
+            Task(c, self.tests.rows(c), self.dispatcher.states.accepted.get(c, -1), extras(c)) for c in clients.tolist()
+        ] if self.personal or self._tunes(version) else []  # fmt: skip
+        if self.personal:
+            self._send("own", single, published, found)
+        if self._tunes(version):
+            self._send("finetuned", [replace(task, finetune=self.asked.finetune) for task in single], published, found)
+        if self.asked.common:
+            self._send("common", [replace(task, rows=central) for task in single], published, found)
+        return found
+
+    def _tunes(self, version: int) -> bool:
+        how = self.asked.finetune
+        return how.epochs > 0 and (version == self.rounds or not how.last)
+
+    def _send(self, view: View, tasks: Sequence[Task], published: Ref, found: Scoring) -> None:
+        found.reports[view] = self._calls(tasks, published)
+
+    def _calls(self, tasks: Sequence[Task], published: Ref) -> list[Call]:
+        """To the hosts that hold the clients' states, the rest evenly."""
+        shares: dict[int, list[Task]] = {}
+        for index, task in enumerate(tasks):
+            host = self.dispatcher.held.get(task.client, (index * self.runtime.hosts // len(tasks), 0))[0]
+            shares.setdefault(host, []).append(task)
+        stateful = any(task.client >= 0 for task in tasks) and self.dispatcher.stateful
+        calls: list[Call] = []
+        parts = [[(host, own[part]) for part in self._parts(own)] for host, own in sorted(shares.items())]
+        for wave in zip_longest(*parts):
+            for call in calls:  # of states that lie on disk, no more is read before those are back
+                self.dispatcher.wait(call)
+            for host, own in filter(None, wave):
+                states = [(task.client, task.state) for task in own] if stateful else []
+                calls.append(self.dispatcher.call(host, "evaluate", own, published, states=states))
+        return calls
+
+    def _parts(self, tasks: Sequence[Task]) -> Iterator[slice]:
+        return self.dispatcher.states.parts([task.client for task in tasks])
+
+    def decompose(self, updates: Sequence[Update], bases: Mapping[int, Published], after: Published) -> Scoring:
+        """Start scoring every participant's local model, and the next shared one, on every participant's samples.
+
+        updates: with their deltas. The personal part is everywhere that of the client whose samples they are.
+        """
+        tasks = []
+        for update in updates:
+            rows = self.recipe.data.partition.train.rows(update.client)
+            if len(rows) > (most := self.asked.decompose_rows):
+                rows = np.sort(stream(self.recipe.seed, "decompose", update.client).choice(rows, most, replace=False))
+            tasks.append(
+                Task(update.client, rows, self.dispatcher.states.accepted.get(update.client, -1), personalised=False)
+            )
+        found = Scoring(members=tuple(update.client for update in updates))
+        for update in updates:
+            base = bases[update.version]
+            assert update.delta is not None
+            local = Published(base.version, base.vector + update.delta, update.counters, mark=f"job {update.job}")
+            found.models.append(self._calls(tasks, self.runtime.put(local)))
+        found.models.append(self._calls(tasks, self.runtime.put(replace(after, mark="next"))))
+        return found
+
+    # --- reading -------------------------------------------------------------------------------------------------
+    def columns(self, found: Scoring) -> Row:
+        """What the history says; waits for the reports."""
+        reports = {view: self._gathered(refs) for view, refs in found.reports.items()}
+        row: Row = {}
+        correct: np.ndarray = np.empty(0, np.bool_)
+        if (shared := reports.get("shared")) is not None:
+            hits = np.concatenate([report.correct for report in shared]) if shared else correct
+            losses = np.concatenate([report.losses for report in shared]) if shared else np.empty(0)
+            local = int(self.tests.counts[found.clients].sum())
+            row |= self._clients("_shared" if self.personal else "", hits[:local], found.clients)
+            correct = hits[local:]
+            row["accuracy_global"] = float(correct.mean()) if len(correct) else None
+            row["loss_global"] = float(losses[local:].mean(dtype=np.float64)) if len(correct) else None
+            row |= self._worst_domain(correct)
+        for view in ("own", "finetuned"):
+            if own := sorted(reports.get(view, []), key=lambda report: report.client):
+                suffix = "" if view == "own" else "_finetuned"
+                row |= self._clients(suffix, np.concatenate([report.correct for report in own]), found.clients)
+        if common := reports.get("common"):
+            row["accuracy_common"] = float(np.mean([r.correct.mean() for r in sorted(common, key=lambda r: r.client)]))
+        if found.models:
+            row |= self._decomposed(found)
+        return row
+
+    def _gathered(self, calls: Sequence[Call]) -> list[Report]:
+        return [report for call in calls for report in self.dispatcher.wait(call)]
+
+    def _clients(self, suffix: str, hits: np.ndarray, clients: np.ndarray) -> Row:
+        """Accuracy on the clients' own tests: mean over clients, the worst, and each domain's."""
+        if not len(clients):
+            return {}
+        ends = np.cumsum(self.tests.counts[clients], dtype=np.int64)[:-1]
+        each = np.array([part.mean() for part in np.split(hits, ends)])
+        row: Row = {f"accuracy{suffix}": float(each.mean()), f"accuracy{suffix}_worst": float(each.min())}
+        domains = self.domains[np.concatenate([self.tests.rows(c) for c in clients.tolist()])]
+        present = np.unique(domains)
+        if 2 <= len(present) <= DOMAINS:
+            row |= {f"accuracy{suffix}.{self.names[d]}": float(hits[domains == d].mean()) for d in present}
+        return row
+
+    def _worst_domain(self, correct: np.ndarray) -> Row:
+        """The lowest accuracy over the domains (or angles) of the central test set, where it has several."""
+        if not len(correct):
+            return {}
+        domains = self.domains[self.recipe.data.central]
+        present = np.unique(domains)
+        if len(present) < 2:
+            return {}
+        return {"accuracy_worst_domain": float(min(correct[domains == domain].mean() for domain in present))}
+
+    def _decomposed(self, found: Scoring) -> Row:
+        """FedLD eq. 2, the shares of participants by their samples."""
+        place = {client: index for index, client in enumerate(found.members)}
+        table = np.empty((len(found.models), len(found.members)))
+        for row, refs in zip(table, found.models, strict=True):
+            for report in self._gathered(refs):
+                row[place[report.client]] = report.losses.mean(dtype=np.float64)
+        weights = self.recipe.data.partition.train.counts[list(found.members)]
+        terms = loss_decomposition(loss_matrix=table[:-1], global_losses=table[-1], weights=weights)
+        signed = ("global_loss", "local_loss", "distribution_shift", "aggregation")
+        return {f"decomposition.{name}": float(terms[name]) for name in signed}

@@ -1,0 +1,70 @@
+"""Devices of clients on the virtual clock: how long a participation takes, from its size alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from raysim.primitives.streams import stream
+
+FLOAT_BYTES = 4
+
+
+class Fleet(Protocol):
+    """Durations of participations; a function of the run's seed, never of measured time."""
+
+    def duration(self, seed: int, client: int, samples: float, down: int, up: int) -> float:
+        """Virtual seconds to receive `down` floats, train on `samples` samples and send `up` floats."""
+        ...
+
+
+def _positive(where: str, **values: float) -> None:
+    for key, value in values.items():
+        if not value > 0:
+            raise ValueError(f"{where}.{key}={value} must be above 0")
+
+
+@dataclass(frozen=True)
+class Ideal:
+    """Equal devices with a network that costs no time. speed: samples per virtual second."""
+
+    speed: float = 1000.0
+
+    def __post_init__(self) -> None:
+        _positive("fleet", speed=self.speed)
+
+    def duration(self, seed: int, client: int, samples: float, down: int, up: int) -> float:
+        """See `Fleet`."""
+        return samples / self.speed
+
+
+@dataclass(frozen=True)
+class Lognormal:
+    """Log-normally distributed speed and bandwidth, drawn once per client.
+
+    speed: median samples per second; bandwidth_down, bandwidth_up: median bytes per second; sigma: of the logarithms.
+    """
+
+    speed: float = 1000.0
+    sigma: float = 1.0
+    bandwidth_down: float = 2.5e6
+    bandwidth_up: float = 1.0e6
+    bandwidth_sigma: float = 0.5
+
+    def __post_init__(self) -> None:
+        _positive("fleet", speed=self.speed, bandwidth_down=self.bandwidth_down, bandwidth_up=self.bandwidth_up)
+        for key in ("sigma", "bandwidth_sigma"):
+            if getattr(self, key) < 0:
+                raise ValueError(f"fleet.{key}={getattr(self, key)} must be at least 0")
+
+    def duration(self, seed: int, client: int, samples: float, down: int, up: int) -> float:
+        """See `Fleet`."""
+        normal = stream(seed, "fleet", client).standard_normal(2)
+        speed = self.speed * float(np.exp(self.sigma * normal[0]))
+        network = float(np.exp(self.bandwidth_sigma * normal[1]))
+        seconds = down * FLOAT_BYTES / (self.bandwidth_down * network) + up * FLOAT_BYTES / (
+            self.bandwidth_up * network
+        )
+        return seconds + samples / speed

@@ -1,0 +1,36 @@
+"""How a coordinator reaches its hosts."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol, TypeAlias
+
+Ref: TypeAlias = Any  # a runtime's handle on a result that may not exist yet
+
+
+class HostDied(RuntimeError):
+    """The process of a host ended before it answered. What it held is lost; what it had returned is not."""
+
+
+class Runtime(Protocol):
+    """How a coordinator reaches its hosts. Calls to one host run in the order in which they were made."""
+
+    @property
+    def hosts(self) -> int:
+        """How many there are."""
+        ...
+
+    def put(self, value: object) -> Ref:
+        """Store a value once for all hosts; a Ref may be an argument of `call`."""
+        ...
+
+    def call(self, host: int, method: str, *args: object, returns: int = 1) -> list[Ref]:
+        """Start a method of `Host`; a Ref per returned value."""
+        ...
+
+    def get(self, ref: Ref) -> Any:
+        """Wait for a value. Raises HostDied if the host that was to return it is no more."""
+        ...
+
+    def revive(self, host: int) -> None:
+        """A new process in the place of a host that died. Raises RunStopped if there is no room for one."""
+        ...

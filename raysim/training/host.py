@@ -1,0 +1,422 @@
+"""A host: trains and evaluates many clients on one device, and keeps their private state there."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import sys
+import time
+import traceback
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import numpy as np
+import torch
+from threadpoolctl import ThreadpoolController
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from raysim.api.composition import owner, owners
+from raysim.api.context import Context, Own
+from raysim.api.declarations import Finetune, Local, Task
+from raysim.api.messages import (
+    Arrays,
+    Failure,
+    Job,
+    Outcome,
+    Probe,
+    Published,
+    Report,
+    Sum,
+    Task as Score,
+    Trained,
+    Update,
+)
+from raysim.api.method import Method
+from raysim.data.federated import FederatedData
+from raysim.models import Classifier, ModelRecipe
+from raysim.primitives.streams import stream, torch_seed
+from raysim.training.probe import balanced_rows
+from raysim.training.trainer import Trainer, initial_personal, load
+from raysim.vectors.layout import Layout, Vector, plan_layout
+
+# Arrays out of an object store are read-only; tensors over them are only read.
+warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """All that a host or a coordinator of a run is built from; plain values and NumPy arrays."""
+
+    model: ModelRecipe
+    methods: tuple[Method, ...]
+    local: Local
+    data: FederatedData
+    seed: int
+    device: str = "cpu"
+    threads: int = 1
+    dtype: torch.dtype = torch.float32
+    score_batch: int = 1024
+
+    @property
+    def task(self) -> Task:
+        """What is learnt."""
+        dataset = self.data.open()
+        return Task(dataset.shape, dataset.num_classes, len(self.data.partition.train), self.dtype)
+
+
+_NO_COUNTERS = np.empty(0, np.int64)
+PROBE_FEATURES = 200  # rows whose features a probe keeps
+
+
+def settle(threads: int) -> None:
+    """Pin what bits depend on besides config and seed: threads, and deterministic algorithms."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.set_num_threads(threads)
+    torch.set_deterministic_debug_mode("warn")  # torch.use_deterministic_algorithms imports the compiler: seconds
+    # Else every torch.empty is a write.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    torch.backends.cudnn.benchmark = False
+    torch.backends.cudnn.deterministic = True
+    torch.backends.cuda.matmul.allow_tf32 = False
+    torch.backends.cudnn.allow_tf32 = False
+    openblas().limit(limits=1)
+    _keep_memory()
+
+
+def openblas() -> Any:
+    """The threads of the library in which NumPy multiplies; torch's own are not among them."""
+    return ThreadpoolController().select(internal_api="openblas")
+
+
+def _keep_memory() -> None:
+    """Let glibc keep freed memory: gradients of 30 MB would be mapped anew at every step (11 % of W3's time)."""
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError, AttributeError):  # another C library
+            libc = ctypes.CDLL("libc.so.6")
+            libc.mallopt(-3, 1 << 30)  # M_MMAP_THRESHOLD: use the heap below 1 GiB
+            libc.mallopt(-1, 1 << 30)  # M_TRIM_THRESHOLD: return memory only above that
+
+
+def build_networks(recipe: Recipe) -> tuple[dict[str, nn.Module], Layout]:
+    """Model and extra networks with their initial values, and the layout; the same in every process."""
+    task, methods = recipe.task, recipe.methods
+    with torch.random.fork_rng(devices=[]):
+        model: nn.Module = recipe.model.build(task.shape, task.num_classes, recipe.seed)
+        if (wrapper := owner(methods, "model")) is not None:
+            torch.manual_seed(torch_seed(recipe.seed, f"model.{wrapper.name}"))
+            model = wrapper.model(task, model)
+        networks = {"model": model}
+        stays: set[str] = set()
+        for method in owners(methods, "networks"):
+            torch.manual_seed(torch_seed(recipe.seed, f"networks.{method.name}"))
+            for name, network in method.networks(task, model).items():
+                if name in networks:
+                    raise ValueError(f"method '{method.name}' adds network '{name}', which exists already; rename one")
+                networks[name] = network.module
+                if network.personal:
+                    stays |= {f"{name}.{leaf}" for leaf, _ in network.module.named_parameters()}
+                    stays |= {f"{name}.{leaf}" for leaf, _ in network.module.named_buffers()}
+    for method in owners(methods, "personal"):
+        stays |= set(method.personal(networks))
+    return networks, plan_layout(networks, stays)
+
+
+class Host:
+    """Many clients on one device. It keeps each client's private state, tagged with the job that made it."""
+
+    def __init__(self, recipe: Recipe, name: str = "host-0"):
+        settle(recipe.threads)
+        self.recipe, self.name = recipe, name
+        self.device = torch.device(recipe.device)
+        networks, self.layout = build_networks(recipe)
+        self.vector = Vector(networks, self.layout, self.device, recipe.dtype)
+        self._initial = initial_personal(self.vector)
+        dataset = recipe.data.open()
+        self.trainer = Trainer(
+            recipe.task,
+            self.vector,
+            recipe.methods,
+            recipe.local,
+            torch.from_numpy(dataset.images).to(self.device),
+            torch.from_numpy(dataset.labels).to(self.device),
+            recipe.data.partition.train,
+            recipe.data.pipeline,
+            recipe.seed,
+        )
+        self._stateful = owners(recipe.methods, "state")
+        self._personalisers = owners(recipe.methods, "personalise")
+        self._predictor = owner(recipe.methods, "predict")
+        self._singly = any(method.singly for method in recipe.methods)
+        self._resident: dict[int, tuple[int, dict[str, Tensor]]] = {}
+        self._received: tuple[tuple[int, str], Tensor, Tensor, dict[str, Tensor]] | None = None
+        self._constants: dict[str, Tensor] = {}
+        self._probed = np.empty(0, np.int64)
+        self._busy = 0.0  # seconds of work since it last said so
+
+    def ready(self) -> str:
+        """Its name, once it can work."""
+        return self.name
+
+    def keep(self, constants: Arrays, probed: np.ndarray) -> None:
+        """What every client receives once, and the rows of the data set that local models are probed on."""
+        self._constants = {key: torch.from_numpy(value).to(self.device) for key, value in constants.items()}
+        self._probed = probed
+
+    def release(self, clients: Sequence[int]) -> None:
+        """Forget the private states of clients that are elsewhere now."""
+        for client in clients:
+            self._resident.pop(client, None)
+
+    # --- before round 0 ------------------------------------------------------------------------------------------
+    def contribute(self, clients: Sequence[int]) -> list[dict[str, np.ndarray]]:
+        """What these clients send before round 0, by full name."""
+        parts = []
+        for client in clients:
+            seen = self.trainer.contribution(client)
+            parts.append(
+                {k: v for m in owners(self.recipe.methods, "contribute") for k, v in m.contribute(seen).items()}
+            )
+        return parts
+
+    # --- training ------------------------------------------------------------------------------------------------
+    def train(
+        self, jobs: Sequence[Job], groups: Sequence[tuple[int, ...]], published: Published, *states: Arrays | None
+    ) -> Trained | tuple[Trained | Arrays, ...]:
+        """Train the jobs in order. Returns a `Trained`; in stateful runs a tuple of it and each job's new state.
+
+        groups: numbers of jobs, consecutive here, whose deltas are summed on this host.
+        states: for each job the accepted state to start from, or None if it is resident; nothing in stateless runs.
+        """
+        since = time.perf_counter()
+        member = {number: group for group in groups for number in group}
+        totals: dict[tuple[int, ...], np.ndarray] = {}
+        outcomes: list[Outcome] = []
+        after: list[Arrays] = []
+        base, counters, extras = self._receive(published)
+        for index, job in enumerate(jobs):
+            if not self.trainer.prepared(job):
+                self.trainer.look_ahead(jobs[index:])
+            state = self._state(job.client, job.state, states[index] if states else None)
+            group = member.get(job.number)
+            outcome, new = self._train(job, base, counters, extras, state, keep=group is None)
+            if group is not None and isinstance(outcome, Update):
+                self._add(totals, group, job.weight)
+            outcomes.append(outcome)
+            if states:
+                self._resident[job.client] = (job.number, new)
+                after.append({key: value.cpu().numpy() for key, value in new.items()})
+        sums = tuple(Sum(group, total) for group, total in totals.items())
+        sizes = tuple(sum(array.nbytes for array in state.values()) for state in after)
+        busy, self._busy = self._busy + time.perf_counter() - since, 0.0
+        trained = Trained(tuple(outcomes), sums, self.name, busy, sizes)
+        return (trained, *after) if states else trained
+
+    def _receive(self, published: Published) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        """The broadcast as tensors on the device; on a CPU views of the very array that was published."""
+        key = (published.version, published.mark)
+        if self._received is None or self._received[0] != key or self.device.type == "cpu":
+            extras = {key: torch.from_numpy(value).to(self.device) for key, value in published.extras.items()}
+            extras |= self._constants
+            base, counters = torch.from_numpy(published.vector), torch.from_numpy(published.counters)
+            self._received = (key, base.to(self.device), counters.to(self.device), extras)
+        return self._received[1:]
+
+    def _state(self, client: int, number: int, sent: Arrays | None) -> dict[str, Tensor]:
+        """The private state that job `number` left: resident, or as sent, or (number -1) the initial one."""
+        if number < 0:
+            state = dict(self._initial)
+            samples = len(self.recipe.data.partition.train.rows(client))
+            for method in self._stateful:
+                state |= {key: self._own_kind(value) for key, value in method.state(self.layout, samples).items()}
+            return state
+        resident = self._resident.get(client)
+        if resident is not None and resident[0] == number:
+            return resident[1]
+        assert sent is not None, f"client {client}: the state of job {number} is neither on {self.name} nor sent"
+        return {key: torch.from_numpy(value).to(self.device) for key, value in sent.items()}
+
+    def _own_kind(self, value: Tensor) -> Tensor:
+        """On the device, and floats in the dtype of the run."""
+        return value.to(self.device, self.vector.data.dtype if value.is_floating_point() else value.dtype)
+
+    def _train(
+        self,
+        job: Job,
+        base: Tensor,
+        counters: Tensor,
+        published: Mapping[str, Tensor],
+        state: dict[str, Tensor],
+        keep: bool,
+    ) -> tuple[Outcome, dict[str, Tensor]]:
+        """One job. The delta is left in the vector's shared part, and copied into the update if `keep`."""
+        started = time.perf_counter()
+        own = {key: torch.from_numpy(value).to(self.device) for key, value in job.extras.items()}
+        try:
+            ctx = self.trainer.train(job, base, counters, published, own, state)
+            plan, losses = ctx.plan, ctx.losses
+            assert plan is not None and losses is not None
+            loss = float(losses.mean())
+            seconds = time.perf_counter() - started
+            probe = self._probe(ctx) if job.probe else None
+            delta = self.vector.shared.sub_(base)
+            # Personal entries too: they do not travel, but the client's next job would start from them.
+            if not ((np.isfinite(loss) or not len(losses)) and _is_finite(self.vector.data)):
+                raise NotFinite(self._diverged(losses, job))
+            for key, value in ctx.upload.items():
+                if not _is_finite(value):
+                    raise NotFinite(f"the upload {key} is not finite; lower local.lr or set local.clip", key)
+            update = Update(
+                job=job.number,
+                client=job.client,
+                version=job.version,
+                samples=plan.samples,
+                trained=len(plan.positions),
+                steps=plan.steps,
+                loss=loss,
+                seconds=seconds,
+                delta=delta.to("cpu", copy=True).numpy() if keep else None,
+                counters=self._counters(),
+                extras={key: value.cpu().numpy() for key, value in ctx.upload.items()},
+                moves=self._moves(ctx),
+                report=ctx.report,
+                probe=probe,
+            )
+            return update, ctx.state
+        except Exception as error:  # a client must not take the others down
+            where = f"client {job.client}, version {job.version}, host {self.name}"
+            text = f"{where}: {type(error).__name__}: {error}"
+            blamed = error.method if isinstance(error, NotFinite) else _blame(error)
+            return Failure(job.number, job.client, job.version, self.name, blamed, text, traceback.format_exc()), state
+
+    def _moves(self, ctx: Context) -> tuple[tuple[int, int, float], ...]:
+        """For methods that read single updates."""
+        if not self._singly:
+            return ()
+        moved = self.trainer.step.movements()
+        return tuple((part.start, part.stop, steps * factor * ctx.rate) for part, steps, factor in moved)
+
+    def _probe(self, ctx: Context) -> Probe:
+        """The local model beside the received one on the probed rows, scored in eval mode."""
+        self.trainer.training(False)
+        received = cast("Classifier", ctx.frozen()["model"])
+        labels, scores, columns = [], [], []
+        with torch.inference_mode():
+            for start in range(0, len(self._probed), self.recipe.score_batch):
+                inputs, own = self.trainer.gather(self._probed[start : start + self.recipe.score_batch])
+                features = ctx.model.features(inputs)
+                logits = ctx.model.head(features)
+                scores.append(logits if self._predictor is None else self._predictor.predict(logits))
+                labels.append(own)
+                columns.append((features, received.features(inputs)))
+        truth, score = torch.cat(labels), torch.cat(scores)
+        each = max(1, PROBE_FEATURES // self.recipe.task.num_classes)
+        some = balanced_rows(truth.cpu().numpy(), each, stream(self.recipe.seed, "probe.features"))
+        local, base = (torch.cat(column).cpu().float().numpy()[some] for column in zip(*columns, strict=True))
+        return Probe(
+            client=ctx.client,
+            version=ctx.version,
+            labels=truth.cpu().numpy()[some],
+            seen=(ctx.class_counts() > 0).numpy(),
+            accuracy=float((score.argmax(1) == truth).double().mean()),
+            features=local,
+            received=base,
+            probabilities=score.softmax(1).cpu().float().numpy()[some],
+        )
+
+    def _counters(self) -> np.ndarray:
+        """The shared integer buffers as trained; without any, one object for all, which is pickled once per call."""
+        if not self.layout.shared_counters:
+            return _NO_COUNTERS
+        return self.vector.counters[: self.layout.shared_counters].to("cpu", copy=True).numpy()
+
+    def _diverged(self, losses: Tensor, job: Job) -> str:
+        bad = (~torch.isfinite(losses)).nonzero().flatten().tolist()
+        rate = self.recipe.local.lr * self.recipe.local.lr_decay**job.version
+        at = (
+            f"the loss is not finite from step {bad[0] + 1} of {len(losses)}"
+            if bad
+            else "the parameters are not finite"
+        )
+        return f"{at} (learning rate {rate:g}); lower local.lr or set local.clip"
+
+    def _add(self, totals: dict[tuple[int, ...], np.ndarray], group: tuple[int, ...], weight: float) -> None:
+        """Fold the delta that `_train` left in the vector into the group's sum; on the CPU, as the server would."""
+        delta = self.vector.shared.cpu()
+        if group in totals:
+            torch.from_numpy(totals[group]).add_(delta, alpha=weight)
+        else:
+            totals[group] = (delta * weight).numpy()
+
+    # --- scoring -------------------------------------------------------------------------------------------------
+    def evaluate(self, tasks: Sequence[Score], published: Published, *states: Arrays | None) -> list[Report]:
+        """Score rows with the shared model or a client's own. Touches no stream of training and no statistics of it."""
+        since = time.perf_counter()
+        base, counters, _ = self._receive(published)
+        self.trainer.training(False)
+        reports = []
+        for index, task in enumerate(tasks):
+            sent = states[index] if states else None
+            state = self._initial if task.client < 0 else self._state(task.client, task.state, sent)
+            load(self.vector, base, counters, state)
+            if task.client >= 0 and task.personalised:
+                self._personalise(task, state)
+            if task.finetune is not None:
+                self._finetune(task.client, published.version, task.finetune)
+                self.trainer.training(False)
+            with torch.no_grad():
+                reports.append(self._score(task))
+        self._busy += time.perf_counter() - since
+        return reports
+
+    def _personalise(self, task: Score, state: Mapping[str, Tensor]) -> None:
+        """Make the vector the client's own model."""
+        extras = {key: torch.from_numpy(value).to(self.device) for key, value in task.extras.items()}
+        own = Own(task.client, self.vector, state, extras, self.trainer, task.state >= 0)
+        with torch.no_grad():
+            for method in self._personalisers:
+                method.personalise(own)
+
+    def _finetune(self, client: int, version: int, how: Finetune) -> None:
+        partition = self.recipe.data.partition
+        rows = partition.train.rows(client)
+        if how.samples == "all" and partition.spare is not None:
+            rows = np.concatenate([rows, partition.spare.rows(client)])
+        self.trainer.adapt(client, rows, version, how)
+
+    def _score(self, task: Score) -> Report:
+        model = self.vector.networks["model"]
+        correct, losses = [], []
+        for start in range(0, len(task.rows), self.recipe.score_batch):
+            inputs, labels = self.trainer.gather(task.rows[start : start + self.recipe.score_batch])
+            logits = model(inputs)
+            losses.append(cross_entropy(logits, labels, reduction="none"))
+            scores = logits if self._predictor is None else self._predictor.predict(logits)
+            correct.append(scores.argmax(1) == labels)
+        return Report(task.client, torch.cat(correct).cpu().numpy(), torch.cat(losses).cpu().numpy())
+
+
+class NotFinite(FloatingPointError):
+    """What a client would send or keep is not finite; `entry` is the full name of an upload, which names its method."""
+
+    def __init__(self, text: str, entry: str = ""):
+        super().__init__(text)
+        self.method = entry.partition(".")[0]
+
+
+def _is_finite(values: Tensor) -> bool:
+    """In one pass and without a copy: a sum is finite only if every entry is."""
+    return bool(np.isfinite(float(values.sum())))
+
+
+def _blame(error: BaseException) -> str:
+    """The name of the innermost method whose code was running when the error was raised, or ""."""
+    name, frame = "", error.__traceback__
+    while frame is not None:
+        if isinstance(owner_ := frame.tb_frame.f_locals.get("self"), Method):
+            name = owner_.name
+        frame = frame.tb_next
+    return name

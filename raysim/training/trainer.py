@@ -1,0 +1,334 @@
+"""A client at work: its plan of batches, and the one local-training loop."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from raysim.api.composition import owner, owners
+from raysim.api.context import Batch, Context, Contribution, Plan, Stage
+from raysim.api.declarations import Finetune, Local, Task
+from raysim.api.messages import Job
+from raysim.api.method import Method
+from raysim.data.batches import Pipeline
+from raysim.data.partition import CSR
+from raysim.models.classifier import is_stochastic
+from raysim.primitives.streams import stream, torch_seed
+from raysim.training.step import Step
+from raysim.vectors.layout import Layout, Vector
+
+# Floats that are gathered and normalised at once: enough to amortise the calls, small enough for the cache.
+_CHUNK = 1 << 20
+
+
+def _cut(order: np.ndarray, batch: int, drop_single: bool) -> list[np.ndarray]:
+    """Consecutive batches; a last one of a single sample is dropped if asked and if there is another."""
+    parts = [order[i : i + batch] for i in range(0, len(order), batch)]
+    if drop_single and len(parts) > 1 and len(parts[-1]) == 1:
+        parts.pop()
+    return parts
+
+
+def make_plan(
+    local: Local, samples: int, chosen: Sequence[np.ndarray], generator: np.random.Generator, drop_single: bool
+) -> Plan:
+    """Shuffle and cut. `chosen` holds the ascending positions of each epoch (or phase)."""
+    batches: list[np.ndarray] = []
+    for index, positions in enumerate(chosen):
+        if local.epochs is not None:
+            goal = -(-len(positions) // local.batch)
+        else:  # phase `index` of the step budget, as even as possible
+            goal = local.steps * (index + 1) // len(chosen) - local.steps * index // len(chosen)  # type: ignore[operator]
+        part: list[np.ndarray] = []
+        while len(part) < goal:
+            if local.sampling == "replacement":
+                part.append(positions[generator.integers(len(positions), size=min(local.batch, len(positions)))])
+            else:
+                part += _cut(generator.permutation(positions), local.batch, drop_single)
+                if local.epochs is not None:
+                    break
+        batches += part[:goal]
+    return Plan(np.concatenate(batches), tuple(map(len, batches)), samples)
+
+
+class Trainer:
+    """The networks, the data and the loop of one host; trains one client after another.
+
+    images: uint8 [n, c, h, w] and labels: int64 [n], on the device. partition: client to training rows.
+    """
+
+    def __init__(
+        self,
+        task: Task,
+        vector: Vector,
+        methods: Sequence[Method],
+        local: Local,
+        images: Tensor,
+        labels: Tensor,
+        partition: CSR,
+        pipeline: Pipeline,
+        seed: int,
+    ):
+        self.task, self.vector, self.methods, self.local, self.seed = task, vector, methods, local, seed
+        self.images, self.labels, self.partition, self.pipeline = images, labels, partition, pipeline
+        self.step = Step(vector, methods, local.settings(), local.clip)
+        self.tuner = Step(vector, (), local.settings(), local.clip)
+        self.selector = owner(methods, "select")
+        self.stager = owner(methods, "stages")
+        self.drawers = owners(methods, "draws")
+        self.receivers = owners(methods, "receive")
+        self.finishers = owners(methods, "finish")
+        modules = [m for network in vector.networks.values() for m in network.modules()]
+        self.batchnorm = any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in modules)
+        self.tracking: Sequence[nn.Module] = [m for m in modules if getattr(m, "track_running_stats", False)]
+        self.stochastic = any(is_stochastic(network) for network in vector.networks.values())
+        self._ahead: dict[int, tuple[Plan, list[Batch]]] = {}  # by job
+        self._frozen: dict[str, tuple[Vector, Context | None]] = {}
+        self._row = int(np.prod(task.shape))
+
+    # --- data ----------------------------------------------------------------------------------------------------
+    def gather(self, rows: np.ndarray, generator: np.random.Generator | None = None) -> tuple[Tensor, Tensor]:
+        """Normalised inputs (augmented if a generator is given) and labels of some rows of the data set."""
+        index = torch.from_numpy(rows).to(self.images.device)
+        pixels = self.images.index_select(0, index)
+        if generator is not None:
+            pixels = self.pipeline.augmented(pixels, generator)
+        return self.pipeline.normalise(pixels, self.task.dtype), self.labels.index_select(0, index)
+
+    def own(self, client: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """A client's own training samples, in order, in batches fit for evaluation."""
+        rows = self.partition.rows(client)
+        size = max(1, min(1024, _CHUNK // self._row))
+        for start in range(0, len(rows), size):
+            yield self.gather(rows[start : start + size])
+
+    def class_counts(self, client: int) -> Tensor:
+        """See `Context.class_counts`."""
+        rows = torch.from_numpy(self.partition.rows(client)).to(self.labels.device)
+        return torch.bincount(self.labels.index_select(0, rows).cpu(), minlength=self.task.num_classes)
+
+    def _batches(self, plan: Plan, rows: np.ndarray, purpose: str, *keys: int) -> Iterator[Batch]:
+        """The plan's batches of these rows, augmented on a stream; several are gathered and normalised at once."""
+        rows = rows[plan.positions]
+        generator = stream(self.seed, purpose, *keys) if self.pipeline.augment else None
+        start = first = 0
+        while first < plan.steps:
+            last, stop = first, start
+            while last < plan.steps and (last == first or (stop - start + plan.sizes[last]) * self._row <= _CHUNK):
+                stop += plan.sizes[last]
+                last += 1
+            inputs, labels = self.gather(rows[start:stop], generator)
+            sizes = plan.sizes[first:last]
+            for x, y in zip(inputs.split(sizes), labels.split(sizes), strict=True):
+                yield Batch(x, y, x, y)
+            start, first = stop, last
+
+    def prepared(self, job: Job) -> bool:
+        """Whether `look_ahead` got to this job."""
+        return job.number in self._ahead
+
+    def look_ahead(self, jobs: Sequence[Job]) -> None:
+        """Plan and gather the first of these jobs, and as many after it as fit into a chunk, all at once.
+
+        Small jobs spend more on the calls than on the data. Nothing is prepared where a method or an augmentation
+        needs to see the job first, or where one job fills a chunk.
+        """
+        if self.selector is not None or self.pipeline.augment:
+            return
+        fitting, room = 0, _CHUNK / self._row
+        for job in jobs:
+            room -= self.local.budget(len(self.partition.rows(job.client)))
+            if room < 0:
+                break
+            fitting += 1
+        if fitting < 2:
+            return
+        plans: list[tuple[int, Plan]] = []
+        rows: list[np.ndarray] = []
+        for job in jobs[:fitting]:
+            own = self.partition.rows(job.client)
+            plan = self._plan_all(len(own), job.client, job.turn)
+            plans.append((job.number, plan))
+            rows.append(own[plan.positions])
+        inputs, labels = self.gather(np.concatenate(rows))
+        sizes = [size for _, plan in plans for size in plan.sizes]
+        batches = iter([Batch(x, y, x, y) for x, y in zip(inputs.split(sizes), labels.split(sizes), strict=True)])
+        self._ahead = {number: (plan, [next(batches) for _ in plan.sizes]) for number, plan in plans}
+
+    def contribution(self, client: int) -> Contribution:
+        """What `contribute` sees."""
+
+        def gather() -> tuple[Tensor, Tensor]:
+            inputs, labels = zip(*self.own(client), strict=True)
+            return torch.cat(inputs), torch.cat(labels)
+
+        return Contribution(client, gather, stream(self.seed, "contribute", client), self.task.num_classes)
+
+    def training(self, mode: bool) -> None:
+        """All networks into train or eval mode."""
+        for network in self.vector.networks.values():
+            network.train(mode)
+
+    # --- one participation ---------------------------------------------------------------------------------------
+    def frozen(self, ctx: Context, name: str, values: Tensor | None) -> Mapping[str, nn.Module]:
+        """See `Context.frozen`; the networks are made on first demand and reused by later jobs."""
+        known = self._frozen.get(name)
+        if known is not None and known[1] is ctx:
+            return known[0].networks
+        with torch.inference_mode(False):  # tensors made or loaded in that mode could never be loaded again
+            return self._load_frozen(ctx, name, values).networks
+
+    def _load_frozen(self, ctx: Context, name: str, values: Tensor | None) -> Vector:
+        if name not in self._frozen:
+            networks = {key: copy.deepcopy(module).eval() for key, module in self.vector.networks.items()}
+            second = Vector(networks, self.vector.layout, self.vector.data.device, self.vector.data.dtype)
+            for parameter in second.parameters.values():
+                parameter.requires_grad_(False)
+            self._frozen[name] = (second, None)
+        vector, _ = self._frozen[name]
+        if values is None:
+            load(vector, ctx.base, self.vector.counters[: self.vector.layout.shared_counters], self._start)
+        else:
+            vector.data.copy_(values)
+        self._frozen[name] = (vector, ctx)
+        return vector
+
+    def train(
+        self,
+        job: Job,
+        base: Tensor,
+        counters: Tensor,
+        published: Mapping[str, Tensor],
+        extras: Mapping[str, Tensor],
+        state: Mapping[str, Tensor],
+    ) -> Context:
+        """Train one client; afterwards the vector holds y, the context its state, upload and losses.
+
+        base: [layout.shared] the received vector. Errors of hooks and of the model propagate.
+        """
+        prepared = self._ahead.pop(job.number, None)
+        samples = len(self.partition.rows(job.client))
+        rate = self.local.lr * self.local.lr_decay**job.version
+        ctx = Context(
+            self,
+            self.seed,
+            job.client,
+            job.turn,
+            job.version,
+            samples,
+            rate,
+            self.vector,
+            base,
+            base,
+            published,
+            extras,
+            dict(state),
+        )
+        self._start = state
+        load(self.vector, base, counters, state)
+        if self.stochastic:
+            torch.manual_seed(torch_seed(self.seed, "torch", job.client, job.turn))
+        if self.methods or not all(network.training for network in self.vector.networks.values()):
+            self.training(True)  # hooks may have changed the mode of any part; without methods only evaluation does
+        self.step.begin()
+        for method in self.receivers:
+            method.receive(ctx)
+        if self.receivers and self.vector.layout.personal:  # frozen networks start from what training starts from
+            self._start = {"personal": self.vector.personal.clone(), "personal.counters": self._own_counters()}
+        plan = ctx.plan = prepared[0] if prepared else self._plan(ctx)
+        ctx.draws = {
+            key: values
+            for method in self.drawers
+            for key, values in method.draws(plan, ctx.stream(f"draws.{method.name}")).items()
+        }
+        cycle: Sequence[tuple[Stage, ...]] = ((Stage(),),) if self.stager is None else self.stager.stages(plan)
+        losses: list[Tensor] = []
+        batches = (
+            prepared[1]
+            if prepared
+            else self._batches(plan, self.partition.rows(job.client), "augment", job.client, job.turn)
+        )
+        for index, batch in enumerate(batches):
+            ctx.step = index
+            loss = self.step(ctx, batch, cycle[index % len(cycle)])
+            if loss is not None:
+                losses.append(loss)
+        ctx.losses = torch.stack(losses) if losses else torch.empty(0)
+        for method in self.finishers:
+            method.finish(ctx)
+        if self.vector.layout.personal or len(self.vector.counters) > len(counters):
+            ctx.state["personal"] = self.vector.personal.clone()
+            ctx.state["personal.counters"] = self._own_counters()
+        return ctx
+
+    def _own_counters(self) -> Tensor:
+        return self.vector.counters[self.vector.layout.shared_counters :].clone()
+
+    def adapt(self, client: int, rows: np.ndarray, version: int, how: Finetune) -> None:
+        """Fine-tune what lies in the vector on rows of the data set: cross-entropy alone, on streams of its own."""
+        samples = len(rows)
+        if not samples:
+            return
+        local = replace(self.local, epochs=how.epochs, steps=None)
+        order = stream(self.seed, "finetune", client, version)
+        plan = make_plan(local, samples, [np.arange(samples)] * how.epochs, order, self.batchnorm)
+        if self.stochastic:
+            torch.manual_seed(torch_seed(self.seed, "finetune.torch", client, version))
+        rate = self.local.lr * self.local.lr_decay**version
+        base = self.vector.shared
+        ctx = Context(
+            self, self.seed, client, 0, version, samples, rate, self.vector, base, base, {}, {}, {}, plan=plan
+        )
+        stage = Stage("finetune", ("model.head",), modes={"model": False}) if how.head else Stage("finetune")
+        self.training(True)
+        self.tuner.begin()
+        for batch in self._batches(plan, rows, "finetune.augment", client, version):
+            self.tuner(ctx, batch, (stage,))
+
+    def _plan(self, ctx: Context) -> Plan:
+        if self.selector is not None:
+            parts = self.local.epochs or min(self.local.phases, self.local.steps or 1)
+            first = self.selector.select(ctx, 1, parts)
+            if first is not None:
+                chosen = [np.sort(first), *(self._selected(ctx, part, parts) for part in range(2, parts + 1))]
+                generator = stream(self.seed, "batches", ctx.client, ctx.turn)
+                return make_plan(self.local, ctx.samples, chosen, generator, self.batchnorm)
+        return self._plan_all(ctx.samples, ctx.client, ctx.turn)
+
+    def _plan_all(self, samples: int, client: int, turn: int) -> Plan:
+        """All samples in every epoch."""
+        chosen = [np.arange(samples)] * (self.local.epochs or 1)
+        return make_plan(self.local, samples, chosen, stream(self.seed, "batches", client, turn), self.batchnorm)
+
+    def _selected(self, ctx: Context, part: int, parts: int) -> np.ndarray:
+        """Ascending, so that the shuffle depends on what was selected and not on how it was ranked."""
+        assert self.selector is not None
+        positions = self.selector.select(ctx, part, parts)
+        assert positions is not None, "a method selects in all epochs of a job or in none"
+        return np.sort(positions)
+
+
+def load(vector: Vector, base: Tensor, counters: Tensor, state: Mapping[str, Tensor]) -> None:
+    """Put a received prefix and a client's personal suffix into a vector."""
+    vector.shared.copy_(base)
+    if len(counters):
+        vector.counters[: len(counters)].copy_(counters)
+    if "personal" in state:
+        vector.personal.copy_(state["personal"])
+        vector.counters[len(counters) :].copy_(state["personal.counters"])
+
+
+def initial_personal(vector: Vector) -> dict[str, Tensor]:
+    """The personal entries of a client that never trained: the common initial values."""
+    layout: Layout = vector.layout
+    if not layout.personal and layout.total_counters == layout.shared_counters:
+        return {}
+    return {
+        "personal": vector.personal.clone(),
+        "personal.counters": vector.counters[layout.shared_counters :].clone(),
+    }

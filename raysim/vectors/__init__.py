@@ -1,0 +1,1 @@
+"""Parameters as one flat vector: its layout, its arithmetic in blocks, optimisers, inner products."""

@@ -1,0 +1,401 @@
+"""Submitting: what is packed and refused here, what a real cluster with a token makes of it, and the files in jobs/."""
+
+from __future__ import annotations
+
+import http.server
+import json
+import os
+import secrets
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from raysim import cli
+from raysim.commands.submit.package import Command, check_command, check_size, pack, pieces, runtime_env, size
+from raysim.experiment.compose import compose
+from raysim.primitives.errors import Refused
+
+ROOT = Path(__file__).parents[2]
+BIN = Path(sys.executable).parent
+RUN = (
+    "runtime.hosts=1",
+    "rounds=2",
+    "tracking=none",
+    "data=synthetic",
+    "data.samples=60",
+    "data.test_samples=10",
+    "partition.clients=3",
+    "schedule.cohort=2",
+    "model=mlp",
+    "local.epochs=1",
+)
+BROKEN = """
+from raysim.api.method import Method
+
+
+class Broken(Method):
+    name = "broken"
+    paper = "a test"
+
+    def gradient(self, ctx, grad, run):
+        raise ValueError("no gradient today")
+"""
+
+
+# --- the package ----------------------------------------------------------------------------------------------------
+@pytest.mark.slow
+def test_the_package_is_what_a_job_needs_and_nothing_else(tmp_path: Path) -> None:
+    pack(pieces(), tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "LICENSE",
+        "README.md",
+        "conf",
+        "pyproject.toml",
+        "raysim",
+    ]
+    program = (
+        "import raysim.experiment.compose as c; print(c.__file__, c.conf_folder(), c.compose(['rounds=7'])['rounds'])"
+    )
+    ran = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert ran.stdout.split() == [str(tmp_path / "raysim" / "experiment" / "compose.py"), str(tmp_path / "conf"), "7"]
+
+
+def test_hidden_files_and_byte_code_stay_behind(tmp_path: Path) -> None:
+    for name in ("mine/a.py", "mine/.secret", "mine/.git/config", "mine/__pycache__/a.pyc", "mine/deep/b.yaml"):
+        (path := tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("x")
+    names = [piece.name for piece in pieces([tmp_path / "mine"])]
+    assert [name for name in names if name.startswith("mine/")] == ["mine/a.py", "mine/deep/b.yaml"]
+    assert not [name for name in names if "pycache" in name or "/." in name]
+
+
+def test_a_package_that_is_too_large_names_its_largest_files(tmp_path: Path) -> None:
+    (mine := tmp_path / "mine").mkdir()
+    (mine / "weights.bin").write_bytes(bytes(3_000_000))
+    (mine / "small.py").write_text("x = 1\n")
+    found = pieces([mine])
+    assert "mine 3.0 MB" in size(found)
+    check_size(found, 50)
+    with pytest.raises(
+        Refused, match=r"more than --limit 2 MB; its largest files are mine/weights.bin \(3.0 MB\).*--limit"
+    ):
+        check_size(found, 2)
+
+
+def test_what_is_added_must_exist_under_a_name_of_its_own(tmp_path: Path) -> None:
+    with pytest.raises(Refused, match="--with nowhere does not exist"):
+        pieces(["nowhere"])
+    (tmp_path / "conf").mkdir()
+    with pytest.raises(Refused, match="another conf in the package: rename it"):
+        pieces([tmp_path / "conf"])
+
+
+# --- the command ----------------------------------------------------------------------------------------------------
+def command(*words: str, **more: Any) -> Command:
+    return Command(words, words[1:], **more)
+
+
+def test_a_command_joins_the_cluster_unless_it_names_a_runtime_or_is_continued() -> None:
+    joined = command("run", "out=/s/a", "local.lr='tag(log, interval(1, 2))'")
+    assert shlex.split(joined.entrypoint) == ["python", "-m", "raysim", "run", "runtime=cluster", *joined.words[1:]]
+    for word in ("runtime=inprocess", "resume=latest"):
+        assert "runtime=cluster" not in command("study", "out=/s/a", word).entrypoint
+
+
+def test_results_must_outlive_the_job() -> None:
+    for words in (("run",), ("run", "out=runs/a"), ("sweep", "sweep=fedbr"), ("study", "resume=latest", "out=a")):
+        with pytest.raises(Refused, match="lies in the job's own folder"):
+            check_command(command(*words), pieces())
+    for words in (
+        ("run", "out=/shared/a"),
+        ("run", "out='~/a'"),
+        ("run", "tracking.uri=http://mlflow:5000"),
+        ("run", "resume=/shared/a/checkpoints/round-3"),
+        ("study", "out='/shared/a'"),
+    ):
+        check_command(command(*words), pieces())
+
+
+def test_a_typing_mistake_is_answered_before_anything_is_uploaded(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.call(["submit", "run", "out=/s/a", "roundz=3"]) == 2
+    assert "did you mean rounds?" in capsys.readouterr().err
+    assert cli.call(["submit", "bench"]) == 2
+    assert "submit bench: what can be submitted is run, study, sweep" in capsys.readouterr().err
+    with pytest.raises(SystemExit) as ended:
+        cli.call(["submit", "--", "run", "out=/s/a", "--quite"])
+    assert ended.value.code == 2
+
+
+def test_folders_of_options_must_be_packed() -> None:
+    with pytest.raises(Refused, match="--conf mine/conf is not in the package: add --with mine"):
+        check_command(command("run", "out=/s/a", conf=["mine/conf"]), pieces())
+
+
+def test_the_jobs_environment_is_read_from_a_file_without_a_working_directory(tmp_path: Path) -> None:
+    assert runtime_env(None) == {}
+    found = runtime_env(str(ROOT / "jobs" / "runtime_env.yaml"))
+    assert found["pip"] == ["${RAY_RUNTIME_ENV_CREATE_WORKING_DIR}"] and "RAYSIM_CACHE" in found["env_vars"]
+    for text, reason in (("working_dir: .", "leave it out"), ("- a", "no keys"), ("a: [", "no YAML")):
+        (path := tmp_path / "env.yaml").write_text(text)
+        with pytest.raises(Refused, match=reason):
+            runtime_env(str(path))
+
+
+# --- the job server, or none ----------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("given", "url"),
+    [
+        (None, "http://127.0.0.1:8265"),
+        ("auto", "http://127.0.0.1:8265"),
+        ("head", "http://head:8265"),
+        ("head:8000", "http://head:8000"),
+        ("https://user@head/", "https://head:443"),
+    ],
+)
+def test_a_job_server_is_named_in_short(given: str | None, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from raysim.commands.submit import job_server as jobs
+
+    for name in ("RAY_ADDRESS", "RAY_API_SERVER_ADDRESS"):
+        monkeypatch.delenv(name, raising=False)
+    assert jobs.address(given) == url
+    monkeypatch.setenv("RAY_API_SERVER_ADDRESS", "http://other:1")
+    assert jobs.address(given) == (url if given else "http://other:1")
+
+
+@pytest.mark.parametrize("given", ["ray://head:10001", "http://", "head:port"])
+def test_what_is_no_job_server_is_refused(given: str) -> None:
+    from raysim.commands.submit import job_server as jobs
+
+    with pytest.raises(ValueError, match="name it as http://HOST:8265"):
+        jobs.address(given)
+
+
+def test_one_sentence_where_no_cluster_answers_or_something_else_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    from raysim.commands.submit import job_server as jobs
+
+    monkeypatch.setenv("RAY_API_SERVER_ADDRESS", "")  # as it was, in the end
+    monkeypatch.delenv("RAY_AUTH_TOKEN_PATH", raising=False)
+    with pytest.raises(ValueError, match="no cluster answers there"):
+        jobs.connect(f"http://127.0.0.1:{free_ports(1)[0]}")
+
+    class Other(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_error(404)
+
+        def log_message(self, *_: object) -> None: ...
+
+    server = http.server.HTTPServer(("127.0.0.1", 0), Other)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        with pytest.raises(ValueError, match="what answers there is no Ray job server"):
+            jobs.connect(f"http://127.0.0.1:{server.server_port}")
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+def test_a_token_file_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from raysim.commands.submit import job_server as jobs
+
+    monkeypatch.delenv("RAY_AUTH_TOKEN", raising=False)
+    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(tmp_path / "none"))
+    with pytest.raises(ValueError, match="none holds no token"):
+        jobs.connect("http://127.0.0.1:1")
+
+
+# --- a real cluster -------------------------------------------------------------------------------------------------
+@dataclass
+class Cluster:
+    """A head node of its own, with a token."""
+
+    url: str
+    env: dict[str, str]
+    token: Path
+
+    def ran(self, *words: str, **env: str) -> subprocess.CompletedProcess[str]:
+        """A program of this environment, to its end."""
+        program = [str(BIN / words[0]), *words[1:]]
+        return subprocess.run(program, env=self.env | env, cwd=ROOT, capture_output=True, text=True, timeout=1800)
+
+    def submit(self, *words: str, **env: str) -> subprocess.CompletedProcess[str]:
+        """`raysim submit`, to its end."""
+        return self.ran("raysim", "submit", "--address", self.url, *words, **env)
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports that nobody listens on, outside those that Ray gives its workers."""
+    found: list[int] = []
+    for port in range(21000 + os.getpid() % 4000, 32000):
+        with socket.socket() as probe:
+            if len(found) < count and probe.connect_ex(("127.0.0.1", port)):
+                found.append(port)
+    return found
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    folder = tmp_path_factory.mktemp("r")
+    (token := folder / "token").write_text(secrets.token_hex(32))
+    dropped = ("RAY_ADDRESS", "RAY_API_SERVER_ADDRESS", "RAY_AUTH_TOKEN", "PYTHONPATH")
+    env = {key: value for key, value in os.environ.items() if key not in dropped}
+    env |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token), "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0"}
+    env["PATH"] = f"{BIN}{os.pathsep}{env['PATH']}"
+    dashboard, agent, client = free_ports(3)
+    words = [
+        str(BIN / "ray"), "start", "--head", "--port=0", "--num-cpus=3", "--object-store-memory=100000000",
+        f"--dashboard-port={dashboard}", f"--dashboard-agent-listen-port={agent}",
+        f"--ray-client-server-port={client}", f"--temp-dir={folder}", "--disable-usage-stats",
+    ]  # fmt: skip
+    url = f"http://127.0.0.1:{dashboard}"
+    for _ in range(5):  # on a busy machine Ray may give a node up that is about to start
+        if started := start(words, env, folder / "log"):
+            break
+    assert started, (folder / "log").read_text()
+    try:
+        until(lambda: answers(url, token.read_text()))
+        yield Cluster(url, env, token)
+    finally:
+        end(started)
+
+
+def start(words: list[str], env: dict[str, str], log: Path) -> int:
+    """A head node that runs: the group of its processes, which are in a session of their own; else 0."""
+    with log.open("w") as stream:
+        starting = subprocess.Popen(words, env=env, stdout=stream, stderr=stream, start_new_session=True)
+    try:
+        if starting.wait(1800) == 0:
+            return starting.pid
+    except BaseException:
+        end(starting.pid)
+        raise
+    end(starting.pid)
+    return 0
+
+
+def end(group: int) -> None:
+    """These processes, and no others; what does not end by itself is killed, so that nothing outlives the tests."""
+    with suppress(ProcessLookupError):
+        os.killpg(group, signal.SIGTERM)
+        for _ in range(50):
+            time.sleep(0.1)
+            os.killpg(group, 0)
+        os.killpg(group, signal.SIGKILL)
+
+
+def until(condition: Callable[[], bool], seconds: float = 1800) -> None:
+    """Wait for another process."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "nothing happened"
+        time.sleep(0.2)
+
+
+def answers(url: str, token: str) -> bool:
+    request = urllib.request.Request(f"{url}/api/jobs/", headers={"Authorization": f"Bearer {token}"})
+    try:
+        return bool(urllib.request.urlopen(request, timeout=60).status == 200)
+    except (OSError, urllib.error.URLError):
+        return False
+
+
+def test_ray_job_submit_carries_a_run_to_its_result(cluster: Cluster, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    run = shlex.join(["raysim", "run", "runtime=cluster", *RUN, f"out={out}"])
+    words = ["job", "submit", "--address", cluster.url, "--working-dir", ".", "--", "sh", "-c", f"ls && exec {run}"]
+    ran = cluster.ran("ray", *words)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert json.loads((out / "summary.json").read_text())["rounds"] == 2
+    listed = set(ran.stdout.splitlines())
+    assert {"raysim", "conf", "pyproject.toml"} <= listed and not {"tests", "jobs", "notebooks"} & listed, ran.stdout
+
+
+def test_the_helper_shows_a_run_and_returns_its_status(cluster: Cluster, tmp_path: Path) -> None:
+    ran = cluster.submit("run", *RUN, f"out={tmp_path / 'run'}")
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    lines = ran.stdout.splitlines()
+    assert lines[0].startswith("to upload: ") and " MB (raysim " in lines[0]
+    assert "round 2/2" in ran.stdout and "results are in" in lines[-1]
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["rounds"] == 2
+
+
+def test_a_run_that_the_cluster_refuses_ends_with_2(cluster: Cluster, tmp_path: Path) -> None:
+    ran = cluster.submit("run", *RUN, "runtime.hosts=500", f"out={tmp_path / 'run'}")
+    assert ran.returncode == 2 and "too little CPU" in ran.stdout, ran.stdout + ran.stderr
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_run_that_fails_ends_with_1_and_sees_the_users_own_code(cluster: Cluster, tmp_path: Path) -> None:
+    (tmp_path / "mine" / "conf" / "method").mkdir(parents=True)
+    (tmp_path / "mine" / "__init__.py").write_text(BROKEN)
+    (tmp_path / "mine" / "conf" / "method" / "broken.yaml").write_text("broken:\n  _target_: mine.Broken\n")
+    words = ["run", *RUN, "method=[broken]", f"out={tmp_path / 'run'}", "--allow", "mine", "--conf", "mine/conf"]
+    ran = cluster.submit("--with", str(tmp_path / "mine"), *words)
+    assert ran.returncode == 1 and "no gradient today" in ran.stdout, ran.stdout + ran.stderr
+
+
+def test_a_wrong_token_and_none_are_each_one_sentence(cluster: Cluster, tmp_path: Path) -> None:
+    (wrong := tmp_path / "wrong").write_text(secrets.token_hex(32))
+    ran = cluster.submit("run", *RUN, "out=/s/a", RAY_AUTH_TOKEN_PATH=str(wrong))
+    assert ran.returncode == 2 and f"refuses the token in RAY_AUTH_TOKEN_PATH={wrong}" in ran.stderr, ran.stderr
+    ran = cluster.submit("run", *RUN, "out=/s/a", RAY_AUTH_MODE="disabled")
+    assert ran.returncode == 2 and "asks for its token, and this process sends none" in ran.stderr, ran.stderr
+
+
+# --- the files in jobs/ ---------------------------------------------------------------------------------------------
+def test_the_cluster_file_is_what_ray_up_takes_and_keeps_the_token_on() -> None:
+    import jsonschema
+    import ray
+
+    schema = json.loads((Path(ray.__file__).parent / "autoscaler" / "ray-schema.json").read_text())
+    found = yaml.safe_load((ROOT / "jobs" / "cluster.yaml").read_text())
+    jsonschema.validate(found, schema)
+    starts = [line for key in ("head", "worker") for line in found[f"{key}_start_ray_commands"] if "ray start" in line]
+    assert len(starts) == 2 and all(line.startswith("RAY_AUTH_MODE=token ") for line in starts)
+    assert "~/.ray/auth_token" in found["file_mounts"]
+
+
+def test_the_rayjob_has_documented_keys_a_token_and_a_run_that_exists() -> None:
+    found = yaml.safe_load((ROOT / "jobs" / "rayjob.yaml").read_text())
+    assert (found["apiVersion"], found["kind"]) == ("ray.io/v1", "RayJob")
+    spec, cluster = found["spec"], found["spec"]["rayClusterSpec"]
+    assert spec.keys() <= {
+        "entrypoint", "runtimeEnvYAML", "shutdownAfterJobFinishes", "ttlSecondsAfterFinished", "backoffLimit",
+        "rayClusterSpec", "submissionMode",
+    }  # fmt: skip
+    assert cluster.keys() == {"rayVersion", "authOptions", "headGroupSpec", "workerGroupSpecs"}
+    assert cluster["authOptions"] == {"mode": "token", "secretName": "raysim-token"}
+    groups = [cluster["headGroupSpec"], *cluster["workerGroupSpecs"]]
+    assert all({"rayStartParams", "template"} <= group.keys() for group in groups)
+    for group in groups:
+        pod = group["template"]["spec"]
+        mounted = {mount["name"] for container in pod["containers"] for mount in container["volumeMounts"]}
+        assert mounted == {volume["name"] for volume in pod["volumes"]} == {"shared", "shm"}
+    words = shlex.split(spec["entrypoint"])
+    assert words[:2] == ["raysim", "run"] and compose(words[2:])["runtime"]["name"] == "cluster"
+    assert yaml.safe_load(spec["runtimeEnvYAML"]).keys() == {"env_vars"}
+
+
+def test_every_submission_in_the_guide_can_be_parsed() -> None:
+    text = (ROOT / "jobs" / "README.md").read_text().replace("\\\n", " ")
+    lines = [line.split(" # ")[0] for line in text.splitlines() if line.startswith(("raysim submit", "ray job submit"))]
+    assert len(lines) >= 6
+    for line in lines:
+        words = shlex.split(line)
+        inner = words[words.index("--") + 1 :] if words[0] == "ray" else words
+        inner = inner[1:] if inner[0] == "raysim" else inner[inner.index("raysim") + 1 :]
+        given = cli._parsed(inner)
+        assert given.command in ("run", "sweep", "study", "submit")

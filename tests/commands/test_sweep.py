@@ -1,0 +1,300 @@
+"""Searches as a user starts them: their results, what they refuse, and how they go on after their driver is killed."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+
+from raysim import cli
+from raysim.commands.sweep.search import load, plan
+from raysim.experiment.compose import compose, plain
+from raysim.primitives.errors import Refused
+from raysim.results.history import read_history
+
+STUDY = (
+    *("runtime=local", "tracking=none", "data=synthetic", "partition=iid", "partition.clients=6"),
+    *("schedule.cohort=2", "local.epochs=1", "rounds=4", "checkpoint.every=2", "model=mlp"),
+)
+LRS = "local.lr=0.01,0.1"
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def sweep(*words: str, status: int = 0) -> Path:
+    assert cli.call(["sweep", *STUDY, "out=s", *words]) == status
+    return Path("s")
+
+
+def trials(folder: Path) -> list[dict[str, Any]]:
+    """The table, in order of numbers."""
+    rows: list[dict[str, Any]] = pq.read_table(folder / "trials.parquet").to_pylist()
+    return sorted(rows, key=lambda row: int(row["trial"]))
+
+
+def refusal(words: Sequence[str]) -> str:
+    with pytest.raises(Refused) as caught:
+        plan([*STUDY, *words])
+    return str(caught.value)
+
+
+# --- before it starts ---------------------------------------------------------------------------------------------
+def test_a_wrong_key_is_answered_with_the_nearest_one() -> None:
+    assert "did you mean lr?" in refusal(["local.lrr=0.1,0.2"])
+    assert "did you mean mu?" in refusal(["method=[fedprox]", "method.fedprox.muu=0.1,0.2"])
+    assert "did you mean fedprox?" in refusal(["sweep=fedprx"])
+    assert "did you mean search?" in refusal(["sweep.serch=grid", LRS])
+
+
+def test_the_space_of_a_method_that_was_not_chosen_is_refused() -> None:
+    assert "write method=[fedbr]" in refusal(["sweep=fedbr"])
+
+
+def test_a_search_without_a_space_is_refused() -> None:
+    assert "no space" in refusal(["local.lr=0.1"])
+
+
+@pytest.mark.parametrize("key", ["seed=0,1", "runtime.threads=1,2", "out=a,b"])
+def test_what_no_search_is_over_is_refused(key: str) -> None:
+    assert "is not searched over" in refusal([key])
+
+
+def test_values_that_cannot_be_changed_in_a_run_are_refused_for_pbt() -> None:
+    assert "which model.width cannot" in refusal(["model=small_cnn", "model.width=8,16", "sweep.scheduler=pbt"])
+
+
+def test_a_value_given_on_the_command_line_is_not_searched() -> None:
+    search = plan(["sweep=fedbr", "method=[fedbr]", "method.fedbr.lam=0.25", "method.fedbr.tau1=1,2"])
+    assert list(search.space) == ["method.fedbr.mu", "method.fedbr.tau1", "method.fedbr.tau2"]
+    assert search.node(search.points()[0])["method"]["fedbr"]["lam"] == 0.25
+
+
+def test_values_of_a_method_hold_for_the_trials_that_have_it() -> None:
+    search = plan(["method=[],[fedprox],[fedprox,feddecorr]", "method.fedprox.mu=0.1,0.2", "sweep.search=grid"])
+    points = search.points()
+    assert len(points) == 5  # FedAvg once, the others at both values
+    assert points[0] == {"method": []}
+    node = search.node(points[-1])
+    assert list(node["method"]) == ["fedprox", "feddecorr"]
+    assert node["method"]["fedprox"]["mu"] == 0.2
+
+
+def test_a_trial_is_what_a_run_with_the_same_words_would_be() -> None:
+    words = ["method=[fraug]", "model=small_cnn"]
+    search = plan([*words, "rounds=7,9", "local.steps=3,5", "method.fraug.weight=0.2,0.4"])
+    point = {"rounds": 9, "local.steps": 5, "method.fraug.weight": 0.4}
+    run = compose([*words, "rounds=9", "local.steps=5", "method.fraug.weight=0.4"])
+    assert search.node(point) == plain(run)
+
+
+def test_files_that_change_later_change_nothing(tmp_path: Path) -> None:
+    option = tmp_path / "conf" / "method" / "mine.yaml"
+    option.parent.mkdir(parents=True)
+    option.write_text("mine:\n  _target_: raysim.methods.fedprox.FedProx\n  mu: 0.5\n")
+    search = plan(["method=[mine]", LRS], [str(tmp_path / "conf")])
+    option.unlink()
+    assert search.node({"local.lr": 0.1})["method"]["mine"]["mu"] == 0.5
+
+
+def test_a_run_knows_no_searches(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.call(["run", "sweep=fedbr"]) == 2
+    assert "write raysim sweep sweep=fedbr" in capsys.readouterr().err
+
+
+def test_every_space_that_is_shipped_names_keys_that_exist() -> None:
+    for name, methods in {
+        "fedbr": "fedbr",
+        "fedbss": "fedbss",
+        "fedprox": "fedprox",
+        "fraug": "fraug",
+        "fedld": "fedld",
+    }.items():
+        assert plan([f"sweep={name}", f"method=[{methods}]"]).samples()
+    assert len(plan(["sweep=methods"]).points()) == 10
+
+
+# --- searching ----------------------------------------------------------------------------------------------------
+def test_a_grid_leaves_a_table_pictures_and_a_configuration_that_a_run_takes(
+    ray_session: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = sweep("method=[],[fedprox]", LRS, "sweep.search=grid")
+    shown = capsys.readouterr().out
+    rows = trials(folder)
+    assert [(row["method"], row["local.lr"]) for row in rows] == [
+        ("fedavg", 0.01), ("fedavg", 0.1), ("fedprox", 0.01), ("fedprox", 0.1),
+    ]  # fmt: skip
+    assert all(row["status"] == "done" and row["rounds"] == 4 for row in rows)
+    assert len(re.findall(r"^trial \d", shown, re.MULTILINE)) == 4
+    assert {"parallel.png", "slices.png", "trials.csv", "best.yaml", "summary.json"} <= set(os.listdir(folder))
+    assert not (folder / ".tune").exists()
+    best = max(rows, key=lambda row: float(row["accuracy_global"]))
+    words = ["run", "--config", str(folder / "best.yaml"), "runtime=inprocess", "out=again"]
+    assert cli.call(words) == 0
+    assert read_history(Path("again/history.parquet"))[-1]["accuracy_global"] == best["accuracy_global"]
+    report = ["report", *(str(folder / row["folder"]) for row in rows)]
+    assert cli.call(report) == 0
+
+
+def test_several_seeds_are_one_number_with_its_deviation(ray_session: None) -> None:
+    folder = sweep("local.lr=0.1,0.2", "sweep.search=grid", "sweep.seeds=2", "seed=5")
+    for row in trials(folder):
+        runs = []
+        for seed in (5, 6):
+            own = folder / row["folder"] / f"seed-{seed}" / "config.yaml"
+            out = f"{row['trial']}-{seed}"
+            assert cli.call(["run", "--config", str(own), "runtime=inprocess", f"out={out}", "--quiet"]) == 0
+            runs.append(float(str(read_history(Path(out, "history.parquet"))[-1]["accuracy_global"])))
+        assert math.isclose(row["accuracy_global"], sum(runs) / 2)
+        assert math.isclose(row["accuracy_global_std"], abs(runs[0] - runs[1]) / math.sqrt(2))
+
+
+def test_asha_stops_the_worse_trials_early(ray_session: None) -> None:
+    words = ("local.lr=0.3,0.2,0.1,0.00001,0.000001,0.0000001", "sweep.search=grid", "rounds=8")
+    folder = sweep(*words, "sweep.scheduler=asha", "sweep.grace=2", "sweep.reduction=2", "sweep.concurrent=1")
+    rows = trials(folder)
+    stopped = [row for row in rows if row["status"] == "stopped"]
+    assert stopped
+    assert all(row["rounds"] < 8 for row in stopped)
+    assert any(row["status"] == "done" and row["rounds"] == 8 for row in rows)
+
+
+def test_optuna_searches_lists_whole_numbers_and_ranges(ray_session: None) -> None:
+    pytest.importorskip("optuna")
+    space = ("method=[],[fedprox]", "local.epochs=int(interval(1,3))", "local.lr=tag(log,interval(0.01,0.5))")
+    rows = trials(sweep(*space, "sweep.search=optuna", "sweep.trials=5", "rounds=2"))
+    assert len(rows) == 5
+    assert all(row["status"] == "done" and row["local.epochs"] in (1, 2, 3) for row in rows)
+    assert {row["method"] for row in rows} <= {"fedavg", "fedprox"}
+
+
+def test_pbt_takes_over_states_and_changes_values(ray_session: None) -> None:
+    words = ("local.lr=tag(log,interval(0.0001,0.5))", "sweep.trials=4", "sweep.scheduler=pbt", "sweep.interval=2")
+    folder = sweep(*words, "rounds=12", "sweep.concurrent=2")
+    rows = trials(folder)
+    assert all(row["status"] == "done" and row["rounds"] == 12 for row in rows)
+    before = [point["local.lr"] for point in load(folder).points()]
+    assert [row["local.lr"] for row in rows] != before
+    assert all(0.0001 <= row["local.lr"] <= 0.5 for row in rows)
+
+
+def test_a_trial_with_hosts_of_its_own_has_the_same_bits(ray_session: None) -> None:
+    folder = sweep("local.lr=0.1,0.2", "sweep.search=grid", "sweep.hosts=2")
+    for row in trials(folder):
+        own = folder / row["folder"] / "config.yaml"
+        assert cli.call(["run", "--config", str(own), "runtime=inprocess", f"out=r{row['trial']}", "--quiet"]) == 0
+        alone = read_history(Path(f"r{row['trial']}", "history.parquet"))[-1]
+        assert row["accuracy_global"] == alone["accuracy_global"]
+
+
+def test_a_trial_that_does_not_fit_is_refused_with_numbers(
+    ray_session: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sweep(LRS, "sweep.hosts=3", status=2)
+    assert "3 hosts of 1 CPU each, the cluster has 2 CPU: set sweep.hosts=2" in capsys.readouterr().err
+    sweep(LRS, "runtime.threads=3", status=2)
+    assert "a trial needs 3 CPU, the cluster has 2 CPU" in capsys.readouterr().err
+    assert not Path("s").exists()
+
+
+def test_a_trial_that_fails_says_why_and_the_others_go_on(
+    ray_session: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = trials(sweep("local.lr=0.1,1e30", "sweep.search=grid", "faults.tolerate=0"))
+    assert [row["status"] for row in rows] == ["done", "failed"]
+    assert "clients failed in round" in rows[1]["error"]
+    assert "failed: " in capsys.readouterr().out
+
+
+def test_a_metric_that_is_not_measured_is_named(ray_session: None) -> None:
+    rows = trials(sweep("local.lr=0.1,0.2", "sweep.search=grid", "sweep.metric=accuracy_globe"))
+    assert {row["status"] for row in rows} == {"failed"}
+    assert "set sweep.metric to one of accuracy, accuracy_global" in rows[0]["error"]
+
+
+def test_a_search_is_one_tracked_run_with_a_child_for_each_trial(ray_session: None) -> None:
+    from mlflow.tracking import MlflowClient
+
+    sweep("local.lr=0.1,0.2", "sweep.search=grid", "tracking=mlflow")
+    client = MlflowClient(tracking_uri=f"sqlite:///{Path('mlflow.db').resolve()}")
+    experiment = client.get_experiment_by_name("raysim")
+    assert experiment is not None
+    runs = client.search_runs([experiment.experiment_id])
+    parents = [run for run in runs if run.data.tags.get("kind") == "sweep"]
+    children = [run for run in runs if run.data.tags.get("mlflow.parentRunId") == parents[0].info.run_id]
+    assert len(parents) == 1
+    assert len(children) == 2
+    assert {run.data.params["local.lr"] for run in children} == {"0.1", "0.2"}
+    assert all(run.data.metrics["round"] == 4 and run.info.status == "FINISHED" for run in children)
+    assert parents[0].data.metrics["best"] == max(run.data.metrics["accuracy_global"] for run in children)
+
+
+# --- going on -----------------------------------------------------------------------------------------------------
+def kill_after(words: Sequence[str], ended: int) -> None:
+    """Start a search in a process of its own, and kill that as soon as so many trials have ended."""
+    with Path("log").open("w") as log:
+        process = subprocess.Popen([sys.executable, "-m", "raysim", "sweep", *STUDY, "out=s", *words], stdout=log)
+        while process.poll() is None:
+            if len(re.findall(r"^trial \d", Path("log").read_text(), re.MULTILINE)) >= ended:
+                process.send_signal(signal.SIGKILL)
+            time.sleep(0.05)
+    assert process.returncode == -signal.SIGKILL, "the search was over before it could be killed"
+
+
+@pytest.mark.parametrize("search", ["random", "optuna"])
+def test_a_search_goes_on_after_its_driver_was_killed(ray_session: None, search: str) -> None:
+    if search == "optuna":
+        pytest.importorskip("optuna")
+    words = ("local.lr=tag(log,interval(0.01,0.5))", f"sweep.search={search}", "sweep.trials=5", "rounds=30")
+    kill_after([*words, "sweep.concurrent=1", "sweep.scheduler=asha", "sweep.grace=10"], ended=2)
+    kept = {path: path.read_bytes() for path in Path("s/trials").glob("*/*") if path.name == "trial.json"}
+    over = {path: text for path, text in kept.items() if json.loads(text)["status"] in ("done", "stopped")}
+    assert len(over) >= 2
+    assert cli.call(["sweep", "out=s", "resume=latest"]) == 0
+    rows = trials(Path("s"))
+    assert len(rows) == 5
+    assert all(row["status"] in ("done", "stopped") for row in rows)
+    for path, text in over.items():
+        assert path.read_bytes() == text  # what had ended stays as it was
+    for path, text in kept.items():
+        assert json.loads(path.read_text())["point"] == json.loads(text)["point"]
+
+
+def test_a_finished_search_can_be_given_more_trials(ray_session: None) -> None:
+    words = ("local.lr=tag(log,interval(0.01,0.5))", "rounds=2")
+    first = trials(sweep(*words, "sweep.trials=2"))
+    assert cli.call(["sweep", "out=s", "resume=latest", "sweep.trials=3"]) == 0
+    rows = trials(Path("s"))
+    assert rows[:2] == first
+    assert len(rows) == 3
+
+
+def test_a_search_that_goes_on_keeps_its_settings(ray_session: None, capsys: pytest.CaptureFixture[str]) -> None:
+    sweep("local.lr=0.1,0.2", "sweep.search=grid", "rounds=1", "checkpoint.every=0")
+    assert cli.call(["sweep", "out=s", "resume=latest", "rounds=9"]) == 2
+    assert "rounds=9 cannot change a search that has begun" in capsys.readouterr().err
+    assert cli.call(["sweep", "out=elsewhere", "resume=latest"]) == 2
+    assert "is not the folder of a search" in capsys.readouterr().err
+
+
+def test_a_stored_configuration_can_be_changed_in_a_run() -> None:
+    Path("c.yaml").write_text(json.dumps(plain(compose(["method=[fedprox]", "method.fedprox.mu=0.7", "rounds=3"]))))
+    config = compose(["method.fedprox.mu=0.8"], (), "c.yaml")
+    assert (config["rounds"], config["method"]["fedprox"]["mu"]) == (3, 0.8)
+    assert compose([], (), "c.yaml")["method"]["fedprox"]["mu"] == 0.7
+    assert list(compose(["method=[moon]"], (), "c.yaml")["method"]) == ["moon"]
+    with pytest.raises(Refused, match="is no file"):
+        compose([], (), "missing.yaml")

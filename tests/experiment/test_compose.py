@@ -1,0 +1,265 @@
+"""The configuration: what the files say, what overrides may do, and the sentence that answers a wrong one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from raysim.api.declarations import Local
+from raysim.api.method import Method
+from raysim.experiment.compose import compose, conf_folder, groups, load_yaml, plain, to_yaml
+from raysim.experiment.execute import build
+from raysim.experiment.instantiate import TARGET, build as build_object, defaults, resolve
+from raysim.experiment.settings import Checkpoint, Faults, RuntimeOptions, Study, Tracking
+from raysim.primitives.errors import Refused
+from raysim.simulation.evaluator import Evaluation
+
+QUICK = ["runtime=inprocess", "tracking=none", "data=synthetic", "schedule.cohort=2"]
+
+
+def node(*overrides: str) -> dict[str, Any]:
+    return plain(compose(overrides))
+
+
+def sentence(*overrides: str) -> str:
+    with pytest.raises(Refused) as refused:
+        build([*QUICK, *overrides])
+    text = str(refused.value)
+    assert "\n" not in text
+    assert "Hydra" not in text
+    assert "OmegaConf" not in text
+    return text
+
+
+# --- the files ----------------------------------------------------------------------------------------------------
+def options(group: str) -> list[str]:
+    return list(groups().files[group])
+
+
+@pytest.mark.parametrize("name", options("method"))
+def test_a_methods_file_says_what_its_constructors_say(name: str) -> None:
+    parts = node(f"method=[{name}]")["method"]
+    for key, values in parts.items():
+        cls = resolve(values.pop(TARGET), key)
+        assert issubclass(cls, Method)
+        assert cls.name == key
+        # what follows the run is told by the run
+        following = {k for k, v in load_yaml(groups().files["method"][name])[key].items() if v == "${rounds}"}
+        assert {k: None if k in following else v for k, v in values.items()} == defaults(cls)
+
+
+@pytest.mark.parametrize("group", ["schedule", "fleet", "data", "partition", "model"])
+def test_an_options_file_has_exactly_the_keys_of_its_class(group: str) -> None:
+    for name in options(group):
+        values = node(f"{group}={name}", "experiment=default")[group]
+        assert set(defaults(resolve(values.pop(TARGET), group))) == set(values), name
+
+
+@pytest.mark.parametrize("group", ["schedule", "fleet", "data"])
+def test_what_a_class_has_a_default_for_stands_in_its_file(group: str) -> None:
+    # of a data set
+    own = {"mean", "std", "augment", "only", "name", "size", "channels", "domains", "crop_area", "rotate_degrees"}
+    for name in options(group):
+        values = node(f"{group}={name}")[group]
+        for key, value in defaults(resolve(values.pop(TARGET), group)).items():
+            found = values[key]
+            if isinstance(found, dict):
+                found.pop(TARGET, None)
+            assert key in own or found == value, (name, key)
+
+
+@pytest.mark.parametrize(
+    ("group", "cls"),
+    [("evaluate", Evaluation), ("runtime", RuntimeOptions), ("tracking", Tracking), ("checkpoint", Checkpoint)],
+)
+def test_groups_without_classes_agree_with_their_dataclasses(group: str, cls: type) -> None:
+    values = node()[group]
+    expected = defaults(cls)
+    assert values == {key: expected[key] for key in values}
+
+
+def test_the_primary_file_agrees_with_its_dataclass() -> None:
+    values = node()
+    for key, value in defaults(Study).items():
+        assert isinstance(value, dict) or values[key] == value, key
+    assert values["faults"] == defaults(Faults)
+
+
+def test_local_training_agrees_with_its_dataclass_apart_from_the_default_study(tmp_path: Path) -> None:
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "experiment" / "bare.yaml").write_text("{}\n")
+    assert plain(compose(["experiment=bare"], [tmp_path]))["local"] == defaults(Local)
+
+
+def test_every_preset_composes_and_names_its_groups() -> None:
+    assert {"default", "fedbr/rotated_mnist", "fedbr/cifar10"} <= set(options("experiment"))
+    for name in options("experiment"):
+        assert node(f"experiment={name}")["choices"]["experiment"] == name
+
+
+def test_the_preset_of_fedbr_has_the_papers_settings() -> None:
+    values = node("experiment=fedbr/rotated_mnist")
+    assert list(values["method"]) == ["fedbr"]
+    assert values["choices"]["model"] == "mnist_cnn"
+    assert (values["rounds"], values["weighting"]) == (1000, "uniform")
+    assert (values["local"]["steps"], values["local"]["batch"], values["local"]["lr"]) == (50, 64, 0.001)
+    assert values["local"]["epochs"] is None
+    assert (values["partition"]["clients"], values["partition"]["alpha"]) == (10, 0.1)
+
+
+# --- overrides ----------------------------------------------------------------------------------------------------
+def test_methods_keep_the_order_of_the_list() -> None:
+    assert list(node("method=[mixup,fedprox]")["method"]) == ["mixup", "fedprox"]
+    assert list(node("method=fedprox")["method"]) == ["fedprox"]
+    assert node()["method"] == {}
+
+
+def test_an_empty_list_undoes_a_presets_methods_wherever_it_stands() -> None:
+    for words in (["experiment=fedbr/rotated_mnist", "method=[]"], ["method=[]", "experiment=fedbr/rotated_mnist"]):
+        values = node(*words)
+        assert values["method"] == {}
+        assert values["choices"]["method"] == []
+
+
+def test_a_chosen_option_keeps_only_those_keys_of_a_preset_that_it_has() -> None:
+    values = node("experiment=fedbr/rotated_mnist", "partition=iid")["partition"]
+    assert values["clients"] == 10
+    assert "concentration" not in values
+
+
+def test_giving_steps_empties_epochs_and_the_other_way_round() -> None:
+    assert node("local.steps=7")["local"]["epochs"] is None
+    assert node("experiment=fedbr/rotated_mnist", "local.epochs=2")["local"]["steps"] is None
+    assert "local.epochs=2 and local.steps=7" in sentence("local.steps=7", "local.epochs=2")
+
+
+def test_a_folder_of_ones_own_adds_options(tmp_path: Path) -> None:
+    (tmp_path / "method").mkdir()
+    (tmp_path / "method" / "soft.yaml").write_text("soft:\n  _target_: raysim.methods.fedprox.FedProx\n  mu: 0.5\n")
+    assert plain(compose(["method=[soft]"], [tmp_path]))["method"]["soft"]["mu"] == 0.5
+
+
+def test_values_reach_the_objects() -> None:
+    experiment = build([*QUICK, "method=[fedprox]", "method.fedprox.mu=0.3", "local.lr=1", "evaluate.clients=3"])
+    assert vars(experiment.recipe.methods[0]) == {"mu": 0.3}
+    assert experiment.recipe.local.lr == 1.0
+    assert experiment.settings.evaluation.clients == 3
+
+
+def test_weighting_is_by_samples_unless_a_method_or_the_user_asks_otherwise() -> None:
+    assert build(QUICK).settings.weighting == "samples"
+    assert build([*QUICK, "method=[scaffold]"]).settings.weighting == "uniform"
+    assert build([*QUICK, "method=[scaffold]", "weighting=samples"]).settings.weighting == "samples"
+
+
+# --- refusals -----------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("words", "parts"),
+    [
+        (["datta=mnist"], ["datta", "did you mean data?"]),
+        (["data=mnsit"], ["data=mnsit", "did you mean mnist?"]),
+        (["method=[fedproxx]"], ["method=fedproxx", "did you mean fedprox?"]),
+        (["method=[fedprox,fedprox]"], ["fedprox 2 times"]),
+        (["method.fedprox.mu=1"], ["fedprox is not in method=[]", "method=[fedprox]"]),
+        (["method=[fedprox]", "method.fedprox.nu=1"], ["method.fedprox.nu", "did you mean mu?"]),
+        (["method=[fedprox]", "method.fedprox.mu=abc"], ["method.fedprox.mu=abc", "a number"]),
+        (["method=[fedprox]", "method.fedprox.mu=-1"], ["method.fedprox.mu=-1", "at least 0"]),
+        (["method=[fedavgm,fedadam]"], ["'fedavgm'", "'fedadam'", "keep one"]),
+        (["method=[fedprox]", "method.fedprox._target_=os.system"], ["os.system", "outside raysim", "--allow os"]),
+        (["method=[fedprox]", "method.fedprox._target_=raysim.simulation.fleet.Ideal"], ["is no method"]),
+        (["fleet._target_=raysim.simulation.schedule.Buffered"], ["fleet._target_", "is no fleet"]),
+        (["+method.fedprox.mu=1"], ["method.fedprox.mu"]),
+        (["+seed=1"], ["write seed=1"]),
+        (["++data=mnist"], ["write data=mnist"]),
+        (["+foo=1"], ["foo does not exist"]),
+        (["~seed"], ["'~seed'"]),
+        (["~data"], ["'~data'"]),
+        (["seed=1,2"], ["'seed=1,2'", "one"]),
+        (["data@x=mnist"], ["data@x"]),
+        (["hydra.run.dir=x"], ["hydra.run.dir does not exist"]),
+        (["nonsense"], ["'nonsense'", "key=value"]),
+        (["out=a(b"], ["'out=a(b'", "quotes"]),
+        (["seed=${nope}"], ["seed=${nope}"]),
+        (["seed=-1"], ["seed=-1", "at least 0"]),
+        (["seed=abc"], ["seed=abc", "an integer"]),
+        (["rounds=1.5"], ["rounds=1.5", "an integer"]),
+        (["rounds=true"], ["rounds=true", "an integer"]),
+        (["lr=0.1"], ["local.lr"]),
+        (["local.rl=0.1"], ["local.rl", "did you mean lr?"]),
+        (["local.lr=0"], ["local.lr=0", "above 0"]),
+        (["local.nesterov=1"], ["local.nesterov=1", "true or false"]),
+        (["local.optimizer=sdg"], ["local.optimizer=sdg", "did you mean sgd?"]),
+        (["local.lr.x=1"], ["local.lr is a single value"]),
+        (["local={lr: 1}"], ["local=", "default"]),
+        (["schedule=null"], ["schedule=null", "synchronous"]),
+        (["schedule.cohort=500"], ["schedule.cohort=500", "100"]),
+        (["schedule.cohort=0"], ["schedule.cohort=0"]),
+        (["partition.clients=5000"], ["partition.clients=5000", "1000 or less"]),
+        (["partition.alpha=0"], ["partition.alpha=0"]),
+        (["partition=domain_class", "partition.groups=[[0,1],[1]]"], ["partition.groups"]),
+        (["data=mnist", "data.root=/nowhere", "data.download=false"], ["data.root=/nowhere"]),
+        (["data=parquet"], ["data.root"]),
+        (["data.rotation.pre=image"], ["data.rotation.pre", "did you mean per?"]),
+        (["data.rotation={pre: image}"], ["data.rotation.pre", "did you mean per?"]),
+        (["data.rotation=5"], ["data.rotation=5", "a mapping"]),
+        (["data.rotation._target_=os.system"], ["data.rotation._target_"]),
+        (["data.augment=[cropp]"], ["data.augment[0]=cropp", "did you mean crop?"]),
+        (["model=vgg11"], ["model=vgg11", "32x32"]),
+        (["model.norm=bach"], ["model.norm=bach", "did you mean batch?"]),
+        (["device=gpu"], ["device=gpu"]),
+        (["device=cuda:99"], ["device=cuda:99", "GPU"]),
+        (["evaluate.clients=some"], ["evaluate.clients=some", "all"]),
+        (["evaluate.every=0"], ["evaluate.every=0"]),
+        (["faults.tolerate=2"], ["faults.tolerate=2"]),
+        (["checkpoint.every=-1"], ["checkpoint.every=-1"]),
+        (["summation=0"], ["summation=0"]),
+        (["thresholds=[a]"], ["thresholds[0]=a", "a number"]),
+        (["weighting=mean"], ["weighting=mean", "uniform"]),
+        (["runtime.hosts=2"], ["runtime.hosts", "runtime=inprocess"]),
+        (["runtime.threads=0"], ["runtime.threads=0"]),
+        (["runtime=cluster", "runtime.address=null"], ["runtime.address"]),
+        (["experiment=fedbr/rotatedmnist"], ["did you mean fedbr/rotated_mnist?"]),
+    ],
+    ids=lambda value: " ".join(value)[:40] if isinstance(value, list) and "=" in " ".join(value) else "",
+)
+def test_a_wrong_word_is_answered_in_one_sentence(words: list[str], parts: list[str]) -> None:
+    text = sentence(*words)
+    for part in parts:
+        assert part in text
+
+
+def test_a_missing_folder_of_ones_own_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(Refused, match="does not exist"):
+        compose([], [tmp_path / "nowhere"])
+
+
+def test_a_target_of_ones_own_needs_permission(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "mine.py").write_text(
+        "from raysim.methods.fedprox import FedProx\nclass Mine(FedProx):\n    name = 'fedprox'\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    words = [*QUICK, "method=[fedprox]", "method.fedprox._target_=mine.Mine"]
+    with pytest.raises(Refused, match="--allow mine"):
+        build(words)
+    assert type(build(words, allow=["mine"]).recipe.methods[0]).__name__ == "Mine"
+
+
+def test_a_constructor_is_called_with_checked_values_only() -> None:
+    assert build_object(Evaluation, {"every": 2, "clients": "all"}, "evaluate") == Evaluation(2, "all")
+    with pytest.raises(Refused, match=r"evaluate\.every=null must be an integer"):
+        build_object(Evaluation, {"every": None}, "evaluate")
+
+
+def test_the_configuration_files_are_found() -> None:
+    assert (conf_folder() / "config.yaml").is_file()
+
+
+def test_a_run_is_continued_with_its_own_settings_and_only_named_ones_are_new(tmp_path: Path) -> None:
+    stored = compose(["method=[fedprox]", "method.fedprox.mu=0.3", "rounds=7", "local.steps=4", f"out={tmp_path}"])
+    (tmp_path / "config.yaml").write_text(to_yaml(plain(stored)))
+    again = plain(compose([f"out={tmp_path}", "resume=latest", "rounds=9"]))
+    assert again == plain(stored) | {"resume": "latest", "rounds": 9}
+    other = plain(compose([f"out={tmp_path}", "resume=latest", "method=[]"]))
+    assert other["method"] == {} and other["local"] == plain(stored)["local"]

@@ -1,0 +1,94 @@
+"""Randomness has names, and nothing under raysim/ draws from a generator that has none."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import raysim
+from raysim.primitives.streams import stream, torch_seed
+
+PACKAGE = Path(raysim.__file__).parent
+NUMPY = {"Generator", "PCG64", "SeedSequence", "BitGenerator"}
+TORCH = {"seed", "rand", "randn", "randint", "randperm", "rand_like", "randn_like", "randint_like", "normal",
+         "bernoulli", "multinomial", "poisson"}  # fmt: skip
+# The one exception: dropout and initial values draw from torch's generator, which these seed.
+# FedSR's noise, inside a forward pass as dropout's is; a job, and the building of networks, seed torch's generator.
+DRAWERS = {"methods/fedsr.py": {"torch.randn", "torch.randn_like"}}
+SEEDERS = {"training/trainer.py": 2, "training/host.py": 2, "models/classifier.py": 1}
+
+
+def test_a_name_gives_the_same_numbers_in_every_process() -> None:
+    # Python's own hash of a string would differ from one process to the next.
+    assert stream(0, "cohort", 3).integers(1000, size=4).tolist() == [57, 924, 209, 607]
+    assert torch_seed(0, "torch", 1, 2) == 8558902436788059806
+
+
+def test_streams_of_different_names_differ() -> None:
+    names = [(0, "a", 0), (1, "a", 0), (0, "b", 0), (0, "a", 1), (0, "c", 0, 0), (0, "c", 0, 1), (0, "c", 1, 0)]
+    draws = np.array([stream(*name).random(8) for name in names])
+    assert len(np.unique(draws)) == draws.size
+
+
+def test_a_stream_does_not_depend_on_what_others_drew() -> None:
+    first = stream(5, "x", 1)
+    stream(5, "y", 1).random(100)
+    assert first.random() == stream(5, "x", 1).random()
+
+
+def sources() -> list[Path]:
+    found = sorted(PACKAGE.rglob("*.py"))
+    assert len(found) > 30
+    return found
+
+
+def dotted(node: ast.AST) -> str:
+    """`a.b.c` as text, "" for what is no plain chain of names."""
+    if isinstance(node, ast.Attribute):
+        before = dotted(node.value)
+        return before and f"{before}.{node.attr}"
+    return node.id if isinstance(node, ast.Name) else ""
+
+
+def global_draws(tree: ast.AST) -> Iterator[str]:
+    """Uses of generators without an owner: NumPy's and Python's module functions, torch's functions."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import) and any(alias.name.partition(".")[0] == "random" for alias in node.names):
+            yield "import random"
+        if isinstance(node, ast.ImportFrom):
+            names = {alias.name for alias in node.names}
+            if node.module == "random" or (node.module == "numpy.random" and names - NUMPY):
+                yield f"from {node.module}"
+        name = dotted(node)
+        module, _, leaf = name.rpartition(".")
+        if module in ("np.random", "numpy.random") and leaf not in NUMPY:
+            yield name
+        if module == "torch" and leaf in TORCH:
+            yield name
+
+
+def seedings(tree: ast.AST) -> int:
+    """How often torch's own generator is seeded."""
+    names = [dotted(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
+    return sum(name.startswith("torch.") and name.endswith("manual_seed") for name in names)
+
+
+@pytest.mark.parametrize("path", sources(), ids=lambda path: path.relative_to(PACKAGE).as_posix())
+def test_nothing_draws_from_a_global_generator(path: Path) -> None:
+    tree = ast.parse(path.read_text())
+    name = path.relative_to(PACKAGE).as_posix()
+    assert set(global_draws(tree)) == DRAWERS.get(name, set())
+    assert seedings(tree) == SEEDERS.get(name, 0)
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["import random", "from random import choice", "np.random.rand(3)", "from numpy.random import default_rng",
+     "torch.randn(2)", "np.random.seed(0)", "import random as r"],
+)  # fmt: skip
+def test_the_search_finds_what_it_looks_for(line: str) -> None:
+    assert list(global_draws(ast.parse(line)))

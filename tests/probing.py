@@ -1,0 +1,23 @@
+"""Probes of random numbers, for tests of what is made of them."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from raysim.api.messages import Probe
+
+
+def make(client: int = 0, version: int = 3, seen: int = 2, rows: int = 4, classes: int = 3, features: int = 5) -> Probe:
+    """A probe of random numbers; what its client received depends on the version alone."""
+    mine, shared = np.random.default_rng(100 + client), np.random.default_rng(version)
+    outputs = mine.random((rows, classes), np.float32)
+    return Probe(
+        client=client,
+        version=version,
+        labels=np.arange(rows) % classes,
+        seen=np.arange(classes) < seen,
+        accuracy=0.1 * client,
+        features=mine.normal(size=(rows, features)).astype(np.float32),
+        received=shared.normal(size=(rows, features)).astype(np.float32),
+        probabilities=outputs / outputs.sum(axis=1, keepdims=True),
+    )

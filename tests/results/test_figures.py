@@ -1,0 +1,126 @@
+"""Pictures of probes, methods' reports, domains and the loss decomposition."""
+
+from __future__ import annotations
+
+import struct
+from pathlib import Path
+
+import numpy as np
+import pytest
+from probing import make
+
+from raysim.results import figures
+from raysim.results.history import Row
+from raysim.training.probe import summarise_probes
+
+
+def size(path: Path) -> tuple[int, int]:
+    """Width and height, as a PNG's header tells them."""
+    head = path.read_bytes()[:24]
+    assert head[:8] == b"\x89PNG\r\n\x1a\n"
+    width, height = struct.unpack(">II", head[16:24])
+    return width, height
+
+
+def test_features_are_drawn_and_the_same_probes_give_the_same_picture(tmp_path: Path) -> None:
+    probes = [make(client, rows=6) for client in range(6)]
+    for name in ("one.png", "two.png"):
+        figures.draw_features(probes, tmp_path / name, "a $title$ with_signs")
+    assert size(tmp_path / "one.png") == (1560, 897)
+    assert (tmp_path / "one.png").read_bytes() == (tmp_path / "two.png").read_bytes()
+
+
+@pytest.mark.parametrize("scale", [0.0, 1.0, 1e30])
+@pytest.mark.parametrize("features", [1, 5])
+def test_features_of_any_width_and_scale_can_be_drawn(tmp_path: Path, features: int, scale: float) -> None:
+    probe = make(rows=1, features=features)
+    probe.features[:] *= np.float32(scale)
+    probe.received[:] *= np.float32(scale)
+    figures.draw_features([probe], tmp_path / "features.png", "one row")
+    assert size(tmp_path / "features.png") == (1560, 897)
+
+
+def test_clients_are_compared_which_received_the_version_that_most_did() -> None:
+    probes = [make(0, 9), make(1, 4), make(2, 4), make(3, 4), make(4, 4), make(5, 4), make(6, 4, rows=3)]
+    probes[2].features[0, 0] = np.inf
+    assert [probe.client for probe in figures._comparable(probes)] == [1, 3, 4, 5]
+    assert [probe.client for probe in figures._comparable([make(0, 2), make(1, 5), make(2, 4)])] == [1]
+
+
+def test_a_picture_shows_about_150_rows_balanced_over_ten_classes() -> None:
+    labels = np.arange(5000) % 100
+    rows = figures._shown_rows(labels)
+    assert np.bincount(labels[rows]).tolist() == [15] * 10
+
+
+def test_models_without_finite_features_leave_a_sentence_instead_of_a_picture(tmp_path: Path) -> None:
+    probe = make()
+    probe.features[0, 0] = np.nan
+    figures.draw_features([probe], tmp_path / "features.png", "nothing")
+    assert size(tmp_path / "features.png") == (1560, 390)
+
+
+@pytest.mark.parametrize(("clients", "pixels"), [(1, (910, 533)), (2, (1092, 533)), (9, (1638, 910))])
+def test_outputs_are_drawn_for_up_to_six_clients(tmp_path: Path, clients: int, pixels: tuple[int, int]) -> None:
+    probes = [make(0, seen=3), *(make(client + 1) for client in range(clients))]
+    figures.draw_outputs(probes, tmp_path / "outputs.png", "outputs")
+    assert size(tmp_path / "outputs.png") == pixels
+
+
+def test_clients_that_have_seen_every_class_leave_a_sentence(tmp_path: Path) -> None:
+    figures.draw_outputs([make(seen=3)], tmp_path / "outputs.png", "outputs")
+    assert size(tmp_path / "outputs.png") == (910, 390)
+
+
+def test_bars_of_every_client_fit_the_common_axis() -> None:
+    from matplotlib.figure import Figure
+
+    panels = Figure().subplots(1, 2, sharey=True)
+    for ax, highest in zip(panels, (0.1, 0.9), strict=True):
+        figures._bars(ax, make(), np.array([highest, 0.05, 0.05]))
+    assert panels[0].get_ylim()[1] > 0.9
+    assert panels[0].get_ylim()[0] == 0
+
+
+def test_bias_is_drawn_over_the_rounds_that_have_probes(tmp_path: Path) -> None:
+    probed = summarise_probes([make(0), make(1)])
+    everything_seen = summarise_probes([make(seen=3)])
+    rows: list[Row] = [
+        {"round": 1, "accuracy_global": 0.5},
+        {"round": 2, "accuracy_global": None, **probed},
+        {"round": 3, "accuracy_global": 0.75, **everything_seen},
+    ]
+    for name, chosen in (("all", rows), ("seen", rows[2:])):
+        assert figures.draw_bias(chosen, tmp_path / f"{name}.png", "bias")
+        assert size(tmp_path / f"{name}.png") == (1820, 650)
+
+
+def test_a_history_without_probes_draws_no_bias(tmp_path: Path) -> None:
+    rows: list[Row] = [{"round": 1, "accuracy_global": 0.5}, {"round": 2, **summarise_probes([])}]
+    assert not figures.draw_bias(rows, tmp_path / "bias.png", "bias")
+    assert not figures.draw_bias([], tmp_path / "bias.png", "bias")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_reports_domains_and_decomposition_have_pictures_of_their_own(tmp_path: Path) -> None:
+    rows: list[Row] = [
+        {
+            "round": number,
+            "accuracy": 0.5,
+            "accuracy.art": 0.1 * number,
+            "accuracy.photo": None,
+            "decomposition.local_loss": 1.0,
+            "fedbss.biased_share": 0.2,
+        }
+        for number in range(3)
+    ]
+    for name, draw, prefix in (
+        ("methods", figures.draw_reports, "fedbss."),
+        ("domains", figures.draw_domains, "accuracy."),
+        ("decomposition", figures.draw_decomposition, "decomposition."),
+    ):
+        assert draw(rows, tmp_path / f"{name}.png", name)
+        others = [{key: value for key, value in row.items() if not key.startswith(prefix)} for row in rows]
+        assert not draw(others, tmp_path / f"no_{name}.png", name)
+        assert not (tmp_path / f"no_{name}.png").exists()
+        assert size(tmp_path / f"{name}.png")[0] > 500

@@ -1,0 +1,130 @@
+"""Histories are kept exactly and summed up as papers do."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+
+from raysim.primitives import memory
+from raysim.results import history as metrics
+
+
+def row(index: int, accuracy: float | None = None, **more: float | None) -> dict[str, int | float | None]:
+    """One row of a history with round figures."""
+    return {
+        "round": index, "virtual_seconds": 2.0 * index, "wall_seconds": 0.5 * index, "floats_down": 10 * index,
+        "floats_up": 20 * index, "train_loss": 1.0 / index, "accuracy": accuracy, "accuracy_worst": None,
+        "accuracy_global": None, "loss_global": None, "clients": 3, "failures": 1, **more,
+    }  # fmt: skip
+
+
+def test_a_history_comes_back_with_the_same_values_and_types(tmp_path: Path) -> None:
+    rows = [row(1), row(2, 0.1 + 0.2), row(3, None, floats_up=2**53 + 1)]
+    metrics.write_history(rows, tmp_path / "history.parquet")
+    back = metrics.read_history(tmp_path / "history.parquet")
+    assert back == rows
+    assert [type(value) for value in back[1].values()] == [type(value) for value in rows[1].values()]
+
+
+def test_columns_that_methods_add_follow_the_fixed_ones(tmp_path: Path) -> None:
+    rows = [row(1), row(2, None, step_size=np.float32(0.5), cached=np.int64(4)), row(3, None, step_size=1)]
+    metrics.write_history(rows, tmp_path / "h.parquet")
+    schema = pq.read_schema(tmp_path / "h.parquet")
+    assert schema.names == [*metrics.COLUMNS, "step_size", "cached"]
+    assert [str(schema.field(name).type) for name in ("step_size", "cached", "round")] == ["double", "int64", "int64"]
+    assert [r["step_size"] for r in metrics.read_history(tmp_path / "h.parquet")] == [None, 0.5, 1.0]
+
+
+def test_nan_and_missing_stay_different(tmp_path: Path) -> None:
+    metrics.write_history([row(1, None, train_loss=math.nan), row(2, None, train_loss=None)], tmp_path / "h.parquet")
+    losses = [r["train_loss"] for r in metrics.read_history(tmp_path / "h.parquet")]
+    assert losses[0] is not None and math.isnan(losses[0])
+    assert losses[1] is None
+
+
+def test_a_history_without_rows_has_its_columns(tmp_path: Path) -> None:
+    metrics.write_history([], tmp_path / "h.parquet")
+    assert metrics.read_history(tmp_path / "h.parquet") == []
+    assert pq.read_schema(tmp_path / "h.parquet").names == list(metrics.COLUMNS)
+
+
+def test_a_write_that_fails_leaves_the_old_file_and_nothing_beside_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "h.parquet"
+    metrics.write_history([row(1)], path)
+
+    def full(_: int) -> None:
+        raise OSError("no space left")
+
+    monkeypatch.setattr("os.fsync", full)
+    with pytest.raises(OSError, match="no space left"):
+        metrics.write_history([row(1), row(2)], path)
+    assert len(metrics.read_history(path)) == 1
+    assert [p.name for p in tmp_path.iterdir()] == ["h.parquet"]
+
+
+def test_a_broken_history_is_named(tmp_path: Path) -> None:
+    (tmp_path / "h.parquet").write_bytes(b"PAR1 and then nothing")
+    with pytest.raises(ValueError, match=r"h\.parquet is no readable history"):
+        metrics.read_history(tmp_path / "h.parquet")
+
+
+def test_best_mean_takes_the_highest_and_skips_rounds_without_evaluation() -> None:
+    assert metrics.best_mean([0.5, None, 0.25, 1.0, math.nan], k=2) == 0.75
+    assert metrics.best_mean([0.5, None], k=5) == 0.5
+    assert metrics.best_mean([None]) is None
+
+
+def test_last_mean_std_takes_the_last_evaluated_rounds() -> None:
+    assert metrics.last_mean_std([9.0, 1.0, None, 3.0, None], k=2) == (2.0, 1.0)
+    assert metrics.last_mean_std([0.5]) == (0.5, 0.0)
+    assert metrics.last_mean_std([]) == (None, None)
+
+
+def test_rounds_to_counts_from_one_and_counts_rounds_without_evaluation() -> None:
+    assert metrics.rounds_to([None, 0.4, None, 0.8, 0.5], [0.4, 0.5, 0.8, 0.925]) == {
+        "0.40": 2, "0.50": 4, "0.80": 4, "0.925": None,
+    }  # fmt: skip
+
+
+def test_a_summary_holds_last_known_values_scores_and_what_is_passed_in() -> None:
+    rows = [row(1, 0.25, accuracy_global=0.5), row(2, 0.75, accuracy_global=0.625), row(3, None, extra=7)]
+    summary = metrics.summarise(rows, [0.5], model_sha256="ab", peak_memory_bytes=5)
+    expected = {
+        "rounds": 3, "accuracy": 0.75, "accuracy_global": 0.625, "extra": 7, "best5_mean": 0.5, "last10_std": 0.25,
+        "rounds_to": {"0.50": 2}, "best5_mean_global": 0.5625, "rounds_to_global": {"0.50": 1}, "wall_seconds": 1.5,
+        "virtual_seconds": 6.0, "floats_down": 30, "floats_up": 60, "failures": 1, "failures_total": 3,
+        "model_sha256": "ab", "peak_memory_bytes": 5,
+    }  # fmt: skip
+    assert {key: summary[key] for key in expected} == expected
+
+
+def test_a_summary_without_local_tests_scores_the_central_one() -> None:
+    summary = metrics.summarise([row(1, None, accuracy_global=0.5)], [0.5])
+    assert (summary["best5_mean"], summary["rounds_to"]) == (0.5, {"0.50": 1})
+    assert "best5_mean_global" not in summary
+
+
+def test_a_summary_of_no_rows_is_empty_and_not_an_error() -> None:
+    summary = metrics.summarise([])
+    assert (summary["rounds"], summary["best5_mean"], summary["accuracy"]) == (0, None, None)
+
+
+def test_json_is_strict_whatever_is_in_it(tmp_path: Path) -> None:
+    odd = {"a": np.float32(0.5), "b": [np.int64(2), math.nan, math.inf], "c": Path("x"), "d": True, 1: None}
+    metrics.write_json(odd, tmp_path / "s.json")
+    text = (tmp_path / "s.json").read_text()
+    assert json.loads(text) == {"a": 0.5, "b": [2, None, None], "c": "x", "d": True, "1": None}
+    assert "NaN" not in text
+
+
+def test_peak_memory_is_in_bytes_and_holds_what_was_once_resident() -> None:
+    before = memory.peak_memory()
+    held = np.ones(before // 8 + 1_000_000)  # more than all that was resident until now
+    assert memory.peak_memory() >= held.nbytes > before > 0

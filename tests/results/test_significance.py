@@ -1,0 +1,66 @@
+"""The statistics of a study, against numbers made by hand and against scipy."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from raysim.results.significance import holm, mean_deviation, paired
+
+
+def test_the_deviation_has_the_divisor_of_a_sample() -> None:
+    assert mean_deviation([1.0, 2.0, 3.0]) == (2.0, 1.0)
+    assert mean_deviation([1.0]) == (1.0, None)
+    assert mean_deviation([]) == (None, None)
+
+
+def test_three_pairs_give_the_interval_and_p_of_a_table_of_students_t() -> None:
+    found = paired([1.1, 1.2, 1.3], [0.1, -0.8, -1.7])  # differences 1, 2, 3
+    assert (found.pairs, found.note) == (3, "")
+    assert found.mean == pytest.approx(2.0)
+    assert found.deviation == pytest.approx(1.0)
+    assert found.high == pytest.approx(2 + 4.302653 / np.sqrt(3), rel=1e-6)
+    assert found.low == pytest.approx(2 - 4.302653 / np.sqrt(3), rel=1e-6)
+    assert found.p == pytest.approx(0.0741799, rel=1e-5)  # t = 2 sqrt(3) with two degrees of freedom
+    assert found.wilcoxon is None
+
+
+def test_six_pairs_of_one_sign_give_wilcoxons_smallest_p() -> None:
+    left, right = [0.5, 0.61, 0.73, 0.86, 0.7, 0.81], [0.4, 0.5, 0.6, 0.7, 0.5, 0.6]
+    found = paired(left, right)
+    assert found.wilcoxon == pytest.approx(2 / 2**6)
+    assert found.p == pytest.approx(stats.ttest_rel(left, right).pvalue)
+    low, high = stats.ttest_rel(left, right).confidence_interval(0.95)
+    assert (found.low, found.high) == pytest.approx((low, high))
+
+
+@pytest.mark.parametrize("count", [0, 1, 2])
+def test_fewer_than_three_pairs_are_not_tested(count: int) -> None:
+    found = paired([0.5, 0.7][:count], [0.4, 0.4][:count])
+    assert found.note == "n too small: a test needs 3 seeds"
+    assert (found.p, found.low, found.high, found.wilcoxon) == (None, None, None, None)
+    assert found.mean == pytest.approx({0: None, 1: 0.1, 2: 0.2}[count])
+
+
+@pytest.mark.parametrize(
+    ("left", "note"),
+    [([0.7, 0.8, 0.9], "equal in every pair"), ([0.8, 0.9, 1.0], "no test: every pair differs alike")],
+)
+def test_differences_without_a_deviation_but_that_of_rounding_are_not_tested(left: list[float], note: str) -> None:
+    found = paired(left, [0.7, 0.8, 0.9])
+    assert (found.note, found.p, found.low) == (note, None, None)
+
+
+def test_zeros_among_the_differences_are_allowed() -> None:
+    found = paired([0.5, 0.6, 0.7, 0.8, 0.9, 0.4, 0.3], [0.5, 0.5, 0.5, 0.5, 0.5, 0.5, 0.5])
+    assert found.wilcoxon is not None
+    assert 0 < found.wilcoxon < 1
+
+
+def test_holms_correction_steps_down_and_never_falls() -> None:
+    corrected = holm([0.01, None, 0.04, 0.03])
+    assert corrected[1] is None
+    assert [corrected[i] for i in (0, 2, 3)] == pytest.approx([0.03, 0.06, 0.06])
+    assert holm([0.6, 0.9]) == [1.0, 1.0]
+    assert holm([]) == []

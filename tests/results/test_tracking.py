@@ -1,0 +1,359 @@
+"""What MLflow has is what the run had, once, whatever happens to its server; and the run never waits for it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from raysim.results.history import Row, write_history
+from raysim.results.tracking import BACKLOG, RECORD, NoTracker, Record, Tracker, default_uri, flatten, replay
+
+if TYPE_CHECKING:
+    from mlflow.tracking import MlflowClient
+
+NOWHERE = "http://127.0.0.1:9"  # the port of a service that nobody runs
+
+
+def rows(first: int, last: int) -> list[Row]:
+    """Rows of a history, both ends included."""
+    return [
+        {"round": n, "wall_seconds": float(n), "accuracy": None if n % 2 else n / 100} for n in range(first, last + 1)
+    ]
+
+
+class Shelf:
+    """A server that keeps what it is sent in a list, is down on demand, and may fail after it has stored."""
+
+    def __init__(self) -> None:
+        self.steps: list[int] = []
+        self.calls: list[int] = []  # rows per call
+        self.opened = self.closed = 0
+        self.down = False
+        self.late = False  # stores, then fails: the answer got lost
+        self.answered = threading.Event()  # set after each contact, whatever came of it
+        self.gate = threading.Event()
+        self.gate.set()
+
+    def connect(self, _: str) -> Shelf:
+        return self
+
+    def open(self, record: Record) -> str:
+        self.gate.wait()
+        self._fail(self.down)
+        self.opened += not record["run_id"]
+        return str(record["run_id"] or "run-1")
+
+    def describe(self, _: Record) -> None:
+        """Nothing to keep."""
+
+    def send(self, rows: Sequence[Row]) -> None:
+        self.gate.wait()
+        self._fail(self.down)
+        last = max(self.steps, default=0)
+        new = [int(row["round"] or 0) for row in rows if int(row["round"] or 0) > last]
+        self.steps += new
+        self.calls += [len(new)] if new else []
+        self._fail(self.late)
+        self.answered.set()
+
+    def close(self, _: Record, __: Path) -> None:
+        self._fail(self.down)
+        self.closed += 1
+
+    def _fail(self, failing: bool) -> None:
+        if failing:
+            self.answered.set()
+            raise ConnectionError("[Errno 111] Connection refused")
+
+
+def tracker(folder: Path, shelf: Shelf, said: list[str], patience: float = 30.0) -> Tracker:
+    """A tracker of a shelf, in a folder that exists."""
+    folder.mkdir(exist_ok=True)
+    return Tracker(folder, "http://me:secret@shelf", say=said.append, connect=shelf.connect, patience=patience)
+
+
+def begin(made: Tracker, shelf: Shelf, some: Sequence[Row] = ()) -> None:
+    """Start, and wait until the thread has had its first contact."""
+    shelf.answered.clear()
+    made.start({}, {}, some)
+    assert shelf.answered.wait(30)
+
+
+def deliver(made: Tracker, shelf: Shelf, some: Sequence[Row]) -> None:
+    """Log rows one by one, each after the thread has dealt with the one before."""
+    for row in some:
+        shelf.answered.clear()
+        made.log(row)
+        assert shelf.answered.wait(30)
+
+
+def test_every_row_arrives_in_a_call_of_its_own_when_the_server_keeps_up(tmp_path: Path) -> None:
+    shelf, said = Shelf(), []
+    made = tracker(tmp_path, shelf, said)
+    begin(made, shelf)
+    deliver(made, shelf, rows(1, 4))
+    made.finish({}, [])
+    assert (shelf.steps, shelf.calls, shelf.closed, said) == ([1, 2, 3, 4], [1, 1, 1, 1], 1, [])
+    assert not (tmp_path / BACKLOG).exists()
+
+
+def test_a_slow_server_does_not_hold_up_the_run_and_gets_what_waited_together(tmp_path: Path) -> None:
+    shelf, said = Shelf(), []
+    shelf.gate.clear()
+    made = tracker(tmp_path, shelf, said)
+    made.start({}, {})
+    for row in rows(1, 50):
+        made.log(row)  # returns although the server answers nothing
+    shelf.gate.set()
+    made.finish({}, [])
+    assert shelf.steps == list(range(1, 51))
+    assert len(shelf.calls) <= 2
+
+
+def test_an_outage_is_said_once_and_its_rows_are_on_disk_until_the_server_is_back(tmp_path: Path) -> None:
+    shelf, said = Shelf(), []
+    shelf.down = True
+    made = tracker(tmp_path, shelf, said)
+    begin(made, shelf)
+    deliver(made, shelf, rows(1, 3))
+    shelf.down = False
+    deliver(made, shelf, rows(4, 5))
+    made.finish({}, [])
+    assert len(said) == 1
+    assert "http://shelf cannot be used (Connection refused)" in said[0]
+    assert "secret" not in said[0]
+    assert (shelf.steps, shelf.closed) == ([1, 2, 3, 4, 5], 1)
+    assert not (tmp_path / BACKLOG).exists()
+
+
+def test_a_server_that_stays_away_leaves_all_rows_on_disk_and_a_replay_sends_them(tmp_path: Path) -> None:
+    shelf, said = Shelf(), []
+    shelf.down = True
+    made = tracker(tmp_path / "run", shelf, said)
+    begin(made, shelf)
+    deliver(made, shelf, rows(1, 3))
+    made.finish({"best5_mean": 0.5}, [])
+    assert f"`raysim run out={tmp_path / 'run'} resume=latest` sends them" in said[-1]
+    assert len(said) <= 2
+    kept = [json.loads(line)["round"] for line in (tmp_path / "run" / BACKLOG).read_text().splitlines()]
+    assert kept == [1, 2, 3]
+    assert not replay(tmp_path / "run", say=said.append, connect=shelf.connect)
+    shelf.down = False
+    assert replay(tmp_path / "run", connect=shelf.connect)
+    assert (shelf.steps, shelf.closed) == ([1, 2, 3], 1)
+    assert not (tmp_path / "run" / BACKLOG).exists()
+    assert replay(tmp_path / "run", connect=shelf.connect)  # nothing is left
+    assert shelf.closed == 1
+
+
+def test_a_server_that_hangs_is_left_after_the_patience_with_the_rows_on_disk(tmp_path: Path) -> None:
+    shelf, said = Shelf(), []
+    shelf.gate.clear()
+    made = tracker(tmp_path, shelf, said, patience=0.01)
+    made.start({}, {})
+    for row in rows(1, 3):
+        made.log(row)
+    made.finish({}, [])
+    assert len((tmp_path / BACKLOG).read_text().splitlines()) == 3
+    assert "no answer in time" in said[0]
+    shelf.gate.set()  # the thread goes on, too late: it must not touch the files
+    made._thread.join(30)
+    assert len((tmp_path / BACKLOG).read_text().splitlines()) == 3
+    assert not json.loads((tmp_path / RECORD).read_text())["done"]
+    assert replay(tmp_path, connect=shelf.connect)
+    assert shelf.steps == [1, 2, 3]
+
+
+def test_a_row_whose_answer_got_lost_is_not_sent_twice(tmp_path: Path) -> None:
+    shelf, said = Shelf(), []
+    shelf.late = True
+    made = tracker(tmp_path, shelf, said)
+    begin(made, shelf)
+    deliver(made, shelf, rows(1, 2))
+    shelf.late = False
+    made.finish({}, [])
+    assert shelf.steps == [1, 2]
+
+
+def test_a_resumed_run_continues_its_mlflow_run_without_gap_or_duplicate(tmp_path: Path) -> None:
+    shelf, said = Shelf(), []
+    killed = tracker(tmp_path, shelf, said)
+    begin(killed, shelf)
+    deliver(killed, shelf, rows(1, 3))
+    shelf.gate.clear()
+    killed.log(rows(4, 4)[0])  # was in memory only when the run was killed
+    after = Shelf()
+    after.steps = shelf.steps
+    resumed = tracker(tmp_path, after, said)
+    resumed.start({}, {}, rows(1, 2))  # from a checkpoint after round 2
+    for row in rows(3, 6):
+        resumed.log(row)
+    resumed.finish({}, [])
+    assert after.steps == [1, 2, 3, 4, 5, 6]
+    assert (shelf.opened, after.opened) == (1, 0)
+
+
+def test_a_resumed_run_takes_over_the_backlog_of_the_first(tmp_path: Path) -> None:
+    shelf, said = Shelf(), []
+    shelf.down = True
+    first = tracker(tmp_path, shelf, said)
+    begin(first, shelf)
+    deliver(first, shelf, rows(1, 4))
+    first.finish({}, [], status="KILLED")
+    with (tmp_path / BACKLOG).open("a") as stream:
+        stream.write('{"round": 5, "wall_se')  # cut off by the kill
+    second = tracker(tmp_path, shelf, said)
+    begin(second, shelf, rows(1, 2))
+    kept = [json.loads(line)["round"] for line in (tmp_path / BACKLOG).read_text().splitlines()]
+    assert kept == [1, 2, 3, 4]
+    shelf.down = False
+    for row in rows(3, 6):
+        second.log(row)
+    second.finish({}, [])
+    assert shelf.steps == [1, 2, 3, 4, 5, 6]
+
+
+def test_whatever_the_server_raises_the_run_goes_on(tmp_path: Path) -> None:
+    def broken(_: str) -> Shelf:
+        raise RuntimeError("a bug of somebody else\nwith a long story")
+
+    said: list[str] = []
+    made = Tracker(tmp_path, "sqlite:////no/such/place/x.db", say=said.append, connect=broken)
+    made.start({}, {})
+    for row in rows(1, 3):
+        made.log(row)
+    made.finish({}, [tmp_path / "missing.png"])
+    assert "(a bug of somebody else)" in said[-1]
+    assert len((tmp_path / BACKLOG).read_text().splitlines()) == 3
+
+
+def test_nested_settings_become_dotted_names() -> None:
+    assert flatten({"a": {"b": {"c": 1}, "d": [2]}, "e": {}}) == {"a.b.c": 1, "a.d": [2], "e": {}}
+
+
+def test_no_tracker_takes_everything_and_does_nothing(tmp_path: Path) -> None:
+    none = NoTracker()
+    none.start({}, {}, [])
+    none.log({"round": 1})
+    none.finish({}, [])
+    assert replay(tmp_path)  # a folder that was never tracked has nothing to send
+
+
+@pytest.mark.slow
+def test_importing_the_tracker_does_not_import_mlflow() -> None:
+    code = "import sys, raysim.results.tracking; sys.exit('mlflow' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.fixture(scope="module")
+def tracked(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two runs in one SQLite file: `online`, and `offline`, which had no server and was replayed into it."""
+    root = tmp_path_factory.mktemp("runs")
+    config = {"local": {"lr": 0.1}, "long": "x" * 7000, **{f"key{n}": n for n in range(150)}}
+    for name, uri in (("online", ""), ("offline", NOWHERE)):
+        folder = root / name
+        folder.mkdir()
+        (folder / "plot.png").write_bytes(b"png")
+        made = Tracker(folder, uri, say=lambda _: None, patience=600.0)
+        made.start(config, {"seed": 3})
+        for row in rows(1, 5):
+            made.log(row)
+        made.finish({"best5_mean": 0.5, "model_sha256": "abc", "rounds_to": {"0.80": 4}}, [folder / "plot.png"])
+    assert (root / "offline" / BACKLOG).is_file()
+    assert not (root / "online" / BACKLOG).exists()
+    assert replay(root / "offline", default_uri(root))
+    return root
+
+
+@pytest.fixture(scope="module")
+def client(tracked: Path) -> MlflowClient:
+    """MLflow's own view of the two."""
+    from mlflow.tracking import MlflowClient
+
+    return MlflowClient(tracking_uri=default_uri(tracked))
+
+
+def identity(folder: Path) -> str:
+    """The MLflow run of a folder."""
+    return str(json.loads((folder / RECORD).read_text())["run_id"])
+
+
+@pytest.mark.parametrize("name", ["online", "offline"])
+def test_mlflow_holds_the_whole_run(tracked: Path, client: MlflowClient, name: str) -> None:
+    run = client.get_run(identity(tracked / name))
+    assert (run.info.run_name, run.info.status) == (name, "FINISHED")
+    assert (len(run.data.params), run.data.params["local.lr"], len(run.data.params["long"])) == (152, "0.1", 6000)
+    assert (run.data.tags["seed"], run.data.tags["model_sha256"]) == ("3", "abc")
+    assert (run.data.metrics["summary/best5_mean"], run.data.metrics["summary/rounds_to.0.80"]) == (0.5, 4.0)
+    steps = {key: [m.step for m in client.get_metric_history(run.info.run_id, key)] for key in ("round", "accuracy")}
+    assert steps == {"round": [1, 2, 3, 4, 5], "accuracy": [2, 4]}
+    assert [item.path for item in client.list_artifacts(run.info.run_id)] == ["plot.png"]
+
+
+def test_mlflow_continues_a_finished_run_under_its_id(tracked: Path, client: MlflowClient) -> None:
+    before = identity(tracked / "online")
+    made = Tracker(tracked / "online", say=lambda _: None, patience=600.0)
+    made.start({"local": {"lr": 0.1}, "new": 1}, {}, rows(1, 4))
+    for row in rows(5, 7):
+        made.log(row)
+    made.finish({}, [])
+    assert identity(tracked / "online") == before
+    run = client.get_run(before)
+    assert (run.info.status, run.data.params["new"]) == ("FINISHED", "1")
+    assert [m.step for m in client.get_metric_history(before, "round")] == [1, 2, 3, 4, 5, 6, 7]
+
+
+def test_mlflow_without_the_run_gets_all_of_it_from_the_history(
+    tracked: Path, tmp_path: Path, client: MlflowClient
+) -> None:
+    folder = tracked / "moved"
+    folder.mkdir()
+    write_history(rows(1, 3), folder / "history.parquet")
+    (folder / RECORD).write_text(
+        json.dumps({"experiment": "raysim", "name": "moved", "run_id": "0" * 32, "summary": {}, "done": False})
+    )
+    assert replay(folder, default_uri(tracked))
+    assert identity(folder) != "0" * 32
+    assert [m.step for m in client.get_metric_history(identity(folder), "round")] == [1, 2, 3]
+
+
+@pytest.mark.slow
+def test_mlflow_says_nothing_on_the_screen(tmp_path: Path) -> None:
+    code = (
+        "from pathlib import Path; from raysim.results.tracking import Tracker; import sys;"
+        "t = Tracker(Path(sys.argv[1]), patience=600.0); t.start({}, {}); t.log({'round': 1}); t.finish({}, [])"
+    )
+    (tmp_path / "run").mkdir()
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path / "run")], capture_output=True, check=True)
+    assert (done.stdout, done.stderr) == (b"", b"")
+    assert (tmp_path / "mlflow.db").is_file()
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == [RECORD]
+
+
+@pytest.mark.slow
+def test_runs_that_begin_side_by_side_make_one_database(tmp_path: Path) -> None:
+    code = (
+        "from pathlib import Path; from raysim.results.tracking import Tracker; import mlflow.tracking, sys;"
+        "t = Tracker(Path(sys.argv[1]), patience=600.0); sys.stdin.read();"
+        "t.start({}, {}); t.log({'round': 1}); t.finish({}, [])"
+    )
+    folders = [tmp_path / name for name in "ab"]
+    children = []
+    for folder in folders:
+        folder.mkdir()
+        command = [sys.executable, "-c", code, str(folder)]
+        children.append(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True))
+    for child in children:
+        assert child.stdin is not None
+        child.stdin.close()
+    for child in children:
+        assert child.stdout is not None
+        assert child.stdout.read() == "" and child.wait() == 0
+    assert len({identity(folder) for folder in folders}) == 2

@@ -1,0 +1,534 @@
+"""Where hosts live: what fits, what a job needs, one placement group per run, several nodes, and what a run shows."""
+
+from __future__ import annotations
+
+import io
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
+from pathlib import Path, PosixPath
+from typing import Any
+
+import numpy as np
+import pytest
+from rich.console import Console
+from studies import NORMED, coordinate, even, ran, recipe, run, several, tiny
+
+from raysim.api.method import Method
+from raysim.data.dataset import copied
+from raysim.experiment.execute import build
+from raysim.experiment.instantiate import Refused
+from raysim.methods.scaffold import Scaffold
+from raysim.models import Mlp
+from raysim.results.progress import Progress
+from raysim.runtime.placement import GIB, RayOptions, Size, demand, fitting, gib, room, share, total, within
+from raysim.runtime.preflight import Need, hosts_per_gpu, measure, only
+from raysim.simulation.coordinator import Finished, Round, Settings, Started, TooManyFailures
+from raysim.simulation.evaluator import Evaluation
+from raysim.simulation.fleet import Lognormal
+from raysim.simulation.schedule import Buffered, Synchronous
+
+CLUSTER = [{"CPU": 4.0, "GPU": 1.0}, {"CPU": 2.0}, {"CPU": 2.0}]
+
+
+# --- what fits ------------------------------------------------------------------------------------------------------
+def test_as_many_hosts_as_fit_are_taken_but_no_more_than_there_are_clients_at_work() -> None:
+    assert fitting(RayOptions(), {"CPU": 1.0}, CLUSTER, 20) == Size(8, {"CPU": 1.0})
+    assert fitting(RayOptions(), {"CPU": 1.0}, CLUSTER, 5).hosts == 5
+    assert fitting(RayOptions(), {"CPU": 1.5}, CLUSTER, 20).hosts == 4, "a host lies on one node"
+    assert fitting(RayOptions(strategy="STRICT_PACK"), {"CPU": 1.0}, CLUSTER, 20).hosts == 4
+    assert fitting(RayOptions(hosts=3), {"CPU": 1.0}, CLUSTER, 20).hosts == 3
+    assert fitting(RayOptions(), {}, CLUSTER, 7).hosts == 7, "nothing limits hosts that reserve nothing"
+
+
+def test_a_share_of_a_gpu_lies_on_one_gpu() -> None:
+    assert room({"GPU": 2.0}, {"GPU": 0.6}) == 2
+    assert room({"GPU": 2.0}, {"GPU": 0.5}) == 4
+    assert room({"GPU": 4.0}, {"GPU": 2.0}) == 2
+    assert total([{"GPU": 2.0}, {"CPU": 8.0}], {"GPU": 0.5, "CPU": 1.0}) == 0, "not on one node"
+
+
+@pytest.mark.parametrize("hosts", [1, 2, 3, 6, 7, 9, 11, 64])
+def test_so_many_shares_fit_on_a_gpu_and_not_one_more(hosts: int) -> None:
+    assert room({"GPU": 1.0}, {"GPU": share(hosts)}) == hosts
+
+
+def test_a_run_that_never_fits_is_told_the_resource_what_the_nodes_have_and_the_number_that_would_fit() -> None:
+    with pytest.raises(ValueError) as refused:
+        fitting(RayOptions(hosts=9), {"CPU": 1.0, "GPU": 0.25}, CLUSTER, 20)
+    assert str(refused.value) == (
+        "too little GPU: runtime.hosts=9 needs 9 x 1 CPU and 0.25 GPU, the cluster has a node of 4 CPU and 1 GPU "
+        "and 2 nodes of 2 CPU and 0 GPU each: set runtime.hosts=4"
+    )
+    with pytest.raises(ValueError, match=r"too little slot: .* lower runtime.resources.slot, or use runtime=inprocess"):
+        fitting(RayOptions(), {"CPU": 1.0, "slot": 1.0}, CLUSTER, 20)
+    with pytest.raises(ValueError, match=r"on one node \(runtime.strategy=STRICT_PACK\).* set runtime.hosts=4"):
+        fitting(RayOptions(hosts=5, strategy="STRICT_PACK"), {"CPU": 1.0}, CLUSTER, 20)
+
+
+def test_a_host_reserves_its_threads_a_gpu_where_it_trains_on_one_and_what_was_asked_besides() -> None:
+    assert demand(RayOptions(), "cpu", 2) == {"CPU": 2.0}
+    assert demand(RayOptions(), "cuda", 1) == {"CPU": 1.0, "GPU": 1.0}
+    assert demand(RayOptions(cpus=0, gpus=0.25, resources={"slot": 1.0}), "cpu", 1) == {"GPU": 0.25, "slot": 1.0}
+    with pytest.raises(ValueError, match=r"device=cuda:1 names one GPU.*set device=cuda"):
+        demand(RayOptions(), "cuda:1", 1)
+    with pytest.raises(ValueError, match=r"runtime.gpus=0 .*device=cuda"):
+        demand(RayOptions(gpus=0), "cuda", 1)
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["runtime.gpus=1.5"], "runtime.gpus=1.5 .* set it to 1 or 2"),
+        (["runtime.resources={slot: -1}"], r"runtime.resources.slot=-1 must not be negative"),
+        (["runtime.resources={slot: many}"], r"runtime.resources.slot=many must be a number"),
+        (["runtime.resources={GPU: 1}"], "set runtime.gpus instead"),
+        (["runtime.strategy=pack"], "runtime.strategy=pack must be PACK or SPREAD or STRICT_PACK"),
+        (["runtime.wait=-1"], "runtime.wait=-1 must not be negative"),
+    ],
+)
+def test_wrong_settings_of_the_runtime_are_refused(words: list[str], told: str) -> None:
+    with pytest.raises(Refused, match=told):
+        build([*words, "tracking=none"])
+
+
+def test_a_trial_has_the_hosts_that_its_placement_group_has_bundles_for() -> None:
+    bundles = [{"CPU": 1.0}, {"CPU": 2.0, "GPU": 0.5}, {"CPU": 2.0, "GPU": 0.5}]
+    assert within(RayOptions(), bundles, "cuda") == Size(2, {"CPU": 2.0, "GPU": 0.5})
+    assert within(RayOptions(hosts=1, cpus=2), bundles, "cpu").hosts == 1
+    with pytest.raises(ValueError, match=r"runtime.hosts=3 needs as many bundles .* which has 2"):
+        within(RayOptions(hosts=3), bundles, "cpu")
+    with pytest.raises(ValueError, match=r"runtime.cpus=4 is more than the 2 CPU of a bundle"):
+        within(RayOptions(cpus=4), bundles, "cpu")
+    with pytest.raises(ValueError, match=r"device=cuda needs a GPU in every bundle"):
+        within(RayOptions(), 2 * [{"CPU": 1.0}], "cuda")
+
+
+# --- what a job needs -----------------------------------------------------------------------------------------------
+def test_jobs_and_private_states_share_a_gpu() -> None:
+    need = Need(job=GIB * 13 // 10, room=16 * GIB, state=GIB // 10)
+    assert hosts_per_gpu(replace(need, state=0), 100, 1) == 11  # 15.2 / 1.3
+    assert hosts_per_gpu(need, 100, 1) == 4  # (15.2 - 10) / 1.3
+    assert hosts_per_gpu(need, 100, 2) == 7  # (15.2 - 5) / 1.3
+    assert hosts_per_gpu(need, 1000, 1) == 0
+    assert gib(need.job) == "1.3 GiB" and gib(300 * 2**20) == "300 MiB" and gib(139 * GIB) == "139 GiB"
+
+
+class Seen(Method):
+    """Writes down who trains."""
+
+    name = "seen"
+    clients: list[tuple[int, int]] = []  # noqa: RUF012
+
+    def receive(self, ctx: Any) -> None:
+        self.clients.append((ctx.client, ctx.samples))
+
+
+def test_the_preflight_trains_the_largest_client_once_and_reads_the_device() -> None:
+    Seen.clients.clear()
+    need = measure(recipe(Seen(), Scaffold()), read=lambda device: (7, {"cpu": 70}[device]))
+    sizes = tiny().partition.train.counts
+    assert Seen.clients == [(int(np.argmax(sizes)), int(sizes.max()))]
+    vector = coordinate(recipe(Scaffold())).layout.shared
+    assert need == Need(7, 70, state=4 * vector), "a control variate"
+    assert measure(recipe()).job > 10 * 2**20, "the resident memory of this process"
+
+
+def test_all_clients_but_one_lose_their_samples() -> None:
+    data = only(tiny(), 2, central=3)
+    assert np.flatnonzero(data.partition.train.counts).tolist() == [2]
+    assert data.partition.train.rows(2).tolist() == tiny().partition.train.rows(2).tolist()
+    assert len(data.partition.test) == len(tiny().partition.test) and len(data.central) == 3
+
+
+# --- what a run shows -----------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("methods", [(), (Scaffold(),)], ids=["stateless", "stateful"])
+def test_the_history_says_how_much_hosts_worked_and_what_the_store_holds(methods: tuple[Method, ...]) -> None:
+    study = recipe(*methods, data=even(), model=Mlp((32,)))
+    coordinator = coordinate(study, Buffered(concurrency=4, size=2), runtime=several(study, 2), rounds=12)
+    found = ran(coordinator)
+    vector = 4 * coordinator.layout.shared
+    upload = vector * (2 if methods else 1)  # the model, and the control variate's change
+    down = vector * (2 if methods else 1)
+    for row in found.rows:
+        assert 0 <= row["host_busy_least"] <= row["host_busy"] <= 1  # type: ignore[operator]
+        # live versions (at most one per job, and the current one), jobs in flight and their states, accepted states
+        most = 5 * down + 4 * (upload + vector * len(methods)) + len(methods) * 6 * vector
+        assert down <= row["store_bytes"] <= most  # type: ignore[operator]
+    assert found.rows[-1]["host_busy"] > 0  # type: ignore[operator]
+
+
+def test_a_summed_group_counts_as_one_vector() -> None:
+    study = recipe(data=even(), model=Mlp((32,)))
+    coordinator = coordinate(study, Synchronous(6), runtime=several(study, 2), rounds=1, group=3)
+    (row,) = ran(coordinator).rows
+    assert row["store_bytes"] == 4 * coordinator.layout.shared * (1 + 2), "one version, two sums"
+
+
+def test_without_a_terminal_progress_is_plain_lines_now_and_then() -> None:
+    stream, now = io.StringIO(), [0.0]
+    with Progress(30, console=Console(file=stream, width=40), clock=lambda: now[0]) as progress:
+        for number in range(1, 31):
+            now[0] += 1.0
+            progress.update({"round": number, "wall_seconds": float(number), "accuracy": 0.5})
+    lines = stream.getvalue().splitlines()
+    assert [line.split(" · ")[0] for line in lines] == ["round 10/30", "round 20/30", "round 30/30"]
+    assert "\x1b" not in stream.getvalue()
+
+
+def test_a_copied_data_set_is_written_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("RAYSIM_CACHE", str(tmp_path / "other"))
+    reads = []
+
+    def read() -> np.ndarray:
+        reads.append(1)
+        return np.fromfile(tiny().dataset_path, np.uint8)
+
+    paths = {copied(tiny().dataset_path.name, read) for _ in range(3)}
+    assert paths == {tmp_path / "other" / tiny().dataset_path.name} and len(reads) == 1
+    assert next(iter(paths)).read_bytes() == tiny().dataset_path.read_bytes()
+    assert [path.suffix for path in (tmp_path / "other").iterdir() if path.suffix] == [".arrow"], "nothing unfinished"
+
+
+# --- two raylets ----------------------------------------------------------------------------------------------------
+class Hidden(PosixPath):
+    """A file that the second node does not see."""
+
+    def exists(self, **_: Any) -> bool:  # type: ignore[override]
+        return "SECOND_NODE" not in os.environ and super().exists()
+
+
+class Failing(Method):
+    name = "failing"
+
+    def receive(self, ctx: Any) -> None:
+        raise KeyError("lost")
+
+
+Call = Callable[..., Any]
+_CLUSTERS: list[Any] = []
+
+
+def _start_cluster(cache: str) -> None:
+    """In the driver's process: two nodes of a CPU each, the first with two GPUs that nobody looks at."""
+    from ray.cluster_utils import Cluster
+
+    from raysim.runtime import ray as on_ray
+
+    room = {"num_cpus": 1, "object_store_memory": 100 << 20, "include_dashboard": False}
+    _CLUSTERS.append(cluster := Cluster())
+    cluster.add_node(**room, num_gpus=2)
+    cluster.add_node(**room, env_vars={"RAYSIM_CACHE": cache, "SECOND_NODE": "1"})
+    assert on_ray.connect(RayOptions(address=cluster.address))
+
+
+def _stop_cluster() -> None:
+    from raysim.runtime import ray as on_ray
+
+    on_ray.disconnect()
+    for cluster in _CLUSTERS:
+        cluster.shutdown()
+
+
+@pytest.fixture(scope="module")
+def second_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("second")
+
+
+@pytest.fixture(scope="module")
+def driver(second_cache: Path) -> Iterator[Call]:
+    """Calls a function in a process of its own that is the driver on two nodes: the suite's process has its own Ray."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(Path(__file__).parents[1]), prepend=os.pathsep)
+        patch.setenv("RAY_AUTH_MODE", "token")
+        patch.setenv("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
+        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+
+            def call(function: Call, *args: Any) -> Any:
+                return pool.submit(function, *args).result(timeout=1800)
+
+            try:
+                call(_start_cluster, str(second_cache))
+                yield call
+            finally:
+                call(_stop_cluster)
+
+
+HOW = Lognormal(), Settings(rounds=3)
+
+
+def _silent(_: str) -> None:
+    pass
+
+
+def _groups() -> list[str]:
+    """Names of the placement groups that exist."""
+    import ray
+
+    return [each["name"] for each in ray.util.placement_group_table().values() if each["state"] != "REMOVED"]
+
+
+def _actors(word: str) -> dict[str, Any]:
+    """Living named actors by the end of their name."""
+    import ray
+
+    found = ray.util.list_named_actors(all_namespaces=True)
+    return {
+        each["name"].partition("/")[2]: ray.get_actor(each["name"], namespace=each["namespace"])
+        for each in found
+        if word in each["name"]
+    }
+
+
+def _gone(what: Callable[[], Any]) -> bool:
+    """Whether it is empty at last; Ray forgets in the background."""
+    from ray.util import placement_group, remove_placement_group
+
+    for _ in range(600):
+        if not what():
+            return True
+        never = placement_group([{"CPU": 100.0}])  # a second that does not pass in vain: nothing else is asked of Ray
+        never.wait(1)
+        remove_placement_group(never)
+    return False
+
+
+# --- several nodes --------------------------------------------------------------------------------------------------
+LARGE = Mlp((2000,))
+
+
+def _on_both_nodes() -> tuple[tuple[str, str], list[dict[str, Any]], dict[str, Any]]:
+    import ray
+
+    from raysim.runtime import ray as on_ray
+
+    data = replace(even(), dataset_path=Hidden(even().dataset_path))
+    study = recipe(Scaffold(), model=LARGE, data=data)
+    size = on_ray.fit(RayOptions(), study, 8, _silent)
+    before = ray.available_resources()["object_store_memory"]
+    settings = Settings(rounds=40, evaluation=Evaluation(every=20), folder="")
+    events = on_ray.run(study, Buffered(concurrency=4, size=2), Lognormal(), settings, size, RayOptions(), _silent)
+    seen: dict[str, Any] = {"size": size, "used": []}
+    rows = []
+    for event in events:
+        if isinstance(event, Round):
+            rows.append(event.row)
+            seen["used"].append(before - ray.available_resources()["object_store_memory"])
+            if len(rows) == 1:
+                actors = _actors("raysim-")
+                seen["actors"] = sorted(actors)
+                hosts = [actor for name, actor in actors.items() if name.startswith("host")]
+                look = [host.__ray_call__.remote(_where) for host in hosts]
+                seen["hosts"] = ray.get(look)
+                seen["groups"] = len(_groups())
+        last = event
+    assert isinstance(last, Finished)
+    seen["left"] = not _gone(lambda: [*_groups(), *_actors("raysim-")])
+    return (last.model_sha256, last.state_sha256), rows, seen
+
+
+def _where(host: Any) -> tuple[str, str, int]:
+    """A host's node, its data, how often it worked."""
+    import ray
+
+    return ray.get_runtime_context().get_node_id(), str(host.recipe.data.dataset_path), len(host._resident)
+
+
+def test_hosts_on_two_nodes_give_the_bits_of_one_and_a_node_without_the_data_is_sent_it_once(
+    driver: Call, second_cache: Path
+) -> None:
+    study = recipe(Scaffold(), model=LARGE, data=even())
+    schedule = Buffered(concurrency=4, size=2)
+    here = run(study, schedule, Lognormal(), rounds=40, evaluation=Evaluation(every=20))
+    bits, rows, seen = driver(_on_both_nodes)
+    assert bits == here.bits
+    assert [row["accuracy"] for row in rows] == [row["accuracy"] for row in here.rows]
+    assert seen["size"] == Size(2, {"CPU": 1.0}), "CPUs alone, on nodes with GPUs"
+    # Where they are, and what they read.
+    places = [node for node, _, _ in seen["hosts"]]
+    assert sorted(places.count(node) for node in set(places)) == [1, 1]
+    own = second_cache / even().dataset_path.name
+    assert sorted(path for _, path, _ in seen["hosts"]) == sorted([str(own), str(even().dataset_path)])
+    assert own.read_bytes() == even().dataset_path.read_bytes()
+    assert all(worked for _, _, worked in seen["hosts"]), "each node takes its share of the work"
+    # What is seen while it runs, and what is left.
+    assert seen["actors"] == ["coordinator", "host-0", "host-1"]
+    assert seen["groups"] == 1 and not seen["left"]
+    # Nothing piles up in Ray's own stores: what the history counts once may lie on both nodes for a while.
+    assert max(seen["used"]) <= 2 * max(row["store_bytes"] for row in rows)
+
+
+# --- one run, one group ---------------------------------------------------------------------------------------------
+def _queued_then_failed() -> tuple[list[str], str, str, bool]:
+    import ray
+
+    from raysim.runtime import ray as on_ray
+
+    study, size = recipe(Failing()), Size(1, {"CPU": 1.0})
+    other = ray.util.placement_group([{"CPU": 1.0}, {"CPU": 1.0}], name="other")
+    assert other.wait(600)
+    settings = Settings(rounds=2, tolerate=0.0)
+    try:
+        list(on_ray.run(study, Synchronous(4), Lognormal(), settings, size, RayOptions(wait=0), _silent))
+    except ValueError as error:
+        refused = str(error)
+    told: list[str] = []
+
+    def say(text: str) -> None:
+        told.append(text)
+        ray.util.remove_placement_group(other)  # the others end while this one waits
+
+    try:
+        list(on_ray.run(study, Synchronous(4), Lognormal(), settings, size, RayOptions(), say))
+    except TooManyFailures as error:
+        failed = str(error)
+    return told, refused, failed, _gone(_groups)
+
+
+def test_a_run_waits_for_others_or_is_refused_and_one_that_fails_leaves_nothing(driver: Call) -> None:
+    told, refused, failed, gone = driver(_queued_then_failed)
+    needs = "this needs 1 CPU, of which other runs leave 0 CPU"
+    assert refused == f"{needs}: try again later, lower runtime.hosts, or set runtime.wait=null to wait for them"
+    assert told == [f"waiting: {needs} (Ctrl-C or `ray job stop` ends the wait; runtime.wait=SECONDS limits it)"]
+    assert "4 of 4 clients failed" in failed
+    assert gone
+
+
+def _side_by_side() -> tuple[list[list[str]], str, bool]:
+    import ray
+
+    from raysim.runtime import ray as on_ray
+
+    study, options = recipe(), RayOptions(hosts=1, cpus=0, gpus=1.0, wait=0)
+    size = on_ray.fit(options, study, 4, _silent)
+    runs = [on_ray.run(study, Synchronous(4), *HOW, size, options, _silent) for _ in range(3)]
+    assert all(isinstance(next(each), Started) for each in runs[:2])
+    actors = ray.util.list_named_actors(all_namespaces=True)
+    hosts = [ray.get_actor(**each) for each in actors if each["name"].endswith("host-0")]
+    slots = [ray.get(host.__ray_call__.remote(_slots)) for host in hosts]
+    with pytest.raises(ValueError) as refused:
+        next(runs[2])
+    for each in runs:
+        each.close()  # type: ignore[attr-defined]  # as Ctrl-C does
+    return slots, str(refused.value), _gone(lambda: [*_groups(), *_actors("raysim-")])
+
+
+def _slots(_: Any) -> list[str]:
+    import ray
+
+    return list(ray.get_runtime_context().get_accelerator_ids()["GPU"])
+
+
+def test_two_runs_side_by_side_have_a_gpu_each_and_a_third_is_refused(driver: Call) -> None:
+    slots, refused, gone = driver(_side_by_side)
+    assert sorted(slots) == [["0"], ["1"]]
+    assert "this needs 1 GPU, of which other runs leave 0 GPU" in refused
+    assert gone
+
+
+DYING = """
+import sys
+from raysim.runtime import ray as on_ray
+options = on_ray.RayOptions(address=sys.argv[1])
+on_ray.connect(options)
+with on_ray.placed([{"CPU": 1.0}], "dying", options, print):
+    print("placed", flush=True)
+    sys.stdin.read()
+"""
+
+
+def _driver_dies() -> tuple[bool, bool]:
+    command = [sys.executable, "-c", DYING, _CLUSTERS[0].address]
+    dying = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert dying.stdout is not None and dying.stdin is not None
+    with dying:
+        assert dying.stdout.readline() == "placed\n"
+        there = "dying" in _groups()
+        dying.send_signal(signal.SIGKILL)
+    return there, _gone(lambda: "dying" in _groups())
+
+
+def test_the_group_of_a_driver_that_is_killed_goes_with_it(driver: Call) -> None:
+    assert driver(_driver_dies) == (True, True)
+
+
+# --- fractions of GPUs ----------------------------------------------------------------------------------------------
+def _small_job(_: Any) -> Need:
+    return Need(job=GIB * 13 // 10, room=16 * GIB)
+
+
+def _huge_job(_: Any) -> Need:
+    return Need(job=20 * GIB, room=16 * GIB)
+
+
+def _fits(options: RayOptions, job: Any, most: int, device: str = "cuda") -> tuple[Size | str, list[str]]:
+    from raysim.runtime import ray as on_ray
+
+    told: list[str] = []
+    try:
+        return on_ray.fit(options, recipe(device=device), most, told.append, job), told
+    except ValueError as error:
+        return str(error), told
+
+
+def test_hosts_per_gpu_follow_from_the_memory_of_a_job(driver: Call) -> None:
+    told = ["a job needs 1.3 GiB: 11 hosts fit on a GPU"]
+    one = Size(1, {"CPU": 1.0, "GPU": 1.0})
+    assert driver(_fits, RayOptions(), _small_job, 8) == (one, told), "the node has one CPU"
+    assert driver(_fits, RayOptions(cpus=0.125), _small_job, 6) == (Size(6, {"CPU": 0.125, "GPU": 0.3333}), told)
+    many = driver(_fits, RayOptions(cpus=0.01), _small_job, 100)
+    assert many == (Size(22, {"CPU": 0.01, "GPU": share(11)}), told), "as many as fit, on two GPUs"
+    refused, _ = driver(_fits, RayOptions(cpus=0.01, hosts=23), _small_job, 100)
+    assert "too little GPU: runtime.hosts=23" in refused and refused.endswith("set runtime.hosts=22")
+    given = RayOptions(cpus=0.01, gpus=0.05)
+    assert driver(_fits, given, _small_job, 100) == (Size(40, {"CPU": 0.01, "GPU": 0.05}), []), "not measured"
+    refused, _ = driver(_fits, replace(given, preflight=True), _small_job, 100)
+    assert "runtime.gpus=0.05 puts 20 hosts on a GPU" in refused and "set runtime.gpus=0.0909 for 11 hosts" in refused
+    refused, _ = driver(_fits, RayOptions(), _huge_job, 8)
+    assert refused == "a job needs 20 GiB, a GPU has 16 GiB: lower local.batch, or set device=cpu"
+
+
+def _monstrous_job(_: Any) -> Need:
+    return Need(job=10**15, room=0)
+
+
+def test_on_cpus_a_job_is_measured_when_asked_and_its_memory_reserved(driver: Call) -> None:
+    asked = RayOptions(preflight=True)
+    assert driver(_fits, asked, _small_job, 2, "cpu")[0] == Size(2, {"CPU": 1.0, "memory": GIB * 13 // 10})
+    refused, _ = driver(_fits, asked, _monstrous_job, 2, "cpu")
+    assert "too little memory" in refused and refused.endswith("or find larger nodes")
+
+
+# --- inside a search ------------------------------------------------------------------------------------------------
+def _trial() -> tuple[tuple[str, str], list[str], Size]:
+    """What a trial does in bundle 0 of its own group."""
+    from raysim.runtime import ray as on_ray
+
+    study = recipe(model=NORMED)
+    size = on_ray.fit(RayOptions(), study, 4, _silent)
+    *_, last = on_ray.run(study, Synchronous(4), *HOW, size, RayOptions(), _silent)
+    return (last.model_sha256, last.state_sha256), _groups(), size
+
+
+def _search() -> Any:
+    import ray
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+    group = ray.util.placement_group([{"CPU": 0.5}, {"CPU": 0.5}, {"CPU": 0.5}], name="trial")
+    strategy = PlacementGroupSchedulingStrategy(group, 0, placement_group_capture_child_tasks=True)
+    found = ray.get(ray.remote(_trial).options(num_cpus=0.5, scheduling_strategy=strategy).remote())
+    kept = _groups()
+    ray.util.remove_placement_group(group)
+    return *found, kept
+
+
+def test_a_trial_uses_the_bundles_of_its_group_and_neither_makes_nor_removes_one(driver: Call) -> None:
+    bits, groups, size, kept = driver(_search)
+    assert bits == run(recipe(model=NORMED), Synchronous(4), rounds=3).bits
+    assert groups == kept == ["trial"]
+    assert size == Size(2, {"CPU": 0.5})

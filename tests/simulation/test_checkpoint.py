@@ -1,0 +1,284 @@
+"""Checkpoints appear complete or not at all, are verified, and a killed run goes on from them to the same bits."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from studies import BUFFER, NORMED, Ran, coordinate, ran, recipe, run, same
+
+import raysim
+from raysim.methods.fedbn import FedBN
+from raysim.methods.fedbuff import FedBuff
+from raysim.methods.scaffold import Scaffold
+from raysim.simulation import checkpoint
+from raysim.simulation.checkpoint import Snapshot
+from raysim.simulation.coordinator import Round, Saved, Started
+
+PACKAGE = Path(raysim.__file__).parent
+
+
+def snapshot(value: float = 1.0) -> Snapshot:
+    server = {"vector": np.full(5, value, np.float32), "state/a.b": np.array([[1, 2], [3, 4]])[:, ::-1]}
+    clients = {"3/x.y": np.arange(4.0), "11/empty": np.empty((0, 2), np.float32)}
+    return Snapshot(
+        {"version": int(value), "now": 0.1 + 0.2, "turns": [[3, 1]], "row": {"loss": None}}, server, clients
+    )
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_what_was_written_is_read_back_with_the_same_bits(tmp_path: Path) -> None:
+    path = checkpoint.write(tmp_path, 7, snapshot())
+    assert path == tmp_path / "round-000007"
+    back = checkpoint.read(path)
+    assert back.numbers == snapshot().numbers
+    assert same(back.server, snapshot().server)
+    assert same(back.clients, snapshot().clients)
+
+
+def test_the_newest_two_are_kept(tmp_path: Path) -> None:
+    for version in (2, 9, 10, 100):
+        checkpoint.write(tmp_path, version, snapshot(version))
+    assert names(tmp_path) == ["round-000010", "round-000100"]
+    assert [path.name for path in checkpoint.available(tmp_path)] == ["round-000010", "round-000100"]
+    assert checkpoint.available(tmp_path / "nowhere") == []
+
+
+def test_the_same_version_may_be_written_again(tmp_path: Path) -> None:
+    checkpoint.write(tmp_path, 3, snapshot(1))
+    path = checkpoint.write(tmp_path, 3, snapshot(2))
+    assert checkpoint.read(path).numbers["version"] == 2
+
+
+class Crash(Exception):
+    """The machine stops here."""
+
+
+def crash(*_: object, **__: object) -> None:
+    raise Crash
+
+
+@pytest.mark.parametrize("where", ["save_file", "_digest", "_sync"])
+def test_a_write_that_is_cut_short_leaves_no_checkpoint_and_does_no_harm(
+    where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    good = checkpoint.write(tmp_path, 1, snapshot())
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, where, crash)
+        with pytest.raises(Crash):
+            checkpoint.write(tmp_path, 2, snapshot())
+    assert checkpoint.available(tmp_path) == [good]
+    assert not checkpoint.damage(good)
+    checkpoint.write(tmp_path, 2, snapshot())
+    assert names(tmp_path) == ["round-000001", "round-000002"], "nothing half-written is left"
+
+
+def test_a_half_written_one_of_another_process_is_cleared_away(tmp_path: Path) -> None:
+    (tmp_path / ".round-000001.99999").mkdir(parents=True)
+    checkpoint.write(tmp_path, 2, snapshot())
+    assert names(tmp_path) == ["round-000002"]
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(bytes(content))
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-3])
+
+
+@pytest.mark.parametrize("file", ["run.json", "server.safetensors", "clients.safetensors", "manifest.json"])
+@pytest.mark.parametrize("harm", [flip, cut, Path.unlink], ids=["a changed bit", "a missing end", "a missing file"])
+def test_a_damaged_checkpoint_is_refused_with_the_last_good_one(
+    harm: Callable[[Path], None], file: str, tmp_path: Path
+) -> None:
+    good, bad = (checkpoint.write(tmp_path, version, snapshot()) for version in (4, 8))
+    harm(bad / file)
+    with pytest.raises(ValueError, match=f"checkpoint {bad} is damaged .*; resume={good} continues"):
+        checkpoint.read(bad)
+    assert not checkpoint.damage(good)
+
+
+def test_a_damaged_checkpoint_without_another_says_so(tmp_path: Path) -> None:
+    first, second = (checkpoint.write(tmp_path, version, snapshot()) for version in (4, 8))
+    flip(first / "run.json")
+    flip(second / "run.json")
+    with pytest.raises(ValueError, match="no other checkpoint is left"):
+        checkpoint.read(second)
+
+
+def test_a_missing_checkpoint_is_refused_with_its_path(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=f"resume={tmp_path / 'nothing'}: no checkpoint there"):
+        checkpoint.read(tmp_path / "nothing")
+
+
+def test_files_that_the_manifest_does_not_list_are_no_part_of_a_checkpoint(tmp_path: Path) -> None:
+    path = checkpoint.write(tmp_path, 1, snapshot())
+    assert set(json.loads((path / "manifest.json").read_text())) == {
+        "run.json", "server.safetensors", "clients.safetensors",
+    }  # fmt: skip
+
+
+# --- no pickle ----------------------------------------------------------------------------------------------------
+
+UNSAFE = ("pickle.", "cloudpickle.", "dill.", "joblib.", "shelve.", "marshal.", "torch.load", "torch.save", "np.load",
+          "np.save")  # fmt: skip
+ERRORS = {"pickle.UnpicklingError", "pickle.PickleError"}  # catching one reads nothing
+
+
+def unsafe(text: str) -> list[str]:
+    """Names that read or write pickles."""
+    found = []
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.ImportFrom):
+            found += [f"{node.module}.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            found.append(f"{node.value.id}.{node.attr}")
+        elif isinstance(node, ast.keyword) and node.arg in ("allow_pickle", "weights_only"):
+            safe = isinstance(node.value, ast.Constant) and node.value.value is (node.arg == "weights_only")
+            found += [] if safe else [f"pickle.{node.arg}"]
+    return [name for name in found if name.startswith(UNSAFE) and name not in ERRORS]
+
+
+@pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=lambda path: path.relative_to(PACKAGE).as_posix())
+def test_nothing_of_ours_pickles(path: Path) -> None:
+    assert not unsafe(path.read_text())
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "pickle.loads(b'')",
+        "from pickle import loads",
+        "torch.load('x')",
+        "f(weights_only=False)",
+        "f(allow_pickle=True)",
+    ],
+)
+def test_the_search_for_pickles_finds_them(line: str) -> None:
+    assert unsafe(line)
+
+
+# --- going on -----------------------------------------------------------------------------------------------------
+
+
+def test_resuming_begins_with_the_rows_that_exist_and_ends_without_gap_or_duplicate(tmp_path: Path) -> None:
+    study = recipe(Scaffold())
+    straight = run(study, rounds=6, checkpoint_every=2, folder=str(tmp_path))
+    assert names(tmp_path / "checkpoints") == ["round-000004", "round-000006"]
+    events = list(coordinate(study, rounds=6, resume=str(tmp_path / "checkpoints" / "round-000004")).run())
+    assert isinstance(events[0], Started)
+    new = [event.row for event in events if isinstance(event, Round)]
+    assert [row["round"] for row in events[0].rows] == [1, 2, 3, 4]
+    assert [row["round"] for row in new] == [5, 6]
+    assert events[0].rows == straight.rows[:4]
+    walls = [row["wall_seconds"] for row in [*events[0].rows, *new]]
+    assert walls == sorted(walls), "time already spent is not forgotten"  # type: ignore[type-var]
+
+
+def test_a_finished_run_resumed_has_nothing_left_to_do(tmp_path: Path) -> None:
+    straight = run(recipe(FedBN(), model=NORMED), rounds=2, checkpoint_every=1, folder=str(tmp_path))
+    resumed = run(recipe(FedBN(), model=NORMED), rounds=2, resume=str(tmp_path / "checkpoints" / "round-000002"))
+    assert resumed.bits == straight.bits
+    assert resumed.rows == straight.rows
+
+
+def test_a_run_may_be_resumed_from_a_resumed_run(tmp_path: Path) -> None:
+    study, asked = recipe(FedBN(), FedBuff(), model=NORMED), {"rounds": 8, "checkpoint_every": 2}
+    straight = run(study, BUFFER, rounds=8)
+    for stop in (2, 4, 6):
+        folder, resume = tmp_path / str(stop), tmp_path / str(stop - 2) / "checkpoints" / f"round-{stop - 2:06d}"
+        events = coordinate(study, BUFFER, **asked, folder=str(folder), resume=str(resume) if stop > 2 else "").run()
+        folder.mkdir()
+        next(event for event in events if isinstance(event, Saved) and event.version == stop)
+        events.close()  # type: ignore[attr-defined]
+    last = tmp_path / "6" / "checkpoints" / "round-000006"
+    resumed = run(study, BUFFER, rounds=8, resume=str(last))
+    assert (resumed.bits, resumed.history) == (straight.bits, straight.history)
+
+
+# --- killed -------------------------------------------------------------------------------------------------------
+
+CHILD = """
+import os, signal, sys
+sys.path[:0] = [{tests!r}]
+import {module} as here
+here.killed({folder!r}, {where!r})
+"""
+
+
+def kill_me(*_: object, **__: object) -> None:
+    """The operating system takes the process away."""
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+KILLED: dict[str, dict[str, Any]] = {
+    "while a client trains": {"methods": [Scaffold()], "schedule": {"schedule": BUFFER}},
+    "while a checkpoint is written": {"methods": [FedBN()], "schedule": {}},
+}
+
+
+def asked(where: str) -> tuple[Any, dict[str, Any]]:
+    return recipe(*KILLED[where]["methods"], model=NORMED), {"rounds": 7, **KILLED[where]["schedule"]}
+
+
+def killed(folder: str, where: str) -> None:
+    """Run in a process of its own; it does not survive."""
+    from raysim.training.trainer import Trainer
+
+    study, settings = asked(where)
+    count = 0
+    owner, name, last = (Trainer, "train", 11) if where == "while a client trains" else (checkpoint, "save_file", 6)
+    original = getattr(owner, name)
+
+    def counted(*args: Any, **others: Any) -> Any:
+        nonlocal count
+        count += 1
+        return kill_me() if count == last else original(*args, **others)
+
+    setattr(owner, name, counted)
+    run(study, **settings, checkpoint_every=1 if owner is checkpoint else 2, folder=folder)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("where", KILLED)
+def test_a_killed_run_resumes_to_the_bits_of_the_undisturbed_one(where: str, tmp_path: Path) -> None:
+    text = CHILD.format(
+        tests=str(Path(__file__).parents[1]), module=Path(__file__).stem, folder=str(tmp_path), where=where
+    )
+    paths = os.pathsep.join([str(PACKAGE.parent), os.environ.get("PYTHONPATH", "")])
+    child = subprocess.run([sys.executable, "-c", text], env=os.environ | {"PYTHONPATH": paths}, capture_output=True)
+    assert child.returncode == -signal.SIGKILL, child.stderr.decode()
+    left = checkpoint.available(tmp_path / "checkpoints")
+    assert left
+    assert not any(map(checkpoint.damage, left))
+    version = checkpoint.read(left[-1]).numbers["version"]
+    assert 0 < version < 7
+    study, settings = asked(where)
+    straight: Ran = run(study, **settings)
+    resumed = run(study, **settings, resume=str(left[-1]))
+    assert (resumed.bits, resumed.history) == (straight.bits, straight.history)
+
+
+def test_the_saved_model_is_the_final_shared_model(tmp_path: Path) -> None:
+    from safetensors.numpy import load_file
+
+    found = ran(coordinate(recipe(FedBN(), model=NORMED), rounds=2, folder=str(tmp_path)))
+    saved = load_file(tmp_path / "model.safetensors")
+    assert same(saved, found.tensors)
+    assert "model.head.weight" in saved
+    assert not any("running_mean" in name for name in saved), "personal entries are no part of it"

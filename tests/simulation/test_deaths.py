@@ -1,0 +1,170 @@
+"""A host that dies is replaced; what it had not returned runs again, to the same bits."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from studies import LOCAL, MLP, NORMED, Ran, coordinate, ran, recipe, run, tiny
+
+from raysim.api.declarations import Local
+from raysim.api.method import Method
+from raysim.methods.fedbn import FedBN
+from raysim.methods.fedbss import FedBSS
+from raysim.methods.fedmix import FedMix
+from raysim.methods.scaffold import Scaffold
+from raysim.methods.vhl import Vhl
+from raysim.runtime.placement import RayOptions
+from raysim.simulation.coordinator import Round, Settings
+from raysim.simulation.evaluator import Evaluation
+from raysim.simulation.events import Finished, RunStopped
+from raysim.simulation.fleet import Lognormal
+from raysim.simulation.runtime import HostDied, Runtime
+from raysim.simulation.schedule import Buffered, Schedule, Synchronous
+from raysim.training.host import Host, Recipe
+
+SCHEDULES = {"rounds": Synchronous(3), "buffer": Buffered(concurrency=4, size=2)}
+METHODS: dict[str, Callable[[], list[Method]]] = {
+    "sums on hosts": lambda: [],
+    "images for all": lambda: [Vhl(batch=4), FedMix()],  # contribute, and keep
+    "upload and state": lambda: [Scaffold()],
+    "state and personal models": lambda: [FedBN(), FedBSS(warmup_rounds=1, refresh=2)],
+}
+ASKED: dict[str, Any] = {"rounds": 6, "group": 2, "evaluation": Evaluation(every=1)}
+
+
+def study(name: str) -> Recipe:
+    return recipe(*METHODS[name](), model=NORMED, local=Local(lr=0.05, batch=8, epochs=2), data=tiny(clients=6))
+
+
+# --- hosts in this process that die on command ----------------------------------------------------------------------
+class Ref:
+    """What a host may lose until the coordinator has looked."""
+
+    def __init__(self, value: Any, lost: bool):
+        self.value, self.lost = value, lost
+
+
+class Mortal:
+    """Some hosts; those of the calls with these numbers (from 1) die in them, and lose what nobody has waited for."""
+
+    def __init__(self, study: Recipe, hosts: int, deaths: set[int]):
+        self.study, self.hosts, self.deaths = study, hosts, deaths
+        self.members: list[Host | None] = [Host(study, f"host-{index}") for index in range(hosts)]
+        self.waiting: list[list[list[Ref]]] = [[] for _ in range(hosts)]  # by host: refs of calls
+        self.calls = self.revived = 0
+
+    def put(self, value: object) -> object:
+        return value
+
+    def call(self, host: int, method: str, *args: object, returns: int = 1) -> list[Ref]:
+        self.calls += 1
+        if self.calls in self.deaths:
+            self.members[host] = None
+            for refs in self.waiting[host]:
+                for ref in refs:
+                    ref.lost = True
+        found: list[Any] = [None] * returns
+        if (member := self.members[host]) is not None:
+            assert not any(isinstance(arg, Ref) and arg.lost for arg in args), "what is lost is not sent"
+            own = [arg.value if isinstance(arg, Ref) else arg for arg in args]
+            result = getattr(member, method)(*own)
+            found = [result] if returns == 1 else list(result)
+        refs = [Ref(value, member is None) for value in found]
+        self.waiting[host].append(refs)
+        return refs
+
+    def get(self, ref: Any) -> Any:
+        if not isinstance(ref, Ref):
+            return ref
+        if ref.lost:
+            raise HostDied("it was told to")
+        for calls in self.waiting:
+            calls[:] = [refs for refs in calls if ref not in refs]
+        return ref.value
+
+    def revive(self, host: int) -> None:
+        self.revived += 1
+        self.members[host] = Host(self.study, f"host-{host}")
+
+
+def calls_of(name: str, schedule: str) -> tuple[Ran, int]:
+    runtime = Mortal(study(name), 2, set())
+    found = ran(coordinate(study(name), SCHEDULES[schedule], runtime=runtime, **ASKED))
+    assert runtime.calls > 12
+    return found, runtime.calls
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("name", METHODS)
+def test_wherever_a_host_dies_the_bits_are_the_same(name: str, schedule: str) -> None:
+    whole, calls = calls_of(name, schedule)
+    assert whole.bits == run(study(name), SCHEDULES[schedule], **ASKED).bits
+    for index, deaths in enumerate([*({number} for number in range(1, calls + 1, 7)), set(range(2, calls, 11))]):
+        runtime = Mortal(study(name), 2, deaths)
+        asked = ASKED | {"state_budget": (float("inf"), 0.0)[index % 2]}
+        found = ran(coordinate(study(name), SCHEDULES[schedule], runtime=runtime, **asked))
+        assert (found.bits, found.history) == (whole.bits, whole.history), deaths
+        assert not found.failures
+        late = sum(int(row["host_deaths"] or 0) for row in found.rows)
+        assert runtime.revived - late in (0, 1), "the last row is written before the last evaluation"
+
+
+def test_one_that_dies_at_every_call_ends_the_run_with_a_sentence() -> None:
+    runtime: Runtime = Mortal(study("upload and state"), 2, set(range(9, 99)))
+    with pytest.raises(RunStopped) as stopped:
+        ran(coordinate(study("upload and state"), SCHEDULES["rounds"], runtime=runtime, **ASKED))
+    text = r"host [01] died 3 times in a row \(it was told to\), the last time with (\[[\d, ]+\]|no client) in hand"
+    assert re.match(text, str(stopped.value))
+    assert "resume=latest" in str(stopped.value)
+
+
+# --- actors -----------------------------------------------------------------------------------------------------------
+class Deadly(Method):
+    """Ends its process so many times in all, at a client's job; a folder counts."""
+
+    name = "deadly"
+    paper = "a test"
+
+    def __init__(self, folder: str, times: int, client: int = 2):
+        self.folder, self.times, self.client = folder, times, client
+
+    def finish(self, ctx: Any) -> None:
+        done = len(list(Path(self.folder).iterdir()))
+        if ctx.client == self.client and done < self.times:
+            Path(self.folder, str(done)).touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def on_actors(study: Recipe, schedule: Schedule, **settings: Any) -> Iterator[Any]:
+    from raysim.runtime import ray as on_ray
+
+    options = RayOptions(hosts=2)
+    size = on_ray.fit(options, study, 3, lambda _: None)
+    return on_ray.run(study, schedule, Lognormal(), Settings(**settings), size, options, lambda _: None)
+
+
+def test_an_actor_that_is_killed_is_replaced_and_the_bits_are_the_same(ray_session: None, tmp_path: Path) -> None:
+    def of(times: int) -> Recipe:
+        return recipe(Scaffold(), Deadly(str(tmp_path), times), model=MLP, local=LOCAL, data=tiny(clients=6))
+
+    whole = run(of(0), SCHEDULES["buffer"], **ASKED)
+    events = list(on_actors(of(2), SCHEDULES["buffer"], **ASKED))
+    assert len(list(tmp_path.iterdir())) == 2
+    last = events[-1]
+    assert isinstance(last, Finished) and (last.model_sha256, last.state_sha256) == whole.bits
+    rows = [event.row for event in events if isinstance(event, Round)]
+    assert sum(int(row["host_deaths"] or 0) for row in rows) == 2
+    assert [row["accuracy"] for row in rows] == [row["accuracy"] for row in whole.rows]
+
+
+def test_a_job_that_always_kills_its_actor_ends_the_run(ray_session: None, tmp_path: Path) -> None:
+    study = recipe(Deadly(str(tmp_path), 99), model=MLP, local=LOCAL, data=tiny(clients=6))
+    with pytest.raises(RunStopped, match=r"died 3 times in a row .*the last time with \[.*2.*\] in hand"):
+        list(on_actors(study, Synchronous(6), **ASKED))
+    assert len(list(tmp_path.iterdir())) == 3

@@ -1,0 +1,232 @@
+"""Views of clients' models, fine-tuning, the loss decomposition, pooled data; none of it touches training."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from studies import (
+    LOCAL,
+    NORMED_MLP,
+    SEED,
+    NormedMlp,
+    coordinate,
+    even,
+    ran,
+    recipe,
+    run,
+    several,
+)
+from torch import Tensor, nn
+
+from raysim.api.context import Own
+from raysim.api.declarations import Finetune
+from raysim.api.method import Method
+from raysim.data.federated import FederatedData, federate, pooled
+from raysim.data.partition import IID, Domain
+from raysim.data.sources import Synthetic
+from raysim.experiment.execute import Refused, build
+from raysim.methods.fedbn import FedBN
+from raysim.models.classifier import Shape
+from raysim.simulation.evaluator import Evaluation
+from raysim.simulation.schedule import Buffered, Synchronous
+
+ALL = Evaluation(finetune=Finetune(2), decompose=1)
+
+
+def apart(clients: int = 4) -> FederatedData:
+    """Clients with test rows of their own."""
+    source = Synthetic(samples=120, test_samples=20, classes=5)
+    return federate(source, IID(clients=clients, test_fraction=0.2), SEED)
+
+
+class Doubled(Method):
+    """A client's own model is the shared one with other weights; the shared one stays a model."""
+
+    name = "doubled"
+    paper = "a test"
+
+    def personalise(self, own: Own) -> None:
+        own.vector.shared.zero_()
+
+
+@dataclass(frozen=True)
+class Dropping(NormedMlp):
+    """With dropout."""
+
+    def extractor(self, input_shape: Shape) -> tuple[nn.Module, int]:
+        """See `ModelRecipe`."""
+        network, features = super().extractor(input_shape)
+        return nn.Sequential(network, nn.Dropout(0.5)), features
+
+
+class Pooled(Method):
+    """One model for all samples."""
+
+    name = "centralized"
+    paper = "a test"
+    pools = True
+
+
+@pytest.mark.parametrize("schedule", [Synchronous(3), Buffered(concurrency=3, size=2)])
+@pytest.mark.parametrize("methods", [(), (FedBN(),)])
+def test_looking_on_changes_no_bit_of_training(methods: tuple[Method, ...], schedule: Any) -> None:
+    study = recipe(*methods, model=NORMED_MLP, data=apart())
+    plain, watched = run(study, schedule), run(study, schedule, evaluation=ALL)
+    assert plain.bits == watched.bits
+    assert all(row["accuracy_finetuned"] is not None for row in watched.rows)
+
+
+def test_looking_on_leaves_networks_alone_that_draw_in_training() -> None:
+    study = recipe(model=Dropping(), data=apart())
+    assert run(study).bits == run(study, evaluation=ALL).bits
+
+
+@pytest.mark.parametrize("methods", [(), (FedBN(),), (Doubled(),)])
+def test_every_view_has_the_same_bits_on_one_host_and_on_three(methods: tuple[Method, ...]) -> None:
+    study = recipe(*methods, model=NORMED_MLP, data=apart())
+    one = run(study, evaluation=ALL)
+    three = ran(coordinate(study, runtime=several(study, 3), evaluation=ALL))
+    assert one.history == three.history and one.bits == three.bits
+
+
+def test_a_model_for_all_has_no_own_view_and_personal_layers_no_shared_one() -> None:
+    plain = run(recipe(data=apart())).rows[-1]
+    normed = run(recipe(FedBN(), model=NORMED_MLP, data=apart())).rows[-1]
+    assert plain["accuracy_global"] is not None and "accuracy_shared" not in plain
+    assert normed["accuracy"] is not None and normed["accuracy_global"] is None and "accuracy_shared" not in normed
+
+
+def test_a_method_that_only_personalises_is_scored_both_ways() -> None:
+    both, plain = run(recipe(Doubled(), data=apart())), run(recipe(data=apart()))
+    assert both.bits == plain.bits
+    for own, shared in zip(both.rows, plain.rows, strict=True):
+        assert own["accuracy_shared"] == shared["accuracy"] and own["accuracy_global"] == shared["accuracy_global"]
+        assert own["accuracy"] != shared["accuracy"]
+
+
+def test_fine_tuning_of_the_head_alone_leaves_the_extractor() -> None:
+    seen: list[dict[str, Tensor]] = []
+    study = recipe(model=NORMED_MLP, data=apart())
+    host = several(study, 1).members[0]
+    for head in (True, False):
+        before = host.vector.data.clone()
+        host.trainer.adapt(0, study.data.partition.train.rows(0), 1, Finetune(1, head=head))
+        moved = {entry.path: host.vector.data[entry.start : entry.stop] != before[entry.start : entry.stop]
+                 for entry in host.layout.entries if entry.start is not None}  # fmt: skip
+        seen.append({path: changed.any() for path, changed in moved.items()})
+    assert {path for path, moved in seen[0].items() if moved} == {"head.weight", "head.bias"}
+    assert all(seen[1][path] for path in seen[1] if path.startswith("extractor") and "weight" in path)
+
+
+def test_fine_tuning_with_dropout_does_not_depend_on_what_was_drawn_before_but_on_client_and_version() -> None:
+    study = recipe(model=Dropping(), data=apart())
+    host = several(study, 1).members[0]
+    start, found = host.vector.data.clone(), dict[tuple[int, int, int], Tensor]()
+    rows = study.data.partition.train.rows(0)
+    for before, client, version in ((0, 0, 1), (1, 0, 1), (0, 1, 1), (0, 0, 2)):
+        host.vector.data.copy_(start)
+        torch.manual_seed(before)
+        host.trainer.adapt(client, rows, version, Finetune(1))
+        found[before, client, version] = host.vector.data.clone()
+    assert torch.equal(found[0, 0, 1], found[1, 0, 1])
+    assert not torch.equal(found[0, 0, 1], found[0, 1, 1]) and not torch.equal(found[0, 0, 1], found[0, 0, 2])
+
+
+def test_fine_tuning_may_see_what_training_did_not() -> None:
+    source = Synthetic(samples=120, test_samples=20, classes=5)
+    data = federate(source, IID(clients=4, test_fraction=0.2, fraction=0.25), SEED)
+    whole = federate(source, IID(clients=4, test_fraction=0.2), SEED).partition.train
+    assert data.partition.spare is not None
+    for client in range(4):
+        kept, left = data.partition.train.rows(client), data.partition.spare.rows(client)
+        assert np.array_equal(np.sort(np.concatenate([kept, left])), np.sort(whole.rows(client)))
+    own, every = (
+        run(recipe(data=data), evaluation=Evaluation(finetune=Finetune(3, samples=samples)))  # type: ignore[arg-type]
+        for samples in ("own", "all")
+    )
+    assert own.bits == every.bits
+    assert [row["accuracy_finetuned"] for row in own.rows] != [row["accuracy_finetuned"] for row in every.rows]
+
+
+def test_fine_tuning_after_the_last_round_only() -> None:
+    rows = run(recipe(data=apart()), evaluation=Evaluation(finetune=Finetune(1, last=True))).rows
+    assert ["accuracy_finetuned" in row for row in rows] == [False, False, True]
+
+
+def test_own_models_on_the_central_test_set_are_averaged_over_clients() -> None:
+    rows = run(recipe(FedBN(), model=NORMED_MLP, data=apart()), evaluation=Evaluation(common=True)).rows
+    assert all(0 <= row["accuracy_common"] <= 1 for row in rows)  # type: ignore[operator]
+    with pytest.raises(ValueError, match=r"evaluate\.common=true .* one model for all"):
+        coordinate(recipe(data=apart()), evaluation=Evaluation(common=True))
+
+
+def decomposed(rows: list[Any]) -> list[dict[str, float]]:
+    return [{k.partition(".")[2]: v for k, v in row.items() if k.startswith("decomposition.")} for row in rows]
+
+
+def test_the_parts_of_the_loss_add_up_and_each_is_what_it_says() -> None:
+    study = recipe(data=apart(), local=replace(LOCAL, lr=0.2))
+    found = run(study, Synchronous(4), evaluation=Evaluation(decompose=2), rounds=4)
+    parts = decomposed(found.rows)
+    assert [bool(part) for part in parts] == [False, True, False, True]
+    for part in parts[1::2]:
+        total = part["local_loss"] + part["distribution_shift"] + part["aggregation"]
+        assert total == pytest.approx(part["global_loss"], abs=1e-12)
+    assert parts[1]["distribution_shift"] > 0  # a local model fits its own samples better
+    host = several(study, 1).members[0]
+    host.vector.shared.copy_(found.coordinator.server.vector)
+    host.trainer.training(False)
+    with torch.no_grad():
+        losses = [torch.nn.functional.cross_entropy(host.vector.networks["model"](x), y, reduction="sum")
+                  for client in range(4) for x, y in host.trainer.own(client)]  # fmt: skip
+    samples = len(study.data.partition.train.indices)
+    assert parts[3]["global_loss"] == pytest.approx(float(sum(losses)) / samples, rel=1e-5)
+
+
+def test_one_participant_has_no_distribution_shift() -> None:
+    (part, *_) = decomposed(run(recipe(data=apart()), Synchronous(1), evaluation=Evaluation(decompose=1)).rows)
+    assert part["distribution_shift"] == 0.0 and part["aggregation"] == pytest.approx(0.0, abs=1e-6)
+
+
+def test_each_domain_has_a_column() -> None:
+    source = Synthetic(samples=120, test_samples=20, classes=5, domains=3)
+    data = federate(source, Domain(test_fraction=0.2), SEED)
+    row: Mapping[str, Any] = run(recipe(data=data), Synchronous(3)).rows[-1]
+    names = data.open().domain_names
+    assert [row[f"accuracy.{name}"] for name in names] and row["accuracy"] == pytest.approx(
+        np.mean([row[f"accuracy.{name}"] for name in names])
+    )
+
+
+def test_pooled_data_train_one_model_that_every_client_tests() -> None:
+    data = pooled(apart())
+    assert np.array_equal(data.partition.train.rows(0), np.sort(apart().partition.train.indices))
+    found = run(recipe(Pooled(), data=data), Synchronous(1))
+    assert found.rows[-1]["floats_up"] is None and found.rows[-1]["floats_down"] is None
+    assert found.coordinator.evaluator.tests.counts.all() and found.rows[-1]["accuracy"] is not None
+    with pytest.raises(ValueError, match="one model for all"):
+        coordinate(recipe(Pooled(), FedBN(), model=NORMED_MLP, data=data), Synchronous(1))
+
+
+def test_a_pooled_round_processes_what_a_cohort_would() -> None:
+    common = ["data=synthetic", "partition=iid", "partition.clients=4", "method=[centralized]", "runtime=inprocess"]
+    whole = build([*common, "schedule.cohort=4", "local.epochs=3"]).recipe.local
+    half = build([*common, "schedule.cohort=2", "local.epochs=4"]).recipe.local
+    odd = build([*common, "schedule.cohort=2", "local.epochs=1", "local.batch=10"]).recipe
+    steps = build([*common, "schedule.cohort=2", "local.epochs=null", "local.steps=5"]).recipe.local
+    assert (whole.epochs, half.epochs, steps.steps) == (3, 2, 10)
+    assert odd.local.steps == round(len(odd.data.partition.train.indices) / 20)
+    with pytest.raises(Refused, match="schedule=synchronous"):
+        build([*common, "schedule=buffered"])
+
+
+def test_one_client_pooled_is_fedavg_with_one_client() -> None:
+    mixed = even(clients=1).partition
+    ordered = replace(mixed, train=replace(mixed.train, indices=np.sort(mixed.train.indices)))
+    alone = run(recipe(data=replace(even(clients=1), partition=ordered)), Synchronous(1))
+    assert run(recipe(Pooled(), data=pooled(even(clients=1))), Synchronous(1)).bits == alone.bits

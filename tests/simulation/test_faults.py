@@ -1,0 +1,216 @@
+"""A client that fails is recorded and left out, and too many of them stop the run with a checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cluster import Hosts
+from studies import NORMED, ROUNDS, coordinate, ran, recipe, run, same
+from torch import Tensor
+
+from raysim.api.messages import Failure, Update
+from raysim.api.method import Method
+from raysim.methods.fedbn import FedBN
+from raysim.methods.scaffold import Scaffold
+from raysim.simulation import checkpoint
+from raysim.simulation.coordinator import Coordinator, Round, Saved, TooManyFailures
+from raysim.simulation.fleet import Ideal
+from raysim.simulation.schedule import Buffered, Synchronous
+
+# Who fails: (client, version of the model it received).
+HITS = frozenset({(2, 1), (5, 2), (0, 2)})
+ALL = Synchronous(6)
+
+
+class Raising(Method):
+    name = "raising"
+
+    def __init__(self, hits: frozenset[tuple[int, int]] = HITS):
+        self.hits = hits
+
+    def hit(self, ctx: Any) -> bool:
+        return (ctx.client, ctx.version) in self.hits
+
+    def receive(self, ctx: Any) -> None:
+        if self.hit(ctx):
+            raise KeyError("lost")
+
+
+class Diverging(Raising):
+    name = "diverging"
+
+    def gradient(self, ctx: Any, grad: Tensor, part: slice) -> None:
+        if self.hit(ctx):
+            grad.fill_(torch.nan)
+
+    def receive(self, ctx: Any) -> None:
+        pass
+
+
+class Overflowing(Raising):
+    """Its extra upload is not a number."""
+
+    name = "overflowing"
+
+    def finish(self, ctx: Any) -> None:
+        ctx.upload["overflowing.value"] = torch.full((3,), torch.inf if self.hit(ctx) else 1.0)
+
+    def receive(self, ctx: Any) -> None:
+        pass
+
+
+class Spoiling(Raising):
+    """Leaves a personal parameter that is not a number; nothing of it travels."""
+
+    name = "spoiling"
+
+    def finish(self, ctx: Any) -> None:
+        if self.hit(ctx):
+            ctx.vector.personal[0] = torch.nan
+
+    def receive(self, ctx: Any) -> None:
+        pass
+
+
+class Absent(Method):
+    """Those who would fail train well, and are left out of the average."""
+
+    name = "absent"
+
+    def weigh(self, weights: list[float], updates: Sequence[Update], server: Any) -> list[float]:
+        gone = [(update.client, update.version) in HITS for update in updates]
+        return [0.0 if out else weight for out, weight in zip(gone, weights, strict=True)]
+
+
+def where(failures: Sequence[Failure]) -> set[tuple[int, int]]:
+    return {(failure.client, failure.version) for failure in failures}
+
+
+@pytest.mark.parametrize("kind", [Raising, Diverging, Overflowing], ids=lambda kind: kind.name)
+def test_a_client_that_fails_has_weight_zero_and_nothing_else_changes(kind: Any) -> None:
+    found = run(recipe(kind()), ALL, Ideal(), rounds=4, tolerate=0.5)
+    without = run(recipe(Absent()), ALL, Ideal(), rounds=4)
+    assert found.finished.model_sha256 == without.finished.model_sha256
+    assert where(found.failures) == HITS
+    assert [(row["failures"], row["clients"]) for row in found.rows] == [(0, 6), (1, 5), (2, 4), (0, 6)]
+    assert [row["virtual_seconds"] for row in found.rows] == [row["virtual_seconds"] for row in without.rows]
+    assert [row["floats_down"] for row in found.rows] == [row["floats_down"] for row in without.rows]
+    assert found.finished.model_sha256 != run(recipe(), ALL, Ideal(), rounds=4).finished.model_sha256
+
+
+def test_a_failure_says_who_when_what_and_where() -> None:
+    (failure,) = run(recipe(Raising(frozenset({(2, 1)}))), ALL, tolerate=0.5).failures
+    assert (failure.client, failure.version, failure.host, failure.method) == (2, 1, "host-0", "raising")
+    assert failure.error == "client 2, version 1, host host-0: KeyError: 'lost'"
+    assert "in receive" in failure.traceback
+
+
+def test_a_client_that_diverges_is_told_what_to_lower() -> None:
+    (failure,) = run(recipe(Diverging(frozenset({(2, 1)}))), ALL, tolerate=0.5).failures
+    assert "the loss is not finite from step 2 of" in failure.error
+    assert "learning rate 0.05" in failure.error
+    assert "lower local.lr" in failure.error
+
+
+def test_an_upload_that_is_not_a_number_names_the_method_that_sends_it() -> None:
+    (failure,) = run(recipe(Overflowing(frozenset({(2, 1)}))), ALL, tolerate=0.5).failures
+    assert failure.method == "overflowing"
+    assert "overflowing.value" in failure.error
+
+
+def test_a_personal_parameter_that_is_not_a_number_never_becomes_state() -> None:
+    found = run(recipe(FedBN(), Spoiling(), model=NORMED), ALL, rounds=4, tolerate=0.5)
+    assert where(found.failures) == HITS, "each of them only once: the state before it is kept"
+
+
+def test_on_a_host_of_its_own_a_failure_is_the_same_failure(hosts: Hosts) -> None:
+    study = recipe(Raising())
+    here = run(study, ALL, rounds=4, tolerate=0.5)
+    there = ran(coordinate(study, ALL, runtime=hosts.runtime(study, 2), rounds=4, tolerate=0.5))
+    assert there.bits == here.bits
+    assert there.history == here.history
+    assert where(there.failures) == HITS
+    assert {failure.host for failure in there.failures} <= {"host-0", "host-1"}
+
+
+def test_with_a_buffer_failures_are_left_out_as_well() -> None:
+    hits = frozenset((client, version) for client in (0, 3) for version in range(20))
+    found = run(recipe(Raising(hits)), Buffered(concurrency=4, size=3), rounds=8, tolerate=0.7)
+    assert {failure.client for failure in found.failures} == {0, 3}
+    assert sum(row["failures"] for row in found.rows) == len(found.failures)  # type: ignore[misc]
+    assert all(row["clients"] + row["failures"] == 3 for row in found.rows)  # type: ignore[operator]
+
+
+def test_a_round_in_which_all_fail_changes_nothing_but_the_clock() -> None:
+    hits = frozenset((client, 1) for client in range(6))
+    found = run(recipe(Raising(hits)), ALL, Ideal(), rounds=3, tolerate=1.0)
+    assert found.rows[1]["train_loss"] is None
+    assert found.rows[1]["clients"] == 0
+    assert found.rows[1]["accuracy_global"] == found.rows[0]["accuracy_global"]
+    assert found.rows[1]["loss_global"] == found.rows[0]["loss_global"]
+    assert len(found.rows) == 3
+
+
+def test_the_private_state_of_a_client_that_failed_is_the_one_before(tmp_path: Path) -> None:
+    coordinator = coordinate(
+        recipe(Scaffold(), Raising()), ALL, rounds=4, tolerate=0.5, checkpoint_every=1, folder=str(tmp_path)
+    )
+    states = [checkpoint.read(Path(event.path)) for event in coordinator.run() if isinstance(event, Saved)]
+    for version in range(1, 4):
+        for client in range(6):
+            before, after = (
+                {key: value for key, value in state.clients.items() if key.startswith(f"{client}/")}
+                for state in states[version - 1 : version + 1]
+            )
+            assert same(before, after) == ((client, version) in HITS)
+
+
+# --- too many -----------------------------------------------------------------------------------------------------
+
+
+def events_until_stopped(coordinator: Coordinator) -> tuple[list[Any], TooManyFailures]:
+    events = []
+    with pytest.raises(TooManyFailures) as stopped:
+        for event in coordinator.run():
+            events.append(event)
+    return events, stopped.value
+
+
+@pytest.mark.parametrize("methods", [[], [Scaffold()]], ids=["fedavg", "scaffold"])
+@pytest.mark.parametrize("schedule", [ALL, Buffered(concurrency=5, size=4)], ids=["rounds", "buffer"])
+def test_too_many_failures_stop_the_run_with_a_checkpoint_that_resumes_once_they_are_tolerated(
+    schedule: Any, methods: list[Method], tmp_path: Path
+) -> None:
+    hits = frozenset((client, version) for client in (0, 2) for version in (2, 3, 4))
+    study = recipe(*methods, Raising(hits))
+    straight = run(study, schedule, rounds=7, tolerate=1.0)
+    assert straight.failures, "or nothing stops"
+    events, error = events_until_stopped(coordinate(study, schedule, rounds=7, tolerate=0.0, folder=str(tmp_path)))
+    finished = [event.row["round"] for event in events if isinstance(event, Round)]
+    (path,) = checkpoint.available(tmp_path / "checkpoints")
+    assert path.name == f"round-{finished[-1]:06d}"
+    assert f"resume continues from {path}" in str(error)
+    assert "faults.tolerate=0.0" in str(error)
+    assert "client " in str(error)
+    assert "method 'raising'" in str(error)
+    resumed = run(study, schedule, rounds=7, tolerate=1.0, resume=str(path))
+    assert resumed.bits == straight.bits
+    assert resumed.history == straight.history
+
+
+def test_as_many_failures_as_are_tolerated_do_not_stop_a_run() -> None:
+    hits = frozenset({(client, 0) for client in range(6)} - {(0, 0), (1, 0)})
+    assert len(run(recipe(Raising(hits)), ALL, rounds=1, tolerate=4 / 6).failures) == 4
+    with pytest.raises(TooManyFailures, match="4 of 6 clients failed in round 1"):
+        run(recipe(Raising(hits)), ALL, rounds=1, tolerate=0.5)
+
+
+def test_without_a_folder_the_run_stops_without_a_checkpoint() -> None:
+    hits = frozenset((client, 0) for client in range(6))
+    with pytest.raises(TooManyFailures) as stopped:
+        run(recipe(Raising(hits)), ROUNDS)
+    assert "resume" not in str(stopped.value)

@@ -1,0 +1,73 @@
+"""What a run keeps: nothing that grows with rounds, nothing for clients that were never sampled."""
+
+from __future__ import annotations
+
+import gc
+
+import numpy as np
+import pytest
+import torch
+from studies import coordinate, even, recipe
+
+from raysim.api.method import Method
+from raysim.methods.scaffold import Scaffold
+from raysim.models import Mlp
+from raysim.simulation.coordinator import Coordinator, Round
+from raysim.simulation.evaluator import Evaluation
+from raysim.simulation.schedule import Buffered, Schedule, Synchronous
+
+
+def held_bytes() -> int:
+    """Bytes of all live tensors and arrays, each storage counted once."""
+    gc.collect()
+    found: dict[int, int] = {}
+    for thing in gc.get_objects():
+        if isinstance(thing, torch.Tensor):
+            found[thing.untyped_storage().data_ptr()] = thing.untyped_storage().nbytes()
+    return sum(found.values())
+
+
+def held_after(coordinator: Coordinator, rounds: tuple[int, ...]) -> list[int]:
+    """Bytes held at the end of some rounds."""
+    found = []
+    for event in coordinator.run():
+        if isinstance(event, Round) and event.row["round"] in rounds:
+            found.append(held_bytes())
+    return found
+
+
+@pytest.mark.parametrize("schedule", [Synchronous(4), Buffered(concurrency=4, size=2)], ids=["rounds", "buffer"])
+@pytest.mark.parametrize("methods", [(), (Scaffold(),)], ids=["stateless", "stateful"])
+def test_memory_is_the_same_at_round_200_as_when_every_client_was_seen(
+    methods: tuple[Method, ...], schedule: Schedule
+) -> None:
+    study = recipe(*methods, model=Mlp((64,)), data=even())
+    coordinator = coordinate(study, schedule, rounds=200, evaluation=Evaluation(every=50))
+    early, late = held_after(coordinator, (30, 190))
+    assert len(coordinator.turns) == 6, "every client was seen"
+    assert late <= early * 1.02
+
+
+def test_stateless_runs_keep_nothing_per_client() -> None:
+    coordinator = coordinate(recipe(data=even()), rounds=3)
+    list(coordinator.run())
+    assert coordinator.states.stored == {} and coordinator.runtime.members[0]._resident == {}  # type: ignore[attr-defined]
+
+
+def test_clients_that_were_never_sampled_cost_nothing() -> None:
+    data = even(clients=50, samples=400)
+    coordinator = coordinate(
+        recipe(Scaffold(), data=data), Synchronous(3), rounds=4, evaluation=Evaluation(every=10**9)
+    )
+    list(coordinator.run())
+    seen = set(coordinator.turns)
+    assert len(seen) <= 12
+    assert set(coordinator.runtime.members[0]._resident) == seen == set(coordinator.states.accepted)  # type: ignore[attr-defined]
+    assert len(coordinator.states.stored) == len(seen)
+
+
+def test_base_versions_are_forgotten_once_no_job_needs_them() -> None:
+    coordinator = coordinate(recipe(data=even()), Buffered(concurrency=4, size=2), rounds=30)
+    held = [len(coordinator._published) for _ in coordinator.run()]
+    assert max(held) <= 4 + 1, "as many base versions as jobs under way, and the current one"
+    assert np.isfinite(coordinator.server.vector.numpy()).all()

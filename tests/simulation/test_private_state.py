@@ -1,0 +1,216 @@
+"""Private state survives between a client's participations, and is what the methods say it is."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from cluster import Hosts
+from studies import NORMED, coordinate, recipe, run, same, tiny
+
+from raysim.api.declarations import Local
+from raysim.methods.fedbn import FedBN
+from raysim.methods.fedbss import FedBSS
+from raysim.methods.scaffold import Scaffold
+from raysim.simulation import checkpoint
+from raysim.simulation.coordinator import Coordinator, Saved
+from raysim.simulation.evaluator import Evaluation
+from raysim.simulation.schedule import Buffered, Synchronous
+
+LOCAL = Local(lr=0.05, momentum=0.9, batch=8, epochs=3)
+SCHEDULES = {"rounds": Synchronous(2), "buffer": Buffered(concurrency=3, size=2)}
+ROUNDS = 7
+
+
+def study(*methods: Any) -> Any:
+    return recipe(*methods, model=NORMED, local=LOCAL, data=tiny(clients=5))
+
+
+def snapshots(coordinator: Coordinator) -> Iterator[checkpoint.Snapshot]:
+    """What a run is after each of its rounds."""
+    for event in coordinator.run():
+        if isinstance(event, Saved):
+            yield checkpoint.read(Path(event.path))
+
+
+def every_round(
+    folder: Path, *methods: Any, schedule: str = "rounds", runtime: Any = None
+) -> list[checkpoint.Snapshot]:
+    asked = {
+        "rounds": ROUNDS,
+        "checkpoint_every": 1,
+        "folder": str(folder),
+        "runtime": runtime,
+        "evaluation": Evaluation(every=99),
+    }
+    found = list(snapshots(coordinate(study(*methods), SCHEDULES[schedule], **asked)))
+    assert len(found) == ROUNDS
+    return found
+
+
+def of(client: int, snapshot: checkpoint.Snapshot) -> dict[str, np.ndarray]:
+    return {key: value for key, value in snapshot.clients.items() if key.startswith(f"{client}/")}
+
+
+def participants(snapshot: checkpoint.Snapshot) -> dict[int, int]:
+    """The job behind each client's accepted state."""
+    return dict(snapshot.numbers["accepted"])
+
+
+def sat_out(found: list[checkpoint.Snapshot]) -> list[tuple[int, int]]:
+    """(round, client): the client had a state before this round and did not take part in it."""
+    return [
+        (index, client)
+        for index, (before, after) in enumerate(itertools.pairwise(found), start=1)
+        for client, job in participants(before).items()
+        if participants(after)[client] == job
+    ]
+
+
+METHODS: dict[str, Any] = {
+    "fedbn": FedBN,
+    "fedbss": lambda: FedBSS(warmup_rounds=1, refresh=2),
+    "scaffold": Scaffold,
+}
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("name", METHODS)
+def test_on_ray_state_survives_the_rounds_that_a_client_sits_out(
+    name: str, schedule: str, hosts: Hosts, tmp_path: Path
+) -> None:
+    here = every_round(tmp_path / "here", METHODS[name](), schedule=schedule)
+    runtime = hosts.runtime(study(METHODS[name]()), 2)
+    there = every_round(tmp_path / "there", METHODS[name](), schedule=schedule, runtime=runtime)
+    for one, other in zip(here, there, strict=True):
+        assert same(one.clients, other.clients)
+        assert same(one.server, other.server)
+    rested = sat_out(there)
+    assert rested, "or nothing survived anything"
+    for index, client in rested:
+        assert same(of(client, there[index - 1]), of(client, there[index]))
+    last = participants(there[-1])
+    assert any(last[client] != participants(there[index])[client] for index, client in rested), "somebody came back"
+
+
+# --- SCAFFOLD -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_the_servers_control_variate_is_the_mean_of_all_clients_after_every_round(
+    schedule: str, tmp_path: Path
+) -> None:
+    for index, snapshot in enumerate(every_round(tmp_path, Scaffold(), schedule=schedule)):
+        own = [value for key, value in snapshot.clients.items() if key.endswith("/scaffold.control")]
+        mean = np.sum(own, axis=0, dtype=np.float64) / 5  # who never took part has zero
+        server = snapshot.server["state/scaffold.control"]
+        assert np.abs(server).max() > 0.01, index
+        np.testing.assert_allclose(server, mean, rtol=1e-4, atol=1e-6)
+    assert len(own) == 5, "by the end all took part"
+
+
+# --- FedBN --------------------------------------------------------------------------------------------------------
+
+
+def test_a_clients_normalisation_goes_on_from_where_it_was() -> None:
+    # With one client a round, FedBN's statistics must count every batch that the client ever saw.
+    found = run(study(FedBN()), Synchronous(1), rounds=12)
+    states = found.coordinator._client_states()
+    turns, counts = found.coordinator.turns, found.coordinator.counts
+    assert max(turns.values()) > 1
+    for client, turn in turns.items():
+        batches = turn * LOCAL.epochs * math.ceil(counts[client] / LOCAL.batch)  # type: ignore[operator]
+        singles = turn * LOCAL.epochs * (counts[client] % LOCAL.batch == 1)  # type: ignore[operator]
+        assert states[f"{client}/personal.counters"].tolist() == [batches - singles] * 2
+
+
+# --- FedBSS -------------------------------------------------------------------------------------------------------
+
+
+class Forgetful(FedBSS):
+    """Loses its caches between two participations."""
+
+    def receive(self, ctx: Any) -> None:
+        for key in ("fedbss.losses", "fedbss.uncertainties"):
+            ctx.state[key] = torch.arange(ctx.samples, 0, -1).float()
+        super().receive(ctx)
+
+
+@pytest.mark.parametrize(("refresh", "matters"), [(1, False), (2, True)])
+def test_the_cache_matters_only_where_it_is_not_refreshed_at_every_participation(refresh: int, matters: bool) -> None:
+    kept, lost = (run(study(kind(1, refresh)), Synchronous(3), rounds=6).finished for kind in (FedBSS, Forgetful))
+    assert (kept.model_sha256 != lost.model_sha256) == matters
+
+
+def test_every_second_participation_of_stage_two_uses_the_ranking_of_the_one_before(tmp_path: Path) -> None:
+    found = every_round(tmp_path, FedBSS(warmup_rounds=2, refresh=2))
+    checked = 0
+    for before, after in zip([None, *found], found, strict=False):
+        for client, job in participants(after).items():
+            if before and participants(before).get(client) == job:
+                continue
+            old = of(client, before) if before else {}
+            new, version = of(client, after), after.numbers["version"] - 1
+            count = int(old[f"{client}/fedbss.count"][0]) if old else 0
+            if version < 2:
+                assert int(new[f"{client}/fedbss.version"][0]) == -1
+            elif count % 2:
+                checked += 1
+                for key in ("losses", "uncertainties", "version"):
+                    assert np.array_equal(new[f"{client}/fedbss.{key}"], old[f"{client}/fedbss.{key}"])
+            else:
+                assert int(new[f"{client}/fedbss.version"][0]) == version
+                assert (new[f"{client}/fedbss.losses"] > 0).all()
+    assert checked
+
+
+def test_the_ranking_pass_leaves_parameters_buffers_and_random_states_as_they_were() -> None:
+    seen = []
+
+    class Watched(FedBSS):
+        def receive(self, ctx: Any) -> None:
+            before = _everything(ctx)
+            super().receive(ctx)
+            seen.append(ctx.version)
+            after = _everything(ctx)
+            assert before.keys() == after.keys()
+            assert all(torch.equal(before[key], after[key]) for key in before)
+            assert all(module.training for module in ctx.model.modules())
+
+    assert not run(study(Watched(warmup_rounds=1)), rounds=3).failures
+    assert max(seen) > 1
+
+
+def _everything(ctx: Any) -> dict[str, torch.Tensor]:
+    numbers = np.random.get_state()[1]  # noqa: NPY002
+    return {
+        "vector": ctx.vector.data.clone(),
+        "counters": ctx.vector.counters.clone(),
+        "torch": torch.get_rng_state(),
+        "numpy": torch.tensor(np.asarray(numbers, dtype=np.int64)),
+    }
+
+
+def test_samples_are_ranked_by_the_received_model_in_eval_mode() -> None:
+    ranked: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    class Watched(FedBSS):
+        def receive(self, ctx: Any) -> None:
+            super().receive(ctx)
+            model = ctx.frozen()["model"]
+            with torch.no_grad():
+                parts = [
+                    torch.nn.functional.cross_entropy(model(inputs), labels, reduction="none")
+                    for inputs, labels in ctx.data()
+                ]
+            ranked.append((ctx.state["fedbss.losses"], torch.cat(parts)))
+
+    run(study(Watched(warmup_rounds=0)), rounds=2)
+    assert ranked
+    assert all(torch.equal(cached, again) for cached, again in ranked)

@@ -1,0 +1,244 @@
+"""The server's step: which sums it makes in which order, and what happens to buffers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from raysim.api.declarations import Task
+from raysim.api.messages import Published, Sum, Update
+from raysim.api.method import Method
+from raysim.methods.fedbuff import FedBuff
+from raysim.methods.fedopt import FedAvgM
+from raysim.simulation.server import Server
+from raysim.vectors.layout import plan_layout
+
+CLIENTS = 12
+LAYOUT = plan_layout({"model": nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))})
+TRAINED, SHARED = LAYOUT.trained, LAYOUT.shared
+RNG = np.random.default_rng(0)
+DELTAS = RNG.standard_normal((CLIENTS, SHARED)).astype(np.float32)
+START = RNG.standard_normal(SHARED).astype(np.float32)
+TASK = Task((1, 2, 2), 3, CLIENTS)
+COUNTS = np.array([7, 1, 13, 4, 9, 22, 3, 5, 17, 2, 8, 6])
+
+
+def server(*methods: Method, **settings: Any) -> Server:
+    return Server(LAYOUT, torch.tensor(START), torch.zeros(1, dtype=torch.int64), methods, COUNTS, 0, TASK, **settings)
+
+
+def update(client: int, version: int = 0, counter: int = 1, delta: np.ndarray | None = None) -> Update:
+    delta = DELTAS[client] if delta is None else delta
+    samples = int(COUNTS[client])
+    return Update(client, client, version, samples, samples, 1, 0.5, 0.0, delta, np.array([counter]))
+
+
+def step(
+    target: Server,
+    updates: Sequence[Update | None],
+    sums: Sequence[Sum] = (),
+    bases: dict[int, Published] | None = None,
+) -> Server:
+    target.step(updates, sums, [0] * len(updates), bases or {})
+    return target
+
+
+def on_a_host(clients: Sequence[int], failed: Sequence[int] = ()) -> Sum:
+    """The sum of a group as a host makes it: the first product, then one fused multiply-and-add after another."""
+    total: Tensor | None = None
+    for client in clients:
+        if client not in failed:
+            delta, weight = torch.tensor(DELTAS[client]), float(COUNTS[client])
+            total = delta * weight if total is None else total.add_(delta, alpha=weight)
+    assert total is not None
+    return Sum(tuple(clients), total.numpy())
+
+
+def stripped(client: int) -> Update:
+    return update(client, delta=np.empty(0, np.float32))
+
+
+ALL = list(range(CLIENTS))
+
+
+def groups(size: int) -> list[list[int]]:
+    return [ALL[start : start + size] for start in range(0, CLIENTS, size)]
+
+
+@pytest.mark.parametrize("size", [1, 5, 12, 100])
+def test_sums_from_hosts_and_single_updates_give_the_same_bits(size: int) -> None:
+    single = step(server(group=size), [update(client) for client in ALL])
+    summed = step(server(group=size), [stripped(client) for client in ALL], [on_a_host(unit) for unit in groups(size)])
+    assert torch.equal(single.vector, summed.vector)
+    average = (COUNTS[:, None] * DELTAS.astype(np.float64)).sum(0) / COUNTS.sum()
+    np.testing.assert_allclose(single.vector.numpy(), START + average, rtol=1e-5, atol=1e-6)
+
+
+def test_the_size_of_a_group_is_part_of_the_bits() -> None:
+    by_five, by_three = (step(server(group=size), [update(client) for client in ALL]) for size in (5, 3))
+    assert not torch.equal(by_five.vector, by_three.vector), "or nothing here is tested"
+
+
+def test_the_bits_do_not_depend_on_the_order_in_which_sums_come_back() -> None:
+    sums = [on_a_host(unit) for unit in groups(5)]
+    ways = [step(server(), [stripped(client) for client in ALL], order) for order in (sums, sums[::-1])]
+    assert torch.equal(ways[0].vector, ways[1].vector)
+
+
+def test_some_groups_may_come_summed_and_others_one_by_one() -> None:
+    mixed = [*(stripped(client) for client in ALL[:5]), *(update(client) for client in ALL[5:])]
+    found = step(server(), mixed, [on_a_host(ALL[:5])])
+    assert torch.equal(found.vector, step(server(), [update(client) for client in ALL]).vector)
+
+
+def test_another_order_of_acceptance_is_another_order_of_the_sum_and_no_other_difference() -> None:
+    ways = [step(server(), [update(client) for client in order]).vector for order in (ALL, ALL[::-1])]
+    assert torch.allclose(*ways, rtol=1e-5, atol=1e-6)
+
+
+def test_a_client_that_failed_keeps_its_place_in_its_group() -> None:
+    failed = (0, 6)
+    present = [None if client in failed else update(client) for client in ALL]
+    found = step(server(), present)
+    summed = step(
+        server(),
+        [None if client in failed else stripped(client) for client in ALL],
+        [on_a_host(unit, failed) for unit in groups(5)],
+    )
+    assert torch.equal(found.vector, summed.vector)
+    kept = [client for client in ALL if client not in failed]
+    average = (COUNTS[kept, None] * DELTAS[kept].astype(np.float64)).sum(0) / COUNTS[kept].sum()
+    np.testing.assert_allclose(found.vector.numpy(), START + average, rtol=1e-5, atol=1e-6)
+
+
+def test_a_whole_group_may_fail() -> None:
+    present = [None if client < 5 else update(client) for client in ALL]
+    found = step(server(), present)
+    assert torch.isfinite(found.vector).all()
+    assert not np.array_equal(found.vector.numpy(), START)
+
+
+def test_a_round_in_which_all_fail_is_a_version_of_the_same_vector() -> None:
+    found = step(server(), [None, None])
+    assert np.array_equal(found.vector.numpy(), START)
+    assert found.version == 1
+
+
+def test_equal_clients_leave_the_mean_of_their_updates_whatever_their_weights() -> None:
+    same = np.ones(SHARED, np.float32)
+    for weighting in ("samples", "uniform"):
+        found = step(server(weighting=weighting), [update(client, delta=same) for client in ALL])
+        np.testing.assert_allclose(found.vector.numpy(), START + 1, rtol=1e-6)
+
+
+# --- buffers and counters -----------------------------------------------------------------------------------------
+
+
+class Doubling(Method):
+    name = "doubling"
+
+    def apply(self, params: Tensor, direction: Tensor, server: Server) -> Tensor:
+        return params + 100 * direction
+
+    def divisor(self, weights: Sequence[float], server: Server) -> float:
+        return 1.0
+
+
+@pytest.mark.parametrize("method", [Doubling(), FedAvgM(server_lr=7.0)], ids=lambda method: method.name)
+def test_buffers_take_normalised_weights_and_no_server_rate(method: Method) -> None:
+    found = step(server(method), [update(client) for client in ALL])
+    plain = step(server(), [update(client) for client in ALL])
+    assert torch.equal(found.vector[TRAINED:], plain.vector[TRAINED:])
+    assert not torch.equal(found.vector[:TRAINED], plain.vector[:TRAINED])
+
+
+def test_of_buffers_the_statistics_are_averaged_and_not_their_stale_changes() -> None:
+    target = server(FedBuff(), weighting="uniform")
+    step(target, [update(client) for client in (0, 1)])
+    step(target, [update(client, version=1) for client in (2, 3)], bases={1: target.published()})
+    now = target.vector.clone()
+    bases = {0: Published(0, START, np.zeros(1, np.int64)), 2: target.published()}
+    target.step([update(4, version=0), update(5, version=2)], [], [2, 0], bases)
+    weights = np.array([1 / np.sqrt(3), 1.0])
+    statistics = np.stack([START + DELTAS[4], now.numpy() + DELTAS[5]])[:, TRAINED:]
+    expected = (weights[:, None] * statistics).sum(0) / weights.sum()
+    np.testing.assert_allclose(target.vector[TRAINED:].numpy(), expected, rtol=1e-5, atol=1e-6)
+    direction = (weights[:, None] * DELTAS[[4, 5], :TRAINED]).sum(0) / 2
+    np.testing.assert_allclose(target.vector[:TRAINED].numpy(), now[:TRAINED].numpy() + direction, rtol=1e-5, atol=1e-6)
+
+
+def test_counters_take_the_largest_value() -> None:
+    found = step(server(), [update(client, counter=1 + client % 5) for client in ALL])
+    assert found.counters.tolist() == [5]
+
+
+# --- methods' parts -----------------------------------------------------------------------------------------------
+
+
+def test_hosts_may_sum_unless_weights_or_single_updates_are_needed() -> None:
+    class Combining(Method):
+        name = "combining"
+
+        def combine(self, updates: Any, weights: Any, divisor: float, server: Server) -> Tensor:
+            return torch.stack([torch.tensor(update.delta[:TRAINED]) for update in updates]).mean(0)
+
+    assert server().summable
+    assert server(FedAvgM()).summable
+    assert not server(FedBuff(), weighting="uniform").summable
+    assert not server(Combining()).summable
+    found = step(server(Combining()), [update(client) for client in ALL])
+    np.testing.assert_allclose(
+        found.vector[:TRAINED], START[:TRAINED] + DELTAS[:, :TRAINED].mean(0), rtol=1e-5, atol=1e-6
+    )
+    plain = step(server(), [update(client) for client in ALL])
+    assert torch.allclose(found.vector[TRAINED:], plain.vector[TRAINED:], rtol=1e-5, atol=1e-6)
+
+
+def test_the_parts_of_a_step_come_in_their_order() -> None:
+    log: list[str] = []
+
+    class Logging(Method):
+        name = "logging"
+
+        def weigh(self, weights: list[float], updates: Any, server: Server) -> list[float]:
+            log.append("weigh")
+            return [2 * weight for weight in weights]
+
+        def divisor(self, weights: Any, server: Server) -> float:
+            log.append("divisor")
+            return float(sum(weights))
+
+        def mix(self, direction: Tensor, server: Server) -> Tensor:
+            log.append("mix")
+            return direction
+
+        def apply(self, params: Tensor, direction: Tensor, server: Server) -> Tensor:
+            log.append("apply")
+            return params + direction
+
+        def absorb(self, updates: Any, server: Server) -> None:
+            log.append("absorb")
+            assert not torch.equal(server.vector, torch.tensor(START))
+
+    found = step(server(Logging()), [update(client) for client in ALL])
+    assert log == ["weigh", "divisor", "mix", "apply", "absorb"]
+    plain = step(server(), [update(client) for client in ALL])
+    assert torch.equal(found.vector, plain.vector), "weights that are all twice as large are the same weights"
+
+
+def test_a_step_leaves_what_was_published_as_it_was() -> None:
+    target = server(FedAvgM())
+    published = target.published()
+    step(target, [update(client) for client in ALL])
+    assert np.array_equal(published.vector, START)
+    assert published.counters.tolist() == [0]
+
+
+def test_sample_weights_and_a_fixed_divisor_are_refused_together() -> None:
+    with pytest.raises(ValueError, match=r"weighting=samples .* set weighting=uniform"):
+        server(FedBuff(), weighting="samples")

@@ -1,0 +1,166 @@
+"""Private states beyond a budget lie on disk: the same bits, less memory on hosts and in the store."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from cluster import Hosts
+from studies import NORMED, coordinate, ran, recipe, run, several, tiny
+
+from raysim import cli
+from raysim.api.declarations import Local
+from raysim.experiment.settings import State
+from raysim.methods.fedbn import FedBN
+from raysim.methods.fedbss import FedBSS
+from raysim.methods.scaffold import Scaffold
+from raysim.simulation.coordinator import Coordinator, Saved
+from raysim.simulation.evaluator import Evaluation
+from raysim.simulation.schedule import Buffered, Synchronous
+from raysim.simulation.spill import Spill
+
+SCHEDULES = {"rounds": Synchronous(2), "buffer": Buffered(concurrency=3, size=2)}
+METHODS: dict[str, Any] = {"fedbn": FedBN, "fedbss": lambda: FedBSS(warmup_rounds=1, refresh=2), "scaffold": Scaffold}
+ROUNDS = 8
+
+
+def study(name: str) -> Any:
+    return recipe(METHODS[name](), model=NORMED, local=Local(lr=0.05, batch=8, epochs=2), data=tiny(clients=6))
+
+
+def size(name: str) -> float:
+    """Bytes of a client's private state, about."""
+    found = run(study(name), SCHEDULES["rounds"], rounds=1)
+    return found.coordinator.dispatcher.state_bytes / 2
+
+
+# --- a run ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("states", [0, 2.5])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("name", METHODS)
+def test_a_budget_changes_no_bit(name: str, schedule: str, states: float, hosts: Hosts) -> None:
+    whole = run(study(name), SCHEDULES[schedule], rounds=ROUNDS)
+    asked: dict[str, Any] = {"rounds": ROUNDS, "state_budget": states * size(name)}
+    for runtime in (None, several(study(name), 3), hosts.runtime(study(name), 2)):
+        found = ran(coordinate(study(name), SCHEDULES[schedule], runtime=runtime, **asked))
+        assert found.bits == whole.bits and found.history == whole.history
+        assert max(row["spilled_bytes"] for row in found.rows) > 0  # type: ignore[type-var]
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_memory_holds_the_budget_and_clients_at_work(schedule: str) -> None:
+    most, each = 2, size("scaffold")
+    runtime = several(study("scaffold"), 2)
+    coordinator = coordinate(
+        study("scaffold"), SCHEDULES[schedule], runtime=runtime, rounds=ROUNDS, state_budget=most * each
+    )
+    for _ in coordinator.run():
+        held, accepted = coordinator.dispatcher.held, coordinator.states.accepted
+        at_work = {client for client, (_, last) in held.items() if accepted.get(client) != last}
+        resident = [client for host in runtime.members for client in host._resident]
+        assert len(resident) == len(set(resident)), "a client that moved leaves nothing behind"
+        assert len(set(resident) - at_work) <= most
+        stored = {client for client, number in accepted.items() if number in coordinator.states.stored}
+        assert len(stored - at_work) <= most
+    spilled = coordinator.rows[-1]["spilled_bytes"]
+    assert spilled is not None and spilled >= each, "and the others are somewhere"
+
+
+def test_without_a_budget_a_client_that_moves_leaves_nothing_behind() -> None:
+    runtime = several(study("fedbn"), 3)
+    ran(coordinate(study("fedbn"), SCHEDULES["buffer"], runtime=runtime, rounds=20))
+    resident = [client for host in runtime.members for client in host._resident]
+    assert sorted(resident) == sorted(set(resident)) and len(resident) > 3
+
+
+@pytest.mark.parametrize("states", [0, 1.5])
+def test_own_models_are_scored_from_disk(states: float) -> None:
+    asked: dict[str, Any] = {"rounds": 6, "evaluation": Evaluation(every=2, common=True)}
+    whole = run(study("fedbn"), SCHEDULES["rounds"], **asked)
+    budget = states * size("fedbn")
+    runtime = several(study("fedbn"), 3)
+    found = ran(coordinate(study("fedbn"), SCHEDULES["rounds"], runtime=runtime, state_budget=budget, **asked))
+    assert found.history == whole.history and found.bits == whole.bits
+
+
+@pytest.mark.parametrize(("before", "after"), [(math.inf, 0.0), (0.0, math.inf), (0.0, 0.0)])
+def test_a_run_goes_on_with_another_budget(before: float, after: float, tmp_path: Path) -> None:
+    whole = run(study("scaffold"), SCHEDULES["buffer"], rounds=ROUNDS)
+    first = coordinate(
+        study("scaffold"), SCHEDULES["buffer"], rounds=4, checkpoint_every=4, folder=str(tmp_path), state_budget=before
+    )
+    saved = [event.path for event in first.run() if isinstance(event, Saved)]
+    second = coordinate(
+        study("scaffold"),
+        SCHEDULES["buffer"],
+        rounds=ROUNDS,
+        resume=saved[-1],
+        folder=str(tmp_path),
+        state_budget=after,
+    )
+    assert ran(second).bits == whole.bits
+    assert isinstance(second, Coordinator) and not [p for p in tmp_path.iterdir() if p.name.startswith("tmp")]
+
+
+def test_a_budget_is_a_key_of_the_configuration(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert State(0.5).bytes == 2**29 and State().bytes == math.inf
+    words = ["run", "runtime=inprocess", "tracking=none", "rounds=1", f"out={tmp_path / 'run'}", "--quiet"]
+    with pytest.raises(SystemExit, match="2"):
+        cli.main([*words, "state.budget=-1"])
+    assert "state.budget=-1" in capsys.readouterr().err
+
+
+# --- the file ---------------------------------------------------------------------------------------------------------
+
+
+def test_arrays_come_back_as_they_were_whatever_they_are() -> None:
+    spill = Spill()
+    rng = np.random.default_rng(0)
+    written: dict[int, dict[str, np.ndarray]] = {}
+    for turn in range(30):
+        client = int(rng.integers(5))
+        written[client] = {
+            "weights": rng.standard_normal((3, int(rng.integers(1, 9))), dtype=np.float32),
+            "rank": rng.integers(0, 9, size=turn),
+            "seen": rng.random(5) < 0.5,
+            "count": np.array(turn),
+            "none": np.empty((0, 4)),
+        }
+        spill.write(client, written[client])
+        for each, arrays in written.items():
+            found = spill.read(each)
+            assert list(found) == list(arrays)
+            for key, array in arrays.items():
+                assert (
+                    found[key].dtype == array.dtype
+                    and np.array_equal(found[key], array)
+                    and array.shape == found[key].shape
+                )
+                assert not found[key].flags.writeable or not found[key].size
+
+
+def test_a_client_without_entries_has_a_state_too() -> None:
+    spill = Spill()
+    spill.write(3, {"none": np.empty(0, np.float32)})
+    assert spill.read(3)["none"].shape == (0,)
+
+
+def test_a_state_of_one_size_is_written_where_it_was(tmp_path: Path) -> None:
+    spill = Spill(tmp_path)
+    for _ in range(10):
+        spill.write(0, {"x": np.ones(1000, np.float32)})
+    assert spill._end < 2 * 4096
+    assert list(tmp_path.iterdir()) == [], "the file has no name: nothing is left, however the process ends"
+
+
+def test_a_full_disk_is_named() -> None:
+    spill = Spill()
+    spill._file.close()
+    spill._file = open("/dev/full", "w+b", buffering=0)  # type: ignore[assignment]  # noqa: SIM115
+    with pytest.raises(OSError, match=r"No space left .* of private states"):
+        spill.write(0, {"x": np.ones(4, np.float32)})

@@ -1,0 +1,298 @@
+"""The step: optimisers against PyTorch's own, clipping, stages, and the order of corrections."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from studies import NORMED, recipe
+from torch import Tensor, nn
+
+from raysim.api.context import Batch, Context, Stage
+from raysim.api.declarations import Network
+from raysim.api.method import Method
+from raysim.training.host import Host
+from raysim.training.step import Step
+from raysim.vectors.layout import Vector, plan_layout
+from raysim.vectors.optimizer import Descent, Optimizer
+
+SHAPES = ((3, 4), (4,), (2, 4), (2,))
+
+
+def values(seed: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, generator=generator) for shape in SHAPES]
+
+
+def by_torch(optimizer: type[torch.optim.Optimizer], steps: int = 5, **settings: Any) -> list[Tensor]:
+    params = [nn.Parameter(value) for value in values(0)]
+    steps_ = optimizer(params, lr=0.1, **settings)
+    for step in range(1, steps + 1):
+        for param, grad in zip(params, values(step), strict=True):
+            param.grad = grad
+        steps_.step()
+    return [param.detach() for param in params]
+
+
+def by_us(settings: Optimizer, flat: bool, steps: int = 5) -> list[Tensor]:
+    descent, params = Descent(settings), values(0)
+    whole = [torch.cat([value.flatten() for value in params])]
+    for step in range(1, steps + 1):
+        if flat:
+            descent.step(whole, [torch.cat([grad.flatten() for grad in values(step)])], 0.1)
+        else:
+            descent.step(params, values(step), 0.1)
+    if flat:
+        params = [part.view(shape) for part, shape in zip(whole[0].split([12, 4, 8, 2]), SHAPES, strict=True)]
+    return params
+
+
+@pytest.mark.parametrize("flat", [False, True], ids=["on views", "on one flat tensor"])
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"momentum": 0.9}, {"weight_decay": 0.05}, {"momentum": 0.9, "weight_decay": 0.05},
+     {"momentum": 0.9, "weight_decay": 0.05, "nesterov": True}, {"momentum": 0.5, "nesterov": True}],
+    ids=str,
+)  # fmt: skip
+def test_sgd_is_that_of_pytorch_bit_for_bit(settings: dict[str, Any], flat: bool) -> None:
+    ours = by_us(Optimizer(**settings), flat)
+    assert all(torch.equal(one, other) for one, other in zip(ours, by_torch(torch.optim.SGD, **settings), strict=True))
+
+
+@pytest.mark.parametrize("flat", [False, True], ids=["on views", "on one flat tensor"])
+@pytest.mark.parametrize("decay", [0.0, 0.05])
+def test_adam_is_that_of_pytorch_up_to_rounding(decay: float, flat: bool) -> None:
+    ours = by_us(Optimizer("adam", weight_decay=decay), flat)
+    theirs = by_torch(torch.optim.Adam, weight_decay=decay)
+    assert all(torch.allclose(one, other, rtol=1e-5, atol=1e-7) for one, other in zip(ours, theirs, strict=True))
+
+
+# --- the step on a small network ----------------------------------------------------------------------------------
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.extractor, self.head = nn.Linear(3, 4), nn.Linear(4, 2)
+
+    def features(self, inputs: Tensor) -> Tensor:
+        return self.extractor(inputs).tanh()
+
+
+def net(seed: int = 0) -> Net:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return Net()
+
+
+X = torch.linspace(-1, 1, 15).reshape(5, 3)
+Y = torch.tensor([0, 1, 1, 0, 1])
+
+
+def at_work(
+    methods: Sequence[Method],
+    optimizer: Optimizer,
+    clip: float = 0.0,
+    personal: Sequence[str] = (),
+    **networks: nn.Module,
+) -> tuple[Step, Context]:
+    nets = {"model": net(), **networks}
+    vector = Vector(nets, plan_layout(nets, personal), torch.device("cpu"), torch.float32)
+    trainer: Any = SimpleNamespace(tracking=[], task=SimpleNamespace(num_classes=2))
+    ctx = Context(
+        trainer=trainer, seed=0, client=0, turn=0, version=0, samples=5, rate=0.1, vector=vector,
+        received=vector.shared, base=vector.shared.clone(), published={}, extras={}, state={},
+    )  # fmt: skip
+    step = Step(vector, methods, optimizer, clip)
+    step.begin()
+    return step, ctx
+
+
+BATCH = Batch(X, Y, X, Y)
+
+
+def plain(steps: int, clip: float = 0.0, **settings: Any) -> dict[str, Tensor]:
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, **settings)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model.head(model.features(X)), Y).backward()
+        if clip:
+            nn.utils.clip_grad_norm_(model.parameters(), clip)
+        optimizer.step()
+    return model.state_dict()
+
+
+class Idle(Method):
+    """Corrects nothing, so that the gradient becomes one flat vector."""
+
+    name = "idle"
+
+    def gradient(self, ctx: Context, grad: Tensor, part: slice) -> None:
+        pass
+
+
+@pytest.mark.parametrize("methods", [[], [Idle()]], ids=["without a correction", "with one"])
+def test_a_step_is_a_step_of_pytorch(methods: list[Method]) -> None:
+    step, ctx = at_work(methods, Optimizer(momentum=0.9, weight_decay=0.01))
+    for _ in range(4):
+        loss = step(ctx, BATCH, (Stage(),))
+    expected = plain(4, momentum=0.9, weight_decay=0.01)
+    assert all(torch.equal(value, expected[name]) for name, value in ctx.model.state_dict().items())
+    assert not loss.requires_grad
+
+
+def test_a_new_job_begins_without_momentum() -> None:
+    step, ctx = at_work([], Optimizer(momentum=0.9))
+    step(ctx, BATCH, (Stage(),))
+    ctx.vector.shared.copy_(ctx.base)
+    step.begin()
+    step(ctx, BATCH, (Stage(),))
+    expected = plain(1)
+    assert all(torch.equal(value, expected[name]) for name, value in ctx.model.state_dict().items())
+
+
+@pytest.mark.parametrize(("clip", "cuts"), [(0.05, True), (100.0, False)])
+def test_clipping_is_that_of_pytorch_by_the_norm_of_the_whole_gradient(clip: float, cuts: bool) -> None:
+    step, ctx = at_work([], Optimizer(), clip)
+    for _ in range(3):
+        step(ctx, BATCH, (Stage(),))
+    expected, free = plain(3, clip), plain(3)
+    for name, value in ctx.model.state_dict().items():
+        assert torch.allclose(value, expected[name], rtol=1e-6, atol=1e-7)
+        assert torch.allclose(value, free[name], rtol=1e-6, atol=1e-7) != cuts
+
+
+# --- stages -------------------------------------------------------------------------------------------------------
+
+
+class TwoStages(Method):
+    """Climbs with an extra network on the mean of its outputs, at twice the rate, then trains the model."""
+
+    name = "two"
+
+    def stages(self, plan: Any) -> Sequence[tuple[Stage, ...]]:
+        rise = Stage(
+            "rise", ("extra",), lambda ctx, out, batch: self.height(ctx, out).mean(), True, 2.0, {"model": False}
+        )
+        return ((rise, Stage(modes={"model": True})),)
+
+    @staticmethod
+    def height(ctx: Context, out: Any) -> Tensor:
+        return ctx.networks["extra"](out.features.detach())
+
+    def networks(self, task: Any, model: nn.Module) -> dict[str, Network]:
+        return {"extra": Network(nn.Linear(4, 1))}
+
+
+def test_each_stage_moves_its_own_networks_in_its_own_direction_at_its_own_rate() -> None:
+    method, extra = TwoStages(), nn.Linear(4, 1)
+    start = {name: value.clone() for name, value in extra.state_dict().items()}
+    step, ctx = at_work([method], Optimizer(), extra=extra)
+    (stages,) = method.stages(None)
+    features = net().features(X).detach()
+    step(ctx, BATCH, stages)
+    # The mean of w.z + b rises along the mean of z, and along 1.
+    assert torch.allclose(extra.weight, start["weight"] + 0.2 * features.mean(0), atol=1e-7)
+    assert torch.allclose(extra.bias, start["bias"] + 0.2, atol=1e-7)
+    expected = plain(1)
+    assert all(torch.equal(value, expected[name]) for name, value in ctx.model.state_dict().items())
+    assert ctx.model.training
+    layout = ctx.vector.layout
+    assert step.movements() == [
+        (slice(layout.trained - 5, layout.trained), 1, 2.0),
+        (slice(0, layout.trained - 5), 1, 1.0),
+    ]
+
+
+def test_terms_of_methods_join_the_task_loss_only_and_the_report_leaves_them_out() -> None:
+    class Pull(Method):
+        name = "pull"
+
+        def term(self, ctx: Context, out: Any, batch: Batch) -> Tensor:
+            return 0.5 * ctx.model.head.bias.square().sum()
+
+    method = TwoStages()
+    step, ctx = at_work([method, Pull()], Optimizer(), extra=nn.Linear(4, 1))
+    loss = step(ctx, BATCH, method.stages(None)[0])
+    model = net()
+    task = nn.functional.cross_entropy(model.head(model.features(X)), Y)
+    assert torch.equal(loss, task.detach())
+    (grad,) = torch.autograd.grad(task, [model.head.bias])
+    assert torch.allclose(ctx.model.head.bias, model.head.bias - 0.1 * (grad + model.head.bias), atol=1e-7)
+
+
+def test_a_stage_that_has_nothing_to_train_is_refused() -> None:
+    step, ctx = at_work([], Optimizer())
+    with pytest.raises(ValueError, match=r"nothing to train in \['ghost'\]"):
+        step(ctx, BATCH, (Stage(trains=("ghost",)),))
+
+
+# --- corrections --------------------------------------------------------------------------------------------------
+
+
+def correcting(kind: str, log: list[tuple[str, slice]]) -> Method:
+    class Correcting(Method):
+        name = kind
+        correction = kind
+
+        def gradient(self, ctx: Context, grad: Tensor, part: slice) -> None:
+            log.append((kind, part))
+            assert len(grad) == part.stop - part.start
+
+    return Correcting()
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(("add", "shift", "mix"))), ids="-".join)
+def test_corrections_apply_in_the_order_of_their_kinds_whatever_the_order_of_the_list(order: tuple[str, ...]) -> None:
+    log: list[tuple[str, slice]] = []
+    step, ctx = at_work([correcting(kind, log) for kind in order], Optimizer())
+    step(ctx, BATCH, (Stage(),))
+    assert log == [(kind, slice(0, 26)) for kind in ("add", "shift", "mix")]
+
+
+def test_corrections_see_shared_parameters_only() -> None:
+    log: list[tuple[str, slice]] = []
+    step, ctx = at_work([correcting("add", log)], Optimizer(), personal=("model.head.weight", "model.head.bias"))
+    before = ctx.vector.personal.clone()
+    step(ctx, BATCH, (Stage(),))
+    assert log == [("add", slice(0, 16))]
+    assert not torch.equal(ctx.vector.personal, before), "the personal part is trained all the same"
+
+
+# --- what methods see ---------------------------------------------------------------------------------------------
+
+
+def test_features_are_computed_once_however_many_methods_ask() -> None:
+    asked = []
+
+    class Asking(Method):
+        name = "asking"
+
+        def term(self, ctx: Context, out: Any, batch: Batch) -> Tensor:
+            return 0.0 * out.features.sum()
+
+    step, ctx = at_work([Asking(), Asking()], Optimizer())
+    ctx.model.extractor.register_forward_hook(lambda *_: asked.append(1))
+    step(ctx, BATCH, (Stage(),))
+    assert len(asked) == 1
+
+
+def test_statistics_are_kept_within_the_context_and_move_outside() -> None:
+    host = Host(recipe(model=NORMED))
+    inputs, _ = host.trainer.gather(host.trainer.partition.rows(0))
+    ctx = Context(
+        trainer=host.trainer, seed=0, client=0, turn=0, version=0, samples=5, rate=0.1, vector=host.vector,
+        received=host.vector.shared, base=host.vector.shared.clone(), published={}, extras={}, state={},
+    )  # fmt: skip
+    before = host.vector.shared.clone()
+    with ctx.statistics_kept():
+        kept = ctx.model.train()(inputs)
+    assert torch.equal(host.vector.shared, before)
+    moved = ctx.model(inputs)
+    assert not torch.equal(host.vector.shared, before)
+    assert torch.equal(kept, moved), "both normalise with the batch itself"

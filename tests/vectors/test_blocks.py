@@ -1,0 +1,130 @@
+"""Blocks cover a vector once, in order, whatever threads share them; what fails in one is raised."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from studies import ROUNDS, recipe
+
+from raysim.runtime import inprocess
+from raysim.simulation.coordinator import Settings
+from raysim.simulation.fleet import Ideal
+from raysim.training.host import openblas
+from raysim.vectors import blocks
+from raysim.vectors.blocks import compiled, folded, grouped, in_blocks
+
+
+@pytest.mark.parametrize("length", [0, 1, 7, 8, 9, 100])
+def test_blocks_cover_the_entries_once_and_results_keep_their_order(length: int) -> None:
+    parts = in_blocks(length, lambda part: part, 8)
+    assert [i for part in parts for i in range(part.start, part.stop)] == list(range(length))
+    assert all(part.stop - part.start <= 8 for part in parts)
+
+
+def test_threads_share_the_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(blocks, "cores", lambda: 3)
+    blocks._pool.cache_clear()
+    meeting = threading.Barrier(3, timeout=600)
+    in_blocks(3, lambda part: meeting.wait(), 1)  # each waits for the others: one thread alone would time out
+    blocks._pool.cache_clear()
+
+
+def test_an_error_in_a_block_is_raised() -> None:
+    def work(part: slice) -> None:
+        if part.start == 16:
+            raise ValueError("block 2")
+
+    with pytest.raises(ValueError, match="block 2"):
+        in_blocks(100, work, 8)
+
+
+def test_a_sum_may_have_a_place_and_what_a_host_has_summed_enters_as_it_is() -> None:
+    rows = [np.random.default_rng(i).standard_normal(50, np.float32) for i in range(4)]
+    place = torch.zeros(50)
+    whole = folded(grouped(rows, [1.0, 2.0, 3.0, 4.0], 2))
+    first = folded([(rows[:2], [1.0, 2.0])]).numpy()
+    first.flags.writeable = False
+    again = folded([([first], [1.0]), (rows[2:], [3.0, 4.0])], place)
+    assert again is place and torch.equal(again, whole)
+
+
+def test_a_run_in_this_process_multiplies_on_one_thread_and_leaves_numpys_threads_as_they_were() -> None:
+    def threads() -> set[int]:
+        return {library["num_threads"] for library in openblas().info()}
+
+    with openblas().limit(limits=2):
+        before = threads()
+        during = [threads() for _ in inprocess.run(recipe(), ROUNDS, Ideal(), Settings(rounds=1))]
+        assert during and all(found == {1} for found in during)
+        assert threads() == before
+
+
+# --- machine code on disk -------------------------------------------------------------------------------------------
+RULE = """
+SCALE = {scale}
+
+
+def rule(into, given):
+    for i in range(len(into)):
+        into[i] = given[i] * SCALE + {constant}
+"""
+
+
+def rule(folder: Path, scale: float = 2.0, constant: float = 1.0) -> Any:
+    """A function from a file, read as a new process reads it; the file's time and size stay."""
+    (path := folder / "rule.py").write_text(RULE.format(scale=scale, constant=constant))
+    os.utime(path, (0, 0))
+    spec = importlib.util.spec_from_file_location("rule", path)
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    exec(compile(path.read_text(), str(path), "exec"), module.__dict__)  # without byte code of an older file
+    return module.rule
+
+
+def result(made: Any) -> tuple[float, int]:
+    """What a compiled rule makes of 3, and how often the disk had its code."""
+    into = np.zeros(1)
+    made(into, np.full(1, 3.0))
+    return float(into[0]), sum(made.stats.cache_hits.values())
+
+
+def test_machine_code_is_kept_for_the_next_process(tmp_path: Path) -> None:
+    assert result(compiled(rule(tmp_path))) == (7.0, 0)
+    assert result(compiled(rule(tmp_path))) == (7.0, 1)
+
+
+def test_machine_code_of_an_older_source_is_never_taken_even_where_the_file_looks_the_same(tmp_path: Path) -> None:
+    assert result(compiled(rule(tmp_path))) == (7.0, 0)
+    assert result(compiled(rule(tmp_path, constant=2.0))) == (8.0, 0)
+    assert result(compiled(rule(tmp_path, scale=3.0))) == (10.0, 0)
+    assert result(compiled(rule(tmp_path))) == (7.0, 1)
+
+
+def test_damaged_machine_code_is_made_anew(tmp_path: Path) -> None:
+    assert result(compiled(rule(tmp_path))) == (7.0, 0)
+    for path in tmp_path.rglob("*.nb?"):
+        path.write_bytes(b"damaged")
+    assert result(compiled(rule(tmp_path))) == (7.0, 0)
+
+
+def test_without_a_place_on_disk_every_process_compiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("numba.core.caching.CompileResultCacheImpl._locator_classes", [])  # as where none is writable
+    assert [result(compiled(rule(tmp_path))) for _ in range(2)] == [(7.0, 0)] * 2
+
+
+def test_two_that_find_nothing_keep_code_for_different_types_apart(tmp_path: Path) -> None:
+    made = [compiled(rule(tmp_path)) for _ in range(2)]
+    for kind, each in zip((np.float32, np.float64), made, strict=True):
+        each(np.zeros(1, kind), np.ones(1, kind))
+    again = compiled(rule(tmp_path))
+    for kind in (np.float32, np.float64):
+        again(into := np.zeros(1, kind), np.full(1, 3, kind))
+        assert into[0] == 7.0
+    assert sum(again.stats.cache_hits.values()) == 2

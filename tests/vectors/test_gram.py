@@ -1,0 +1,199 @@
+"""The Gram matrix of updates, their weighted sum in the server's bits, and how little memory both take."""
+
+from __future__ import annotations
+
+import tracemalloc
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from raysim.api.declarations import Task
+from raysim.api.messages import Update
+from raysim.api.method import Method
+from raysim.methods.fedbuff import FedBuff
+from raysim.methods.fedgh import FedGH, HierarchicalFedGH
+from raysim.methods.fedld import PrincipalGradient
+from raysim.methods.recombination import recombined
+from raysim.simulation.server import Server
+from raysim.vectors import blocks, gram as module
+from raysim.vectors.gram import combination, gram, stretches
+from raysim.vectors.layout import Layout, plan_layout
+
+LAYOUT = plan_layout({"model": nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))})
+
+
+def normal(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def server(*methods: Method, layout: Layout = LAYOUT, clients: int = 12, **settings: Any) -> Server:
+    start, counters = torch.zeros(layout.shared), torch.zeros(layout.shared_counters, dtype=torch.int64)
+    counts = np.arange(1, clients + 1)
+    return Server(layout, start, counters, methods, counts, 0, Task((1, 2, 2), 3, clients), **settings)
+
+
+def updates(rows: Tensor, version: int = 0) -> list[Update]:
+    counters = np.ones(LAYOUT.shared_counters, np.int64)
+    return [Update(i, i, version, i + 1, i + 1, 1, 0.5, 0.0, row.numpy(), counters) for i, row in enumerate(rows)]
+
+
+@contextmanager
+def on(threads: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Blocks are shared by so many threads."""
+    blocks._pool.cache_clear()
+    with monkeypatch.context() as patched:
+        patched.setattr(blocks, "cores", lambda: threads)
+        yield
+    blocks._pool.cache_clear()
+
+
+def unchanged(products: Tensor) -> Tensor:
+    return torch.eye(len(products), dtype=torch.float64)
+
+
+# --- the matrix -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("count", [1, 7, 32, 70])
+@pytest.mark.parametrize("length", [1, 100, 8191, 8192, 50_001])
+def test_a_gram_matrix_is_symmetric_and_close_to_the_one_in_double_precision(length: int, count: int) -> None:
+    rows = normal(count, length).pow(3)
+    got, exact = gram(rows.unbind()), rows.double() @ rows.double().T
+    assert got.dtype == torch.float64 and torch.equal(got, got.T)
+    norms = exact.diagonal().sqrt()
+    gap = (got - exact).abs() / (norms[:, None] * norms)
+    assert gap.max() < (1e-14 if length < 8192 else 1e-6)
+
+
+def test_a_gram_matrix_of_doubles_is_in_double_precision_at_any_length() -> None:
+    rows = normal(4, 50_001).double()
+    assert torch.allclose(gram(rows.unbind()), rows @ rows.T, rtol=1e-13, atol=1e-10)
+
+
+def test_vectors_without_entries_have_products_of_zero() -> None:
+    assert torch.equal(gram([torch.empty(0)] * 3), torch.zeros(3, 3, dtype=torch.float64))
+    assert len(combination([torch.empty(0)] * 3, [1.0] * 3, 2)) == 0
+
+
+@pytest.mark.parametrize("length", [100_003, 400_000])
+def test_a_gram_matrix_has_the_same_bits_on_one_thread_and_on_three(
+    length: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = normal(21, length).unbind()
+    with on(1, monkeypatch):
+        alone = gram(rows)
+    with on(3, monkeypatch):
+        assert torch.equal(gram(rows), alone)
+
+
+# --- the sum --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("group", [1, 2, 5, 12])
+def test_unchanged_updates_give_the_bits_of_the_weighted_mean(group: int) -> None:
+    target, rows = server(group=group), normal(12, LAYOUT.shared)
+    weights = [target.weight(client) for client in range(12)]
+    got = recombined(updates(rows), weights, sum(weights), target, "model", unchanged)
+    target.step(updates(rows), [], [0] * 12, {})
+    assert torch.equal(got, target.params), "from zero"
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_a_long_sum_in_blocks_has_the_bits_of_a_sum_of_whole_vectors(
+    threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows, weights = normal(7, 600_001).unbind(), [0.1, 3.0, 1 / 3, 7.0, 0.7, 1.0, -2.0]
+    parts = []
+    for start in (0, 3, 6):
+        part = rows[start] * weights[start]
+        for row, weight in zip(rows[start + 1 : start + 3], weights[start + 1 : start + 3], strict=True):
+            part.add_(row, alpha=weight)
+        parts.append(part)
+    with on(threads, monkeypatch):
+        got = combination(rows, weights, 3)
+    assert torch.equal(got, parts[0] + parts[1] + parts[2])
+
+
+def test_coefficients_apply_to_the_rows_as_they_came() -> None:
+    rows, mixture = normal(3, LAYOUT.shared), normal(3, 3, seed=1).double()
+    got = recombined(updates(rows), [1.0, 2.0, 4.0], 8.0, server(), "model", lambda products: mixture)
+    want = torch.tensor([1.0, 2.0, 4.0]).double() @ mixture @ rows.double()[:, : LAYOUT.trained] / 8
+    assert torch.allclose(got.double(), want, rtol=1e-5, atol=1e-6)
+
+
+def test_per_tensor_every_tensor_has_a_gram_matrix_of_its_own() -> None:
+    rows, seen = normal(3, LAYOUT.shared), []
+
+    def note(products: Tensor) -> Tensor:
+        seen.append(products)
+        return unchanged(products)
+
+    recombined(updates(rows), [1.0] * 3, 3.0, server(), "tensor", note)
+    parts = stretches(LAYOUT, "tensor")
+    assert [part.stop - part.start for part in parts] == [12, 3, 3, 3], "and none of the buffers"
+    for products, part in zip(seen, parts, strict=True):
+        own = rows[:, part].double()
+        assert torch.allclose(products, own @ own.T)
+
+
+# --- in a step of the server ----------------------------------------------------------------------------------------
+
+RULES = (PrincipalGradient, FedGH, HierarchicalFedGH)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_buffers_are_averaged_whatever_becomes_of_the_parameters(rule: Callable[[], Method]) -> None:
+    rows = normal(12, LAYOUT.shared)
+    plain, other = server(weighting="uniform"), server(rule(), weighting="uniform")
+    for target in (plain, other):
+        target.step(updates(rows), [], [0] * 12, {})
+        target.step(updates(rows.flip(1), version=1), [], [0] * 12, {})
+    assert not torch.equal(plain.params, other.params)
+    assert torch.equal(plain.vector[LAYOUT.trained :], other.vector[LAYOUT.trained :]), "to the bit, in groups of five"
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_a_divisor_of_another_method_scales_the_step(rule: Callable[[], Method]) -> None:
+    rows = normal(5, LAYOUT.shared)
+    plain, buffered = (server(rule(), *others, weighting="uniform") for others in ((), (FedBuff(),)))
+    plain.step(updates(rows), [], [0] * 5, {})
+    buffered.step(updates(rows), [], [3] * 5, {})  # all equally stale: weights (1 + 3)^-1/2, over their number
+    assert torch.allclose(buffered.params, plain.params / 2, rtol=1e-5, atol=1e-6)
+
+
+class Sizes(TorchFunctionMode):
+    """Notes the largest tensor that any call makes."""
+
+    largest = 0
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        found = func(*args, **(kwargs or {}))
+        if isinstance(found, Tensor):
+            self.largest = max(self.largest, found.numel())
+        return found
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_no_second_copy_of_the_updates_is_made(rule: Callable[[], Method], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_BLOCK", module._PART)
+    size, clients = 12 * 8192 + 100, 24
+    layout = plan_layout({"model": nn.ParameterDict({"w": nn.Parameter(torch.zeros(size))})})
+    rows, target = normal(clients, size), server(layout=layout, clients=clients)
+    method = rule()
+    given = updates(rows)
+    with Sizes() as sizes, on(1, monkeypatch):
+        method.combine(given, [1.0] * clients, float(clients), target)
+        tracemalloc.start()  # sees what NumPy takes
+        method.combine(given, [1.0] * clients, float(clients), target)
+        _, peak = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+    assert sizes.largest == size
+    assert peak < rows.nbytes / 4

@@ -1,0 +1,118 @@
+"""The flat vector: order, views, what travels and what stays."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from raysim.vectors.layout import Vector, plan_layout
+
+
+def networks() -> dict[str, nn.Module]:
+    model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2), nn.Linear(2, 2, bias=False))
+    return {"model": model, "extra": nn.Linear(2, 1)}
+
+
+BN = ("model.1.weight", "model.1.bias", "model.1.running_mean", "model.1.running_var", "model.1.num_batches_tracked")
+
+
+def flat(nets: dict[str, nn.Module], *personal: str) -> Vector:
+    return Vector(nets, plan_layout(nets, personal), torch.device("cpu"), torch.float32)
+
+
+def test_shared_parameters_come_first_then_shared_buffers_then_what_is_personal() -> None:
+    layout = plan_layout(networks(), ("model.1.weight", "model.1.running_var", "model.1.num_batches_tracked"))
+    assert [(entry.name, entry.start, entry.stop) for entry in layout.entries] == [
+        ("model.0.weight", 0, 6),
+        ("model.0.bias", 6, 8),
+        ("model.1.bias", 8, 10),
+        ("model.2.weight", 10, 14),
+        ("extra.weight", 14, 16),
+        ("extra.bias", 16, 17),
+        ("model.1.running_mean", 17, 19),
+        ("model.1.weight", 19, 21),
+        ("model.1.running_var", 21, 23),
+    ]
+    assert (layout.trained, layout.shared, layout.total, layout.personal) == (17, 19, 23, 4)
+    assert (layout.shared_counters, layout.total_counters) == (0, 1)
+
+
+def test_integer_buffers_have_a_vector_of_their_own() -> None:
+    layout = plan_layout(networks())
+    assert [entry.name for entry in layout.counters] == ["model.1.num_batches_tracked"]
+    assert (layout.shared_counters, layout.total_counters, layout.personal) == (1, 1, 0)
+
+
+def test_a_network_of_personal_tensors_alone_shares_nothing() -> None:
+    nets = {"model": nn.Linear(2, 2)}
+    layout = plan_layout(nets, ("model.weight", "model.bias"))
+    assert (layout.trained, layout.shared, layout.total) == (0, 0, 6)
+
+
+def test_a_personal_tensor_that_does_not_exist_is_refused_by_name() -> None:
+    with pytest.raises(ValueError, match=r"model\.9\.weight"):
+        plan_layout(networks(), ("model.9.weight",))
+
+
+def test_frozen_parameters_are_no_part_of_the_vector() -> None:
+    nets = networks()
+    nets["model"][0].weight.requires_grad_(False)  # type: ignore[index]
+    assert "model.0.weight" not in {entry.name for entry in plan_layout(nets).entries}
+
+
+def test_values_survive_the_move_into_the_vector() -> None:
+    nets = networks()
+    before = {name: value.clone() for name, value in nets["model"].state_dict().items()}
+    vector = flat(nets, *BN)
+    named = vector.named(vector.data, vector.counters)
+    assert all(torch.equal(named[f"model.{name}"], value) for name, value in before.items())
+    assert all(torch.equal(value, before[name]) for name, value in nets["model"].state_dict().items())
+
+
+def test_modules_see_what_is_written_to_the_vector_and_the_vector_what_modules_learn() -> None:
+    nets = networks()
+    vector = flat(nets)
+    vector.data.fill_(0.5)
+    assert all((value == 0.5).all() for value in nets["model"].parameters())
+    assert (nets["model"][1].running_var == 0.5).all()  # type: ignore[index]
+    nets["model"].train()(torch.randn(4, 3, generator=torch.Generator().manual_seed(0)))
+    named = vector.named(vector.data, vector.counters)
+    assert not (named["model.1.running_mean"] == 0.5).any()
+    assert named["model.1.num_batches_tracked"] == 1
+
+
+def test_a_backward_pass_works_through_the_views() -> None:
+    nets = networks()
+    vector = flat(nets)
+    loss = nets["model"](torch.ones(4, 3)).square().sum()
+    (grad,) = torch.autograd.grad(loss, vector.tensors(vector.layout.within(["model.2"])))
+    assert grad.shape == (2, 2)
+
+
+def test_what_travels_is_the_prefix() -> None:
+    vector = flat(networks(), *BN)
+    assert len(vector.shared) == vector.layout.shared == 15
+    assert len(vector.personal) == vector.layout.personal == 8
+    vector.personal.zero_()
+    assert vector.data[15:].abs().sum() == 0
+    assert "model.1.weight" not in vector.named(vector.shared, vector.counters[:0])
+
+
+def test_entries_are_found_by_network_or_module() -> None:
+    layout = plan_layout({"model": nn.ModuleDict({"head": nn.Linear(1, 1), "header": nn.Linear(1, 1)})})
+    assert [entry.name for entry in layout.within(["model.head"])] == ["model.head.weight", "model.head.bias"]
+    assert len(layout.within(["model"])) == 4
+
+
+def test_neighbours_merge_into_one_stretch_but_not_across_the_border_of_what_is_shared() -> None:
+    nets = {"model": nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))}  # without buffers both parts touch
+    layout = plan_layout(nets, ("model.1.weight", "model.1.bias"))
+    assert layout.runs(layout.within(["model"])) == (slice(0, 6), slice(6, 9))
+    assert layout.runs([layout.entries[0], layout.entries[3]]) == (slice(0, 4), slice(8, 9))
+
+
+def test_all_of_it_can_be_in_double_precision() -> None:
+    nets = networks()
+    vector = Vector(nets, plan_layout(nets), torch.device("cpu"), torch.float64)
+    assert vector.data.dtype == nets["extra"].weight.dtype == torch.float64

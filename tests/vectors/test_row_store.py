@@ -1,0 +1,107 @@
+"""Rows that live on disk or in memory, in a room that is reserved at once."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import tempfile
+import tracemalloc
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from raysim.simulation import checkpoint
+from raysim.vectors import row_store as cache
+from raysim.vectors.row_store import extended, reserve, settled
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    return tmp_path
+
+
+def in_file(address: int) -> bool:
+    """Whether this address lies in a mapped file."""
+    if sys.platform != "linux":
+        pytest.skip("only Linux lists what is mapped")
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        bounds, *rest = line.split(maxsplit=5)
+        start, stop = (int(bound, 16) for bound in bounds.split("-"))
+        if start <= address < stop:
+            return len(rest) == 5 and rest[4].startswith("/")
+    return False
+
+
+def filled(place: cache.Place, count: int = 3) -> Tensor:
+    rows = extended(reserve((5, 2, 4), torch.float32, place), count)
+    return rows.copy_(torch.arange(rows.numel()).view(rows.shape))
+
+
+@pytest.mark.parametrize("place", ["disk", "memory"])
+def test_a_cache_starts_empty_and_keeps_its_rows_as_it_grows(place: cache.Place) -> None:
+    assert reserve((5, 2, 4), torch.float32, place).shape == (0, 2, 4)
+    rows = filled(place)
+    rows.as_strided((5, *rows.shape[1:]), rows.stride())[len(rows) :].fill_(7)  # what memory may hold
+    more = extended(rows, 5)
+    assert not more[len(rows) :].any()
+    assert torch.equal(more[:3], torch.arange(24.0).view(3, 2, 4))
+    assert more.data_ptr() == rows.data_ptr() and more.is_contiguous()
+
+
+def test_no_more_rows_fit_than_were_reserved() -> None:
+    with pytest.raises(RuntimeError, match="storage"):
+        extended(filled("disk"), 6)
+
+
+def test_a_cache_on_disk_lies_in_a_file_that_has_no_name_any_more(folder: Path) -> None:
+    rows = filled("disk")
+    assert in_file(rows.data_ptr())
+    assert not list(folder.iterdir())
+    assert not in_file(filled("memory").data_ptr())
+
+
+@pytest.mark.parametrize("place", ["disk", "memory"])
+def test_rows_of_a_checkpoint_move_into_a_new_room_and_own_rows_stay(place: cache.Place) -> None:
+    rows = filled(place)
+    assert settled(rows, 5, place) is rows
+    found = settled(rows.clone(), 5, place)
+    assert torch.equal(found, rows)
+    assert torch.equal(extended(found, 5)[:3], rows)
+    assert in_file(found.data_ptr()) == (place == "disk")
+
+
+def test_rows_of_a_checkpoint_that_would_fill_the_room_move_to_disk_too() -> None:
+    restored = filled("disk", 5).clone()
+    assert in_file(settled(restored, 5, "disk").data_ptr())
+
+
+@pytest.mark.parametrize("place", ["disk", "memory"])
+def test_rows_may_be_empty(place: cache.Place) -> None:
+    rows = reserve((5, 2, 0), torch.float32, place)
+    assert extended(rows, 4).shape == settled(extended(rows, 4), 5, place).shape == (4, 2, 0)
+
+
+def test_a_disk_without_room_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=2**29))
+    with pytest.raises(ValueError, match=f"1 GiB does not fit into {folder}, where 0.5 GiB are free: set TMPDIR"):
+        reserve((2, 2**27), torch.float32, "disk")
+
+
+def test_a_checkpoint_writes_a_cache_from_its_file_and_maps_it_back(tmp_path: Path) -> None:
+    rows = extended(reserve((64, 2**14), torch.float32, "disk"), 60).normal_(generator=torch.manual_seed(0))  # 4 MB
+    tracemalloc.start()
+    try:
+        path = checkpoint.write(tmp_path / "run", 1, checkpoint.Snapshot({}, {"rows": rows.numpy()}, {}))
+        restored = checkpoint.read(path).server["rows"]
+        assert tracemalloc.get_traced_memory()[1] < rows.nbytes / 4
+    finally:
+        tracemalloc.stop()
+    assert np.array_equal(restored, rows.numpy())
+    assert in_file(restored.ctypes.data)
+    restored[0] = 0  # private: the checkpoint stays whole
+    assert not checkpoint.damage(path)
