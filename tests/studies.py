@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import functools
 import math
+import os
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -79,6 +81,8 @@ class Blocks(ModelRecipe):
 
 
 SEED = 3
+# Where other processes find the modules of the tests, for PYTHONPATH.
+FOLDERS = os.pathsep.join(map(str, [Path(__file__).parent, *sorted(Path(__file__).parent.glob("[a-z]*/"))]))
 LOCAL = Local(lr=0.05, momentum=0.9, weight_decay=1e-3, batch=8)
 MLP = Mlp((12,))
 NORMED = SmallCnn(norm="batch")
