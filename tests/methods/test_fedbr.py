@@ -174,6 +174,25 @@ def test_fresh_means_upload_nothing_and_are_counted_for_every_client() -> None:
     assert found.rows[-1]["floats_down"] == jobs * (shared + 4 * PIXELS)
 
 
+@pytest.mark.parametrize(
+    ("method", "passes"),
+    [
+        (small(lam=0.0, mu=0.0), 0),
+        (small(), 1),
+        (mixture(), 1 + 1 / 3),
+        (mixture(mix_samples=0), 1),
+        (mixture(mu=0.0), 1),
+        (mixture(global_features="round"), 1),
+    ],
+    ids=["off", "means", "mixture", "unmixed", "no contrast", "once a round"],
+)
+def test_a_step_costs_a_pass_over_pseudo_data_and_a_forward_of_the_received_model_where_these_change(
+    method: FedBR, passes: float
+) -> None:
+    server: Any = SimpleNamespace(task=TASK)
+    assert method.cost(server, 5, 30.0, 0).samples == pytest.approx(30 * passes)
+
+
 # --- sources ------------------------------------------------------------------------------------------------------
 
 DRAWS = 1500
@@ -414,6 +433,11 @@ def test_the_projector_exists_only_where_something_is_projected(settings: dict[s
 def test_the_projectors_widths_are_the_papers_or_the_codes(projection: Any, sizes: list[tuple[int, int]]) -> None:
     found = run(recipe(small(projection=projection), local=LOCAL), rounds=1)
     assert [found.tensors[f"{PROJECTOR}.{layer}.weight"].shape for layer in (0, 2, 4)] == sizes
+
+
+def test_the_default_weights_and_temperatures_are_the_papers() -> None:
+    method = FedBR()
+    assert (method.lam, method.mu, method.tau1, method.tau2) == (1.0, 0.5, 2.0, 2.0)
 
 
 def test_a_pool_smaller_than_a_batch_is_refused_and_one_as_large_is_not() -> None:
