@@ -6,14 +6,16 @@ import functools
 import math
 import os
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor, nn
 
+from raysim.api.context import Context, Stage
 from raysim.api.declarations import Local
 from raysim.api.messages import Failure, Job, Published, Trained, Update
 from raysim.api.method import Method
@@ -253,6 +255,22 @@ class Ledger(Method):
         self.cohorts.append([update.client for update in updates])
         self.staleness.append(list(server.staleness))
         return weights
+
+
+class Asking(Method):
+    """Takes the gradient at a shifted point, in every stage, and remembers both."""
+
+    name = "asking"
+    paper = "a test"
+
+    def __init__(self, shift: float = 0.0, take: bool = True):
+        self.shift, self.take = shift, take
+        self.seen: list[tuple[Stage, Tensor, Tensor, Tensor]] = []
+
+    def perturb(self, ctx: Context, params: Tensor, grad: Tensor, gradient_at: Callable[[Tensor], Tensor]) -> Tensor:
+        there = gradient_at(torch.full_like(params, self.shift))
+        self.seen.append((ctx.stage, params.clone(), grad.clone(), there.clone()))
+        return there if self.take else grad
 
 
 def silent(

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from raysim.api.method import Method
 
 EXCLUSIVE = (
-    *("model", "stages", "select", "logits", "loss", "predict", "finetuning"),
+    *("model", "stages", "select", "logits", "loss", "perturb", "predict", "finetuning"),
     *("divisor", "combine", "apply", "scored"),
 )
 
@@ -36,6 +36,7 @@ _DOES = {
     "select": "choose the samples of an epoch",
     "logits": "change the logits of the training loss",
     "loss": "replace the training loss",
+    "perturb": "decide at which shifted points the gradient is taken",
     "predict": "turn logits into predictions",
     "finetuning": "decide how models are fine-tuned for evaluation",
     "divisor": "decide what the sum of updates is divided by",

@@ -7,7 +7,7 @@ Constructors store their arguments under their own names, after checking them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 import numpy as np
@@ -125,6 +125,16 @@ class Method:
     def term(self, ctx: Context, out: Outputs, batch: Batch) -> Tensor:
         """A scalar that is added to the task loss."""
         raise NotImplementedError
+
+    def perturb(self, ctx: Context, params: Tensor, grad: Tensor, gradient_at: Callable[[Tensor], Tensor]) -> Tensor:
+        """Exclusive. The gradient to use in place of `grad`, made of gradients at shifted points (SAM).
+
+        params, grad [n]: all parameters that `ctx.stage` trains, shared and personal ones, and their gradient; not to
+        be changed. gradient_at(shift) is the gradient [n] at params + shift: the same batch, random draws and terms of
+        all methods in one more forward and backward pass. Afterwards parameters, BatchNorm's statistics and private
+        state are what they were. `gradient`, clipping and the optimiser act on what is returned.
+        """
+        return grad
 
     # The order of kinds in which corrections apply: "add" to the gradient, "shift" it, "mix" it.
     correction: ClassVar[str] = "add"

@@ -41,6 +41,7 @@ from raysim.methods.ace import ACE
 from raysim.methods.ca2fl import CA2FL
 from raysim.methods.centralized import Centralized
 from raysim.methods.dann import Dann
+from raysim.methods.ditto import Ditto
 from raysim.methods.fadas import FADAS
 from raysim.methods.fedasync import FedAsync
 from raysim.methods.fedbn import FedBN
@@ -50,6 +51,7 @@ from raysim.methods.fedbuff import FedBuff
 from raysim.methods.fedcda import FedCDA
 from raysim.methods.fedcm import FedCM
 from raysim.methods.feddecorr import FedDecorr
+from raysim.methods.feddyn import FedDyn
 from raysim.methods.fedexp import FedExP
 from raysim.methods.fedgh import FedGH, HierarchicalFedGH
 from raysim.methods.fedlc import FedLC
@@ -59,7 +61,10 @@ from raysim.methods.fedntd import FedNTD
 from raysim.methods.fedopt import FedAdagrad, FedAdam, FedAvgM, FedYogi
 from raysim.methods.fedpac import FedPAC
 from raysim.methods.fedprox import FedProx
+from raysim.methods.fedrep import FedRep
 from raysim.methods.fedrs import FedRS
+from raysim.methods.fedsam import FedSAM
+from raysim.methods.fedspeed import FedSpeed
 from raysim.methods.fedsr import FedSR
 from raysim.methods.fraug import FRAug
 from raysim.methods.groupdro import GroupDRO
@@ -281,6 +286,11 @@ TABLE: dict[str, Row] = {
     "fedadagrad": Row(FedAdagrad),
     "fedadam": Row(lambda: FedAdam(bias_correction=True)),
     "fedyogi": Row(FedYogi),
+    "feddyn": Row(FedDyn, {"alpha=0": Plain(lambda: FedDyn(0.0), run=UNIFORM)}, private=True),
+    "fedsam": Row(lambda: FedSAM(0.1), {"rho=0": Plain(lambda: FedSAM(0.0))}),
+    "fedspeed": Row(FedSpeed, private=True),
+    "ditto": Row(Ditto, {"any lam": Plain(lambda: Ditto(0.3))}, personal=True, private=True, as_fedavg=True),
+    "fedrep": Row(lambda: FedRep(head_epochs=1), personal=True, private=True),
 }
 
 
@@ -515,12 +525,14 @@ def test_methods_that_form_a_list_train_together(names: list[str]) -> None:
 
 # Methods of which a list may hold one.
 ALTERNATIVES = [
-    ["fedavgm", "fedadagrad", "fedadam", "fedyogi", "fedexp", "fadas"],  # the server's step
+    ["fedavgm", "fedadagrad", "fedadam", "fedyogi", "fedexp", "fadas", "feddyn"],  # the server's step
     # FedCDA sets the model itself.
     *(["fedcda", name] for name in ("fedavgm", "fedadagrad", "fedadam", "fedyogi", "fedexp", "fadas")),
     *(["fedcda", name] for name in ("fedbuff", "groupdro", "inco")),
-    ["fedbr", "dann", "fedpac", "fraug", "fedsr"],  # the stages of an iteration
-    ["fedpac", "local"],  # one extractor for all
+    *(["feddyn", name] for name in ("fedcda", "fedasync", "ca2fl", "ace")),  # the mean of one round's updates
+    ["fedbr", "dann", "fedpac", "fraug", "fedsr", "fedrep"],  # the stages of an iteration
+    ["fedsam", "fedspeed"],  # the points at which gradients are taken
+    *(["local", name] for name in ("fedpac", "ditto")),  # one extractor, or one model to be drawn to, for all
     *(["mixup", name] for name in ("fedmix", "fraug")),  # soft labels and a need for integer ones
     ["moon", "vhl", "fedrs", "fedsr"],  # the model
     # The combination of updates.
@@ -530,7 +542,10 @@ ALTERNATIVES = [
     *([first, second] for first in ("fedasync", "ca2fl", "ace") for second in ("fedexp", "fedbuff", "groupdro")),
     ["fedlc", "fedrs", "fedmix", "fraug", "fedld_damped"],  # the logits of the loss, or all of it
     # One model for all.
-    *(["centralized", name] for name in ("fedbn", "local", "partialfed", "pfedavg", "fedpac", "fraug", "fedsr")),
+    *(
+        ["centralized", name]
+        for name in (*("fedbn", "local", "partialfed", "pfedavg", "fedpac", "fraug", "fedsr", "ditto", "fedrep"),)
+    ),
 ]
 
 
