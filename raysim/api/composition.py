@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from raysim.api.method import Method
 
 EXCLUSIVE = (
-    *("model", "stages", "select", "logits", "loss", "predict", "finetuning"),
-    *("divisor", "combine", "apply", "scored"),
+    *("model", "stages", "select", "logits", "loss", "predict", "finetuning"),  # on clients
+    *("combine", "apply", "scored"),  # on the server
 )
 
 
@@ -38,7 +38,6 @@ _DOES = {
     "loss": "replace the training loss",
     "predict": "turn logits into predictions",
     "finetuning": "decide how models are fine-tuned for evaluation",
-    "divisor": "decide what the sum of updates is divided by",
     "combine": "combine the updates",
     "apply": "own the server's step",
     "scored": "decide which vector is evaluated",

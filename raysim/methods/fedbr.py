@@ -31,7 +31,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from raysim.api.context import Stage, inferred
-from raysim.api.declarations import FORWARD, Cost, Network, Task
+from raysim.api.declarations import FORWARD, Cost, Download, Network, Task
 from raysim.api.method import Method
 from raysim.data.batches import Pipeline
 from raysim.data.dataset import Dataset
@@ -259,15 +259,13 @@ class FedBR(Method):
         if self.pseudo_refresh == "once":
             server.state["fedbr.pool"] = self._drawn(server)
 
-    def constants(self, server: Server) -> Mapping[str, Tensor]:
-        """Pseudo-data drawn once."""
-        return {PSEUDO: server.state["fedbr.pool"]} if self._active and self.pseudo_refresh == "once" else {}
-
-    def publish(self, server: Server) -> Mapping[str, Tensor]:
-        """This version's pseudo-data."""
-        if not self._active or self.fresh or self.pseudo_refresh == "once":
-            return {}
-        return {PSEUDO: self._drawn(server)}
+    def send(self, server: Server) -> Download:
+        """Pseudo-data, drawn once or for every version."""
+        if not self._active or self.fresh:
+            return Download()
+        if self.pseudo_refresh == "once":
+            return Download(once=lambda: {PSEUDO: server.state["fedbr.pool"]})
+        return Download(version=lambda: {PSEUDO: self._drawn(server)})
 
     def _drawn(self, server: Server) -> Tensor:
         """B rows: of the pool, without replacement; or new means of the proxy set."""
@@ -328,7 +326,7 @@ class FedBR(Method):
 
     def _mixed(self, ctx: Context, out: Outputs) -> tuple[Tensor, Tensor | None]:
         """This step's pseudo-data [B, ...] and their targets [B, C]; None where all are uniform."""
-        base = ctx.kept[PSEUDO] if self.fresh else ctx.published[PSEUDO]
+        base = ctx.kept[PSEUDO] if self.fresh else ctx.download[PSEUDO]
         if not self._mixes:
             return base, None
         mixed = out.once("fedbr.mixed", lambda: self._mix(ctx, base, out.batch))

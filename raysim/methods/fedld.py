@@ -30,7 +30,6 @@ Choices where paper and code disagree or are silent
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal, TypeAlias, get_args
 
 import torch
@@ -46,8 +45,7 @@ from raysim.vectors.gram import GRANULARITIES, Granularity, gram
 
 if TYPE_CHECKING:
     from raysim.api.context import Batch, Context, Outputs
-    from raysim.api.messages import Update
-    from raysim.api.server_view import Server
+    from raysim.api.server_view import Aggregation, Server
 
 Kind: TypeAlias = Literal["marg_log", "batch_softmax", "logit_l2", "threshold"]
 Normalization: TypeAlias = Literal["l2", "sum", "none"]
@@ -191,11 +189,11 @@ class PrincipalGradient(Method):
         self.fraction, self.normalization, self.granularity = fraction, normalization, granularity
         self.tol = at_least("method.fedld_principal.tol", tol, 0.0)
 
-    def combine(self, updates: Sequence[Update], weights: Sequence[float], divisor: float, server: Server) -> Tensor:
+    def combine(self, aggregation: Aggregation, server: Server) -> Tensor:
         """The weighted mean of the revised updates."""
-        components = num_principal_components(num_clients=len(updates), fraction=self.fraction)
+        components = num_principal_components(num_clients=len(aggregation.updates), fraction=self.fraction)
 
         def change(products: Tensor) -> Tensor:
             return _coefficients(products, components, self.normalization, self.tol)
 
-        return recombined(updates, weights, divisor, server, self.granularity, change)
+        return recombined(aggregation, server, self.granularity, change)
