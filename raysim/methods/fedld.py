@@ -64,13 +64,14 @@ def margin_control_penalty(
 ) -> Tensor:
     """lam times the penalty on ``logits`` (B, C); ``labels`` int64 (B,) and ``threshold`` for kind "threshold" alone.
 
-    ValueError for another kind than the four.
+    ValueError for another kind than the four, and for kind "threshold" without labels.
     """
     one_of("method.fedld_margin.kind", kind, get_args(Kind))
     if kind == "batch_softmax":
         return lam * logits.softmax(dim=1).square().sum().log1p()
     if kind == "threshold":
-        assert labels is not None, "margins need labels"
+        if labels is None:
+            raise ValueError("kind=threshold needs labels: margins are those of the labelled classes")
         return lam * (margins(logits, labels) - threshold).clamp(min=0.0).square().mean()
     squares = logits.square().sum(dim=1)
     return lam * (squares.log1p() if kind == "marg_log" else squares).mean()

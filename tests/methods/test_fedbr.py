@@ -224,7 +224,7 @@ def test_proxy_images_come_from_classes_alike_or_by_their_number(
     labels = np.repeat(np.arange(4), COUNTS)
     images = np.concatenate([labels, [99]]).astype(np.uint8).reshape(-1, 1, 1, 1)  # the last is a test image
     dataset = SimpleNamespace(labels=np.append(labels, 1), images=images, train_rows=len(labels))
-    monkeypatch.setattr(fedbr, "_proxy", lambda method: dataset)
+    monkeypatch.setattr(fedbr, "_public", lambda method: (method.proxy, dataset))
     server: Any = SimpleNamespace(stream=lambda purpose: stream(0, purpose, 0), task=TASK)
     method = mixture(pseudo_batch=DRAWS, samples_per_mean=1, sources=sources, proxy=Synthetic())
     near((method._drawn(server) * 255).round().long().flatten().numpy(), 4, wanted)
