@@ -17,8 +17,9 @@ from torch import Tensor, nn
 
 from raysim.api.context import Context, Stage
 from raysim.api.declarations import Local
-from raysim.api.messages import Failure, Job, Published, Trained, Update
+from raysim.api.messages import Failure, Job, Published, SingleUpdate, Trained, Update
 from raysim.api.method import Method
+from raysim.api.server_view import Aggregation
 from raysim.data.federated import FederatedData, federate
 from raysim.data.partition import CSR, IID, Dirichlet, Partition
 from raysim.data.sources import Synthetic
@@ -235,10 +236,10 @@ class Silent(InProcess):
         self.jobs += jobs
         return [Trained(tuple(self._update(job) for job in jobs))]
 
-    def _update(self, job: Job) -> Update:
+    def _update(self, job: Job) -> SingleUpdate:
         samples = int(self.counts[job.client])
         delta, counters = np.zeros(self.shared, np.float32), np.empty(0, np.int64)
-        return Update(job.number, job.client, job.version, samples, samples, 1, 0.0, 0.0, delta, counters)
+        return SingleUpdate(job.number, job.client, job.version, samples, samples, 1, 0.0, 0.0, counters, delta=delta)
 
 
 class Ledger(Method):
@@ -251,10 +252,10 @@ class Ledger(Method):
         self.cohorts: list[list[int]] = []
         self.staleness: list[list[int]] = []
 
-    def weigh(self, weights: list[float], updates: Sequence[Update], server: Any) -> list[float]:
-        self.cohorts.append([update.client for update in updates])
-        self.staleness.append(list(server.staleness))
-        return weights
+    def weigh(self, aggregation: Aggregation, server: Any) -> Aggregation:
+        self.cohorts.append([update.client for update in aggregation.updates])
+        self.staleness.append(list(aggregation.staleness))
+        return aggregation
 
 
 class Asking(Method):

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from raysim.api.method import Method
 
 EXCLUSIVE = (
-    *("model", "stages", "select", "logits", "loss", "perturb", "predict", "finetuning"),
-    *("divisor", "combine", "apply", "scored"),
+    *("model", "stages", "select", "logits", "loss", "perturb", "predict", "finetuning"),  # on clients
+    *("combine", "apply", "scored"),  # on the server
 )
 
 
@@ -39,7 +39,6 @@ _DOES = {
     "perturb": "decide at which shifted points the gradient is taken",
     "predict": "turn logits into predictions",
     "finetuning": "decide how models are fine-tuned for evaluation",
-    "divisor": "decide what the sum of updates is divided by",
     "combine": "combine the updates",
     "apply": "own the server's step",
     "scored": "decide which vector is evaluated",

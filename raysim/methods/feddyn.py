@@ -32,7 +32,7 @@ from raysim.primitives.checks import at_least
 
 if TYPE_CHECKING:
     from raysim.api.context import Context
-    from raysim.api.server_view import Server
+    from raysim.api.server_view import Aggregation, Server
     from raysim.vectors.layout import Layout
 
 GRADIENT, DRIFT = "feddyn.gradient", "feddyn.drift"
@@ -90,8 +90,8 @@ class FedDyn(Method):
         own, received = ctx.state[GRADIENT], ctx.received[: ctx.vector.layout.trained]
         ctx.state[GRADIENT] = updated_gradient(own, ctx.vector.data[: len(own)], received, self.alpha)
 
-    def apply(self, params: Tensor, direction: Tensor, server: Server) -> Tensor:
+    def apply(self, direction: Tensor, out: Tensor, aggregation: Aggregation, server: Server) -> None:
         """The mean, from which h / alpha is taken; h moves first."""
-        drift = updated_drift(server.state[DRIFT], direction, len(server.updates), server.clients, self.alpha)
+        drift = updated_drift(server.state[DRIFT], direction, len(aggregation.updates), server.clients, self.alpha)
         server.state[DRIFT] = drift
-        return params + direction - drift / self.alpha
+        torch.sub(server.params + direction, drift / self.alpha, out=out)

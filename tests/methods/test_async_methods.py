@@ -14,7 +14,7 @@ from studies import BUFFER, NORMED, NORMED_MLP, Spy, coordinate, even, ran, reci
 from torch import Tensor
 
 from raysim.api.declarations import Task
-from raysim.api.messages import Published, Update
+from raysim.api.messages import Published, SingleUpdate
 from raysim.api.method import Method
 from raysim.methods.ace import ACE, active_clients, all_client_step
 from raysim.methods.ca2fl import CA2FL, calibrated_step
@@ -49,7 +49,7 @@ def arrive(at: Server, *arrivals: tuple[int, Any], bases: dict[int, Tensor] | No
     known[at.version] = at.vector.clone()
     empty = np.empty(0, np.int64)
     updates = [
-        Update(number, client, base, 10, 10, 1, 0.0, 0.0, np.broadcast_to(np.float32(change), WIDTH).copy(), empty)
+        SingleUpdate(number, client, base, 10, 10, 1, 0.0, 0.0, empty, delta=np.full(WIDTH, change, np.float32))
         for number, (client, change) in enumerate(arrivals)
     ]
     at.step(updates, [], [at.version - base] * len(updates), {base: Published(base, known[base].numpy(), empty)})
@@ -431,7 +431,7 @@ class OneByOne:
         layout, task = Layout((), (), 5, 5, 5, 0, 0), Task((1, 1, 1), 2, 10)
         start, nothing = torch.zeros(5, dtype=torch.float64), torch.empty(0, dtype=torch.int64)
         self.server = Server(layout, start, nothing, [method], np.full(10, 10), 0, task, "uniform")
-        self.size, self.waiting = size, list[Update]()
+        self.size, self.waiting = size, list[SingleUpdate]()
         self.bases: dict[int, Published] = {}
 
     @property
@@ -445,7 +445,7 @@ class OneByOne:
     def take(self, client: int, base: int, start: Tensor, change: Tensor) -> None:
         empty = np.empty(0, np.int64)
         self.bases[base] = Published(base, start.numpy(), empty)
-        self.waiting.append(Update(0, client, base, 1, 1, 1, 0.0, 0.0, change.numpy(), empty))
+        self.waiting.append(SingleUpdate(0, client, base, 1, 1, 1, 0.0, 0.0, empty, delta=change.numpy()))
         if len(self.waiting) == self.size:
             ages = [self.version - update.version for update in self.waiting]
             self.server.step(self.waiting, [], ages, self.bases)

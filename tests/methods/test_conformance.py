@@ -36,6 +36,7 @@ from studies import (
 import raysim.methods
 from raysim.api.composition import EXCLUSIVE, SLOTS, check_composition, overrides
 from raysim.api.declarations import Local
+from raysim.api.messages import SingleUpdate
 from raysim.api.method import Method, parameters
 from raysim.methods.ace import ACE
 from raysim.methods.ca2fl import CA2FL
@@ -395,7 +396,7 @@ def test_neither_personal_parameters_nor_private_state_are_in_an_update(name: st
     assert bool(secrets) == any(row.private for row in rows), "otherwise this test sees nothing"
     for update in spy.updates:
         assert set(update.extras) == uploads
-        assert update.delta is None or update.delta.shape == (layout.shared,)
+        assert not isinstance(update, SingleUpdate) or update.delta.shape == (layout.shared,)
         assert update.counters.shape == (layout.shared_counters,)
     assert all(part.total.shape == (layout.shared,) for trained in spy.trained for part in trained.sums)
     messages = [pickle.dumps(trained) for trained in spy.trained]
@@ -432,7 +433,7 @@ def test_the_history_counts_the_floats_that_messages_carry(name: str, schedule: 
     shared = found.coordinator.layout.shared
     unfinished = {number for _, _, number in found.coordinator.running}
     arrived = [update for update in spy.updates if update.job not in unfinished]
-    assert all(update.delta is None or update.delta.size == shared for update in arrived)
+    assert all(update.delta.size == shared for update in arrived if isinstance(update, SingleUpdate))
     before = sum(array.size for part in spy.contributed for array in part.values())
     assert bool(before) == TABLE[name.partition(" ")[0]].contributes
     assert found.rows[-1]["floats_up"] == before + sum(shared + update.floats for update in arrived)

@@ -66,7 +66,7 @@ def train(host: Host, number: int = 0, client: int = 0, turn: int = 0) -> Contex
     job = Job(number, client, turn, 0, -1, 1.0)
     networks, layout = build_networks(host.recipe)
     base = Vector(networks, layout, torch.device("cpu"), torch.float32).shared
-    return host.trainer.train(job, base, host.vector.counters[: layout.shared_counters].clone(), {}, {}, {})
+    return host.trainer.train(job, base, host.vector.counters[: layout.shared_counters].clone(), {}, {})
 
 
 # --- domains ------------------------------------------------------------------------------------------------------

@@ -57,7 +57,7 @@ class Watch(Method):
 
     def receive(self, ctx: Context) -> None:
         self.jobs.append(ctx)
-        self.pseudo.append((ctx.kept.get(PSEUDO) if PSEUDO in ctx.kept else ctx.published[PSEUDO]).clone())
+        self.pseudo.append((ctx.kept.get(PSEUDO) if PSEUDO in ctx.kept else ctx.download[PSEUDO]).clone())
 
     def by_version(self) -> dict[int, list[Tensor]]:
         """The pseudo-data of all jobs of a version."""
@@ -243,7 +243,7 @@ def test_proxy_images_come_from_classes_alike_or_by_their_number(
     labels = np.repeat(np.arange(4), COUNTS)
     images = np.concatenate([labels, [99]]).astype(np.uint8).reshape(-1, 1, 1, 1)  # the last is a test image
     dataset = SimpleNamespace(labels=np.append(labels, 1), images=images, train_rows=len(labels))
-    monkeypatch.setattr(fedbr, "_proxy", lambda method: dataset)
+    monkeypatch.setattr(fedbr, "_public", lambda method: (method.proxy, dataset))
     server: Any = SimpleNamespace(stream=lambda purpose: stream(0, purpose, 0), task=TASK)
     method = mixture(pseudo_batch=DRAWS, samples_per_mean=1, sources=sources, proxy=Synthetic())
     near((method._drawn(server) * 255).round().long().flatten().numpy(), 4, wanted)
@@ -279,7 +279,7 @@ def test_every_step_mixes_the_means_with_samples_and_labels_of_its_batch_as_mixu
         assert chosen.shape == (4, count) and chosen.max() < len(batch.inputs)
         labels = batch.targets if mixup != "none" else torch.eye(5)[batch.targets]
         assert labels.shape == (len(batch.inputs), 5)
-        x = (ctx.published[PSEUDO] + batch.inputs[chosen].sum(dim=1)) / (count + 1)
+        x = (ctx.download[PSEUDO] + batch.inputs[chosen].sum(dim=1)) / (count + 1)
         assert torch.allclose(inputs, x, atol=1e-6)
         y = (torch.full((4, 5), 0.2) + labels[chosen].sum(dim=1)) / (count + 1)
         assert targets is not None and torch.allclose(targets, y, atol=1e-6)
@@ -292,7 +292,7 @@ def test_mixing_no_samples_leaves_the_means_and_uniform_targets() -> None:
     method: Any = mixture(Mixing, mix_samples=0)
     run(recipe(method, local=LOCAL), ROUNDS, rounds=2)
     for ctx, _, _, inputs, targets in method._seen:
-        assert torch.equal(inputs, ctx.published[PSEUDO]) and targets is None
+        assert torch.equal(inputs, ctx.download[PSEUDO]) and targets is None
         assert "fedbr.mix" not in ctx.draws
 
 
@@ -364,7 +364,7 @@ def test_the_max_step_raises_the_contrast_and_moves_the_projector_alone_the_min_
     host = Host(study)
     base, empty = host.vector.shared.clone(), host.vector.counters[:0]
     data = torch.randn(4, 1, 8, 8, generator=torch.Generator().manual_seed(0))
-    host.trainer.train(Job(0, 1, 0, 0, -1, 1.0), base, empty, {PSEUDO: data}, {}, {})
+    host.trainer.train(Job(0, 1, 0, 0, -1, 1.0), base, empty, {PSEUDO: data}, {})
     theta = next(entry.start for entry in host.layout.entries if entry.network == PROJECTOR)
     starts, between, ends = method._vectors[:-1:2], method._vectors[1::2], method._vectors[2::2]
     assert len(starts) == len(between) == len(ends) > 5

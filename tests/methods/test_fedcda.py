@@ -15,7 +15,7 @@ from studies import BUFFER, NORMED, NORMED_MLP, ROUNDS, Spy, coordinate, even, r
 from torch import Tensor
 
 from raysim.api.declarations import Task
-from raysim.api.messages import Published, Update
+from raysim.api.messages import Published, SingleUpdate
 from raysim.methods.fedcda import (
     LIMIT,
     FedCDA,
@@ -162,10 +162,10 @@ def step(
 
 def _update(
     number: int, client: int, version: int, model: Sequence[float], origin: np.ndarray, losses: dict[int, float] | None
-) -> Update:
+) -> SingleUpdate:
     loss = {"fedcda.loss": np.array([(losses or {}).get(client, 0.0)], np.float32)}
     delta = np.array(model, np.float32) - origin
-    return Update(number, client, version, 10, 10, 1, 0.0, 0.0, delta, np.empty(0, np.int64), loss)
+    return SingleUpdate(number, client, version, 10, 10, 1, 0.0, 0.0, np.empty(0, np.int64), loss, delta=delta)
 
 
 def cached(at: Server, client: int) -> list[list[float]]:
