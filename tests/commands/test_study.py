@@ -29,7 +29,7 @@ COMMON = (
     *("schedule.cohort=3", "local.epochs=1"),
 )
 QUICK = (*COMMON, "rounds=2", "checkpoint.every=1")
-KILLED = Path(__file__).parent / "killed.py"
+KILLED = Path(__file__).parents[1] / "killed.py"
 
 
 @pytest.fixture(autouse=True)
