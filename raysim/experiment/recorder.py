@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from raysim.experiment.describe import identity
+from raysim.experiment.run_folder import last_checkpoint
 from raysim.experiment.settings import Experiment, Interrupted, Result
 from raysim.primitives.errors import Refused
 from raysim.results.history import read_history
@@ -30,7 +31,6 @@ from raysim.results.observers import (
     UserObserver,
 )
 from raysim.results.tracking import Tracker, flatten, replay
-from raysim.simulation import checkpoint
 from raysim.simulation.events import Event, Finished, Round, Row, Saved, Started
 
 if TYPE_CHECKING:
@@ -137,8 +137,7 @@ def record(
         follower.to_the_end()
     except KeyboardInterrupt:
         again = f"raysim run with the same settings, out={folder} and resume=latest"
-        found = checkpoint.available(folder / "checkpoints")
-        at = "the last checkpoint" if found else "round 0, for want of a checkpoint"
+        at = "the last checkpoint" if last_checkpoint(folder) else "round 0, for want of a checkpoint"
         raise Interrupted(f"stopped after round {len(run.rows)}: {again} continues from {at}") from None
     return Result(folder, json.loads((folder / SUMMARY).read_text()), run.rows)
 

@@ -2,39 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
-
 from raysim.experiment.compose import Node, to_yaml
 from raysim.experiment.execute import build
+from raysim.experiment.many_runs import FINAL, mean_row
 from raysim.experiment.recorder import Follower
+from raysim.experiment.run_folder import last_checkpoint
 from raysim.experiment.settings import Experiment
-from raysim.primitives.checks import known
 from raysim.primitives.files import replace_file
 from raysim.results.history import Row
 from raysim.results.observers import CurrentRun
-from raysim.simulation import checkpoint
 from raysim.simulation.events import Event, RunStopped
-
-DEVIATION = "_std"  # of the metric, over seeds
-
-
-def mean(rows: Sequence[Row], metric: str) -> dict[str, int | float | None]:
-    """One row for all seeds: the mean of each column, and the metric's standard deviation (divisor n - 1)."""
-    if len(rows) == 1:
-        return dict(rows[0])
-    names = dict.fromkeys(name for row in rows for name in row)
-    columns = {name: known([row.get(name) for row in rows]) for name in names}
-    row: dict[str, int | float | None] = {
-        name: float(np.mean(values)) if values else None for name, values in columns.items()
-    }
-    row["round"] = rows[0]["round"]
-    if len(columns.get(metric, ())) == len(rows):
-        row[metric + DEVIATION] = float(np.std(columns[metric], ddof=1))
-    return row
 
 
 class Trial:
@@ -59,7 +40,7 @@ class Trial:
         rows = []
         while self.done < self.rounds:
             self.done += 1
-            rows.append(mean([run.until(self.done) for run in self.runs], self.metric))
+            rows.append(mean_row([run.until(self.done) for run in self.runs], self.metric))
             if rows[-1].get(self.metric) is not None:
                 break
         else:
@@ -71,7 +52,7 @@ class Trial:
 
     def _unmeasured(self, rows: Sequence[Row]) -> str:
         last = rows[-1] if rows else {}
-        names = [name for name in ("accuracy", "accuracy_global") if last.get(name) is not None]
+        names = [name for name in FINAL if last.get(name) is not None]
         names += [name for name, value in last.items() if value is not None and name not in (*names, "round")]
         return f"{self.metric} is not measured here: set sweep.metric to one of {', '.join(names)}"
 
@@ -112,17 +93,8 @@ def prepared(
         experiment = build(node, allow)
         own.mkdir(parents=True, exist_ok=True)
         replace_file(own / "config.yaml", to_yaml(experiment.config).encode())
-        last = checkpoint.available(own / "checkpoints")[-1:]
-        settings = replace(experiment.settings, folder=str(own), resume=str(last[0]) if last else "")
+        settings = replace(experiment.settings, folder=str(own), resume=last_checkpoint(own))
         if every is not None:
             settings = replace(settings, checkpoint_every=every)
         found.append((replace(experiment, settings=settings), own))
     return found
-
-
-def score(rows: Sequence[Mapping[str, int | float | None]], metric: str) -> tuple[float | None, float | None]:
-    """The last known value of a metric, and its deviation over seeds where there are several."""
-    for row in reversed(rows):
-        if (value := row.get(metric)) is not None:
-            return float(value), row.get(metric + DEVIATION)
-    return None, None
