@@ -15,12 +15,13 @@ from raysim.api.context import Batch, Context, Contribution, Plan, Stage
 from raysim.api.declarations import Finetune, Local, Task
 from raysim.api.messages import Job
 from raysim.api.method import Method
+from raysim.api.private_state import PrivateState
 from raysim.data.batches import Pipeline
 from raysim.data.partition import CSR
 from raysim.models.classifier import is_stochastic
 from raysim.primitives.streams import stream, torch_seed
 from raysim.training.step import Step
-from raysim.vectors.layout import Layout, Vector
+from raysim.vectors.layout import Vector
 
 # Floats that are gathered and normalised at once: enough to amortise the calls, small enough for the cache.
 _CHUNK = 1 << 20
@@ -205,9 +206,9 @@ class Trainer:
         counters: Tensor,
         published: Mapping[str, Tensor],
         extras: Mapping[str, Tensor],
-        state: Mapping[str, Tensor],
+        state: PrivateState[Tensor],
     ) -> Context:
-        """Train one client; afterwards the vector holds y, the context its state, upload and losses.
+        """Train one client; afterwards the vector holds y, the context upload, losses and what methods keep.
 
         base: [layout.shared] the received vector. Errors of hooks and of the model propagate.
         """
@@ -227,7 +228,7 @@ class Trainer:
             base,
             published,
             extras,
-            dict(state),
+            dict(state.methods),
         )
         self._start = state
         load(self.vector, base, counters, state)
@@ -239,7 +240,7 @@ class Trainer:
         for method in self.receivers:
             method.receive(ctx)
         if self.receivers and self.vector.layout.personal:  # frozen networks start from what training starts from
-            self._start = {"personal": self.vector.personal.clone(), "personal.counters": self._own_counters()}
+            self._start = private_state(self.vector, {})
         plan = ctx.plan = prepared[0] if prepared else self._plan(ctx)
         ctx.draws = {
             key: values
@@ -261,13 +262,7 @@ class Trainer:
         ctx.losses = torch.stack(losses) if losses else torch.empty(0)
         for method in self.finishers:
             method.finish(ctx)
-        if self.vector.layout.personal or len(self.vector.counters) > len(counters):
-            ctx.state["personal"] = self.vector.personal.clone()
-            ctx.state["personal.counters"] = self._own_counters()
         return ctx
-
-    def _own_counters(self) -> Tensor:
-        return self.vector.counters[self.vector.layout.shared_counters :].clone()
 
     def adapt(self, client: int, rows: np.ndarray, version: int, how: Finetune) -> None:
         """Fine-tune what lies in the vector on rows of the data set: cross-entropy alone, on streams of its own."""
@@ -313,22 +308,17 @@ class Trainer:
         return np.sort(positions)
 
 
-def load(vector: Vector, base: Tensor, counters: Tensor, state: Mapping[str, Tensor]) -> None:
+def load(vector: Vector, base: Tensor, counters: Tensor, state: PrivateState[Tensor]) -> None:
     """Put a received prefix and a client's personal suffix into a vector."""
     vector.shared.copy_(base)
     if len(counters):
         vector.counters[: len(counters)].copy_(counters)
-    if "personal" in state:
-        vector.personal.copy_(state["personal"])
-        vector.counters[len(counters) :].copy_(state["personal.counters"])
+    if vector.layout.has_personal:
+        vector.personal.copy_(state.personal)
+        vector.counters[len(counters) :].copy_(state.counters)
 
 
-def initial_personal(vector: Vector) -> dict[str, Tensor]:
-    """The personal entries of a client that never trained: the common initial values."""
-    layout: Layout = vector.layout
-    if not layout.personal and layout.total_counters == layout.shared_counters:
-        return {}
-    return {
-        "personal": vector.personal.clone(),
-        "personal.counters": vector.counters[layout.shared_counters :].clone(),
-    }
+def private_state(vector: Vector, methods: Mapping[str, Tensor]) -> PrivateState[Tensor]:
+    """A client's private state: a copy of the vector's personal suffix, and what methods keep."""
+    counters = vector.counters[vector.layout.shared_counters :]
+    return PrivateState(vector.personal.clone(), counters.clone(), methods)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from studies import Spy, coordinate, ran, recipe, run, several
+from studies import NOTHING, Spy, coordinate, ran, recipe, run, several
 from torch import Tensor, nn
 
 from raysim.api.context import Batch, Context
@@ -66,7 +66,7 @@ def train(host: Host, number: int = 0, client: int = 0, turn: int = 0) -> Contex
     job = Job(number, client, turn, 0, -1, 1.0)
     networks, layout = build_networks(host.recipe)
     base = Vector(networks, layout, torch.device("cpu"), torch.float32).shared
-    return host.trainer.train(job, base, host.vector.counters[: layout.shared_counters].clone(), {}, {}, {})
+    return host.trainer.train(job, base, host.vector.counters[: layout.shared_counters].clone(), {}, {}, NOTHING)
 
 
 # --- domains ------------------------------------------------------------------------------------------------------

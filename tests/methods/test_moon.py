@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from studies import MLP, NORMED, ROUNDS, recipe, run
+from studies import MLP, NORMED, ROUNDS, private, recipe, run
 from torch import Tensor, nn
 
 from raysim.api.context import Batch, Context, Outputs
@@ -66,8 +66,8 @@ def test_the_previous_models_are_the_last_ones_that_the_client_itself_trained_to
 ) -> None:
     watch = Watch()
     found = run(recipe(Moon(out=8, previous=pool), watch, model=model), ROUNDS, rounds=6)
-    state = found.coordinator._client_states()
-    turns = found.coordinator.turns
+    state = found.private
+    turns = found.coordinator.planner.participations
     assert max(turns.values()) > 2 and len(set(turns.values())) > 1, "somebody sat out"
     for client, count in turns.items():
         trained: list[Tensor] = []
@@ -105,7 +105,7 @@ def test_at_weight_zero_it_is_fedavg_on_the_network_with_the_projection() -> Non
     zero, fedavg, weighed = (run(recipe(method)) for method in (Moon(0.0, width=5, out=8), Headed(), Moon(1, out=8)))
     assert zero.finished.model_sha256 == fedavg.finished.model_sha256 != weighed.finished.model_sha256
     assert zero.tensors["model.head.weight"].shape == (5, 8)
-    assert not any(key.endswith(PREVIOUS) for key in zero.coordinator._client_states())
+    assert not any(key.endswith(PREVIOUS) for key in zero.private)
 
 
 # --- the contrast of one step -------------------------------------------------------------------------------------
@@ -202,7 +202,7 @@ def test_a_previous_model_equal_to_the_received_one_does_not_change_the_first_st
         host = Host(recipe(Moon(mu, out=8), local=local))
         base = host.vector.shared.clone()
         noise = torch.randn(len(base), generator=torch.Generator().manual_seed(0))
-        state = {PREVIOUS: (base + shift * noise).unsqueeze(0)}
+        state = private({PREVIOUS: (base + shift * noise).unsqueeze(0)})
         host.trainer.train(Job(0, 0, 1, 0, -1, 1.0), base, host.vector.counters[:0], {}, {}, state)
         return host.vector.data.clone()
 

@@ -30,7 +30,7 @@ from raysim.models import ModelRecipe
 from raysim.simulation.fleet import Ideal
 from raysim.simulation.schedule import Buffered, Synchronous
 from raysim.training.host import Host, build_networks
-from raysim.training.trainer import initial_personal
+from raysim.training.trainer import private_state
 
 EVERYBODY = Synchronous(6)
 # Everybody starts from the initial model; later, the first participation would load what others made of it.
@@ -69,7 +69,7 @@ class Client:
     def __init__(self, *methods: Method, model: ModelRecipe = NORMED_MLP, local: Any = LOCAL) -> None:
         self.host = Host(recipe(*methods, model=model, local=local))
         self.initial, self.counters = self.host.vector.shared.clone(), self.host.vector.counters.clone()
-        self.state: dict[str, Tensor] = initial_personal(self.host.vector)
+        self.personal, self.state = private_state(self.host.vector, {}), dict[str, Tensor]()
         for method in methods:
             self.state |= method.state(self.host.layout, 1)
         self.turn = 0
@@ -78,8 +78,10 @@ class Client:
         version = self.turn if version is None else version
         job = Job(self.turn, 0, self.turn, version, self.turn - 1, 1.0)
         base = self.initial if base is None else base
-        ctx = self.host.trainer.train(job, base, self.counters if counters is None else counters, {}, {}, self.state)
-        self.turn, self.state = self.turn + 1, ctx.state
+        counters, state = self.counters if counters is None else counters, replace(self.personal, methods=self.state)
+        ctx = self.host.trainer.train(job, base, counters, {}, {}, state)
+        self.personal, self.state = private_state(self.host.vector, {}), ctx.state
+        self.turn += 1
         return ctx
 
     def named(self, flat: Tensor) -> dict[str, Tensor]:
@@ -282,11 +284,7 @@ def test_a_proximal_term_vanishes_at_the_mixed_start() -> None:
 
 def states(found: Any, key: str) -> dict[int, np.ndarray]:
     ends = f"/{key}"
-    return {
-        int(name.partition("/")[0]): value
-        for name, value in found.coordinator._client_states().items()
-        if name.endswith(ends)
-    }
+    return {int(name.partition("/")[0]): value for name, value in found.private.items() if name.endswith(ends)}
 
 
 @pytest.mark.parametrize("schedule", [ROUNDS, BUFFER], ids=["rounds", "buffer"])
@@ -304,8 +302,10 @@ def test_to_load_nothing_is_local_training_of_every_client_bit_for_bit(model: Mo
     data = population(6)
     found = run(recipe(PartialFed("none"), model=model, data=data), schedule, fleet=Ideal(), rounds=5)
     local = run(recipe(LocalTraining(), model=model, data=data), schedule, fleet=Ideal(), rounds=5)
-    for mine, its in (("partialfed.model", "personal"), ("partialfed.counters", "personal.counters")):
-        got, want = states(found, mine), states(local, its)
+    kept = dict(local.coordinator.private.accepted())
+    models, counters = ({c: getattr(state, name) for c, state in kept.items()} for name in ("personal", "counters"))
+    for mine, want in (("partialfed.model", models), ("partialfed.counters", counters)):
+        got = states(found, mine)
         assert len(got) > 3 and got.keys() == want.keys()
         assert all(np.array_equal(got[client], want[client]) for client in got)
     assert found.rows[-1]["accuracy"] == local.rows[-1]["accuracy"]
@@ -321,7 +321,8 @@ def test_to_load_all_but_batchnorm_is_fedbn_bit_for_bit(model: ModelRecipe, sche
     assert same({name: found.tensors[name] for name in fedbn.tensors}, fedbn.tensors)
     layout = fedbn.coordinator.layout
     mine = {entry.name: entry for entry in found.coordinator.layout.entries}
-    models, layers = states(found, "partialfed.model"), states(fedbn, "personal")
+    models = states(found, "partialfed.model")
+    layers = {client: state.personal for client, state in fedbn.coordinator.private.accepted()}
     assert models.keys() == layers.keys() and len(models) > 3
     for client, model_ in models.items():
         for entry in layout.entries:
