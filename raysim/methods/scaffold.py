@@ -102,7 +102,7 @@ class Scaffold(Method):
         """c, zero."""
         server.state["scaffold.control"] = torch.zeros_like(server.params)
 
-    def cost(self, server: Server, samples: int, trained: float, turn: int) -> Cost:
+    def cost(self, server: Server, samples: int, trained: float, participation: int) -> Cost:
         """The change of c_i travels up; c is published."""
         return Cost(up=server.layout.trained)
 

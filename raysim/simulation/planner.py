@@ -103,7 +103,7 @@ class Planner:
         message = Job(
             number=self.dispatched,
             client=client,
-            turn=earlier,
+            participation=earlier,
             version=self.server.version,
             state=self.private.dispatch(client, self.dispatched),
             weight=self.server.weight(client),

@@ -22,6 +22,8 @@ from raysim.simulation.planner import Planner
 from raysim.simulation.private_states import PrivateStates
 from raysim.simulation.server import Server
 
+_STORED = {"participation": "turn"}  # fields of `Job` that have another name in checkpoints
+
 
 def take(
     server: Server,
@@ -79,13 +81,14 @@ def restore(snapshot: Snapshot, server: Server, planner: Planner, private: Priva
 def _numbers(job: InFlightJob) -> dict[str, Any]:
     """A job under way as JSON, without its arrays."""
     own = {"finish": job.finish, "work": job.work, "up": job.up, "staleness": job.staleness}
-    return own | asdict(job.message) | {"extras": {}}
+    message = asdict(job.message) | {"extras": {}}
+    return own | {_STORED.get(name, name): value for name, value in message.items()}
 
 
 def _job(entry: Mapping[str, Any], extras: Mapping[str, np.ndarray]) -> InFlightJob:
     """The job of which `_numbers` made this entry."""
-    names = ("number", "client", "turn", "version", "state", "weight", "probe")
-    message = Job(**{name: entry[name] for name in names}, extras=extras)
+    names = ("number", "client", "participation", "version", "state", "weight", "probe")
+    message = Job(**{name: entry[_STORED.get(name, name)] for name in names}, extras=extras)
     return InFlightJob(message, entry["finish"], entry["work"], entry["up"], staleness=entry["staleness"])
 
 

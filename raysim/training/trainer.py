@@ -153,7 +153,7 @@ class Trainer:
         rows: list[np.ndarray] = []
         for job in jobs[:fitting]:
             own = self.partition.rows(job.client)
-            plan = self._plan_all(len(own), job.client, job.turn)
+            plan = self._plan_all(len(own), job.client, job.participation)
             plans.append((job.number, plan))
             rows.append(own[plan.positions])
         inputs, labels = self.gather(np.concatenate(rows))
@@ -219,7 +219,7 @@ class Trainer:
             self,
             self.seed,
             job.client,
-            job.turn,
+            job.participation,
             job.version,
             samples,
             rate,
@@ -233,7 +233,7 @@ class Trainer:
         self._start = state
         load(self.vector, base, counters, state)
         if self.stochastic:
-            torch.manual_seed(torch_seed(self.seed, "torch", job.client, job.turn))
+            torch.manual_seed(torch_seed(self.seed, "torch", job.client, job.participation))
         if self.methods or not all(network.training for network in self.vector.networks.values()):
             self.training(True)  # hooks may have changed the mode of any part; without methods only evaluation does
         self.step.begin()
@@ -252,7 +252,7 @@ class Trainer:
         batches = (
             prepared[1]
             if prepared
-            else self._batches(plan, self.partition.rows(job.client), "augment", job.client, job.turn)
+            else self._batches(plan, self.partition.rows(job.client), "augment", job.client, job.participation)
         )
         for index, batch in enumerate(batches):
             ctx.step = index
@@ -291,14 +291,16 @@ class Trainer:
             first = self.selector.select(ctx, 1, parts)
             if first is not None:
                 chosen = [np.sort(first), *(self._selected(ctx, part, parts) for part in range(2, parts + 1))]
-                generator = stream(self.seed, "batches", ctx.client, ctx.turn)
+                generator = stream(self.seed, "batches", ctx.client, ctx.participation)
                 return make_plan(self.local, ctx.samples, chosen, generator, self.batchnorm)
-        return self._plan_all(ctx.samples, ctx.client, ctx.turn)
+        return self._plan_all(ctx.samples, ctx.client, ctx.participation)
 
-    def _plan_all(self, samples: int, client: int, turn: int) -> Plan:
+    def _plan_all(self, samples: int, client: int, participation: int) -> Plan:
         """All samples in every epoch."""
         chosen = [np.arange(samples)] * (self.local.epochs or 1)
-        return make_plan(self.local, samples, chosen, stream(self.seed, "batches", client, turn), self.batchnorm)
+        return make_plan(
+            self.local, samples, chosen, stream(self.seed, "batches", client, participation), self.batchnorm
+        )
 
     def _selected(self, ctx: Context, part: int, parts: int) -> np.ndarray:
         """Ascending, so that the shuffle depends on what was selected and not on how it was ranked."""

@@ -76,7 +76,7 @@ class Present(Dann):
     """Knows which participation is at work."""
 
     def receive(self, ctx: Context) -> None:
-        self._now = (ctx.client, ctx.turn)
+        self._now = (ctx.client, ctx.participation)
 
 
 @pytest.mark.parametrize("mode", ["alternate", "grl"])
@@ -125,7 +125,9 @@ def test_a_step_trains_the_discriminator_or_the_rest_and_every_participation_beg
     local = Local(lr=0.05, momentum=momentum, weight_decay=1e-3, batch=7, epochs=None, steps=7)
     watch = Watch()
     run(recipe(Dann(0.5, width=8, discriminator_steps=ratio), watch, local=local), Synchronous(4), rounds=3)
-    assert max(ctx.turn for ctx in watch.jobs) > 0 and 7 % (1 + ratio), "a job ends amid a period, another follows"
+    assert max(ctx.participation for ctx in watch.jobs) > 0 and 7 % (1 + ratio), (
+        "a job ends amid a period, another follows"
+    )
     first = {1: [False, True, False, True], 2: [True, False, True, True, False, True]}[ratio]
     for job in range(len(watch.jobs)):
         steps = list(watch.steps(job))

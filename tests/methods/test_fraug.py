@@ -616,7 +616,7 @@ def test_weights_and_labels_follow_the_global_round_and_stop_at_its_last(
         size, step = len(arguments["real_labels"]), ctx.version * ctx.plan.steps + ctx.step
         wanted = fraug.balanced_labels(batch_size=size, num_classes=5, step=step)
         assert torch.equal(arguments["proto_labels"], wanted)
-        versions.add((ctx.version, ctx.turn))
+        versions.add((ctx.version, ctx.participation))
         return original(**arguments)
 
     monkeypatch.setattr(fraug, "classification_loss", watched)

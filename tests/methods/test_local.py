@@ -42,7 +42,7 @@ class Watch(Method):
         self.ended: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
 
     def finish(self, ctx: Context) -> None:
-        self.ended[ctx.client, ctx.turn] = ctx.vector.data.clone(), ctx.vector.counters.clone()
+        self.ended[ctx.client, ctx.participation] = ctx.vector.data.clone(), ctx.vector.counters.clone()
 
     def of(self, client: int) -> list[tuple[Tensor, Tensor]]:
         """By turn."""
@@ -102,7 +102,7 @@ def test_all_clients_start_from_the_common_initial_model() -> None:
         name, paper = "look", "a test"
 
         def receive(self, ctx: Context) -> None:
-            if ctx.turn == 0:
+            if ctx.participation == 0:
                 first.append((ctx.client, ctx.vector.data.clone()))
 
     first: list[tuple[int, Tensor]] = []

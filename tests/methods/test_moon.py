@@ -47,7 +47,7 @@ class Watch(Method):
         """(turn, previous models at the start, vector at the end) of every participation of a client."""
         for ctx, before, after in zip(self.jobs, self.before, self.after, strict=True):
             if ctx.client == client:
-                yield ctx.turn, before, after
+                yield ctx.participation, before, after
 
 
 def flat(networks: Any, layout: Layout) -> Tensor:
@@ -85,7 +85,7 @@ def test_without_an_earlier_participation_there_is_no_contrast() -> None:
         seen: ClassVar[list[tuple[int, Tensor]]] = []
 
         def term(self, ctx: Context, out: Outputs, batch: Batch) -> Tensor:
-            self.seen.append((ctx.turn, super().term(ctx, out, batch)))
+            self.seen.append((ctx.participation, super().term(ctx, out, batch)))
             return self.seen[-1][1]
 
     run(recipe(Watched(out=8)), ROUNDS, rounds=4)
@@ -161,7 +161,7 @@ def test_a_job_leaves_its_frozen_models_as_they_were_and_without_gradient(
 
         def finish(self, ctx: Context) -> None:
             layout = ctx.vector.layout
-            if ctx.turn:  # asked for again, a job's copies are those that it has worked with
+            if ctx.participation:  # asked for again, a job's copies are those that it has worked with
                 frozen = {"received": ctx.base, "moon.0": ctx.state[PREVIOUS][-1]}
                 for name, values in frozen.items():
                     networks = ctx.frozen(name)

@@ -57,10 +57,12 @@ class Watch(Method):
         self.ended: dict[tuple[int, int], Tensor] = {}
 
     def receive(self, ctx: Context) -> None:
-        self.started.append((ctx.turn, ctx.vector.shared.clone(), ctx.base.clone(), ctx.vector.counters.clone()))
+        self.started.append(
+            (ctx.participation, ctx.vector.shared.clone(), ctx.base.clone(), ctx.vector.counters.clone())
+        )
 
     def finish(self, ctx: Context) -> None:
-        self.ended[ctx.client, ctx.turn] = ctx.vector.data.clone()
+        self.ended[ctx.client, ctx.participation] = ctx.vector.data.clone()
 
 
 class Client:
@@ -226,7 +228,7 @@ def test_an_update_is_the_difference_to_the_shared_model_not_to_the_mixed_start(
     spy = Spy(study)
     ran(coordinate(study, EVERYBODY, runtime=spy, rounds=3, group=1))
     published = {job.number: vector.vector for job, vector in spy.sent}
-    turns = {job.number: job.turn for job, _ in spy.sent}
+    turns = {job.number: job.participation for job, _ in spy.sent}
     deltas = {update.job: update.delta for update in spy.updates if update.delta is not None}
     assert max(turns[job] for job in deltas) == 2
     clients = {job.number: job.client for job, _ in spy.sent}

@@ -116,7 +116,7 @@ def test_ties_are_by_client_id_and_not_by_the_order_of_dispatch() -> None:
     found = ran(coordinator)
     order = [(row["virtual_seconds"], client) for row, (client,) in zip(found.rows, ledger.cohorts, strict=True)]
     assert order == sorted(order), "time first, then the client's id"
-    number = {(job.client, job.turn): job.number for job in runtime.jobs}
+    number = {(job.client, job.participation): job.number for job in runtime.jobs}
     turns: dict[int, int] = {}
     taken = []
     for _, client in order:

@@ -56,7 +56,7 @@ class Watched(Step):
 
     def __call__(self, ctx: Context, batch: Batch, stages: Any) -> Tensor | None:
         """See `Step`."""
-        key = ctx.client, ctx.turn
+        key = ctx.client, ctx.participation
         self.batches.setdefault(key, []).append((batch.raw_inputs.clone(), batch.raw_targets.clone()))
         self.given.setdefault(key, []).append({name: ctx.drawn(name).clone() for name in ctx.draws})
         return super().__call__(ctx, batch, stages)
@@ -115,7 +115,9 @@ def _taken(coordinator: Coordinator) -> list[list[tuple[int, int, int, int]]]:
 
     def watched(in_flight: Any) -> Any:
         jobs = [each.message for each in in_flight]
-        taken.append([(job.client, job.turn, job.version, int(coordinator.counts[job.client])) for job in jobs])
+        taken.append(
+            [(job.client, job.participation, job.version, int(coordinator.counts[job.client])) for job in jobs]
+        )
         return aggregate(in_flight)
 
     coordinator._aggregate = watched  # type: ignore[method-assign]

@@ -132,7 +132,7 @@ def test_clients_come_and_go_as_on_paper(schedule: Any, fleet: str) -> None:
     assert ledger.staleness == [[job.staleness for job in each.taken] for each in wanted]
     known = [job for each in wanted for job in (*each.taken, *each.waiting, *each.running)]
     jobs = {job.number: (job.client, job.turn, job.version, float(COUNTS[job.client])) for job in known}
-    ran = [(job.number, (job.client, job.turn, job.version, job.weight)) for job in runtime.jobs]
+    ran = [(job.number, (job.client, job.participation, job.version, job.weight)) for job in runtime.jobs]
     assert dict(ran) == {number: jobs[number] for number, _ in ran} and len(ran) >= 12 * schedule.size
     assert len(events) > 12
     for row, each in zip(coordinator.rows, wanted, strict=True):
