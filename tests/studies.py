@@ -19,6 +19,7 @@ from raysim.api.context import Context, Stage
 from raysim.api.declarations import Local
 from raysim.api.messages import Failure, Job, Published, SingleUpdate, Trained, Update
 from raysim.api.method import Method
+from raysim.api.private_state import PrivateState, StoredState
 from raysim.api.server_view import Aggregation
 from raysim.data.federated import FederatedData, federate
 from raysim.data.partition import CSR, IID, Dirichlet, Partition
@@ -157,6 +158,23 @@ class Ran:
         server = self.coordinator.server
         return {k: v.numpy() for k, v in self.coordinator.initial.named(server.vector, server.counters).items()}
 
+    @property
+    def private(self) -> dict[str, np.ndarray]:
+        """Every tensor of the clients' accepted private states: "client/name"."""
+        return self.coordinator.private.named()
+
+    def state(self, client: int) -> StoredState:
+        """A client's accepted private state."""
+        return dict(self.coordinator.private.accepted())[client]
+
+
+def private(methods: Mapping[str, Tensor]) -> PrivateState[Tensor]:
+    """A private state in which only methods keep something."""
+    return PrivateState(torch.empty(0), torch.empty(0, dtype=torch.int64), methods)
+
+
+NOTHING = private({})
+
 
 def coordinate(
     study: Recipe,
@@ -191,7 +209,7 @@ class Spy(InProcess):
         super().__init__(Host(study))
         self.sent: list[tuple[Job, Published]] = []
         self.trained: list[Trained] = []
-        self.states: list[Mapping[str, np.ndarray]] = []
+        self.states: list[StoredState] = []
         self.contributed: list[Mapping[str, np.ndarray]] = []
         self.kept: Mapping[str, np.ndarray] = {}
 

@@ -76,7 +76,7 @@ def test_hosts_sum_their_own_groups_and_the_bits_stay(hosts: Hosts, monkeypatch:
 
 def _ranked(found: Ran) -> list[int]:
     """The versions whose ranking the clients hold."""
-    states = found.coordinator._client_states()
+    states = found.private
     return [int(value[0]) for key, value in states.items() if key.endswith("fedbss.version")]
 
 

@@ -129,7 +129,7 @@ class Context:
     trainer: Trainer
     seed: int
     client: int
-    turn: int  # participations of this client before this one
+    participation: int  # participations of this client before this one
     version: int  # aggregations behind the received vector
     samples: int
     rate: float  # learning rate of this job
@@ -177,7 +177,7 @@ class Context:
 
     def stream(self, purpose: str) -> np.random.Generator:
         """A random stream of this participation's own."""
-        return stream(self.seed, purpose, self.client, self.turn)
+        return stream(self.seed, purpose, self.client, self.participation)
 
     def data(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Normalised inputs and labels of the client's own training samples, in order, unaugmented, in batches."""

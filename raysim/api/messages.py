@@ -57,7 +57,7 @@ class Job:
 
     number: int  # position in the run's order of dispatch
     client: int
-    turn: int  # how often this client was dispatched before
+    participation: int  # how often this client was dispatched before
     version: int  # the base version: aggregations made when it was dispatched
     state: int  # number of the job whose private state it starts from; -1 for the initial state
     weight: float  # raw weight in a plain weighted sum

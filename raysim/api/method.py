@@ -67,10 +67,11 @@ class Method:
         """Random values drawn before the first step, one per step, by full name; read with `ctx.drawn(name)`."""
         return {}
 
-    def cost(self, server: Server, samples: int, trained: float, turn: int) -> Cost:
+    def cost(self, server: Server, samples: int, trained: float, participation: int) -> Cost:
         """What a job costs besides training on `trained` samples (all passes) and moving the vector.
 
-        samples: what the client holds; turn: its participations so far. What `send` declares is counted already.
+        samples: what the client holds; participation: how often it took part before. What `send` declares is counted
+        already.
         """
         return Cost()
 

@@ -30,10 +30,10 @@ from raysim.models import ModelRecipe
 from raysim.primitives.errors import Refused, instead, refusing
 from raysim.primitives.files import replace_file
 from raysim.results.observers import Observer, ObserverFailed
-from raysim.simulation.coordinator import Settings, check_concurrency
+from raysim.simulation.coordinator import Settings
 from raysim.simulation.events import Event, TooManyFailures
 from raysim.simulation.fleet import Fleet
-from raysim.simulation.schedule import Schedule, Synchronous
+from raysim.simulation.schedule import Schedule, Synchronous, check_concurrency
 from raysim.simulation.server import asked_weighting
 from raysim.training.host import Recipe, build_networks
 

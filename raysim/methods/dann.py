@@ -127,7 +127,7 @@ class Dann(Method):
         period = range(1, 2 + self.discriminator_steps)
         return [(adversary if is_discriminator_step(step, self.discriminator_steps) else Stage(),) for step in period]
 
-    def cost(self, server: Server, samples: int, trained: float, turn: int) -> Cost:
+    def cost(self, server: Server, samples: int, trained: float, participation: int) -> Cost:
         """A discriminator step saves the model's backward pass."""
         share = self.discriminator_steps / (1 + self.discriminator_steps) if self.mode == "alternate" else 0.0
         return Cost(samples=(FORWARD - 1) * share * trained)

@@ -68,7 +68,7 @@ class Ditto(Method):
         """v_k, with the initial values of the model."""
         return {PERSONAL: Network(copy.deepcopy(model), personal=True)}
 
-    def cost(self, server: Server, samples: int, trained: float, turn: int) -> Cost:
+    def cost(self, server: Server, samples: int, trained: float, participation: int) -> Cost:
         """The personal model's steps, as many as the shared one's."""
         return Cost(samples=trained)
 

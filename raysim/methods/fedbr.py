@@ -229,7 +229,7 @@ class FedBR(Method):
         shape = (self.pseudo_batch, self.mix_samples)
         return {"fedbr.mix": [torch.from_numpy(generator.integers(size, size=shape)) for size in plan.sizes]}
 
-    def cost(self, server: Server, samples: int, trained: float, turn: int) -> Cost:
+    def cost(self, server: Server, samples: int, trained: float, participation: int) -> Cost:
         """A pass over as much pseudo-data, and one forward through the received extractor where it changes."""
         if not self._active:
             return Cost()

@@ -134,7 +134,7 @@ class FedBSS(Method):
             "fedbss.count": torch.zeros(1, dtype=torch.int64),
         }
 
-    def cost(self, server: Server, samples: int, trained: float, turn: int) -> Cost:
+    def cost(self, server: Server, samples: int, trained: float, participation: int) -> Cost:
         """The ranking pass; virtual time knows nothing of how many samples it will leave."""
         return Cost(samples=FORWARD * samples if self._selects(server.version) else 0.0)
 

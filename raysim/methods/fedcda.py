@@ -246,7 +246,7 @@ class FedCDA(Method):
         self.warmup, self.cache = warmup, cache
         self.budget = at_least("method.fedcda.budget", budget, 0.0)
 
-    def cost(self, server: Server, samples: int, trained: float, turn: int) -> Cost:
+    def cost(self, server: Server, samples: int, trained: float, participation: int) -> Cost:
         """The loss travels up."""
         return Cost(up=1)
 

@@ -116,7 +116,7 @@ class FedExP(Method):
         self.epsilon, self.epsilon_scale, self.epsilon_decay = epsilon, epsilon_scale, epsilon_decay
         self.minimum = at_least("method.fedexp.minimum", minimum, 0.0)
 
-    def cost(self, server: Server, samples: int, trained: float, turn: int) -> Cost:
+    def cost(self, server: Server, samples: int, trained: float, participation: int) -> Cost:
         """A scalar travels up."""
         return Cost(up=1)
 

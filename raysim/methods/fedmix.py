@@ -139,7 +139,7 @@ class FedMix(Method):
                 f"method.fedmix.means={-(-rows // clients)} (now {self.means}) or more"
             )
 
-    def cost(self, server: Server, samples: int, trained: float, turn: int) -> Cost:
+    def cost(self, server: Server, samples: int, trained: float, participation: int) -> Cost:
         """The second derivative: as much again as a pass.
 
         In forward passes a step is 1 and a backward pass of 2. The gradient of the inputs adds 1, and differentiating

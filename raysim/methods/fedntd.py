@@ -50,7 +50,7 @@ class FedNTD(Method):
             raise ValueError(f"method.fedntd.temperature={temperature} must be above 0")
         self.temperature = temperature
 
-    def cost(self, server: Server, samples: int, trained: float, turn: int) -> Cost:
+    def cost(self, server: Server, samples: int, trained: float, participation: int) -> Cost:
         """The teacher's forward pass."""
         return Cost(samples=FORWARD * trained if self.beta else 0.0)
 

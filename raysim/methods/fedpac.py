@@ -265,7 +265,7 @@ class FedPAC(Method):
         first = head_steps(plan.sizes, plan.samples, self.head_epochs)
         return [(head,)] * first + [(extractor,)] * (plan.steps - first)
 
-    def cost(self, server: Server, samples: int, trained: float, turn: int) -> Cost:
+    def cost(self, server: Server, samples: int, trained: float, participation: int) -> Cost:
         """Two passes over all samples for the statistics; the head phase saves the extractor's backward pass."""
         layout, classes = server.layout, server.task.num_classes
         features = next(e.shape[1] for e in layout.within(["model.head"]) if e.path == "head.weight")

@@ -85,7 +85,7 @@ class FedRep(Method):
         head, body = Stage("fedrep.head", ("model.head",)), Stage("fedrep.body", ("model.extractor",))
         return [(head,)] * first + [(body,)] * (plan.steps - first)
 
-    def cost(self, server: Server, samples: int, trained: float, turn: int) -> Cost:
+    def cost(self, server: Server, samples: int, trained: float, participation: int) -> Cost:
         """Head steps save the extractor's backward pass."""
         share = self.head_epochs / (self.head_epochs + self.body_epochs)
         return Cost(samples=(FORWARD - 1) * share * trained)

@@ -63,7 +63,7 @@ class FedSAM(Method):
         """Without a shift there is no second pass."""
         return frozenset() if self.rho else frozenset({"perturb", "cost"})
 
-    def cost(self, server: Server, samples: int, trained: float, turn: int) -> Cost:
+    def cost(self, server: Server, samples: int, trained: float, participation: int) -> Cost:
         """Every batch is passed twice."""
         return Cost(samples=trained)
 

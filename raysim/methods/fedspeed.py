@@ -73,7 +73,7 @@ class FedSpeed(Method):
         """c_k, zero."""
         return {CORRECTION: torch.zeros(layout.trained)}
 
-    def cost(self, server: Server, samples: int, trained: float, turn: int) -> Cost:
+    def cost(self, server: Server, samples: int, trained: float, participation: int) -> Cost:
         """Every batch is passed twice."""
         return Cost(samples=trained)
 

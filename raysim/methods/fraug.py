@@ -346,7 +346,7 @@ class FRAug(Method):
         shapes = [(5, size, self.noise_dim) for size in plan.sizes]
         return {NOISE: [torch.from_numpy(draw(shape, dtype=np.float32)) for shape in shapes]}
 
-    def cost(self, server: Server, samples: int, trained: float, turn: int) -> Cost:
+    def cost(self, server: Server, samples: int, trained: float, participation: int) -> Cost:
         """A forward pass in eval mode, and the small networks' passes in proportion to their parameters.
 
         That makes them dearer than they are beside convolutions, which use a parameter many times.

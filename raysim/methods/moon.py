@@ -84,9 +84,9 @@ class Moon(Method):
         """No previous model."""
         return {"moon.previous": torch.empty(0, layout.total)} if self.mu else {}
 
-    def cost(self, server: Server, samples: int, trained: float, turn: int) -> Cost:
+    def cost(self, server: Server, samples: int, trained: float, participation: int) -> Cost:
         """A forward pass of the received and of each previous model."""
-        models = min(turn, self.previous)
+        models = min(participation, self.previous)
         return Cost(samples=FORWARD * trained * (1 + models) if self.mu and models else 0.0)
 
     def term(self, ctx: Context, out: Outputs, batch: Batch) -> Tensor:

@@ -175,9 +175,9 @@ class PartialFed(Method):
             kept["partialfed.logits"] = torch.zeros(len(_owning(layout)), 2)
         return kept
 
-    def cost(self, server: Server, samples: int, trained: float, turn: int) -> Cost:
+    def cost(self, server: Server, samples: int, trained: float, participation: int) -> Cost:
         """The steps of the policy, from the second participation on."""
-        learns = self.strategy == "adaptive" and turn > 0
+        learns = self.strategy == "adaptive" and participation > 0
         return Cost(samples=self.policy_steps * min(self.policy_batch, samples) if learns else 0)
 
     def receive(self, ctx: Context) -> None:

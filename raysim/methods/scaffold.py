@@ -101,7 +101,7 @@ class Scaffold(Method):
         """c, zero."""
         server.state["scaffold.control"] = torch.zeros_like(server.params)
 
-    def cost(self, server: Server, samples: int, trained: float, turn: int) -> Cost:
+    def cost(self, server: Server, samples: int, trained: float, participation: int) -> Cost:
         """The change of c_i travels up; `send` counts c."""
         return Cost(up=server.layout.trained)
 

@@ -189,7 +189,7 @@ class Vhl(Method):
         flips = generator.integers(2, size=(plan.steps, 1, self.batch))
         return {VIEWS: torch.from_numpy(np.concatenate([np.stack(rows), offsets, flips], axis=1)).unbind()}
 
-    def cost(self, server: Server, samples: int, trained: float, turn: int) -> Cost:
+    def cost(self, server: Server, samples: int, trained: float, participation: int) -> Cost:
         """As many virtual samples as real ones, though local.batch is not known here and `batch` may be larger.
 
         Changed inputs mean a second pass over the real ones.

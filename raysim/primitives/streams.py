@@ -21,7 +21,7 @@ def _words(number: int) -> tuple[int, ...]:
 
 
 def stream(seed: int, purpose: str, *keys: int) -> np.random.Generator:
-    """The generator named (purpose, keys): e.g. ("batches", client, turn). Independent for different names.
+    """The generator named (purpose, keys): e.g. ("batches", client, participation). Independent for different names.
 
     A purpose always has the same number of keys: (3,) and (3, 0) would name the same stream.
     """

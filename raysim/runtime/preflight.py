@@ -53,7 +53,7 @@ def measure(recipe: Recipe, read: Callable[[str], tuple[int, int]] = memory) -> 
     coordinator = Coordinator(server, Synchronous(1), Ideal(), InProcess(Host(alone)), Settings(rounds=1, tolerate=1.0))
     for _ in coordinator.run():
         pass
-    return Need(*read(recipe.device), coordinator.dispatcher.state_bytes)
+    return Need(*read(recipe.device), coordinator.private.bytes)
 
 
 def only(data: FederatedData, client: int, central: int) -> FederatedData:

@@ -1,7 +1,8 @@
 """Checkpoints: everything a run is, written atomically, verified on reading, without pickle.
 
 A checkpoint is a folder `round-000050` of `run.json` (numbers), `server.safetensors` and `clients.safetensors`
-(named tensors) and `manifest.json` (SHA-256 of the others). It appears under its name only when it is complete.
+(named tensors; many go into several files) and `manifest.json` (SHA-256 of the others). It appears under its name only
+when it is complete.
 """
 
 from __future__ import annotations
@@ -9,8 +10,9 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,7 @@ from safetensors.numpy import save_file
 from safetensors.torch import load_file as map_file
 
 _KEEP = 2  # the last one, and one more in case it is damaged
+_MOST = 100_000  # tensors in a file: their names and places may take 100 MB at most, and take some 150 bytes each
 
 
 @dataclass(frozen=True)
@@ -54,7 +57,8 @@ def write(folder: Path, version: int, snapshot: Snapshot) -> Path:
     draft.mkdir()
     (draft / "run.json").write_text(json.dumps(snapshot.numbers))
     for name, arrays in (("server", snapshot.server), ("clients", snapshot.clients)):
-        save_file({key: np.ascontiguousarray(value) for key, value in arrays.items()}, draft / f"{name}.safetensors")
+        for index, part in enumerate(_parts(arrays)):
+            save_file(part, draft / f"{name}{f'-{index}' if index else ''}.safetensors")
     (draft / "manifest.json").write_text(json.dumps({path.name: _digest(path) for path in sorted(draft.iterdir())}))
     for path in (*draft.iterdir(), draft):
         _sync(path)
@@ -64,6 +68,13 @@ def write(folder: Path, version: int, snapshot: Snapshot) -> Path:
     for old in available(folder)[:-_KEEP]:
         shutil.rmtree(old)
     return final
+
+
+def _parts(arrays: Mapping[str, np.ndarray]) -> Iterator[dict[str, np.ndarray]]:
+    """The arrays, contiguous, so many at a time as fit into one file; at least one part."""
+    keys = list(arrays)
+    for start in range(0, max(1, len(keys)), _MOST):
+        yield {key: np.asarray(arrays[key], order="C") for key in keys[start : start + _MOST]}
 
 
 def available(folder: Path) -> list[Path]:
@@ -98,9 +109,15 @@ def read(path: Path) -> Snapshot:
         raise ValueError(f"checkpoint {path} is damaged ({wrong}); {instead}")
     return Snapshot(
         json.loads((path / "run.json").read_text()),
-        # Mapped, not read: caches and states may be larger than memory. What is written to stays out of the file.
-        *(
-            {key: tensor.numpy() for key, tensor in map_file(path / f"{name}.safetensors").items()}
-            for name in ("server", "clients")
-        ),
+        *(_mapped(path, name) for name in ("server", "clients")),
     )
+
+
+def _mapped(path: Path, name: str) -> dict[str, np.ndarray]:
+    """All tensors of the files that `write` made of some arrays.
+
+    Mapped, not read: caches and states may be larger than memory. What is written to stays out of the file.
+    """
+    manifest = json.loads((path / "manifest.json").read_text())
+    files = [file for file in manifest if re.fullmatch(rf"{name}(-\d+)?\.safetensors", file)]
+    return {key: tensor.numpy() for file in files for key, tensor in map_file(path / file).items()}

@@ -22,6 +22,7 @@ from raysim.primitives.checks import at_least
 from raysim.primitives.streams import stream
 from raysim.simulation.dispatcher import Call, Dispatcher
 from raysim.simulation.events import Row
+from raysim.simulation.private_states import PrivateStates
 from raysim.simulation.runtime import Ref, Runtime
 from raysim.simulation.server import Server
 from raysim.training.host import Recipe
@@ -83,11 +84,17 @@ class Evaluator:
     """Sends tasks to hosts, and makes columns of what comes back."""
 
     def __init__(
-        self, recipe: Recipe, layout: Layout, runtime: Runtime, dispatcher: Dispatcher, asked: Evaluation, rounds: int
+        self,
+        recipe: Recipe,
+        layout: Layout,
+        runtime: Runtime,
+        dispatcher: Dispatcher,
+        private: PrivateStates,
+        asked: Evaluation,
+        rounds: int,
     ):
-        self.recipe, self.layout, self.runtime, self.dispatcher, self.rounds = (
-            recipe, layout, runtime, dispatcher, rounds
-        )  # fmt: skip
+        self.recipe, self.layout, self.runtime, self.rounds = recipe, layout, runtime, rounds
+        self.dispatcher, self.private = dispatcher, private
         tuner = owner(recipe.methods, "finetuning")
         tuning = tuner.finetuning() if tuner is not None else None
         self.asked = replace(asked, finetune=tuning) if tuning is not None else asked
@@ -124,8 +131,7 @@ class Evaluator:
             tasks = [Task(-1, rows[i : i + size]) for rows in (own, central) for i in range(0, len(rows), size)]
             self._send("shared", tasks, published, found)
         single = [
-            Task(c, self.tests.rows(c), self.dispatcher.states.accepted.get(c, -1), server.sent_to(c))
-            for c in clients.tolist()
+            Task(c, self.tests.rows(c), self.private.accepted_job(c), server.sent_to(c)) for c in clients.tolist()
         ] if self.personal or self._tunes(version) else []  # fmt: skip
         if self.personal:
             self._send("own", single, published, found)
@@ -146,9 +152,10 @@ class Evaluator:
         """To the hosts that hold the clients' states, the rest evenly."""
         shares: dict[int, list[Task]] = {}
         for index, task in enumerate(tasks):
-            host = self.dispatcher.held.get(task.client, (index * self.runtime.hosts // len(tasks), 0))[0]
+            place = self.private.place(task.client)
+            host = place[0] if place is not None else index * self.runtime.hosts // len(tasks)
             shares.setdefault(host, []).append(task)
-        stateful = any(task.client >= 0 for task in tasks) and self.dispatcher.stateful
+        stateful = any(task.client >= 0 for task in tasks) and self.private.stateful
         calls: list[Call] = []
         parts = [[(host, own[part]) for part in self._parts(own)] for host, own in sorted(shares.items())]
         for wave in zip_longest(*parts):
@@ -160,7 +167,7 @@ class Evaluator:
         return calls
 
     def _parts(self, tasks: Sequence[Task]) -> Iterator[slice]:
-        return self.dispatcher.states.parts([task.client for task in tasks])
+        return self.private.parts([task.client for task in tasks])
 
     def decompose(self, updates: Sequence[SingleUpdate], bases: Mapping[int, Published], after: Published) -> Scoring:
         """Start scoring every participant's local model, and the next shared one, on every participant's samples.
@@ -172,9 +179,7 @@ class Evaluator:
             rows = self.recipe.data.partition.train.rows(update.client)
             if len(rows) > (most := self.asked.decompose_rows):
                 rows = np.sort(stream(self.recipe.seed, "decompose", update.client).choice(rows, most, replace=False))
-            tasks.append(
-                Task(update.client, rows, self.dispatcher.states.accepted.get(update.client, -1), personalised=False)
-            )
+            tasks.append(Task(update.client, rows, self.private.accepted_job(update.client), personalised=False))
         found = Scoring(members=tuple(update.client for update in updates))
         for update in updates:
             base = bases[update.version]

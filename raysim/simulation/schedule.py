@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
+import numpy as np
+
 
 @dataclass(frozen=True)
 class View:
@@ -104,3 +106,14 @@ class Buffered:
             return Aggregate(view.arrived[: self.size])
         free = min(self.concurrency - view.running, view.idle)
         return Dispatch(free) if free > 0 else Wait()
+
+
+def check_concurrency(schedule: Schedule, counts: np.ndarray) -> None:
+    """Refuse a schedule that keeps more clients at work than have samples (counts: of each client)."""
+    able = int(np.count_nonzero(counts))
+    if schedule.concurrency > able:
+        key = "cohort" if hasattr(schedule, "cohort") else "concurrency"
+        raise ValueError(
+            f"schedule.{key}={schedule.concurrency} is more than the {able} clients that have samples "
+            f"(of {len(counts)}): set schedule.{key}={able} or less"
+        )

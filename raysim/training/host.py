@@ -37,11 +37,12 @@ from raysim.api.messages import (
     Trained,
 )
 from raysim.api.method import Method
+from raysim.api.private_state import PrivateState, StoredState, size
 from raysim.data.federated import FederatedData
 from raysim.models import Classifier, ModelRecipe
 from raysim.primitives.streams import stream, torch_seed
 from raysim.training.probe import balanced_rows
-from raysim.training.trainer import Trainer, initial_personal, load
+from raysim.training.trainer import Trainer, load, private_state
 from raysim.vectors.layout import Layout, Vector, plan_layout
 
 # Arrays out of an object store are read-only; tensors over them are only read.
@@ -135,7 +136,7 @@ class Host:
         self.device = torch.device(recipe.device)
         networks, self.layout = build_networks(recipe)
         self.vector = Vector(networks, self.layout, self.device, recipe.dtype)
-        self._initial = initial_personal(self.vector)
+        self._initial = private_state(self.vector, {})  # of a client that never trained; methods add theirs
         dataset = recipe.data.open()
         self.trainer = Trainer(
             recipe.task,
@@ -152,7 +153,7 @@ class Host:
         self._personalisers = owners(recipe.methods, "personalise")
         self._predictor = owner(recipe.methods, "predict")
         self._reports_moves = any(method.needs_single_updates for method in recipe.methods)
-        self._resident: dict[int, tuple[int, dict[str, Tensor]]] = {}
+        self._resident: dict[int, tuple[int, PrivateState[Tensor]]] = {}  # by client: the job that left it, the state
         self._received: tuple[tuple[int, str], Tensor, Tensor, dict[str, Tensor]] | None = None
         self._constants: dict[str, Tensor] = {}
         self._probed = np.empty(0, np.int64)
@@ -185,8 +186,8 @@ class Host:
 
     # --- training ------------------------------------------------------------------------------------------------
     def train(
-        self, jobs: Sequence[Job], groups: Sequence[tuple[int, ...]], published: Published, *states: Arrays | None
-    ) -> Trained | tuple[Trained | Arrays, ...]:
+        self, jobs: Sequence[Job], groups: Sequence[tuple[int, ...]], published: Published, *states: StoredState | None
+    ) -> Trained | tuple[Trained | StoredState, ...]:
         """Train the jobs in order. Returns a `Trained`; in stateful runs a tuple of it and each job's new state.
 
         groups: numbers of jobs, consecutive here, whose deltas are summed on this host.
@@ -196,7 +197,7 @@ class Host:
         member = {number: group for group in groups for number in group}
         totals: dict[tuple[int, ...], np.ndarray] = {}
         outcomes: list[Outcome] = []
-        after: list[Arrays] = []
+        after: list[StoredState] = []
         base, counters, download = self._receive(published)
         for index, job in enumerate(jobs):
             if not self.trainer.prepared(job):
@@ -209,9 +210,9 @@ class Host:
             outcomes.append(outcome)
             if states:
                 self._resident[job.client] = (job.number, new)
-                after.append({key: value.cpu().numpy() for key, value in new.items()})
+                after.append(new.each(_array))
         sums = tuple(Sum(group, total) for group, total in totals.items())
-        sizes = tuple(sum(array.nbytes for array in state.values()) for state in after)
+        sizes = tuple(map(size, after))
         busy, self._busy = self._busy + time.perf_counter() - since, 0.0
         trained = Trained(tuple(outcomes), sums, self.name, busy, sizes)
         return (trained, *after) if states else trained
@@ -226,19 +227,19 @@ class Host:
             self._received = (key, base.to(self.device), counters.to(self.device), download)
         return self._received[1:]
 
-    def _state(self, client: int, number: int, sent: Arrays | None) -> dict[str, Tensor]:
+    def _state(self, client: int, number: int, sent: StoredState | None) -> PrivateState[Tensor]:
         """The private state that job `number` left: resident, or as sent, or (number -1) the initial one."""
         if number < 0:
-            state = dict(self._initial)
             samples = len(self.recipe.data.partition.train.rows(client))
+            methods: dict[str, Tensor] = {}
             for method in self._stateful:
-                state |= {key: self._own_kind(value) for key, value in method.state(self.layout, samples).items()}
-            return state
+                methods |= {key: self._own_kind(value) for key, value in method.state(self.layout, samples).items()}
+            return PrivateState(self._initial.personal, self._initial.counters, methods)
         resident = self._resident.get(client)
         if resident is not None and resident[0] == number:
             return resident[1]
         assert sent is not None, f"client {client}: the state of job {number} is neither on {self.name} nor sent"
-        return {key: torch.from_numpy(value).to(self.device) for key, value in sent.items()}
+        return sent.each(lambda array: torch.from_numpy(array).to(self.device))
 
     def _own_kind(self, value: Tensor) -> Tensor:
         """On the device, and floats in the dtype of the run."""
@@ -250,9 +251,9 @@ class Host:
         base: Tensor,
         counters: Tensor,
         download: Mapping[str, Tensor],
-        state: dict[str, Tensor],
+        state: PrivateState[Tensor],
         single: bool,
-    ) -> tuple[Outcome, dict[str, Tensor]]:
+    ) -> tuple[Outcome, PrivateState[Tensor]]:
         """One job. The delta is left in the vector's shared part; a single update has a copy of it."""
         started = time.perf_counter()
         if job.extras:
@@ -285,9 +286,10 @@ class Host:
                 report=ctx.report,
                 probe=probe,
             )
+            left = private_state(self.vector, ctx.state)
             if not single:
-                return summed, ctx.state
-            return SingleUpdate(**vars(summed), delta=delta.to("cpu", copy=True).numpy()), ctx.state
+                return summed, left
+            return SingleUpdate(**vars(summed), delta=delta.to("cpu", copy=True).numpy()), left
         except Exception as error:  # a client must not take the others down
             where = f"client {job.client}, version {job.version}, host {self.name}"
             text = f"{where}: {type(error).__name__}: {error}"
@@ -354,7 +356,7 @@ class Host:
             totals[group] = (delta * weight).numpy()
 
     # --- scoring -------------------------------------------------------------------------------------------------
-    def evaluate(self, tasks: Sequence[Score], published: Published, *states: Arrays | None) -> list[Report]:
+    def evaluate(self, tasks: Sequence[Score], published: Published, *states: StoredState | None) -> list[Report]:
         """Score rows with the shared model or a client's own. Touches no stream of training and no statistics of it."""
         since = time.perf_counter()
         base, counters, _ = self._receive(published)
@@ -374,10 +376,10 @@ class Host:
         self._busy += time.perf_counter() - since
         return reports
 
-    def _personalise(self, task: Score, state: Mapping[str, Tensor]) -> None:
+    def _personalise(self, task: Score, state: PrivateState[Tensor]) -> None:
         """Make the vector the client's own model."""
         download = {key: torch.from_numpy(value).to(self.device) for key, value in task.extras.items()}
-        own = Own(task.client, self.vector, state, download, self.trainer, task.state >= 0)
+        own = Own(task.client, self.vector, state.methods, download, self.trainer, task.state >= 0)
         with torch.no_grad():
             for method in self._personalisers:
                 method.personalise(own)
@@ -407,6 +409,11 @@ class NotFinite(FloatingPointError):
     def __init__(self, text: str, entry: str = ""):
         super().__init__(text)
         self.method = entry.partition(".")[0]
+
+
+def _array(value: Tensor) -> np.ndarray:
+    """In ordinary memory; of a tensor that is there already, a view."""
+    return value.cpu().numpy()
 
 
 def _is_finite(values: Tensor) -> bool:

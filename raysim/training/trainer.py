@@ -15,12 +15,13 @@ from raysim.api.context import Batch, Context, Contribution, Plan, Stage
 from raysim.api.declarations import Finetune, Local, Task
 from raysim.api.messages import Job
 from raysim.api.method import Method
+from raysim.api.private_state import PrivateState
 from raysim.data.batches import Pipeline
 from raysim.data.partition import CSR
 from raysim.models.classifier import is_stochastic
 from raysim.primitives.streams import stream, torch_seed
 from raysim.training.step import Step
-from raysim.vectors.layout import Layout, Vector
+from raysim.vectors.layout import Vector
 
 # Floats that are gathered and normalised at once: enough to amortise the calls, small enough for the cache.
 _CHUNK = 1 << 20
@@ -152,7 +153,7 @@ class Trainer:
         rows: list[np.ndarray] = []
         for job in jobs[:fitting]:
             own = self.partition.rows(job.client)
-            plan = self._plan_all(len(own), job.client, job.turn)
+            plan = self._plan_all(len(own), job.client, job.participation)
             plans.append((job.number, plan))
             rows.append(own[plan.positions])
         inputs, labels = self.gather(np.concatenate(rows))
@@ -204,9 +205,9 @@ class Trainer:
         base: Tensor,
         counters: Tensor,
         download: Mapping[str, Tensor],
-        state: Mapping[str, Tensor],
+        state: PrivateState[Tensor],
     ) -> Context:
-        """Train one client; afterwards the vector holds y, the context its state, upload and losses.
+        """Train one client; afterwards the vector holds y, the context upload, losses and what methods keep.
 
         base: [layout.shared] the received vector. Errors of hooks and of the model propagate.
         """
@@ -217,7 +218,7 @@ class Trainer:
             self,
             self.seed,
             job.client,
-            job.turn,
+            job.participation,
             job.version,
             samples,
             rate,
@@ -225,19 +226,19 @@ class Trainer:
             base,
             base,
             download,
-            dict(state),
+            dict(state.methods),
         )
         self._start = state
         load(self.vector, base, counters, state)
         if self.stochastic:
-            torch.manual_seed(torch_seed(self.seed, "torch", job.client, job.turn))
+            torch.manual_seed(torch_seed(self.seed, "torch", job.client, job.participation))
         if self.methods or not all(network.training for network in self.vector.networks.values()):
             self.training(True)  # hooks may have changed the mode of any part; without methods only evaluation does
         self.step.begin()
         for method in self.receivers:
             method.receive(ctx)
         if self.receivers and self.vector.layout.personal:  # frozen networks start from what training starts from
-            self._start = {"personal": self.vector.personal.clone(), "personal.counters": self._own_counters()}
+            self._start = private_state(self.vector, {})
         plan = ctx.plan = prepared[0] if prepared else self._plan(ctx)
         ctx.draws = {
             key: values
@@ -249,7 +250,7 @@ class Trainer:
         batches = (
             prepared[1]
             if prepared
-            else self._batches(plan, self.partition.rows(job.client), "augment", job.client, job.turn)
+            else self._batches(plan, self.partition.rows(job.client), "augment", job.client, job.participation)
         )
         for index, batch in enumerate(batches):
             ctx.step = index
@@ -259,13 +260,7 @@ class Trainer:
         ctx.losses = torch.stack(losses) if losses else torch.empty(0)
         for method in self.finishers:
             method.finish(ctx)
-        if self.vector.layout.personal or len(self.vector.counters) > len(counters):
-            ctx.state["personal"] = self.vector.personal.clone()
-            ctx.state["personal.counters"] = self._own_counters()
         return ctx
-
-    def _own_counters(self) -> Tensor:
-        return self.vector.counters[self.vector.layout.shared_counters :].clone()
 
     def adapt(self, client: int, rows: np.ndarray, version: int, how: Finetune) -> None:
         """Fine-tune what lies in the vector on rows of the data set: cross-entropy alone, on streams of its own."""
@@ -288,14 +283,16 @@ class Trainer:
 
     def _plan(self, ctx: Context) -> Plan:
         if self.selector is not None and (chosen := self._selected(self.selector, ctx)):
-            generator = stream(self.seed, "batches", ctx.client, ctx.turn)
+            generator = stream(self.seed, "batches", ctx.client, ctx.participation)
             return make_plan(self.local, ctx.samples, chosen, generator, self.batchnorm)
-        return self._plan_all(ctx.samples, ctx.client, ctx.turn)
+        return self._plan_all(ctx.samples, ctx.client, ctx.participation)
 
-    def _plan_all(self, samples: int, client: int, turn: int) -> Plan:
+    def _plan_all(self, samples: int, client: int, participation: int) -> Plan:
         """All samples in every epoch."""
         chosen = [np.arange(samples)] * (self.local.epochs or 1)
-        return make_plan(self.local, samples, chosen, stream(self.seed, "batches", client, turn), self.batchnorm)
+        return make_plan(
+            self.local, samples, chosen, stream(self.seed, "batches", client, participation), self.batchnorm
+        )
 
     def _selected(self, selector: Method, ctx: Context) -> list[np.ndarray]:
         """What a method selects for each epoch (or phase); nothing if it takes all samples.
@@ -316,22 +313,17 @@ class Trainer:
         return chosen
 
 
-def load(vector: Vector, base: Tensor, counters: Tensor, state: Mapping[str, Tensor]) -> None:
+def load(vector: Vector, base: Tensor, counters: Tensor, state: PrivateState[Tensor]) -> None:
     """Put a received prefix and a client's personal suffix into a vector."""
     vector.shared.copy_(base)
     if len(counters):
         vector.counters[: len(counters)].copy_(counters)
-    if "personal" in state:
-        vector.personal.copy_(state["personal"])
-        vector.counters[len(counters) :].copy_(state["personal.counters"])
+    if vector.layout.has_personal:
+        vector.personal.copy_(state.personal)
+        vector.counters[len(counters) :].copy_(state.counters)
 
 
-def initial_personal(vector: Vector) -> dict[str, Tensor]:
-    """The personal entries of a client that never trained: the common initial values."""
-    layout: Layout = vector.layout
-    if not layout.personal and layout.total_counters == layout.shared_counters:
-        return {}
-    return {
-        "personal": vector.personal.clone(),
-        "personal.counters": vector.counters[layout.shared_counters :].clone(),
-    }
+def private_state(vector: Vector, methods: Mapping[str, Tensor]) -> PrivateState[Tensor]:
+    """A client's private state: a copy of the vector's personal suffix, and what methods keep."""
+    counters = vector.counters[vector.layout.shared_counters :]
+    return PrivateState(vector.personal.clone(), counters.clone(), methods)

@@ -49,6 +49,16 @@ class Layout:
         """Floats that stay on a client."""
         return self.total - self.shared
 
+    @property
+    def has_personal(self) -> bool:
+        """Whether any tensor of the networks stays on a client."""
+        return self.personal > 0 or self.total_counters > self.shared_counters
+
+    @property
+    def personal_entries(self) -> tuple[tuple[Entry, ...], tuple[Entry, ...]]:
+        """The tensors that stay on a client, by position: floating ones, and integer buffers."""
+        return tuple(e for e in self.entries if e.personal), tuple(e for e in self.counters if e.personal)
+
     def within(self, prefixes: Iterable[str]) -> tuple[Entry, ...]:
         """The trainable entries of some networks or modules, by position: "model" or "model.head"."""
         dotted = tuple(prefix + "." for prefix in prefixes)

@@ -53,7 +53,7 @@ def test_with_one_client_and_the_same_batches_it_is_local_training() -> None:
     local = run(recipe(LocalTraining(), data=data), Synchronous(1), rounds=4)
     mine = found.coordinator.server.vector.numpy()
     # The server adds a difference where the client just goes on: the last bit may differ.
-    np.testing.assert_allclose(mine, local.coordinator._client_states()["0/personal"], rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(mine, local.state(0).personal, rtol=1e-4, atol=1e-5)
     assert [row["accuracy"] for row in found.rows] == [row["accuracy"] for row in local.rows]
 
 

@@ -38,6 +38,7 @@ from raysim.api.composition import EXCLUSIVE, SLOTS, check_composition, override
 from raysim.api.declarations import Local
 from raysim.api.messages import SingleUpdate
 from raysim.api.method import Method, parameters
+from raysim.api.private_state import flat
 from raysim.methods.ace import ACE
 from raysim.methods.ca2fl import CA2FL
 from raysim.methods.centralized import Centralized
@@ -390,7 +391,7 @@ def test_neither_personal_parameters_nor_private_state_are_in_an_update(name: st
     rows = [TABLE[method.name] for method in methods]
     assert bool(personal) == any(row.personal for row in rows)
     assert all(entry.personal == (entry.start >= layout.shared) for entry in layout.entries)
-    secrets = [_bytes(value) for state in spy.states for key, value in state.items() if key not in uploads]
+    secrets = [_bytes(value) for state in spy.states for key, value in flat(state).items() if key not in uploads]
     sent = {_bytes(array) for update in spy.updates for array in update.extras.values()}  # FedPAC's heads, on purpose
     secrets = [secret for secret in secrets if len(set(secret)) > 8 and secret not in sent]
     assert bool(secrets) == any(row.private for row in rows), "otherwise this test sees nothing"
@@ -431,7 +432,7 @@ def test_the_history_counts_the_floats_that_messages_carry(name: str, schedule: 
     assert found.rows[-1]["floats_down"] == down
 
     shared = found.coordinator.layout.shared
-    unfinished = {number for _, _, number in found.coordinator.running}
+    unfinished = {number for _, _, number in found.coordinator.planner.running}
     arrived = [update for update in spy.updates if update.job not in unfinished]
     assert all(update.delta.size == shared for update in arrived if isinstance(update, SingleUpdate))
     before = sum(array.size for part in spy.contributed for array in part.values())

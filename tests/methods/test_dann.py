@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from studies import Spy, coordinate, ran, recipe, run, several
+from studies import NOTHING, Spy, coordinate, ran, recipe, run, several
 from torch import Tensor, nn
 
 from raysim.api.context import Batch, Context
@@ -66,7 +66,7 @@ def train(host: Host, number: int = 0, client: int = 0, turn: int = 0) -> Contex
     job = Job(number, client, turn, 0, -1, 1.0)
     networks, layout = build_networks(host.recipe)
     base = Vector(networks, layout, torch.device("cpu"), torch.float32).shared
-    return host.trainer.train(job, base, host.vector.counters[: layout.shared_counters].clone(), {}, {})
+    return host.trainer.train(job, base, host.vector.counters[: layout.shared_counters].clone(), {}, NOTHING)
 
 
 # --- domains ------------------------------------------------------------------------------------------------------
@@ -76,7 +76,7 @@ class Present(Dann):
     """Knows which participation is at work."""
 
     def receive(self, ctx: Context) -> None:
-        self._now = (ctx.client, ctx.turn)
+        self._now = (ctx.client, ctx.participation)
 
 
 @pytest.mark.parametrize("mode", ["alternate", "grl"])
@@ -125,7 +125,9 @@ def test_a_step_trains_the_discriminator_or_the_rest_and_every_participation_beg
     local = Local(lr=0.05, momentum=momentum, weight_decay=1e-3, batch=7, epochs=None, steps=7)
     watch = Watch()
     run(recipe(Dann(0.5, width=8, discriminator_steps=ratio), watch, local=local), Synchronous(4), rounds=3)
-    assert max(ctx.turn for ctx in watch.jobs) > 0 and 7 % (1 + ratio), "a job ends amid a period, another follows"
+    assert max(ctx.participation for ctx in watch.jobs) > 0 and 7 % (1 + ratio), (
+        "a job ends amid a period, another follows"
+    )
     first = {1: [False, True, False, True], 2: [True, False, True, True, False, True]}[ratio]
     for job in range(len(watch.jobs)):
         steps = list(watch.steps(job))

@@ -169,7 +169,7 @@ def test_one_client_is_local_training() -> None:
         run(study(method, data=data, model=NORMED), Synchronous(1), rounds=4) for method in (FedBN(), LocalTraining())
     )
     layout, whole = found.coordinator.layout, local.coordinator.layout
-    mine, its = (ran_.coordinator._client_states()["0/personal"] for ran_ in (found, local))
+    mine, its = (ran_.state(0).personal for ran_ in (found, local))
     vector = np.concatenate([found.coordinator.server.vector.numpy(), mine])
     places = {entry.name: entry for entry in whole.entries}
     for entry in layout.entries:
@@ -195,21 +195,23 @@ def test_what_is_trained_changes_with_affine_parameters_that_stay_but_not_with_s
 
 def test_swapping_two_clients_normalisation_swaps_their_predictions_and_no_shared_parameter() -> None:
     found = run(study(FedBN()), Synchronous(5), rounds=6)
-    states, server, vector = found.coordinator._client_states(), found.coordinator.server, found.coordinator.initial
+    states, server, vector = (
+        dict(found.coordinator.private.accepted()),
+        found.coordinator.server,
+        found.coordinator.initial,
+    )
     trainer = Host(study(FedBN())).trainer
     rows = found.coordinator.recipe.data.central
     inputs, _ = trainer.gather(rows)
 
     def logits(normalisation: int) -> Tensor:
-        state = {key: torch.from_numpy(states[f"{normalisation}/{key}"]) for key in ("personal", "personal.counters")}
-        load(vector, server.vector, server.counters, state)
+        load(vector, server.vector, server.counters, states[normalisation].each(torch.from_numpy))
         assert torch.equal(vector.shared, server.vector)
         with torch.no_grad():
             return vector.networks["model"].eval()(inputs)  # type: ignore[no-any-return]
 
     before = {client: logits(client) for client in (0, 1)}
-    for key in ("personal", "personal.counters"):
-        states[f"0/{key}"], states[f"1/{key}"] = states[f"1/{key}"], states[f"0/{key}"]
+    states[0], states[1] = states[1], states[0]
     assert torch.equal(logits(0), before[1]) and torch.equal(logits(1), before[0])
     assert not torch.equal(before[0], before[1])
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from studies import BUFFER, NORMED, ROUNDS, Ran, Spy, coordinate, ran, recipe, run, several, tiny
+from studies import BUFFER, NORMED, NOTHING, ROUNDS, Ran, Spy, coordinate, ran, recipe, run, several, tiny
 from torch import Tensor, nn
 
 from raysim.api.context import Batch, Context, Outputs
@@ -161,7 +161,7 @@ def test_mixture_uploads_no_data_and_its_means_are_counted_whenever_they_are_new
     shared, jobs = found.coordinator.layout.shared, len(spy.sent)
     clients = len({job.client for job, _ in spy.sent})
     assert not any(spy.contributed) and clients < jobs
-    assert found.rows[-1]["floats_up"] == (jobs - len(found.coordinator.running)) * shared
+    assert found.rows[-1]["floats_up"] == (jobs - len(found.coordinator.planner.running)) * shared
     times = jobs if refresh == "round" else clients
     assert found.rows[-1]["floats_down"] == jobs * shared + times * 4 * PIXELS
 
@@ -364,7 +364,7 @@ def test_the_max_step_raises_the_contrast_and_moves_the_projector_alone_the_min_
     host = Host(study)
     base, empty = host.vector.shared.clone(), host.vector.counters[:0]
     data = torch.randn(4, 1, 8, 8, generator=torch.Generator().manual_seed(0))
-    host.trainer.train(Job(0, 1, 0, 0, -1, 1.0), base, empty, {PSEUDO: data}, {})
+    host.trainer.train(Job(0, 1, 0, 0, -1, 1.0), base, empty, {PSEUDO: data}, NOTHING)
     theta = next(entry.start for entry in host.layout.entries if entry.network == PROJECTOR)
     starts, between, ends = method._vectors[:-1:2], method._vectors[1::2], method._vectors[2::2]
     assert len(starts) == len(between) == len(ends) > 5

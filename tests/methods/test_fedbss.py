@@ -14,7 +14,7 @@ from raysim.methods.fedbss import FedBSS
 
 def charged(method: FedBSS, version: int) -> float:
     server: Any = SimpleNamespace(version=version)
-    return method.cost(server, samples=30, trained=60.0, turn=1).samples
+    return method.cost(server, samples=30, trained=60.0, participation=1).samples
 
 
 def test_a_forward_pass_over_all_samples_is_charged_from_the_first_selecting_version_on() -> None:

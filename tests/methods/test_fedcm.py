@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from studies import BUFFER, MLP, NORMED, ROUNDS, SEED, Ran, recipe, run, tiny
+from studies import BUFFER, MLP, NORMED, NOTHING, ROUNDS, SEED, Ran, recipe, run, tiny
 from torch import Tensor
 
 from raysim.api.context import Batch, Context
@@ -121,7 +121,7 @@ def one_job(watch: Watch, local: Local) -> tuple[Tensor, Tensor]:
     host = Host(recipe(FedCM(0.2), watch, local=local))
     direction = random(host.layout.trained)
     base, job = host.vector.shared.clone(), Job(0, 2, 0, 0, -1, 1.0)
-    ctx = host.trainer.train(job, base, host.vector.counters[:0], {DIRECTION: direction}, {})
+    ctx = host.trainer.train(job, base, host.vector.counters[:0], {DIRECTION: direction}, NOTHING)
     return ctx.vector.shared.clone(), direction
 
 
@@ -256,7 +256,7 @@ def test_fedbrs_projector_follows_its_direction_with_the_sign_of_its_movement() 
         mixing = Host(recipe(small_fedbr(), FedCM(alpha), local=local))
         base, job = mixing.vector.shared.clone(), Job(0, 2, 0, 0, -1, 1.0)
         download = {DIRECTION: direction, "fedbr.pseudo": pseudo}
-        ctx = mixing.trainer.train(job, base, mixing.vector.counters[:0], download, {})
+        ctx = mixing.trainer.train(job, base, mixing.vector.counters[:0], download, NOTHING)
         return (ctx.vector.shared - base)[part]
 
     zero, direction = torch.zeros(host.layout.trained), random(host.layout.trained)

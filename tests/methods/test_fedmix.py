@@ -117,7 +117,7 @@ def test_one_step_of_the_method_descends_the_gradient_of_the_trace(number: int, 
     pool = {"fedmix.inputs": given["mean_inputs"], "fedmix.targets": given["mean_targets"]}
     ctx = Context(
         trainer=SimpleNamespace(tracking=[]),  # type: ignore[arg-type]
-        seed=0, client=0, turn=0, version=0, samples=pairs, rate=1.0,
+        seed=0, client=0, participation=0, version=0, samples=pairs, rate=1.0,
         vector=vector, received=vector.shared, base=vector.shared.clone(), download=pool, state={},
     )  # fmt: skip
     ctx.kept["fedmix.chosen"] = torch.arange(pairs).unsqueeze(0)
@@ -241,7 +241,7 @@ class Watched(FedMix):
     def transform(self, ctx: Context, batch: Batch) -> Batch:
         changed = super().transform(ctx, batch)
         pair = {key: ctx.kept[f"fedmix.pair_{key}"] for key in ("inputs", "targets")}
-        self._seen.append(((ctx.client, ctx.turn, ctx.step), pair, batch, changed))
+        self._seen.append(((ctx.client, ctx.participation, ctx.step), pair, batch, changed))
         return changed
 
 

@@ -21,6 +21,7 @@ from raysim.api.context import Batch, Context, Own, Plan, Stage
 from raysim.api.declarations import Local, Task
 from raysim.api.messages import Job, Update
 from raysim.api.method import Method
+from raysim.api.private_state import PrivateState
 from raysim.api.server_view import Aggregation
 from raysim.data.federated import FederatedData
 from raysim.data.partition import CSR, Partition
@@ -39,6 +40,7 @@ from raysim.simulation.fleet import Ideal
 from raysim.simulation.schedule import Buffered, Synchronous
 from raysim.simulation.server import Server
 from raysim.training.host import Host, build_networks
+from raysim.training.trainer import private_state
 from raysim.vectors.layout import Vector
 
 TWO = Local(lr=0.02, momentum=0.5, weight_decay=1e-3, batch=8, epochs=3)
@@ -327,13 +329,19 @@ class Watch(Method):
             yield bool(heads), bool(moved - heads)
 
 
-def train(host: Host, client: int = 0, turn: int = 0, **received: Mapping[str, Tensor]) -> Context:
-    """One participation from the initial values; received: download, state."""
+def train(
+    host: Host,
+    client: int = 0,
+    turn: int = 0,
+    state: PrivateState[Tensor] | None = None,
+    download: Mapping[str, Tensor] | None = None,
+) -> Context:
+    """One participation from the initial values, or from a private state."""
     networks, layout = build_networks(host.recipe)
     initial = Vector(networks, layout, torch.device("cpu"), torch.float32)
     counters = initial.counters[: layout.shared_counters]
-    parts = (dict(received.get(name, {})) for name in ("download", "state"))
-    return host.trainer.train(Job(0, client, turn, 0, -1, 1.0), initial.shared, counters, *parts)
+    state = state or private_state(initial, {})
+    return host.trainer.train(Job(0, client, turn, 0, -1, 1.0), initial.shared, counters, dict(download or {}), state)
 
 
 def prototypes(present: Sequence[bool] = (True, False, True, True, False)) -> dict[str, Tensor]:
@@ -435,13 +443,13 @@ def test_a_job_starts_from_the_head_that_the_server_sends_and_sends_its_own() ->
     study = recipe(FedPAC(), watch, model=MLP, local=TWO)
     host = Host(study)
     sent = random(5 * 12 + 5).float()
-    stale = {"personal": torch.zeros(65), "personal.counters": torch.zeros(0, dtype=torch.int64)}
+    stale: PrivateState[Tensor] = PrivateState(torch.zeros(65), torch.zeros(0, dtype=torch.int64), {})
     ctx = train(host, download={"fedpac.head": sent}, state=stale)
     first, last = watch.seen[0][0], watch.seen[0][-1]
     assert torch.equal(torch.cat([first["head.weight"].flatten(), first["head.bias"]]), sent)
     trained = torch.cat([last["head.weight"].flatten(), last["head.bias"]])
     assert torch.equal(ctx.upload["fedpac.head"], trained) and not torch.equal(trained, sent)
-    assert torch.equal(ctx.state["personal"], trained)
+    assert torch.equal(host.vector.personal, trained)
 
 
 def test_the_alignment_of_mixed_samples_is_the_mean_over_both_labels() -> None:

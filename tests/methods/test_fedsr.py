@@ -198,7 +198,7 @@ def references(study: Any) -> list[Tensor]:
     """Each client's personal part after a run."""
     spy = Spy(study)
     ran(coordinate(study, runtime=spy))
-    return [torch.from_numpy(state["personal"].copy()) for state in spy.states]
+    return [torch.from_numpy(state.personal.copy()) for state in spy.states]
 
 
 def test_references_are_trained_on_the_client_and_stay_there() -> None:

@@ -428,17 +428,7 @@ def test_the_extractors_gradient_is_the_real_samples_alone_and_zero_without_a_sh
 def of_model(found: Any) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
     """What is shared of the model, and every client's own part of it, by name."""
     shared = {name: value for name, value in found.tensors.items() if name.startswith("model.")}
-    layout, states, own = found.coordinator.layout, found.coordinator._client_states(), {}
-    for kind, entries, first in (
-        ("personal", layout.entries, layout.shared),
-        ("personal.counters", layout.counters, layout.shared_counters),
-    ):
-        for key, value in states.items():
-            client, _, name = key.partition("/")
-            if name == kind:
-                mine = [entry for entry in entries if entry.personal and entry.network == "model"]
-                own |= {f"{client}/{e.name}": value[e.start - first : e.stop - first] for e in mine}
-    return shared, own
+    return shared, {key: value for key, value in found.private.items() if "/model." in key}
 
 
 @pytest.mark.parametrize(
@@ -626,7 +616,7 @@ def test_weights_and_labels_follow_the_global_round_and_stop_at_its_last(
         size, step = len(arguments["real_labels"]), ctx.version * ctx.plan.steps + ctx.step
         wanted = fraug.balanced_labels(batch_size=size, num_classes=5, step=step)
         assert torch.equal(arguments["proto_labels"], wanted)
-        versions.add((ctx.version, ctx.turn))
+        versions.add((ctx.version, ctx.participation))
         return original(**arguments)
 
     monkeypatch.setattr(fraug, "classification_loss", watched)

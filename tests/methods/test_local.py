@@ -43,7 +43,7 @@ class Watch(Method):
         self.ended: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
 
     def finish(self, ctx: Context) -> None:
-        self.ended[ctx.client, ctx.turn] = ctx.vector.data.clone(), ctx.vector.counters.clone()
+        self.ended[ctx.client, ctx.participation] = ctx.vector.data.clone(), ctx.vector.counters.clone()
 
     def of(self, client: int) -> list[tuple[Tensor, Tensor]]:
         """By turn."""
@@ -103,7 +103,7 @@ def test_all_clients_start_from_the_common_initial_model() -> None:
         name, paper = "look", "a test"
 
         def receive(self, ctx: Context) -> None:
-            if ctx.turn == 0:
+            if ctx.participation == 0:
                 first.append((ctx.client, ctx.vector.data.clone()))
 
     first: list[tuple[int, Tensor]] = []
@@ -116,7 +116,7 @@ def test_one_client_alone_is_fedavg() -> None:
     study = {"data": population(0), "model": NORMED, "local": LOCAL}
     found = run(recipe(LocalTraining(), **study), Synchronous(1), rounds=4)
     fedavg = run(recipe(**study), Synchronous(1), rounds=4)
-    mine = found.coordinator._client_states()["0/personal"]
+    mine = found.state(0).personal
     named = found.coordinator.initial.named(torch.from_numpy(mine), torch.empty(0))
     assert len(named) > 10
     for name, values in named.items():
@@ -137,28 +137,28 @@ OPTIMISERS: dict[str, Local] = {
 
 @pytest.mark.parametrize("optimiser", OPTIMISERS)
 def test_rounds_with_kept_optimisers_are_one_long_run(optimiser: str) -> None:
-    def trained(rounds: int, epochs: int, keep: bool) -> dict[str, np.ndarray]:
+    def trained(rounds: int, epochs: int, keep: bool) -> dict[int, np.ndarray]:
         local = replace(OPTIMISERS[optimiser], epochs=epochs)
         found = run(recipe(LocalTraining(keep), local=local), Synchronous(6), rounds=rounds)
-        return {key: value for key, value in found.coordinator._client_states().items() if key.endswith("/personal")}
+        return {client: state.personal for client, state in found.coordinator.private.accepted()}
 
     long, kept, fresh = trained(1, 6, True), trained(3, 2, True), trained(3, 2, False)
     assert len(long) == 6
-    for key, values in long.items():
-        np.testing.assert_allclose(kept[key], values, rtol=0, atol=2e-5)
-        assert np.abs(fresh[key] - values).max() > 1e-3
+    for client, values in long.items():
+        np.testing.assert_allclose(kept[client], values, rtol=0, atol=2e-5)
+        assert np.abs(fresh[client] - values).max() > 1e-3
 
 
 def test_every_stage_keeps_an_optimiser_of_its_own() -> None:
     def trained(rounds: int, epochs: int) -> dict[str, np.ndarray]:
         local = Local(**WHOLE, momentum=0.9, epochs=epochs)
         found = run(recipe(LocalTraining(True), Dann(0.5, width=4), local=local), Synchronous(6), rounds=rounds)
-        return dict(found.coordinator._client_states())
+        return found.private
 
     long, kept = trained(1, 4), trained(2, 2)
     assert {key.partition("/")[2] for key in long} == {
-        "personal",
-        "personal.counters",
+        *(f"model.{name}" for name in ("extractor.1.weight", "extractor.1.bias", "head.weight", "head.bias")),
+        *(f"dann.discriminator.{layer}.{leaf}" for layer in (0, 2, 4) for leaf in ("weight", "bias")),
         *(f"local.optimizer.{stage}/{key}" for stage in ("task", "dann.discriminate") for key in ("steps", "first")),
     }
     for key, values in long.items():

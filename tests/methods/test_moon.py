@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from studies import MLP, NORMED, ROUNDS, recipe, run
+from studies import MLP, NORMED, ROUNDS, private, recipe, run
 from torch import Tensor, nn
 
 from raysim.api.context import Batch, Context, Outputs
@@ -47,7 +47,7 @@ class Watch(Method):
         """(turn, previous models at the start, vector at the end) of every participation of a client."""
         for ctx, before, after in zip(self.jobs, self.before, self.after, strict=True):
             if ctx.client == client:
-                yield ctx.turn, before, after
+                yield ctx.participation, before, after
 
 
 def flat(networks: Any, layout: Layout) -> Tensor:
@@ -66,8 +66,8 @@ def test_the_previous_models_are_the_last_ones_that_the_client_itself_trained_to
 ) -> None:
     watch = Watch()
     found = run(recipe(Moon(out=8, previous=pool), watch, model=model), ROUNDS, rounds=6)
-    state = found.coordinator._client_states()
-    turns = found.coordinator.turns
+    state = found.private
+    turns = found.coordinator.planner.participations
     assert max(turns.values()) > 2 and len(set(turns.values())) > 1, "somebody sat out"
     for client, count in turns.items():
         trained: list[Tensor] = []
@@ -85,7 +85,7 @@ def test_without_an_earlier_participation_there_is_no_contrast() -> None:
         seen: ClassVar[list[tuple[int, Tensor]]] = []
 
         def term(self, ctx: Context, out: Outputs, batch: Batch) -> Tensor:
-            self.seen.append((ctx.turn, super().term(ctx, out, batch)))
+            self.seen.append((ctx.participation, super().term(ctx, out, batch)))
             return self.seen[-1][1]
 
     run(recipe(Watched(out=8)), ROUNDS, rounds=4)
@@ -105,7 +105,7 @@ def test_at_weight_zero_it_is_fedavg_on_the_network_with_the_projection() -> Non
     zero, fedavg, weighed = (run(recipe(method)) for method in (Moon(0.0, width=5, out=8), Headed(), Moon(1, out=8)))
     assert zero.finished.model_sha256 == fedavg.finished.model_sha256 != weighed.finished.model_sha256
     assert zero.tensors["model.head.weight"].shape == (5, 8)
-    assert not any(key.endswith(PREVIOUS) for key in zero.coordinator._client_states())
+    assert not any(key.endswith(PREVIOUS) for key in zero.private)
 
 
 # --- the contrast of one step -------------------------------------------------------------------------------------
@@ -161,7 +161,7 @@ def test_a_job_leaves_its_frozen_models_as_they_were_and_without_gradient(
 
         def finish(self, ctx: Context) -> None:
             layout = ctx.vector.layout
-            if ctx.turn:  # asked for again, a job's copies are those that it has worked with
+            if ctx.participation:  # asked for again, a job's copies are those that it has worked with
                 frozen = {"received": ctx.base, "moon.0": ctx.state[PREVIOUS][-1]}
                 for name, values in frozen.items():
                     networks = ctx.frozen(name)
@@ -202,7 +202,7 @@ def test_a_previous_model_equal_to_the_received_one_does_not_change_the_first_st
         host = Host(recipe(Moon(mu, out=8), local=local))
         base = host.vector.shared.clone()
         noise = torch.randn(len(base), generator=torch.Generator().manual_seed(0))
-        state = {PREVIOUS: (base + shift * noise).unsqueeze(0)}
+        state = private({PREVIOUS: (base + shift * noise).unsqueeze(0)})
         host.trainer.train(Job(0, 0, 1, 0, -1, 1.0), base, host.vector.counters[:0], {}, state)
         return host.vector.data.clone()
 

@@ -30,7 +30,7 @@ from raysim.models import ModelRecipe
 from raysim.simulation.fleet import Ideal
 from raysim.simulation.schedule import Buffered, Synchronous
 from raysim.training.host import Host, build_networks
-from raysim.training.trainer import initial_personal
+from raysim.training.trainer import private_state
 
 EVERYBODY = Synchronous(6)
 # Everybody starts from the initial model; later, the first participation would load what others made of it.
@@ -57,10 +57,12 @@ class Watch(Method):
         self.ended: dict[tuple[int, int], Tensor] = {}
 
     def receive(self, ctx: Context) -> None:
-        self.started.append((ctx.turn, ctx.vector.shared.clone(), ctx.base.clone(), ctx.vector.counters.clone()))
+        self.started.append(
+            (ctx.participation, ctx.vector.shared.clone(), ctx.base.clone(), ctx.vector.counters.clone())
+        )
 
     def finish(self, ctx: Context) -> None:
-        self.ended[ctx.client, ctx.turn] = ctx.vector.data.clone()
+        self.ended[ctx.client, ctx.participation] = ctx.vector.data.clone()
 
 
 class Client:
@@ -69,7 +71,7 @@ class Client:
     def __init__(self, *methods: Method, model: ModelRecipe = NORMED_MLP, local: Any = LOCAL) -> None:
         self.host = Host(recipe(*methods, model=model, local=local))
         self.initial, self.counters = self.host.vector.shared.clone(), self.host.vector.counters.clone()
-        self.state: dict[str, Tensor] = initial_personal(self.host.vector)
+        self.personal, self.state = private_state(self.host.vector, {}), dict[str, Tensor]()
         for method in methods:
             self.state |= method.state(self.host.layout, 1)
         self.turn = 0
@@ -78,8 +80,10 @@ class Client:
         version = self.turn if version is None else version
         job = Job(self.turn, 0, self.turn, version, self.turn - 1, 1.0)
         base = self.initial if base is None else base
-        ctx = self.host.trainer.train(job, base, self.counters if counters is None else counters, {}, self.state)
-        self.turn, self.state = self.turn + 1, ctx.state
+        counters, state = self.counters if counters is None else counters, replace(self.personal, methods=self.state)
+        ctx = self.host.trainer.train(job, base, counters, {}, state)
+        self.personal, self.state = private_state(self.host.vector, {}), ctx.state
+        self.turn += 1
         return ctx
 
     def named(self, flat: Tensor) -> dict[str, Tensor]:
@@ -224,7 +228,7 @@ def test_an_update_is_the_difference_to_the_shared_model_not_to_the_mixed_start(
     spy = Spy(study)
     ran(coordinate(study, EVERYBODY, runtime=spy, rounds=3, group=1))
     published = {job.number: vector.vector for job, vector in spy.sent}
-    turns = {job.number: job.turn for job, _ in spy.sent}
+    turns = {job.number: job.participation for job, _ in spy.sent}
     deltas = {update.job: update.delta for update in spy.updates if isinstance(update, SingleUpdate)}
     assert max(turns[job] for job in deltas) == 2
     clients = {job.number: job.client for job, _ in spy.sent}
@@ -282,11 +286,7 @@ def test_a_proximal_term_vanishes_at_the_mixed_start() -> None:
 
 def states(found: Any, key: str) -> dict[int, np.ndarray]:
     ends = f"/{key}"
-    return {
-        int(name.partition("/")[0]): value
-        for name, value in found.coordinator._client_states().items()
-        if name.endswith(ends)
-    }
+    return {int(name.partition("/")[0]): value for name, value in found.private.items() if name.endswith(ends)}
 
 
 @pytest.mark.parametrize("schedule", [ROUNDS, BUFFER], ids=["rounds", "buffer"])
@@ -304,8 +304,10 @@ def test_to_load_nothing_is_local_training_of_every_client_bit_for_bit(model: Mo
     data = population(6)
     found = run(recipe(PartialFed("none"), model=model, data=data), schedule, fleet=Ideal(), rounds=5)
     local = run(recipe(LocalTraining(), model=model, data=data), schedule, fleet=Ideal(), rounds=5)
-    for mine, its in (("partialfed.model", "personal"), ("partialfed.counters", "personal.counters")):
-        got, want = states(found, mine), states(local, its)
+    kept = dict(local.coordinator.private.accepted())
+    models, counters = ({c: getattr(state, name) for c, state in kept.items()} for name in ("personal", "counters"))
+    for mine, want in (("partialfed.model", models), ("partialfed.counters", counters)):
+        got = states(found, mine)
         assert len(got) > 3 and got.keys() == want.keys()
         assert all(np.array_equal(got[client], want[client]) for client in got)
     assert found.rows[-1]["accuracy"] == local.rows[-1]["accuracy"]
@@ -321,7 +323,8 @@ def test_to_load_all_but_batchnorm_is_fedbn_bit_for_bit(model: ModelRecipe, sche
     assert same({name: found.tensors[name] for name in fedbn.tensors}, fedbn.tensors)
     layout = fedbn.coordinator.layout
     mine = {entry.name: entry for entry in found.coordinator.layout.entries}
-    models, layers = states(found, "partialfed.model"), states(fedbn, "personal")
+    models = states(found, "partialfed.model")
+    layers = {client: state.personal for client, state in fedbn.coordinator.private.accepted()}
     assert models.keys() == layers.keys() and len(models) > 3
     for client, model_ in models.items():
         for entry in layout.entries:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from studies import BUFFER, LOCAL, NORMED, NORMED_MLP, ROUNDS, SEED, recipe, run, same
+from studies import BUFFER, LOCAL, NORMED, NORMED_MLP, ROUNDS, SEED, private, recipe, run, same
 
 from raysim.api.composition import check_composition, overrides
 from raysim.api.context import Context, Own
@@ -25,7 +25,6 @@ from raysim.methods.pfedavg import PFedAvg
 from raysim.simulation.evaluator import Evaluation
 from raysim.simulation.schedule import Synchronous
 from raysim.training.host import Host
-from raysim.training.trainer import initial_personal
 
 MODES: dict[str, PFedAvg] = {
     "after_local": PFedAvg(),
@@ -63,7 +62,7 @@ def test_the_shared_model_is_that_of_the_other_methods_in_every_round_of_every_m
 
 @pytest.mark.parametrize("mode", ["finetune", "finetune_last", "finetune, head only"])
 def test_fine_tuning_keeps_nothing(mode: str) -> None:
-    assert run(study(MODES[mode])).coordinator._client_states() == {}
+    assert run(study(MODES[mode])).private == {}
 
 
 # --- after_local --------------------------------------------------------------------------------------------------
@@ -87,9 +86,9 @@ def test_after_local_a_client_is_judged_on_what_it_trained_last_however_long_ago
     watch = Watch()
     here = study(PFedAvg(), *others, watch)
     found = run(here, Synchronous(2), rounds=5)
-    turns = found.coordinator.turns
+    turns = found.coordinator.planner.participations
     assert len(watch.last) > 2 and max(turns.values()) > 1
-    layout, states = found.coordinator.layout, found.coordinator._client_states()
+    layout, states = found.coordinator.layout, found.private
     host, tests = Host(here), here.data.partition.test
     hits = []
     for client in range(5):
@@ -100,7 +99,7 @@ def test_after_local_a_client_is_judged_on_what_it_trained_last_however_long_ago
         else:
             host.vector.shared.copy_(found.coordinator.server.vector)
             if layout.personal:
-                host.vector.personal.copy_(initial_personal(Host(here).vector)["personal"])
+                host.vector.personal.copy_(Host(here).vector.personal)
         host.trainer.training(False)
         inputs, labels = host.trainer.gather(tests.rows(client))
         with torch.no_grad():
@@ -140,9 +139,7 @@ def test_one_client_after_local_is_local_training() -> None:
     data = population(1)
     found = run(study(PFedAvg(), data=data), Synchronous(1), rounds=4)
     local = run(study(LocalTraining(), data=data), Synchronous(1), rounds=4)
-    mine, its = (
-        ran_.coordinator._client_states()[f"0/{key}"] for ran_, key in ((found, "pfedavg.model"), (local, "personal"))
-    )
+    mine, its = found.private["0/pfedavg.model"], local.state(0).personal
     # The server adds a difference where the client just goes on: the last bit may differ.
     np.testing.assert_allclose(mine, its, rtol=1e-4, atol=1e-5)
     assert [row["accuracy"] for row in found.rows] == [row["accuracy"] for row in local.rows]
@@ -191,7 +188,7 @@ def test_an_evaluation_leaves_the_shared_model_its_statistics_and_training_as_th
     def trained(look: bool) -> tuple[torch.Tensor, torch.Tensor, Published]:
         host = Host(here)
         vector, counters = host.vector.shared.clone().numpy(), host.vector.counters.clone().numpy()
-        published, state = Published(0, vector, counters), dict(MODES[mode].state(host.layout, 10))
+        published, state = Published(0, vector, counters), private(MODES[mode].state(host.layout, 10))
         if look:
             for client in range(3):
                 rows = here.data.partition.test.rows(client)

@@ -17,6 +17,7 @@ import pytest
 from studies import BUFFER, FOLDERS, NORMED, Ran, coordinate, ran, recipe, run, same
 
 import raysim
+from raysim.api.private_state import flat, from_named
 from raysim.methods.fedbn import FedBN
 from raysim.methods.fedbuff import FedBuff
 from raysim.methods.scaffold import Scaffold
@@ -46,6 +47,18 @@ def test_what_was_written_is_read_back_with_the_same_bits(tmp_path: Path) -> Non
     assert back.numbers == snapshot().numbers
     assert same(back.server, snapshot().server)
     assert same(back.clients, snapshot().clients)
+
+
+def test_more_tensors_than_fit_into_a_file_go_into_several(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpoint, "_MOST", 2)
+    clients = {f"{client}/x.y": np.full((), client) for client in range(5)}
+    path = checkpoint.write(tmp_path, 1, Snapshot({}, {}, clients))
+    parts = ["clients-1.safetensors", "clients-2.safetensors", "clients.safetensors", "server.safetensors"]
+    assert names(path) == [*parts[:3], "manifest.json", "run.json", parts[3]]
+    assert same(checkpoint.read(path).clients, clients)
+    assert checkpoint.read(path).server == {}
+    (path / "clients-1.safetensors").unlink()
+    assert checkpoint.damage(path)
 
 
 def test_the_newest_two_are_kept(tmp_path: Path) -> None:
@@ -209,6 +222,25 @@ def test_a_run_may_be_resumed_from_a_resumed_run(tmp_path: Path) -> None:
     last = tmp_path / "6" / "checkpoints" / "round-000006"
     resumed = run(study, BUFFER, rounds=8, resume=str(last))
     assert (resumed.bits, resumed.history) == (straight.bits, straight.history)
+
+
+def test_a_checkpoint_from_before_personal_tensors_had_names_resumes_to_the_same_bits(tmp_path: Path) -> None:
+    study, asked = recipe(FedBN(), Scaffold(), model=NORMED), {"rounds": 6, "checkpoint_every": 3}
+    straight = run(study, **asked, folder=str(tmp_path))
+    saved = checkpoint.read(tmp_path / "checkpoints" / "round-000003")
+    layout = straight.coordinator.layout
+    tensors: dict[str, dict[str, np.ndarray]] = {}
+    for key, array in saved.clients.items():
+        client, _, name = key.partition("/")
+        tensors.setdefault(client, {})[name] = array
+    old = {
+        f"{client}/{key}": array
+        for client, own in tensors.items()
+        for key, array in flat(from_named(own, layout)).items()
+    }
+    assert {key.partition("/")[2] for key in old} == {"personal", "personal.counters", "scaffold.control"}
+    older = checkpoint.write(tmp_path / "older", 3, Snapshot(saved.numbers, saved.server, old))
+    assert run(study, rounds=6, resume=str(older)).bits == straight.bits
 
 
 # --- killed -------------------------------------------------------------------------------------------------------

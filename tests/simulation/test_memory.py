@@ -44,14 +44,14 @@ def test_memory_is_the_same_at_round_200_as_when_every_client_was_seen(
     study = recipe(*methods, model=Mlp((64,)), data=even())
     coordinator = coordinate(study, schedule, rounds=200, evaluation=Evaluation(every=50))
     early, late = held_after(coordinator, (30, 190))
-    assert len(coordinator.turns) == 6, "every client was seen"
+    assert len(coordinator.planner.participations) == 6, "every client was seen"
     assert late <= early * 1.02
 
 
 def test_stateless_runs_keep_nothing_per_client() -> None:
     coordinator = coordinate(recipe(data=even()), rounds=3)
     list(coordinator.run())
-    assert coordinator.states.stored == {} and coordinator.runtime.members[0]._resident == {}  # type: ignore[attr-defined]
+    assert coordinator.private._stored == {} and coordinator.runtime.members[0]._resident == {}  # type: ignore[attr-defined]
 
 
 def test_clients_that_were_never_sampled_cost_nothing() -> None:
@@ -60,10 +60,10 @@ def test_clients_that_were_never_sampled_cost_nothing() -> None:
         recipe(Scaffold(), data=data), Synchronous(3), rounds=4, evaluation=Evaluation(every=10**9)
     )
     list(coordinator.run())
-    seen = set(coordinator.turns)
+    seen = set(coordinator.planner.participations)
     assert len(seen) <= 12
-    assert set(coordinator.runtime.members[0]._resident) == seen == set(coordinator.states.accepted)  # type: ignore[attr-defined]
-    assert len(coordinator.states.stored) == len(seen)
+    assert set(coordinator.runtime.members[0]._resident) == seen == set(coordinator.private.accepted_jobs)  # type: ignore[attr-defined]
+    assert len(coordinator.private._stored) == len(seen)
 
 
 def test_base_versions_are_forgotten_once_no_job_needs_them() -> None:

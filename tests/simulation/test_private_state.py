@@ -15,8 +15,10 @@ from cluster import Hosts
 from studies import NORMED, coordinate, recipe, run, same, tiny
 
 from raysim.api.declarations import Local
+from raysim.api.private_state import flat, from_named, named
 from raysim.methods.fedbn import FedBN
 from raysim.methods.fedbss import FedBSS
+from raysim.methods.fraug import FRAug
 from raysim.methods.scaffold import Scaffold
 from raysim.simulation import checkpoint
 from raysim.simulation.coordinator import Coordinator, Saved
@@ -121,13 +123,31 @@ def test_the_servers_control_variate_is_the_mean_of_all_clients_after_every_roun
 def test_a_clients_normalisation_goes_on_from_where_it_was() -> None:
     # With one client a round, FedBN's statistics must count every batch that the client ever saw.
     found = run(study(FedBN()), Synchronous(1), rounds=12)
-    states = found.coordinator._client_states()
-    turns, counts = found.coordinator.turns, found.coordinator.counts
+    states = dict(found.coordinator.private.accepted())
+    turns, counts = found.coordinator.planner.participations, found.coordinator.counts
     assert max(turns.values()) > 1
     for client, turn in turns.items():
         batches = turn * LOCAL.epochs * math.ceil(counts[client] / LOCAL.batch)  # type: ignore[operator]
         singles = turn * LOCAL.epochs * (counts[client] % LOCAL.batch == 1)  # type: ignore[operator]
-        assert states[f"{client}/personal.counters"].tolist() == [batches - singles] * 2
+        assert states[client].counters.tolist() == [batches - singles] * 2
+
+
+def test_every_tensor_that_stays_is_saved_under_its_own_name(tmp_path: Path) -> None:
+    saved = every_round(tmp_path, FRAug(), schedule="rounds")[-1]
+    names = {key.partition("/")[2] for key in saved.clients}
+    assert {"model.extractor.1.weight", "model.extractor.1.running_mean", "fraug.prototypes"} <= names
+    assert any(name.startswith("fraug.rtnet.") for name in names)
+    assert not any(name.startswith("personal") for name in names)
+    assert all(saved.clients[key].shape == () for key in saved.clients if key.endswith("num_batches_tracked"))
+
+
+def test_a_private_state_taken_apart_by_name_and_put_together_again_is_what_it_was() -> None:
+    found = run(study(FedBN(), Scaffold()), rounds=2)
+    layout = found.coordinator.layout
+    for _, state in found.coordinator.private.accepted():
+        again = from_named(named(state, layout), layout)
+        assert len(state.personal) and len(state.counters)
+        assert same(flat(again), flat(state))
 
 
 # --- FedBSS -------------------------------------------------------------------------------------------------------

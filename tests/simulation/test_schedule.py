@@ -116,7 +116,7 @@ def test_ties_are_by_client_id_and_not_by_the_order_of_dispatch() -> None:
     found = ran(coordinator)
     order = [(row["virtual_seconds"], client) for row, (client,) in zip(found.rows, ledger.cohorts, strict=True)]
     assert order == sorted(order), "time first, then the client's id"
-    number = {(job.client, job.turn): job.number for job in runtime.jobs}
+    number = {(job.client, job.participation): job.number for job in runtime.jobs}
     turns: dict[int, int] = {}
     taken = []
     for _, client in order:
@@ -163,7 +163,7 @@ def test_every_arrival_is_in_exactly_one_aggregation() -> None:
     coordinator, ledger, runtime = silent([2] * 9, Buffered(concurrency=5, size=3), Lognormal(), rounds=30)
     found = ran(coordinator)
     assert [len(cohort) for cohort in ledger.cohorts] == [3] * 30
-    assert len(runtime.jobs) == 90 + len(found.coordinator.flights)
+    assert len(runtime.jobs) == 90 + len(found.coordinator.planner.in_flight)
     assert [row["round"] for row in found.rows] == list(range(1, 31))
     times = [row["virtual_seconds"] for row in found.rows]
     assert times == sorted(times)  # type: ignore[type-var]
@@ -177,10 +177,10 @@ def test_no_client_is_at_work_twice_and_all_have_the_same_chance(schedule: Synch
     counts = [2, 0, 2, 2, 2, 2, 0, 2, 2]
     coordinator, _, runtime = silent(counts, schedule, Ideal(), rounds=600)
     at_work: set[int] = set()
-    original = coordinator._sample
+    original = coordinator.planner._sample
 
     def sample(count: int) -> list[int]:
-        busy = {client for _, client, _ in coordinator.running}
+        busy = {client for _, client, _ in coordinator.planner.running}
         drawn = original(count)
         assert len(set(drawn)) == count
         assert drawn == sorted(drawn)
@@ -188,7 +188,7 @@ def test_no_client_is_at_work_twice_and_all_have_the_same_chance(schedule: Synch
         at_work.update(drawn)
         return drawn
 
-    coordinator._sample = sample  # type: ignore[method-assign]
+    coordinator.planner._sample = sample  # type: ignore[method-assign]
     ran(coordinator)
     assert at_work == {client for client, count in enumerate(counts) if count}
     share = np.bincount([job.client for job in runtime.jobs], minlength=9)[sorted(at_work)] / len(runtime.jobs)
@@ -208,7 +208,7 @@ def test_the_cohorts_do_not_depend_on_the_method() -> None:
         found = run(
             recipe(*methods, data=even()), Synchronous(2), Lognormal(), rounds=4, evaluation=Evaluation(every=9)
         )
-        ways.append(found.coordinator.turns)
+        ways.append(found.coordinator.planner.participations)
     assert ways[0] == ways[1]
     assert len(ways[0]) > 2
 
@@ -219,11 +219,11 @@ def test_sampling_costs_as_much_as_the_cohort_and_not_as_the_population() -> Non
     tracemalloc.start()
     try:
         for _ in range(5):
-            coordinator._look_ahead()
+            coordinator.planner.look_ahead(0)
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    assert coordinator.number >= 50
+    assert coordinator.planner.dispatched >= 50
     assert peak < 1_000_000, "a single array over the clients takes 8 MB"
     assert not runtime.jobs
 

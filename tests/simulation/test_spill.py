@@ -34,7 +34,7 @@ def study(name: str) -> Any:
 def size(name: str) -> float:
     """Bytes of a client's private state, about."""
     found = run(study(name), SCHEDULES["rounds"], rounds=1)
-    return found.coordinator.dispatcher.state_bytes / 2
+    return found.coordinator.private.bytes / 2
 
 
 # --- a run ------------------------------------------------------------------------------------------------------------
@@ -60,12 +60,12 @@ def test_memory_holds_the_budget_and_clients_at_work(schedule: str) -> None:
         study("scaffold"), SCHEDULES[schedule], runtime=runtime, rounds=ROUNDS, state_budget=most * each
     )
     for _ in coordinator.run():
-        held, accepted = coordinator.dispatcher.held, coordinator.states.accepted
-        at_work = {client for client, (_, last) in held.items() if accepted.get(client) != last}
+        places, accepted = coordinator.private._places, coordinator.private.accepted_jobs
+        at_work = {client for client, (_, last) in places.items() if accepted.get(client) != last}
         resident = [client for host in runtime.members for client in host._resident]
         assert len(resident) == len(set(resident)), "a client that moved leaves nothing behind"
         assert len(set(resident) - at_work) <= most
-        stored = {client for client, number in accepted.items() if number in coordinator.states.stored}
+        stored = {client for client, number in accepted.items() if number in coordinator.private._stored}
         assert len(stored - at_work) <= most
     spilled = coordinator.rows[-1]["spilled_bytes"]
     assert spilled is not None and spilled >= each, "and the others are somewhere"

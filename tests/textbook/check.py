@@ -15,6 +15,7 @@ from torch import Tensor
 from raysim.api.context import Batch, Context
 from raysim.api.declarations import Local
 from raysim.api.method import Method
+from raysim.api.private_state import named
 from raysim.models import Mlp
 from raysim.runtime.inprocess import InProcess
 from raysim.simulation.coordinator import Coordinator
@@ -55,7 +56,7 @@ class Watched(Step):
 
     def __call__(self, ctx: Context, batch: Batch, stages: Any) -> Tensor | None:
         """See `Step`."""
-        key = ctx.client, ctx.turn
+        key = ctx.client, ctx.participation
         self.batches.setdefault(key, []).append((batch.raw_inputs.clone(), batch.raw_targets.clone()))
         self.given.setdefault(key, []).append({name: ctx.drawn(name).clone() for name in ctx.draws})
         return super().__call__(ctx, batch, stages)
@@ -112,10 +113,12 @@ def _taken(coordinator: Coordinator) -> list[list[tuple[int, int, int, int]]]:
     taken: list[list[tuple[int, int, int, int]]] = []
     aggregate = coordinator._aggregate
 
-    def watched(flights: Any) -> Any:
-        jobs = [flight.job for flight in flights]
-        taken.append([(job.client, job.turn, job.version, int(coordinator.counts[job.client])) for job in jobs])
-        return aggregate(flights)
+    def watched(in_flight: Any) -> Any:
+        jobs = [each.message for each in in_flight]
+        taken.append(
+            [(job.client, job.participation, job.version, int(coordinator.counts[job.client])) for job in jobs]
+        )
+        return aggregate(in_flight)
 
     coordinator._aggregate = watched  # type: ignore[method-assign]
     return taken
@@ -131,30 +134,18 @@ def _all(host: Host, rows: np.ndarray) -> tuple[Tensor, Tensor]:
 
 def _private(coordinator: Coordinator, client: int) -> dict[str, np.ndarray]:
     """The client's accepted private state; its personal tensors by name."""
-    if client not in coordinator.states.accepted:
-        return {}
-    state = dict(coordinator.states.state(client, coordinator.states.accepted[client]))
-    layout = coordinator.layout
-    flat, counters = state.pop("personal", None), state.pop("personal.counters", None)
-    for entries, values, first in (
-        (layout.entries, flat, layout.shared),
-        (layout.counters, counters, layout.shared_counters),
-    ):
-        for entry in entries:
-            if entry.personal and values is not None:
-                state[entry.name] = values[entry.start - first : entry.stop - first].reshape(entry.shape)
-    return state
+    state = dict(coordinator.private.accepted()).get(client)
+    return {} if state is None else named(state, coordinator.layout)
 
 
 def _scored(coordinator: Coordinator, host: Host, client: int, names: Mapping[str, Tensor]) -> dict[str, np.ndarray]:
     """What raysim scores a client with after the last round; fine-tuned if the run asks for it."""
     from raysim.api.messages import Task
 
-    state = coordinator.states.accepted.get(client, -1)
-    sent = coordinator.states.state(client, state) if state >= 0 else None
+    state, sent = coordinator.private.accepted_job(client), dict(coordinator.private.accepted()).get(client)
     rows, how = coordinator.recipe.data.partition.test.rows(client), coordinator.evaluator.asked.finetune
     task = Task(client, rows, state, coordinator.server.sent_to(client), finetune=how if how.epochs else None)
-    host.evaluate([task], coordinator.server.published(), *([sent] if coordinator.stateful else []))
+    host.evaluate([task], coordinator.server.published(), *([sent] if coordinator.private.stateful else []))
     tensors = host.vector.named(host.vector.data, host.vector.counters)
     return {name: tensors[name].detach().numpy().copy() for name in names}
 

@@ -132,7 +132,7 @@ def test_clients_come_and_go_as_on_paper(schedule: Any, fleet: str) -> None:
     assert ledger.staleness == [[job.staleness for job in each.taken] for each in wanted]
     known = [job for each in wanted for job in (*each.taken, *each.waiting, *each.running)]
     jobs = {job.number: (job.client, job.turn, job.version, float(COUNTS[job.client])) for job in known}
-    ran = [(job.number, (job.client, job.turn, job.version, job.weight)) for job in runtime.jobs]
+    ran = [(job.number, (job.client, job.participation, job.version, job.weight)) for job in runtime.jobs]
     assert dict(ran) == {number: jobs[number] for number, _ in ran} and len(ran) >= 12 * schedule.size
     assert len(events) > 12
     for row, each in zip(coordinator.rows, wanted, strict=True):
@@ -271,17 +271,17 @@ def scored(*methods: Method, evaluation: Evaluation = EVERYTHING, **others: Any)
     """A run, and every client's model: the shared one with the client's own tensors in it."""
     study = recipe(*methods, model=NORMED_MLP, data=SPREAD, local=LOCAL, dtype=torch.float64, **others)
     found = run(study, Synchronous(2), rounds=3, evaluation=evaluation)
-    layout, states, coordinator = found.coordinator.layout, found.coordinator.states, found.coordinator
+    layout, coordinator = found.coordinator.layout, found.coordinator
+    states = dict(coordinator.private.accepted())
     start = coordinator.initial
     models = {}
     for client in range(4):
-        state = states.state(client, states.accepted[client]) if client in states.accepted else {}
         data, counters = start.data.clone(), start.counters.clone()
         data[: layout.shared] = coordinator.server.vector
         counters[: layout.shared_counters] = coordinator.server.counters
-        if "personal" in state:
-            data[layout.shared :] = torch.tensor(state["personal"])
-            counters[layout.shared_counters :] = torch.tensor(state["personal.counters"])
+        if client in states:
+            data[layout.shared :] = torch.tensor(states[client].personal)
+            counters[layout.shared_counters :] = torch.tensor(states[client].counters)
         models[client] = start.named(data, counters)
     return found, models
 

@@ -104,7 +104,7 @@ def at_work(
     vector = Vector(nets, plan_layout(nets, personal), torch.device("cpu"), torch.float32)
     trainer: Any = SimpleNamespace(tracking=[], task=SimpleNamespace(num_classes=2))
     ctx = Context(
-        trainer=trainer, seed=0, client=0, turn=0, version=0, samples=5, rate=0.1, vector=vector,
+        trainer=trainer, seed=0, client=0, participation=0, version=0, samples=5, rate=0.1, vector=vector,
         received=vector.shared, base=vector.shared.clone(), download={}, state={},
     )  # fmt: skip
     step = Step(vector, methods, optimizer, clip)
@@ -286,7 +286,7 @@ def test_statistics_are_kept_within_the_context_and_move_outside() -> None:
     host = Host(recipe(model=NORMED))
     inputs, _ = host.trainer.gather(host.trainer.partition.rows(0))
     ctx = Context(
-        trainer=host.trainer, seed=0, client=0, turn=0, version=0, samples=5, rate=0.1, vector=host.vector,
+        trainer=host.trainer, seed=0, client=0, participation=0, version=0, samples=5, rate=0.1, vector=host.vector,
         received=host.vector.shared, base=host.vector.shared.clone(), download={}, state={},
     )  # fmt: skip
     before = host.vector.shared.clone()

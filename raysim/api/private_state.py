@@ -1,0 +1,85 @@
+"""What one client keeps from one participation to the next, and the name of every tensor in it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Generic, TypeAlias, TypeVar
+
+import numpy as np
+
+from raysim.vectors.layout import Entry, Layout
+
+T = TypeVar("T")
+S = TypeVar("S")
+
+# What the two flat buffers are called where they are not taken apart: in checksums, on disk, in older checkpoints.
+_PERSONAL, _COUNTERS = "personal", "personal.counters"
+
+
+@dataclass(frozen=True, eq=False)
+class PrivateState(Generic[T]):
+    """The private state of one client: torch tensors on its host's device, NumPy arrays everywhere else.
+
+    Tensors of the networks that do not travel (FedBN's normalisation, FRAug's RTNet) lie side by side in two flat
+    buffers, so that a job loads and returns them at once; the layout knows their names (`named`).
+    """
+
+    personal: T  # [layout.personal] floating: parameters, then buffers
+    counters: T  # [layout.total_counters - layout.shared_counters] integer buffers
+    methods: Mapping[str, T]  # what methods keep, by "method.name"
+
+    def each(self, change: Callable[[T], S]) -> PrivateState[S]:
+        """The state with every tensor changed, for example moved to a device."""
+        methods = {key: change(value) for key, value in self.methods.items()}
+        return PrivateState(change(self.personal), change(self.counters), methods)
+
+
+StoredState: TypeAlias = PrivateState[np.ndarray]
+
+
+def size(state: StoredState) -> int:
+    """Bytes of all its arrays."""
+    return state.personal.nbytes + state.counters.nbytes + sum(array.nbytes for array in state.methods.values())
+
+
+def named(state: StoredState, layout: Layout) -> dict[str, np.ndarray]:
+    """Every tensor under its own name: "model.bn1.weight", "fedbss.losses". The personal ones are views."""
+    floating, integer = layout.personal_entries
+    personal = {e.name: _part(state.personal, e, layout.shared).reshape(e.shape) for e in floating}
+    personal |= {e.name: _part(state.counters, e, layout.shared_counters).reshape(e.shape) for e in integer}
+    if both := personal.keys() & state.methods.keys():
+        raise ValueError(f"a personal tensor and a method's private state have the same name: {sorted(both)}")
+    return personal | dict(state.methods)
+
+
+def from_named(arrays: Mapping[str, np.ndarray], layout: Layout) -> StoredState:
+    """The state whose tensors have these names; also that of an older checkpoint, which has the flat buffers."""
+    if _PERSONAL in arrays:
+        return from_flat(arrays)
+    floating, integer = layout.personal_entries
+    names = {entry.name for entry in (*floating, *integer)}
+    return PrivateState(
+        np.concatenate([np.empty(0, np.float32), *(arrays[e.name].ravel() for e in floating)]),
+        np.concatenate([np.empty(0, np.int64), *(arrays[e.name].ravel() for e in integer)]),
+        {key: array for key, array in arrays.items() if key not in names},
+    )
+
+
+def flat(state: StoredState) -> dict[str, np.ndarray]:
+    """The buffers as they lie, and what methods keep."""
+    stays = len(state.personal) or len(state.counters)
+    buffers = {_PERSONAL: state.personal, _COUNTERS: state.counters} if stays else {}
+    return buffers | dict(state.methods)
+
+
+def from_flat(arrays: Mapping[str, np.ndarray]) -> StoredState:
+    """The state of which `flat` made these arrays."""
+    methods = {key: array for key, array in arrays.items() if key not in (_PERSONAL, _COUNTERS)}
+    none = np.empty(0, np.float32), np.empty(0, np.int64)
+    return PrivateState(arrays.get(_PERSONAL, none[0]), arrays.get(_COUNTERS, none[1]), methods)
+
+
+def _part(buffer: np.ndarray, entry: Entry, first: int) -> np.ndarray:
+    """The stretch of one entry in a buffer that begins at position `first` of the layout."""
+    return buffer[entry.start - first : entry.stop - first]

@@ -1,0 +1,104 @@
+"""The row of the history that an aggregation leaves: what was sent, what clients report, how busy the hosts were."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from raysim.api.messages import Failure, Outcome, Published, Update
+from raysim.simulation.dispatcher import Dispatcher, InFlightJob
+from raysim.simulation.events import Row
+from raysim.simulation.planner import Planner
+from raysim.simulation.private_states import PrivateStates
+from raysim.simulation.server import Server
+from raysim.training.probe import summarise_probes
+
+
+class RowWriter:
+    """Makes a row for every aggregation; remembers what the row before already counted.
+
+    pooled: whether the clients are one that has all data, so that nothing is sent. itemsize: bytes of a float.
+    """
+
+    def __init__(self, planner: Planner, dispatcher: Dispatcher, private: PrivateStates, pooled: bool, itemsize: int):
+        self.planner, self.dispatcher, self.private = planner, dispatcher, private
+        self.pooled, self.itemsize = pooled, itemsize
+        self._earlier = 0.0  # wall seconds of earlier sessions of this run
+        self._since = time.monotonic()
+        self._worked: dict[str, float] = {}  # by host: its seconds of work at the last row
+        self._row_at = 0.0  # wall time of this session at the last row
+        self._deaths = 0  # of hosts, up to the last row
+
+    def start(self) -> None:
+        """Start the clock of this session."""
+        self._since = time.monotonic()
+
+    def resume(self, wall_seconds: float) -> None:
+        """Go on from a checkpoint that was written after so much wall time."""
+        self._earlier = wall_seconds
+
+    @property
+    def wall_seconds(self) -> float:
+        """Wall time of the run so far, with its earlier sessions."""
+        return self._earlier + time.monotonic() - self._since
+
+    def row(self, server: Server, jobs: Sequence[InFlightJob], outcomes: Sequence[Outcome], store_bytes: int) -> Row:
+        """The row of the aggregation of these jobs, which the server has just made; without its scores."""
+        updates = [outcome for outcome in outcomes if isinstance(outcome, Update)]
+        losses = [update.loss for update in updates if np.isfinite(update.loss)]
+        row: Row = {
+            "round": server.version,
+            "virtual_seconds": self.planner.now,
+            "wall_seconds": self.wall_seconds,
+            "floats_down": None if self.pooled else self.planner.floats["down"],
+            "floats_up": None if self.pooled else self.planner.floats["up"],
+            "train_loss": float(np.mean(losses)) if losses else None,
+            "accuracy": None,
+            "accuracy_worst": None,
+            "accuracy_global": None,
+            "loss_global": None,
+            "clients": len(updates),
+            "failures": sum(isinstance(outcome, Failure) for outcome in outcomes),
+            "host_deaths": self.dispatcher.deaths - self._deaths,
+            "samples": sum(update.trained for update in updates),
+            "host_seconds": sum(update.seconds for update in updates),
+            **self._busy(),
+            "store_bytes": store_bytes,
+            "spilled_bytes": self.private.spilled_bytes,
+            "staleness": float(np.mean([job.staleness for job in jobs])),
+        }
+        self._deaths = self.dispatcher.deaths
+        row |= _reported(updates) | server.report
+        probes = [update.probe for update in updates if update.probe is not None]
+        return row | summarise_probes(probes) if probes else row
+
+    def store_bytes(self, versions: Iterable[Published], results: int) -> int:
+        """Bytes kept in the object store when a round's results are all there: live versions, results, states.
+
+        results: floats that were under way. What is not known yet counts as what a job uploads, or as other states.
+        """
+        published = [
+            version.vector.nbytes + version.counters.nbytes + sum(array.nbytes for array in version.extras.values())
+            for version in versions
+        ]
+        return sum(published) + results * self.itemsize + self.private.bytes
+
+    def _busy(self) -> Row:
+        """The share of wall time since the last row that hosts worked: their mean, and the one that worked least.
+
+        A call counts when its results are taken.
+        """
+        now, worked = time.monotonic() - self._since, self.dispatcher.busy
+        span = max(now - self._row_at, 1e-9)
+        shares = [min(1.0, (total - self._worked.get(host, 0.0)) / span) for host, total in worked.items()]
+        shares += [0.0] * (self.dispatcher.runtime.hosts - len(shares))
+        self._worked, self._row_at = dict(worked), now
+        return {"host_busy": float(np.mean(shares)), "host_busy_least": min(shares)}
+
+
+def _reported(updates: Sequence[Update]) -> Row:
+    """Of every column that clients report, the mean over the clients that report it."""
+    names = dict.fromkeys(name for update in updates for name in update.report)
+    return {name: float(np.mean([u.report[name] for u in updates if name in u.report])) for name in names}

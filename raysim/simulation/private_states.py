@@ -1,0 +1,226 @@
+"""Where the private state of every client is: the one place that locates, sends, commits, spills and evicts it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+
+import numpy as np
+
+from raysim.api.messages import Arrays, Job, Trained
+from raysim.api.private_state import StoredState, flat, from_flat, from_named, named, size
+from raysim.simulation.runtime import Ref, Runtime
+from raysim.simulation.spill import Spill
+from raysim.vectors.layout import Layout
+
+
+class PrivateStates:
+    """The private states of a run's clients. A state is known by the number of the job that left it.
+
+    The host that ran the job keeps a copy, from which the client's next job there starts; what the job returned is in
+    the object store, and is sent along when the client moves to another host or its host died. A client's state counts
+    once its job is accepted: only that one is scored and saved, and only `accept` changes which one it is. Where the
+    accepted states outgrow `budget` [bytes], those of the clients that were idle for longest go to disk (in `folder`),
+    and neither the store nor a host keeps them.
+
+    stateful: whether clients keep anything at all; if not, every job starts from the initial state.
+    """
+
+    def __init__(self, runtime: Runtime, layout: Layout, stateful: bool, budget: float = math.inf, folder: str = ""):
+        self.runtime, self.layout, self.stateful, self.budget, self.folder = runtime, layout, stateful, budget, folder
+        self._last: dict[int, int] = {}  # by client: its last job, accepted or not
+        self._places: dict[int, tuple[int, int]] = {}  # by client: the host of its last submitted job, and that job
+        self._accepted: dict[int, int] = {}  # by client: the job that left its accepted state
+        self._stored: dict[int, Ref] = {}  # by job: the state it left, unless that is on disk
+        self._sizes: dict[int, int] = {}  # by job: bytes of the state it left, once that is known
+        self._known = 0  # sum of the sizes
+        # By client: bytes of its accepted state, unless that is on disk; who was accepted last comes last.
+        self._in_memory: dict[int, int] = {}
+        self._in_memory_bytes = 0  # sum of them
+        self._disk: Spill | None = None
+        self._on_disk: dict[int, int] = {}  # by client: bytes of its accepted state, which is on disk
+        self._typical = 0  # bytes of the state that was written to disk last
+        self._read = 0  # bytes read from disk for calls that have not returned
+
+    # --- which state a job starts from ---------------------------------------------------------------------------
+    def dispatch(self, client: int, number: int) -> int:
+        """Note a client's new job; returns the job whose state it starts from, -1 for the initial state."""
+        if not self.stateful:
+            return -1
+        before = self._last.get(client, -1)
+        self._last[client] = number
+        return before
+
+    def accepted_job(self, client: int) -> int:
+        """The job that left the accepted state of a client; -1 for the initial state."""
+        return self._accepted.get(client, -1)
+
+    @property
+    def accepted_jobs(self) -> Mapping[int, int]:
+        """By client: the job that left its accepted state, if it has one."""
+        return self._accepted
+
+    # --- locating ------------------------------------------------------------------------------------------------
+    def place(self, client: int) -> tuple[int, int] | None:
+        """The host to which a client's last job was submitted, and that job; None if no host knows the client."""
+        return self._places.get(client)
+
+    def host_died(self, host: int) -> None:
+        """What this host had is lost; its clients' next jobs are sent the state that they start from."""
+        self._places = {client: place for client, place in self._places.items() if place[0] != host}
+
+    def parts(self, clients: Sequence[int]) -> Iterator[slice]:
+        """Cut a list of clients so that of each part no more than a host's share of the budget is read from disk."""
+        start = total = 0
+        for index, client in enumerate(clients):
+            own = self._on_disk.get(client, 0)
+            if total and total + own > self.budget / self.runtime.hosts:
+                yield slice(start, index)
+                start, total = index, 0
+            total += own
+        yield slice(start, len(clients))
+
+    # --- sending -------------------------------------------------------------------------------------------------
+    def send(self, host: int, needed: Sequence[tuple[int, int]], jobs: Sequence[Job] = ()) -> tuple[list[Ref], int]:
+        """What a call to `host` must take along: of each (client, job) its state, or None where the host has it.
+
+        jobs: those that the call trains, one for each entry of `needed`; their clients are on this host from now on,
+        and other hosts forget them. Also returns how many bytes were read from disk, for `returned`.
+        """
+        sent: list[Ref] = []
+        read, moved = 0, dict[int, list[int]]()
+        for index, (client, number) in enumerate(needed):
+            there = number < 0 or self._places.get(client) == (host, number)
+            sent.append(None if there else self._ref(client, number))
+            read += 0 if there else self._on_disk.get(client, 0)
+            if jobs:
+                before, _ = self._places.get(client, (host, -1))
+                if before != host:
+                    moved.setdefault(before, []).append(client)
+                self._places[client] = host, jobs[index].number
+        self._evict(moved)
+        self._read += read
+        return sent, read
+
+    def returned(self, read: int) -> None:
+        """A call came back, or is made again, for which `send` had read so many bytes."""
+        self._read -= read
+
+    def store(self, jobs: Sequence[Job], refs: Sequence[Ref]) -> None:
+        """Where the states will be that these jobs leave."""
+        self._stored.update({job.number: ref for job, ref in zip(jobs, refs, strict=True)})
+
+    def measure(self, trained: Trained) -> None:
+        """Note the bytes of the states that the jobs of a call left."""
+        for outcome, own in zip(trained.outcomes, trained.states, strict=False):
+            self._measured(outcome.job, own)
+
+    def _ref(self, client: int, number: int) -> Ref:
+        return self.runtime.put(self._state(client, number)) if client in self._on_disk else self._stored[number]
+
+    def _evict(self, clients: Mapping[int, list[int]]) -> None:
+        """Tell hosts which clients' states they need no longer."""
+        for host, own in clients.items():
+            self.runtime.call(host, "release", own)
+
+    # --- committing and spilling -----------------------------------------------------------------------------------
+    def accept(self, jobs: Sequence[Job]) -> None:
+        """The states that these jobs left are their clients' from now on; what is beyond the budget goes to disk."""
+        if not self.stateful:
+            return
+        for job in jobs:
+            self._drop(job.client, self.accepted_job(job.client))
+            self._on_disk.pop(job.client, None)
+            self._commit(job.client, job.number)
+        moved: dict[int, list[int]] = {}
+        for client in self._spill():
+            host, _ = self._places.pop(client, (-1, -1))
+            if host >= 0:
+                moved.setdefault(host, []).append(client)
+        self._evict(moved)
+
+    def _commit(self, client: int, number: int) -> None:
+        self._accepted[client] = number
+        self._in_memory[client] = self._sizes.get(number, 0)
+        self._in_memory_bytes += self._in_memory[client]
+
+    def _drop(self, client: int, number: int) -> None:
+        """The object of an accepted state leaves the store."""
+        self._stored.pop(number, None)
+        self._known -= self._sizes.pop(number, 0)
+        self._in_memory_bytes -= self._in_memory.pop(client, 0)
+
+    def _spill(self) -> list[int]:
+        """Write accepted states of idle clients to disk until the others are within the budget; whose."""
+        written = []
+        for client in list(self._in_memory) if self._in_memory_bytes > self.budget else ():
+            number = self._accepted[client]
+            if self._places.get(client, (-1, number))[1] != number:  # at work
+                continue
+            if self._disk is None:
+                self._disk = Spill(self.folder)
+            self._disk.write(client, flat(self.runtime.get(self._stored[number])))
+            self._typical = self._on_disk[client] = self._in_memory[client]
+            self._drop(client, number)
+            written.append(client)
+            if self._in_memory_bytes <= self.budget:
+                break
+        return written
+
+    def _measured(self, number: int, own: int) -> None:
+        self._sizes[number] = own
+        self._known += own
+
+    # --- what there is -----------------------------------------------------------------------------------------------
+    @property
+    def bytes(self) -> int:
+        """Of all states in the store, and of those read from disk for calls under way.
+
+        States that jobs under way will leave count as the mean of the others.
+        """
+        mean = self._known / len(self._sizes) if self._sizes else self._typical
+        return self._known + round(mean * (len(self._stored) - len(self._sizes))) + self._read
+
+    @property
+    def spilled_bytes(self) -> int:
+        """Of the accepted states on disk."""
+        return sum(self._on_disk.values())
+
+    def accepted(self) -> Iterator[tuple[int, StoredState]]:
+        """Every client that has an accepted state, and that state; waits."""
+        for client, number in self._accepted.items():
+            yield client, self._state(client, number)
+
+    def _state(self, client: int, number: int) -> StoredState:
+        if client in self._on_disk:
+            assert self._disk is not None and self._accepted[client] == number
+            return from_flat(self._disk.read(client))
+        state: StoredState = self.runtime.get(self._stored[number])
+        return state
+
+    def flat(self) -> dict[str, np.ndarray]:
+        """The arrays of all accepted states as they lie in memory, for checksums: "client/method.name"."""
+        return {f"{client}/{key}": array for client, state in self.accepted() for key, array in flat(state).items()}
+
+    # --- checkpoints -------------------------------------------------------------------------------------------------
+    def named(self) -> dict[str, np.ndarray]:
+        """Every tensor of all accepted states: "client/model.bn1.weight", "client/method.name"."""
+        return {
+            f"{client}/{name}": np.asarray(array)
+            for client, state in self.accepted()
+            for name, array in named(state, self.layout).items()
+        }
+
+    def restore(self, accepted: Mapping[int, int], tensors: Arrays, under_way: Sequence[Job]) -> None:
+        """Go on from a checkpoint's `accepted_jobs` and `named`, with the jobs that were under way."""
+        states: dict[int, dict[str, np.ndarray]] = {client: {} for client in accepted}
+        for key, array in tensors.items():
+            client, _, name = key.partition("/")
+            states[int(client)][name] = array
+        for owner, arrays in states.items():
+            number, state = accepted[owner], from_named(arrays, self.layout)
+            self._stored[number] = self.runtime.put(state)
+            self._measured(number, size(state))
+            self._commit(owner, number)
+            self._spill()
+        self._last = {**accepted, **{job.client: job.number for job in under_way}}
