@@ -286,6 +286,8 @@ class Host:
                 report=ctx.report,
                 probe=probe,
             )
+            if not self.layout.has_personal:  # two copies of nothing would take 5 us a job
+                return update, PrivateState(state.personal, state.counters, ctx.state)
             return update, private_state(self.vector, ctx.state)
         except Exception as error:  # a client must not take the others down
             where = f"client {job.client}, version {job.version}, host {self.name}"
