@@ -37,7 +37,7 @@ def test_batchnorms_statistics_move_in_the_first_pass_only(take: bool) -> None:
 
 def context(host: Host) -> Context:
     return Context(
-        trainer=host.trainer, seed=0, client=0, turn=0, version=0, samples=5, rate=0.1, vector=host.vector,
+        trainer=host.trainer, seed=0, client=0, participation=0, version=0, samples=5, rate=0.1, vector=host.vector,
         received=host.vector.shared, base=host.vector.shared.clone(), download={}, state={},
     )  # fmt: skip
 
