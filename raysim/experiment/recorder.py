@@ -56,13 +56,13 @@ class Session:
         self._forget_failures(len(self.rows))
         tags = {
             "methods": self.experiment.title,
-            "data": self.experiment.recipe.data.title,
+            "data": self.experiment.spec.data.title,
             **flatten(identity(self.experiment)),
         }
         self.tracker.start(self.experiment.config, tags, self.rows)
         try:
             with Progress(
-                self.experiment.study.rounds, done=len(self.rows), quiet=self.quiet, console=self.console
+                self.experiment.spec.settings.rounds, done=len(self.rows), quiet=self.quiet, console=self.console
             ) as progress:
                 for event in events:
                     self._take(event, progress)
@@ -157,9 +157,9 @@ class Session:
         config = self.experiment.config
         return summarise(
             self.rows,
-            self.experiment.study.thresholds,
-            methods=[method.name for method in self.experiment.recipe.methods],
-            title=self.experiment.recipe.data.title,
+            self.experiment.execution.thresholds,
+            methods=[method.name for method in self.experiment.spec.methods],
+            title=self.experiment.spec.data.title,
             choices=config["choices"],
             identity=identity(self.experiment),
             **more,
@@ -187,7 +187,7 @@ def _closing(summary: Mapping[str, Any], folder: Path) -> str:
 
 
 def _tracker(experiment: Experiment, folder: Path, console: Console) -> Tracker | NoTracker:
-    tracking = experiment.study.tracking
+    tracking = experiment.execution.tracking
     if tracking.name == "none":
         return NoTracker()
     return Tracker(folder, tracking.uri or "", name=folder.resolve().name, say=lambda text: say(console, text))
@@ -195,7 +195,7 @@ def _tracker(experiment: Experiment, folder: Path, console: Console) -> Tracker 
 
 def finished(experiment: Experiment, folder: Path, console: Console) -> Result:
     """The result of a run that had finished before; what MLflow lacks of it is sent."""
-    if experiment.study.tracking.name == "mlflow":
-        replay(folder, experiment.study.tracking.uri or "", say=lambda text: say(console, text))
+    if experiment.execution.tracking.name == "mlflow":
+        replay(folder, experiment.execution.tracking.uri or "", say=lambda text: say(console, text))
     summary = json.loads((folder / "summary.json").read_text())
     return Result(folder, summary, read_history(folder / "history.parquet"))

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import heapq
-import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -20,36 +19,21 @@ from safetensors.torch import save_file
 
 from raysim.api.composition import owners
 from raysim.api.messages import Failure, Job, Probe, Published, Update
-from raysim.api.server_view import Weighting
 from raysim.primitives.memory import peak_memory
 from raysim.primitives.streams import stream
 from raysim.simulation import checkpoint
 from raysim.simulation.client_states import States
 from raysim.simulation.dispatcher import Dispatcher, Flight
-from raysim.simulation.evaluator import Evaluation, Evaluator, Scoring
+from raysim.simulation.evaluator import Evaluator, Scoring
 from raysim.simulation.events import Event, Finished, Round, Row, Saved, Started, TooManyFailures
 from raysim.simulation.fleet import Fleet
 from raysim.simulation.runtime import Ref, Runtime
 from raysim.simulation.schedule import Aggregate, Dispatch, Schedule, View
 from raysim.simulation.server import Server, asked_weighting
-from raysim.training.host import Recipe, build_networks, settle
+from raysim.training.determinism import make_deterministic
 from raysim.training.probe import balanced_rows, summarise_probes
+from raysim.training.run_spec import RunSpec, build_networks
 from raysim.vectors.layout import Vector
-
-
-@dataclass(frozen=True)
-class Settings:
-    """What a coordinator needs besides the recipe."""
-
-    rounds: int
-    weighting: Weighting | None = None  # None: by samples, unless a method asks for uniform
-    group: int = 5
-    evaluation: Evaluation = field(default_factory=Evaluation)
-    checkpoint_every: int = 0  # 0: none
-    state_budget: float = math.inf  # bytes of accepted private states in memory; what is beyond lies on disk
-    tolerate: float = 0.1  # share of an aggregation's clients that may fail
-    folder: str = ""  # where model and checkpoints go; "": nowhere
-    resume: str = ""  # a checkpoint
 
 
 @dataclass
@@ -74,41 +58,54 @@ def check_concurrency(schedule: Schedule, counts: np.ndarray) -> None:
 
 
 class Coordinator:
-    """One run. `run()` yields its events and ends with `Finished`."""
+    """One run. `run()` yields its events and ends with `Finished`.
 
-    def __init__(self, recipe: Recipe, schedule: Schedule, fleet: Fleet, runtime: Runtime, settings: Settings):
-        self.recipe, self.schedule, self.fleet, self.runtime, self.settings = recipe, schedule, fleet, runtime, settings
-        settle(recipe.threads)
-        networks, self.layout = build_networks(recipe)
-        self.initial = Vector(networks, self.layout, torch.device("cpu"), recipe.dtype)
-        self.counts = recipe.data.partition.train.counts
+    folder: where model and checkpoints go; "": nowhere, and no checkpoint is written. resume: a checkpoint's folder.
+    """
+
+    def __init__(
+        self,
+        spec: RunSpec,
+        schedule: Schedule,
+        fleet: Fleet,
+        runtime: Runtime,
+        folder: str = "",
+        resume: str = "",
+    ):
+        self.spec, self.schedule, self.fleet, self.runtime = spec, schedule, fleet, runtime
+        self.settings, self.folder, self.resume = (settings := spec.settings), folder, resume
+        make_deterministic(spec.threads)
+        networks, self.layout = build_networks(spec)
+        self.initial = Vector(networks, self.layout, torch.device("cpu"), spec.dtype)
+        self.counts = spec.data.partition.train.counts
         self.server = Server(
             self.layout,
             self.initial.shared.clone(),
             self.initial.counters[: self.layout.shared_counters].clone(),
-            recipe.methods,
+            spec.methods,
             self.counts,
-            recipe.seed,
-            recipe.task,
-            settings.weighting or asked_weighting(recipe.methods),
-            settings.group,
+            settings.seed,
+            spec.task,
+            settings.weighting or asked_weighting(spec.methods),
+            settings.summation,
             schedule.size,
         )
+        self._checkpoint_every = settings.checkpoint.every if folder else 0
         self.eligible = np.flatnonzero(self.counts)
         check_concurrency(schedule, self.counts)
-        if settings.evaluation.probe and not len(recipe.data.central):
+        if settings.evaluate.probe and not len(spec.data.central):
             raise ValueError(
-                f"evaluate.probe={settings.evaluation.probe} looks at local models on the central test set, of "
+                f"evaluate.probe={settings.evaluate.probe} looks at local models on the central test set, of "
                 "which the data has none: set evaluate.probe=0"
             )
         stays = self.layout.personal > 0 or self.layout.total_counters > self.layout.shared_counters
-        self.stateful = stays or bool(owners(recipe.methods, "state"))
-        self.pooled = any(method.pools for method in recipe.methods)
-        self.states = States(runtime, settings.state_budget, settings.folder)
-        self.dispatcher = Dispatcher(runtime, settings.group, self.stateful, self.layout.shared, self.states)
-        self.evaluator = Evaluator(recipe, self.layout, runtime, self.dispatcher, settings.evaluation, settings.rounds)
-        self._costers = owners(recipe.methods, "cost")
-        self._broadcasters = owners(recipe.methods, "broadcast")
+        self.stateful = stays or bool(owners(spec.methods, "state"))
+        self.pooled = any(method.pools for method in spec.methods)
+        self.states = States(runtime, settings.state.bytes, folder)
+        self.dispatcher = Dispatcher(runtime, settings.summation, self.stateful, self.layout.shared, self.states)
+        self.evaluator = Evaluator(spec, self.layout, runtime, self.dispatcher)
+        self._costers = owners(spec.methods, "cost")
+        self._broadcasters = owners(spec.methods, "broadcast")
 
         self.now = 0.0
         self.draw = 0  # cohorts drawn so far
@@ -133,8 +130,8 @@ class Coordinator:
     def run(self) -> Iterator[Event]:
         """Run to the last round. Raises TooManyFailures after writing a checkpoint."""
         self._since = time.monotonic()
-        if self.settings.resume:
-            self._restore(checkpoint.read(Path(self.settings.resume)))
+        if self.resume:
+            self._restore(checkpoint.read(Path(self.resume)))
         else:
             self._contribute()
         self._hand_out()
@@ -143,18 +140,18 @@ class Coordinator:
         while self.server.version < self.settings.rounds:
             taken = self._look_ahead()
             refs = {version: ref for version, (_, ref) in self._published.items()}
-            summable = self.server.summable and not self.evaluator.asked.decomposes(self.server.version + 1)
+            summable = self.server.summable and not self.settings.evaluate.decomposes(self.server.version + 1)
             self.dispatcher.submit(taken, list(self.flights.values()), refs, summable)
             yield from self._report()
             pending = self._aggregate(taken)
             self._publish()
             self._evaluate(pending)
-            version, every = self.server.version, self.settings.checkpoint_every
+            version, every = self.server.version, self._checkpoint_every
             if every and version % every == 0 and version < self.settings.rounds:
                 yield from self._report()
                 yield self._save()
         yield from self._report()
-        if self.settings.checkpoint_every:
+        if self._checkpoint_every:
             yield self._save()
         yield self._finish()
 
@@ -189,7 +186,7 @@ class Coordinator:
             self.turns[client] = turn + 1
             samples = int(self.counts[client])
             once = self._once if turn == 0 else 0
-            trained = self.recipe.local.budget(samples)
+            trained = self.settings.local.budget(samples)
             costs = [method.cost(self.server, samples, trained, turn) for method in self._costers]
             extras = self._extras(client)
             job = Job(
@@ -200,14 +197,14 @@ class Coordinator:
                 state=self._latest.get(client, -1) if self.stateful else -1,
                 weight=self.server.weight(client),
                 extras=extras,
-                probe=self.settings.evaluation.probes(self.server.version + 1),
+                probe=self.settings.evaluate.probes(self.server.version + 1),
             )
             self.number += 1
             self._latest[client] = job.number
             work = trained + sum(cost.samples for cost in costs)
             down = published.floats + once + sum(a.size for a in extras.values()) + sum(cost.down for cost in costs)
             up = self.layout.shared + sum(cost.up for cost in costs)
-            finish = self.now + self.fleet.duration(self.recipe.seed, client, work, down, up)
+            finish = self.now + self.fleet.duration(self.settings.seed, client, work, down, up)
             self.floats["down"] += down
             self.flights[job.number] = Flight(job, finish, work, up)
             heapq.heappush(self.running, (finish, client, job.number))
@@ -221,7 +218,7 @@ class Coordinator:
     def _sample(self, count: int) -> list[int]:
         """Idle clients, uniformly without replacement, ascending; its cost grows with the cohort."""
         busy = np.searchsorted(self.eligible, np.sort(np.array([client for _, client, _ in self.running], np.int64)))
-        generator = stream(self.recipe.seed, "cohort", self.draw)
+        generator = stream(self.settings.seed, "cohort", self.draw)
         self.draw += 1
         ranks = generator.choice(len(self.eligible) - len(busy), size=count, replace=False)
         places = ranks + np.searchsorted(busy - np.arange(len(busy)), ranks, side="right")  # step over the busy ones
@@ -230,7 +227,7 @@ class Coordinator:
     # --- hosts ---------------------------------------------------------------------------------------------------
     def _contribute(self) -> None:
         """Collect what clients send before round 0, and let the methods assemble it."""
-        methods = owners(self.recipe.methods, "contribute")
+        methods = owners(self.spec.methods, "contribute")
         if not methods:
             return
         shares = np.array_split(self.eligible, self.runtime.hosts)
@@ -244,20 +241,20 @@ class Coordinator:
         """Give every host what its clients receive once, and what is probed; counted at a client's first dispatch."""
         constants = {
             key: value.numpy()
-            for method in owners(self.recipe.methods, "constants")
+            for method in owners(self.spec.methods, "constants")
             for key, value in method.constants(self.server).items()
         }
         self._once = sum(array.size for array in constants.values())
-        if not constants and not self.settings.evaluation.probe:
+        if not constants and not self.settings.evaluate.probe:
             return
         self.dispatcher.keep(self.runtime.put(constants), self._probed())
 
     def _probed(self) -> np.ndarray:
         """Rows of the central test set, as many of each class."""
-        central, rows = self.recipe.data.central, self.settings.evaluation.probe_rows
-        labels = self.recipe.data.open().labels[central]
+        central, rows = self.spec.data.central, self.settings.evaluate.probe_rows
+        labels = self.spec.data.open().labels[central]
         each = max(1, rows // max(1, len(np.unique(labels))))
-        return central[balanced_rows(labels, each, stream(self.recipe.seed, "probe"))]
+        return central[balanced_rows(labels, each, stream(self.settings.seed, "probe"))]
 
     def _publish(self) -> None:
         """Store the current version for all hosts; forget versions that no job needs."""
@@ -275,7 +272,7 @@ class Coordinator:
         outcomes, sums = self.dispatcher.collect(flights)
         stored = self._stored(results)
         failures = tuple(outcome for outcome in outcomes if isinstance(outcome, Failure))
-        if len(failures) > self.settings.tolerate * len(flights):
+        if len(failures) > self.settings.faults.tolerate * len(flights):
             raise self._too_many(failures, flights)
         updates = [outcome if isinstance(outcome, Update) else None for outcome in outcomes]
         bases = {version: published for version, (published, _) in self._published.items()}
@@ -283,7 +280,7 @@ class Coordinator:
         self.dispatcher.accept(flights)
         present = [update for update in updates if update is not None]
         scoring = []
-        if present and self.evaluator.asked.decomposes(self.server.version):
+        if present and self.settings.evaluate.decomposes(self.server.version):
             scoring.append(self.evaluator.decompose(present, bases, self.server.published()))
         losses = [update.loss for update in present if np.isfinite(update.loss)]
         row: Row = {
@@ -323,7 +320,7 @@ class Coordinator:
         results: floats that were under way. What is not known yet counts as what a job uploads, or as other states.
         """
         published = [p.vector.nbytes + p.counters.nbytes + _bytes(p.extras) for p, _ in self._published.values()]
-        return sum(published) + results * self.recipe.dtype.itemsize + self.dispatcher.state_bytes
+        return sum(published) + results * self.spec.dtype.itemsize + self.dispatcher.state_bytes
 
     def _busy(self) -> Row:
         """The share of wall time since the last row that hosts worked: their mean, and the one that worked least.
@@ -342,9 +339,10 @@ class Coordinator:
         text = (
             f"{len(failures)} of {len(flights)} clients failed in round {self.server.version + 1}, first: "
             f"{f'method {failures[0].method!r}, ' if failures[0].method else ''}{failures[0].error}. "
-            f"faults.tolerate={self.settings.tolerate} allows fewer; set it to {share:g} to leave them out and go on"
+            f"faults.tolerate={self.settings.faults.tolerate} allows fewer; set it to {share:g} to leave them out "
+            "and go on"
         )
-        if self.settings.folder:
+        if self.folder:
             for flight in reversed(flights):  # back to before the aggregation, for the checkpoint
                 self.flights[flight.job.number] = flight
                 self.arrived.insert(0, flight.job.number)
@@ -356,7 +354,7 @@ class Coordinator:
         """Start scoring the current version; hosts do it before they train the next."""
         self._pending.append(pending)
         version = self.server.version
-        if not self.evaluator.asked.evaluates(version, self.settings.rounds):
+        if not self.settings.evaluate.evaluates(version, self.settings.rounds):
             return
         published, ref = self._published[version]
         if (scored := self.server.scored()) is not self.server.vector:
@@ -382,9 +380,9 @@ class Coordinator:
         for name, tensor in sorted(self.server.state.items()):
             rest.update(name.encode())
             rest.update(tensor.contiguous().numpy().data)  # as it lies: a cache may be larger than memory
-        if self.settings.folder:
+        if self.folder:
             shared = self.initial.named(self.server.vector, self.server.counters)
-            path = Path(self.settings.folder) / "model.safetensors"
+            path = Path(self.folder) / "model.safetensors"
             save_file({name: tensor.clone() for name, tensor in shared.items()}, path)
         return Finished(model.hexdigest(), rest.hexdigest(), peak_memory())
 
@@ -431,7 +429,7 @@ class Coordinator:
             "rows": self.rows,
         }
         snapshot = checkpoint.Snapshot(numbers, server, self._client_states())
-        path = checkpoint.write(Path(self.settings.folder) / "checkpoints", self.server.version, snapshot)
+        path = checkpoint.write(Path(self.folder) / "checkpoints", self.server.version, snapshot)
         return Saved(self.server.version, str(path))
 
     def _restore(self, snapshot: checkpoint.Snapshot) -> None:

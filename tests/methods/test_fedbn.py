@@ -24,7 +24,8 @@ from raysim.models import ModelRecipe
 from raysim.models.classifier import Shape
 from raysim.simulation.fleet import Ideal
 from raysim.simulation.schedule import Synchronous
-from raysim.training.host import Host, build_networks
+from raysim.training.host import Host
+from raysim.training.run_spec import build_networks
 from raysim.training.trainer import load
 
 
@@ -197,7 +198,7 @@ def test_swapping_two_clients_normalisation_swaps_their_predictions_and_no_share
     found = run(study(FedBN()), Synchronous(5), rounds=6)
     states, server, vector = found.coordinator._client_states(), found.coordinator.server, found.coordinator.initial
     trainer = Host(study(FedBN())).trainer
-    rows = found.coordinator.recipe.data.central
+    rows = found.coordinator.spec.data.central
     inputs, _ = trainer.gather(rows)
 
     def logits(normalisation: int) -> Tensor:

@@ -37,7 +37,8 @@ from raysim.methods.local import LocalTraining
 from raysim.simulation.fleet import Ideal
 from raysim.simulation.schedule import Buffered, Synchronous
 from raysim.simulation.server import Server
-from raysim.training.host import Host, build_networks
+from raysim.training.host import Host
+from raysim.training.run_spec import build_networks
 from raysim.vectors.layout import Vector
 
 TWO = Local(lr=0.02, momentum=0.5, weight_decay=1e-3, batch=8, epochs=3)
@@ -328,7 +329,7 @@ class Watch(Method):
 
 def train(host: Host, client: int = 0, turn: int = 0, **received: Mapping[str, Tensor]) -> Context:
     """One participation from the initial values; received: published, extras, state."""
-    networks, layout = build_networks(host.recipe)
+    networks, layout = build_networks(host.spec)
     initial = Vector(networks, layout, torch.device("cpu"), torch.float32)
     counters = initial.counters[: layout.shared_counters]
     parts = (dict(received.get(name, {})) for name in ("published", "extras", "state"))
@@ -595,7 +596,7 @@ def test_own_models_are_scored_with_the_mixtures_that_the_next_job_starts_from()
     host, hits = Host(study), []
     for client in range(6):
         host.vector.shared.copy_(server.vector)
-        initial = build_networks(host.recipe)[0]["model"].state_dict()
+        initial = build_networks(host.spec)[0]["model"].state_dict()
         mine = method._rounds[-1][2].get(client, torch.cat([initial["head.weight"].flatten(), initial["head.bias"]]))
         host.vector.personal.copy_(mine)
         inputs, labels = host.trainer.gather(tests.rows(client))

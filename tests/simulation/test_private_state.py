@@ -14,13 +14,12 @@ import torch
 from cluster import Hosts
 from studies import NORMED, coordinate, recipe, run, same, tiny
 
-from raysim.api.declarations import Local
+from raysim.api.declarations import Evaluation, Local
 from raysim.methods.fedbn import FedBN
 from raysim.methods.fedbss import FedBSS
 from raysim.methods.scaffold import Scaffold
 from raysim.simulation import checkpoint
 from raysim.simulation.coordinator import Coordinator, Saved
-from raysim.simulation.evaluator import Evaluation
 from raysim.simulation.schedule import Buffered, Synchronous
 
 LOCAL = Local(lr=0.05, momentum=0.9, batch=8, epochs=3)
@@ -47,7 +46,7 @@ def every_round(
         "checkpoint_every": 1,
         "folder": str(folder),
         "runtime": runtime,
-        "evaluation": Evaluation(every=99),
+        "evaluate": Evaluation(every=99),
     }
     found = list(snapshots(coordinate(study(*methods), SCHEDULES[schedule], **asked)))
     assert len(found) == ROUNDS

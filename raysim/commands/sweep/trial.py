@@ -17,6 +17,7 @@ from raysim.primitives.files import replace_file
 from raysim.results.history import Row
 from raysim.simulation import checkpoint
 from raysim.simulation.events import Event, Finished, Round, RunStopped, Started
+from raysim.training.run_spec import Checkpoint
 
 DEVIATION = "_std"  # of the metric, over seeds
 
@@ -78,7 +79,7 @@ class Trial:
     ):
         self.experiments, self.folders, self.metric = experiments, folders, metric
         self.streams = [Stream(events) for events in streams]
-        self.rounds = experiments[0].study.rounds
+        self.rounds = experiments[0].spec.settings.rounds
         self.done = 0  # rounds reported
 
     def advance(self) -> list[dict[str, int | float | None]]:
@@ -109,7 +110,7 @@ class Trial:
 
     def save(self) -> None:
         """Where a checkpoint is due after the last reported round: follow the runs until it is written."""
-        every = self.experiments[0].settings.checkpoint_every
+        every = self.experiments[0].spec.settings.checkpoint.every
         if not every or self.done % every or self.finished:
             return
         for stream, folder in zip(self.streams, self.folders, strict=True):
@@ -130,8 +131,8 @@ def folders(folder: Path, seeds: Sequence[int]) -> list[Path]:
 
 def prepared(
     nodes: Sequence[Node], folder: Path, allow: Sequence[str], every: int | None
-) -> list[tuple[Experiment, Path]]:
-    """The experiments of a setting, and their folders, which exist then; each goes on from its last checkpoint, if any.
+) -> list[tuple[Experiment, Path, str]]:
+    """The experiments of a setting, the folder of each (which is made), and its last checkpoint there ("": none).
 
     every: rounds between checkpoints, where not as the configuration says. Raises Refused.
     """
@@ -141,10 +142,10 @@ def prepared(
         own.mkdir(parents=True, exist_ok=True)
         replace_file(own / "config.yaml", to_yaml(experiment.config).encode())
         last = checkpoint.available(own / "checkpoints")[-1:]
-        settings = replace(experiment.settings, folder=str(own), resume=str(last[0]) if last else "")
         if every is not None:
-            settings = replace(settings, checkpoint_every=every)
-        found.append((replace(experiment, settings=settings), own))
+            settings = replace(experiment.spec.settings, checkpoint=Checkpoint(every))
+            experiment = replace(experiment, spec=replace(experiment.spec, settings=settings))
+        found.append((experiment, own, str(last[0]) if last else ""))
     return found
 
 
