@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 from torch import nn
 
-from raysim.primitives.checks import at_least
+from raysim.primitives.checks import above, at_least, in_range, one_of
 from raysim.vectors.optimizer import Optimizer
 
 
@@ -62,8 +62,7 @@ class Finetune:
 
     def __post_init__(self) -> None:
         at_least("evaluate.finetune.epochs", self.epochs, 0)
-        if self.samples not in ("own", "all"):
-            raise ValueError(f"evaluate.finetune.samples={self.samples!r} does not exist: use own or all")
+        one_of("evaluate.finetune.samples", self.samples, ("own", "all"))
 
 
 @dataclass(frozen=True)
@@ -127,8 +126,7 @@ class Local:
     phases: int = 10
 
     def __post_init__(self) -> None:
-        if not self.lr > 0:
-            raise ValueError(f"local.lr={self.lr} must be above 0")
+        above("local.lr", self.lr, 0)
         if (self.epochs is None) == (self.steps is None):
             raise ValueError(
                 f"local.epochs={self.epochs} and local.steps={self.steps}: give exactly one, and null for the other"
@@ -138,8 +136,7 @@ class Local:
         at_least("local.batch", self.batch, 1)
         at_least("local.clip", self.clip, 0.0)
         at_least("local.phases", self.phases, 1)
-        if not 0 < self.lr_decay <= 1:
-            raise ValueError(f"local.lr_decay={self.lr_decay} must be above 0 and at most 1")
+        in_range("local.lr_decay", self.lr_decay, above=0, most=1)
         self.settings()
 
     def settings(self) -> Optimizer:

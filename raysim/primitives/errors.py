@@ -19,10 +19,18 @@ def refusing() -> Iterator[None]:
     except Refused:
         raise
     except (ValueError, OSError) as error:
-        # An error that crossed a process carries its original, without the other side's traceback, in `cause`.
-        cause = getattr(error, "cause", None)
-        text = str(cause if isinstance(cause, Exception) else error)
-        raise Refused(" ".join(text.split())) from error
+        raise Refused(" ".join(_text(error).split())) from error
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of what an error says, or the name of its type if it says nothing."""
+    return next(iter(_text(error).strip().splitlines()), type(error).__name__)
+
+
+def _text(error: BaseException) -> str:
+    """What an error says; one that crossed a process has its original, without the other's traceback, in `cause`."""
+    cause = getattr(error, "cause", None)
+    return str(cause if isinstance(cause, Exception) else error)
 
 
 def nearest(name: str, valid: Iterable[str]) -> str:

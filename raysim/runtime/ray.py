@@ -32,6 +32,7 @@ from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from raysim.data.dataset import copied
+from raysim.primitives.errors import first_line
 from raysim.runtime import preflight
 from raysim.runtime.placement import RayOptions, Size, amounts, demand, fitting, gib, share, total, within
 from raysim.simulation.coordinator import Coordinator
@@ -79,9 +80,8 @@ def connect(options: RayOptions) -> bool:
             include_dashboard=False if address == "local" else None,
         )
     except Exception as error:  # Ray raises a bare one where its processes do not start in time
-        first = str(error).strip().splitlines()[0]
         raise ValueError(
-            f"runtime.address={address}: no Ray cluster could be reached or started there ({first}); "
+            f"runtime.address={address}: no Ray cluster could be reached or started there ({first_line(error)}); "
             "start one with `ray start --head`, or use runtime=local"
         ) from error
     if threading.current_thread() is threading.main_thread():
@@ -162,7 +162,7 @@ def _measured(
             raise error.cause from None
         except ray.exceptions.RayError as error:
             raise ValueError(
-                f"the preflight died ({_first(error)}): the largest client does not fit there; lower local.batch"
+                f"the preflight died ({first_line(error)}): the largest client does not fit there; lower local.batch"
             ) from None
 
 
@@ -322,7 +322,7 @@ class RayRuntime:
         try:
             return ray.get(ref)
         except (ray.exceptions.RayActorError, ray.exceptions.OutOfMemoryError) as error:
-            raise HostDied(_first(error)) from None
+            raise HostDied(first_line(error)) from None
 
     def revive(self, host: int) -> None:
         """Another actor in the same bundle; Ray moves the bundle where its node is gone and another one has room."""
@@ -404,8 +404,6 @@ def run(
 
 
 def _lost(error: Exception) -> RunStopped:
-    return RunStopped(f"a process of the run died ({_first(error)}); resume=latest goes on from its last checkpoint")
-
-
-def _first(error: Exception) -> str:
-    return str(error).strip().splitlines()[0]
+    return RunStopped(
+        f"a process of the run died ({first_line(error)}); resume=latest goes on from its last checkpoint"
+    )

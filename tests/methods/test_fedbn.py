@@ -283,7 +283,7 @@ def test_reestimated_statistics_are_scored_and_leave_training_alone() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"scope": "stats"}, r"method\.fedbn\.scope='stats' is none of .* did you mean 'statistics'"),
+        ({"scope": "stats"}, r"method\.fedbn\.scope='stats' does not exist: .* did you mean 'statistics'"),
         ({"name_rule": ""}, r"method\.fedbn\.name_rule is empty"),
         ({"name_rule": "bn", "layers": "all"}, r"name_rule=bn takes the place of layers=all"),
         ({"reestimate": True, "scope": "affine"}, r"reestimate=true needs statistics .* scope=affine"),

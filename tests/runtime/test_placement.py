@@ -85,11 +85,11 @@ def test_a_host_reserves_its_threads_a_gpu_where_it_trains_on_one_and_what_was_a
     ("words", "told"),
     [
         (["runtime.gpus=1.5"], "runtime.gpus=1.5 .* set it to 1 or 2"),
-        (["runtime.resources={slot: -1}"], r"runtime.resources.slot=-1 must not be negative"),
+        (["runtime.resources={slot: -1}"], r"runtime.resources.slot=-1.* must be at least 0"),
         (["runtime.resources={slot: many}"], r"runtime.resources.slot=many must be a number"),
         (["runtime.resources={GPU: 1}"], "set runtime.gpus instead"),
         (["runtime.strategy=pack"], "runtime.strategy=pack must be PACK or SPREAD or STRICT_PACK"),
-        (["runtime.wait=-1"], "runtime.wait=-1 must not be negative"),
+        (["runtime.wait=-1"], "runtime.wait=-1.* must be at least 0"),
     ],
 )
 def test_wrong_settings_of_the_runtime_are_refused(words: list[str], told: str) -> None:

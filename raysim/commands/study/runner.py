@@ -30,7 +30,7 @@ from raysim.experiment.compose import Node, compose, groups, load_yaml, plain, s
 from raysim.experiment.execute import build, run
 from raysim.experiment.run_folder import place
 from raysim.experiment.settings import Interrupted
-from raysim.primitives.errors import Refused, refusing
+from raysim.primitives.errors import Refused, first_line, refusing
 from raysim.primitives.files import replace_file
 from raysim.results.progress import duration
 from raysim.results.tracking import default_uri
@@ -295,14 +295,10 @@ def attempt(config: Node, log: Path, allow: Sequence[str] = ()) -> str:
             return ""
         except (Refused, RunStopped) as error:
             stream.write(f"raysim: {str(error).strip()}\n")  # with the traceback of a client, if there is one
-            return _first_line(error)
+            return first_line(error)
         except Exception as error:  # whatever it is, the other runs do not suffer
             traceback.print_exc(file=stream)
-            return f"{type(error).__name__}: {_first_line(error)} (see {log})"
-
-
-def _first_line(error: Exception) -> str:
-    return next(iter(str(error).strip().splitlines()), "")
+            return f"{type(error).__name__}: {first_line(error)} (see {log})"
 
 
 def _side_by_side(

@@ -31,7 +31,7 @@ from raysim.commands.sweep.records import ENDED, Records, Watch, told
 from raysim.commands.sweep.search import Asked, Options, Search, asked, store
 from raysim.commands.sweep.space import Choice, Point, Space, nearest
 from raysim.experiment.settings import Experiment, Interrupted, RuntimeOptions
-from raysim.primitives.errors import Refused, refusing
+from raysim.primitives.errors import Refused, first_line, refusing
 from raysim.primitives.streams import stream
 from raysim.results.progress import duration
 from raysim.runtime.placement import Resources, Size, amounts, demand, total
@@ -90,7 +90,7 @@ class SweepTrial(tune.Trainable):
         except Exception as error:  # told as a result, so that this process lives on for the next trial
             worst = float("-inf") if self._search.options.mode == "max" else float("inf")
             self.cleanup()
-            return {"round": 0, metric: worst, "error": _sentence(error), "done": True}
+            return {"round": 0, metric: worst, "error": first_line(error), "done": True}
         value, _ = trial.score(rows, metric)
         done, seconds = self._trial.finished, time.monotonic() - since
         if done:
@@ -152,12 +152,6 @@ class SweepTrial(tune.Trainable):
         if self._trial is not None:
             self._trial.close()
         self._trial = None
-
-
-def _sentence(error: BaseException) -> str:
-    cause = getattr(error, "cause", None)
-    text = str(cause if isinstance(cause, Exception) else error).strip() or type(error).__name__
-    return text.splitlines()[0]
 
 
 # --- what Tune is told ----------------------------------------------------------------------------------------------
