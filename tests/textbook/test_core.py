@@ -266,10 +266,10 @@ def columns(found: Ran) -> dict[str, Any]:
     return {k: v for k, v in row.items() if k.startswith(("accuracy", "loss_")) and v is not None}
 
 
-def scored(*methods: Method, evaluation: Evaluation = EVERYTHING, **others: Any) -> tuple[Ran, dict[int, Params]]:
+def scored(*methods: Method, evaluate: Evaluation = EVERYTHING, **others: Any) -> tuple[Ran, dict[int, Params]]:
     """A run, and every client's model: the shared one with the client's own tensors in it."""
     study = recipe(*methods, model=NORMED_MLP, data=SPREAD, local=LOCAL, dtype=torch.float64, **others)
-    found = run(study, Synchronous(2), rounds=3, evaluate=evaluation)
+    found = run(study, Synchronous(2), rounds=3, evaluate=evaluate)
     layout, states, coordinator = found.coordinator.layout, found.coordinator.states, found.coordinator
     start = coordinator.initial
     models = {}
