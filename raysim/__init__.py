@@ -3,6 +3,7 @@
 import raysim
 result = raysim.run(["method=[fedprox]", "runtime=inprocess", "rounds=20"])
 result.summary["accuracy_global"], result.rows[-1]
+raysim.run(["rounds=20"], on_round=lambda row: print(row["round"], row["accuracy_global"]))
 """
 
 from __future__ import annotations
@@ -12,8 +13,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from raysim.api.method import Method
     from raysim.experiment.execute import build, run
+    from raysim.results.observers import Observer
 
-__all__ = ["Method", "build", "run"]
+__all__ = ["Method", "Observer", "build", "run"]
 
 
 def __getattr__(name: str) -> Any:
@@ -22,6 +24,10 @@ def __getattr__(name: str) -> Any:
         from raysim.api.method import Method
 
         return Method
+    if name == "Observer":
+        from raysim.results.observers import Observer
+
+        return Observer
     if name in ("build", "run"):
         from raysim.experiment import execute
 

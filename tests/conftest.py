@@ -82,10 +82,12 @@ def torch_as_it_was() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def ray_session() -> Iterator[None]:
     """The one Ray of the whole suite, of two (declared) cores, whose workers find the modules of the tests."""
+    from studies import FOLDERS
+
     from raysim.runtime.ray import ray
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
+        patch.setenv("PYTHONPATH", FOLDERS, prepend=os.pathsep)
         for again in (True, True, False):
             try:
                 ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False)

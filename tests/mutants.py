@@ -472,11 +472,20 @@ def main() -> None:
     results: dict[int, dict[str, Any]] = {one["id"]: one for one in old}
     new, started = list[dict[str, Any]](), time.monotonic()
 
+    def stored() -> list[dict[str, Any]]:
+        """What is known so far, in --out."""
+        ordered = [results[number] for number in sorted(results)]
+        settings = {"count": args.count, "seed": args.seed, "only": args.only, "cap": args.cap}
+        args.out.write_text(json.dumps({**settings, "mutants": ordered}, indent=1))
+        return ordered
+
     def done(one: dict[str, Any]) -> None:
         if one["verdict"] == "survived" and (why := reasons.get((one["file"], one["before"], one["after"]))):
             one |= {"verdict": "equivalent", "reason": why}
         results[one["id"]] = one
         new.append(one)
+        if len(new) % 10 == 0:
+            stored()
         if sys.stdout.isatty() or len(new) % 10 == 0:
             left, minutes = sum(each["verdict"] == "survived" for each in new), (time.monotonic() - started) / 60
             progress(f"{len(new)} of {len(mutants)} mutants, {left} survived, {minutes:.1f} min")
@@ -496,10 +505,7 @@ def main() -> None:
         trials = [functools.partial(judged, number, mutant, known, args.cap) for number, mutant in mutants.items()]
         with contextlib.suppress(KeyboardInterrupt):
             drive(trials, copies, done)
-    ordered = [results[number] for number in sorted(results)]
-    settings = {"count": args.count, "seed": args.seed, "only": args.only, "cap": args.cap}
-    args.out.write_text(json.dumps({**settings, "mutants": ordered}, indent=1))
-    told(ordered)
+    told(stored())
 
 
 def equivalents() -> list[dict[str, str]]:

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import functools
 import math
+import os
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor, nn
 
+from raysim.api.context import Context, Stage
 from raysim.api.declarations import Evaluation, Local
-from raysim.api.messages import Failure, Job, Published, Trained, Update
+from raysim.api.messages import Failure, Job, Published, SingleUpdate, Trained, Update
 from raysim.api.method import Method
+from raysim.api.server_view import Aggregation
 from raysim.data.federated import FederatedData, federate
 from raysim.data.partition import CSR, IID, Dirichlet, Partition
 from raysim.data.sources import Synthetic
@@ -79,6 +84,8 @@ class Blocks(ModelRecipe):
 
 
 SEED = 3
+# Where other processes find the modules of the tests, for PYTHONPATH.
+FOLDERS = os.pathsep.join(map(str, [Path(__file__).parent, *sorted(Path(__file__).parent.glob("[a-z]*/"))]))
 LOCAL = Local(lr=0.05, momentum=0.9, weight_decay=1e-3, batch=8)
 MLP = Mlp((12,))
 NORMED = SmallCnn(norm="batch")
@@ -257,10 +264,10 @@ class Silent(InProcess):
         self.jobs += jobs
         return [Trained(tuple(self._update(job) for job in jobs))]
 
-    def _update(self, job: Job) -> Update:
+    def _update(self, job: Job) -> SingleUpdate:
         samples = int(self.counts[job.client])
         delta, counters = np.zeros(self.shared, np.float32), np.empty(0, np.int64)
-        return Update(job.number, job.client, job.version, samples, samples, 1, 0.0, 0.0, delta, counters)
+        return SingleUpdate(job.number, job.client, job.version, samples, samples, 1, 0.0, 0.0, counters, delta=delta)
 
 
 class Ledger(Method):
@@ -273,10 +280,26 @@ class Ledger(Method):
         self.cohorts: list[list[int]] = []
         self.staleness: list[list[int]] = []
 
-    def weigh(self, weights: list[float], updates: Sequence[Update], server: Any) -> list[float]:
-        self.cohorts.append([update.client for update in updates])
-        self.staleness.append(list(server.staleness))
-        return weights
+    def weigh(self, aggregation: Aggregation, server: Any) -> Aggregation:
+        self.cohorts.append([update.client for update in aggregation.updates])
+        self.staleness.append(list(aggregation.staleness))
+        return aggregation
+
+
+class Asking(Method):
+    """Takes the gradient at a shifted point, in every stage, and remembers both."""
+
+    name = "asking"
+    paper = "a test"
+
+    def __init__(self, shift: float = 0.0, take: bool = True):
+        self.shift, self.take = shift, take
+        self.seen: list[tuple[Stage, Tensor, Tensor, Tensor]] = []
+
+    def perturb(self, ctx: Context, params: Tensor, grad: Tensor, gradient_at: Callable[[Tensor], Tensor]) -> Tensor:
+        there = gradient_at(torch.full_like(params, self.shift))
+        self.seen.append((ctx.stage, params.clone(), grad.clone(), there.clone()))
+        return there if self.take else grad
 
 
 def silent(

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from raysim.api.method import Method
 
 EXCLUSIVE = (
-    *("model", "stages", "select", "logits", "loss", "predict", "finetuning"),
-    *("divisor", "combine", "apply", "scored"),
+    *("model", "stages", "select", "logits", "loss", "perturb", "predict", "finetuning"),  # on clients
+    *("combine", "apply", "scored"),  # on the server
 )
 
 
@@ -36,9 +36,9 @@ _DOES = {
     "select": "choose the samples of an epoch",
     "logits": "change the logits of the training loss",
     "loss": "replace the training loss",
+    "perturb": "decide at which shifted points the gradient is taken",
     "predict": "turn logits into predictions",
     "finetuning": "decide how models are fine-tuned for evaluation",
-    "divisor": "decide what the sum of updates is divided by",
     "combine": "combine the updates",
     "apply": "own the server's step",
     "scored": "decide which vector is evaluated",

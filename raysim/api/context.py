@@ -136,17 +136,17 @@ class Context:
     vector: Vector
     received: Tensor  # [layout.shared] the received vector, from which the update is measured
     base: Tensor  # [layout.shared] where training starts: the received vector, unless a method mixes it with others
-    published: Mapping[str, Tensor]  # what all clients of this version received, now or once
-    extras: Mapping[str, Tensor]  # what this client alone received
+    download: Mapping[str, Tensor]  # what it received besides the vector, now or once, alone or with all others
     state: dict[str, Tensor]  # private; replace entries, never change them in place
     upload: dict[str, Tensor] = field(default_factory=dict)
     report: dict[str, float] = field(default_factory=dict)  # columns of the history, by "method.name"; does not travel
     draws: Mapping[str, Sequence[Tensor]] = field(default_factory=dict)
-    plan: Plan | None = None
     step: int = 0
     stage: Stage = field(default_factory=Stage)
     kept: dict[str, Tensor] = field(default_factory=dict)  # what hooks keep for the rest of the job, by full name
-    losses: Tensor | None = None  # [iterations with the task] its loss without added terms, once training is over
+    plan: Plan = field(init=False, repr=False, compare=False)  # known after `receive` and `select`
+    # [iterations with the task] its loss without added terms; known in `finish`.
+    losses: Tensor = field(init=False, repr=False, compare=False)
 
     @property
     def model(self) -> Classifier:
@@ -288,14 +288,14 @@ class Contribution:
 class Own:
     """What a method's `personalise` sees of a client.
 
-    state: its accepted private state (the initial one if it never trained). extras: what `broadcast` has for it at the
-    scored version.
+    state: its accepted private state (the initial one if it never trained). download: what `send` has for it alone at
+    the scored version.
     """
 
     client: int
     vector: Vector
     state: Mapping[str, Tensor]
-    extras: Mapping[str, Tensor]
+    download: Mapping[str, Tensor]
     trainer: Trainer
     trained: bool
 

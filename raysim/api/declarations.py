@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, TypeAlias
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from raysim.primitives.checks import above, at_least, in_range, one_of
 from raysim.vectors.optimizer import Optimizer
@@ -44,6 +45,24 @@ class Cost:
     samples: float = 0.0
     down: int = 0
     up: int = 0
+
+
+Tensors: TypeAlias = Mapping[str, Tensor]  # by full name ("scaffold.control")
+
+
+@dataclass(frozen=True)
+class Download:
+    """What clients receive besides the vector: functions that are called when it is sent. Every float is counted.
+
+    once: to every client, at its first participation. A function of the seed and of what `assemble` left in the
+    server's state: it is called once before the first dispatch, and again after a resume.
+    version: to every client that starts from the current version; called, and stored, once per version.
+    client: to this client alone; called at each of its participations, and when its own model is scored.
+    """
+
+    once: Callable[[], Tensors] | None = None
+    version: Callable[[], Tensors] | None = None
+    client: Callable[[int], Tensors] | None = None
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,7 @@ class Probe:
 
 @dataclass(frozen=True)
 class Published:
-    """What every client of one version receives: the shared prefix and what methods publish beside it."""
+    """What every client of one version receives: the shared prefix and what methods send beside it."""
 
     version: int
     vector: np.ndarray  # [layout.shared] parameters, then floating buffers
@@ -67,7 +67,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Update:
-    """What a client sends. `delta` is None where the host has already added it to a `Sum`."""
+    """What a client sends besides its delta; every update is a `SingleUpdate` or a `SummedUpdate`."""
 
     job: int
     client: int
@@ -77,7 +77,6 @@ class Update:
     steps: int
     loss: float  # mean over the iterations with the task loss; nan without one
     seconds: float  # wall time on its host; never decides anything
-    delta: np.ndarray | None  # [layout.shared] trained minus received
     counters: np.ndarray  # [layout.shared_counters]
     extras: Arrays = field(default_factory=dict)
     # Stretches [start, stop) of the shared parameters, and the sum of the learning rates of the steps made there.
@@ -93,6 +92,18 @@ class Update:
 
 
 @dataclass(frozen=True)
+class SingleUpdate(Update):
+    """An update that comes with its delta."""
+
+    delta: np.ndarray = field(kw_only=True)  # [layout.shared] trained minus received
+
+
+@dataclass(frozen=True)
+class SummedUpdate(Update):
+    """An update whose delta the host has already added to a `Sum`."""
+
+
+@dataclass(frozen=True)
 class Failure:
     """A client that raised or returned something that is not finite. It has weight 0."""
 
@@ -105,7 +116,7 @@ class Failure:
     traceback: str = ""
 
 
-Outcome: TypeAlias = Update | Failure
+Outcome: TypeAlias = SingleUpdate | SummedUpdate | Failure
 
 
 @dataclass(frozen=True)

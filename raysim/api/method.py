@@ -7,20 +7,19 @@ Constructors store their arguments under their own names, after checking them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 import numpy as np
 from torch import Tensor, nn
 
 from raysim.api.context import Stage
-from raysim.api.declarations import Cost, Finetune, Network, Task
+from raysim.api.declarations import Cost, Download, Finetune, Network, Task
 
 if TYPE_CHECKING:
     from raysim.api.context import Batch, Context, Contribution, Outputs, Own, Plan
     from raysim.api.declarations import Local
-    from raysim.api.messages import Update
-    from raysim.api.server_view import Server
+    from raysim.api.server_view import Aggregation, Server
     from raysim.vectors.layout import Layout
 
 
@@ -33,7 +32,7 @@ class Method:
     excludes: ClassVar[Mapping[str, str]] = {}  # other method -> why the two do not combine
     targets: ClassVar[Literal["any", "soft", "integer"]] = "any"  # "soft": makes them soft; "integer": needs labels
     pools: ClassVar[bool] = False  # whether it trains one model on the clients' pooled data
-    singly: ClassVar[bool] = False  # whether its `absorb` reads `delta` and `moves` of single updates
+    needs_single_updates: ClassVar[bool] = False  # whether its `absorb` reads deltas, and `moves` of updates
 
     def __repr__(self) -> str:
         return f"{self.name}({', '.join(f'{key}={value!r}' for key, value in parameters(self).items())})"
@@ -71,7 +70,7 @@ class Method:
     def cost(self, server: Server, samples: int, trained: float, turn: int) -> Cost:
         """What a job costs besides training on `trained` samples (all passes) and moving the vector.
 
-        samples: what the client holds; turn: its participations so far. What `publish` sends is counted already.
+        samples: what the client holds; turn: its participations so far. What `send` declares is counted already.
         """
         return Cost()
 
@@ -86,13 +85,6 @@ class Method:
 
     def assemble(self, parts: Mapping[str, Sequence[np.ndarray]], server: Server) -> None:
         """Turn the contributions (a list per name, by client id) into server state."""
-
-    def constants(self, server: Server) -> Mapping[str, Tensor]:
-        """What every client receives once, at its first participation, by full name; afterwards in `ctx.published`.
-
-        A function of the seed and of what `assemble` left in the server's state; asked for again after a resume.
-        """
-        return {}
 
     # --- once per job --------------------------------------------------------------------------------------------
     def receive(self, ctx: Context) -> None:
@@ -126,6 +118,16 @@ class Method:
         """A scalar that is added to the task loss."""
         raise NotImplementedError
 
+    def perturb(self, ctx: Context, params: Tensor, grad: Tensor, gradient_at: Callable[[Tensor], Tensor]) -> Tensor:
+        """Exclusive. The gradient to use in place of `grad`, made of gradients at shifted points (SAM).
+
+        params, grad [n]: all parameters that `ctx.stage` trains, shared and personal ones, and their gradient; not to
+        be changed. gradient_at(shift) is the gradient [n] at params + shift: the same batch, random draws and terms of
+        all methods in one more forward and backward pass. Afterwards parameters, BatchNorm's statistics and private
+        state are what they were. `gradient`, clipping and the optimiser act on what is returned.
+        """
+        return grad
+
     # The order of kinds in which corrections apply: "add" to the gradient, "shift" it, "mix" it.
     correction: ClassVar[str] = "add"
 
@@ -151,38 +153,30 @@ class Method:
     def start(self, server: Server) -> None:
         """Create the method's entries in `server.state`."""
 
-    def publish(self, server: Server) -> Mapping[str, Tensor]:
-        """What every client of this version receives beside the vector, by full name."""
-        return {}
+    def send(self, server: Server) -> Download:
+        """What clients receive besides the vector, in `ctx.download`; asked for once, after `start`."""
+        return Download()
 
-    def broadcast(self, server: Server, client: int) -> Mapping[str, np.ndarray]:
-        """What this client alone receives, by full name."""
-        return {}
+    def weigh(self, aggregation: Aggregation, server: Server) -> Aggregation:
+        """Change the weights, or what the weighted sum is divided by, with `aggregation.reweighted`; chains."""
+        return aggregation
 
-    def weigh(self, weights: list[float], updates: Sequence[Update], server: Server) -> list[float]:
-        """Change the raw weights; chains."""
-        return weights
-
-    def divisor(self, weights: Sequence[float], server: Server) -> float:
-        """Exclusive. What the weighted sum of updates is divided by; by default the sum of weights."""
-        return float(sum(weights))
-
-    def combine(self, updates: Sequence[Update], weights: Sequence[float], divisor: float, server: Server) -> Tensor:
+    def combine(self, aggregation: Aggregation, server: Server) -> Tensor:
         """Exclusive. Updates to one direction [layout.trained], or [layout.shared] to decide on buffers as well."""
         raise NotImplementedError
 
-    def measure(self, direction: Tensor, server: Server) -> None:
-        """Look at the combined direction [layout.trained] before methods mix it."""
+    def mix(self, direction: Tensor, aggregation: Aggregation, server: Server) -> Tensor:
+        """Change the combined direction [layout.trained], in place or into another tensor, or only look at it; chains.
 
-    def mix(self, direction: Tensor, server: Server) -> Tensor:
-        """Change the combined direction, in place or into another tensor; chains."""
+        The method that fills `apply` comes first and sees what was combined; the others follow in the list's order.
+        """
         return direction
 
-    def apply(self, params: Tensor, direction: Tensor, server: Server) -> Tensor:
-        """Exclusive. The next shared parameters [layout.trained], in `server.following` or a tensor of their own."""
-        return params + direction
+    def apply(self, direction: Tensor, out: Tensor, aggregation: Aggregation, server: Server) -> None:
+        """Exclusive. Write the parameters that follow on `server.params` into `out`; all are [layout.trained]."""
+        raise NotImplementedError
 
-    def absorb(self, updates: Sequence[Update], server: Server) -> None:
+    def absorb(self, aggregation: Aggregation, server: Server) -> None:
         """Update `server.state` after the step."""
 
     def scored(self, server: Server) -> Tensor:

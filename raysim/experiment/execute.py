@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import fields, replace
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,12 +23,13 @@ from raysim.data.sources import Source
 from raysim.experiment.compose import Node, compose, groups, load_yaml, plain, to_yaml
 from raysim.experiment.describe import overview, slots
 from raysim.experiment.instantiate import TARGET, build as build_object, resolve, shown
-from raysim.experiment.recorder import Session, finished, say
+from raysim.experiment.recorder import OnRound, finished, record, say, users_observers
 from raysim.experiment.run_folder import Place, place
 from raysim.experiment.settings import ExecutionOptions, Experiment, Interrupted, Result
 from raysim.models import ModelRecipe
 from raysim.primitives.errors import Refused, instead, refusing
 from raysim.primitives.files import replace_file
+from raysim.results.observers import Observer, ObserverFailed
 from raysim.simulation.coordinator import check_concurrency
 from raysim.simulation.events import Event, TooManyFailures
 from raysim.simulation.fleet import Fleet
@@ -41,6 +43,8 @@ if TYPE_CHECKING:
 __all__ = [
     "Experiment",
     "Interrupted",
+    "Observer",
+    "ObserverFailed",
     "Refused",
     "Result",
     "TooManyFailures",
@@ -171,14 +175,20 @@ def run(
     quiet: bool = False,
     allow: Sequence[str] = (),
     console: Console | None = None,
+    on_round: OnRound | None = None,
+    observers: Sequence[Observer] = (),
 ) -> Result:
     """Run to the end; the folder appears once its hosts are ready.
 
-    config: overrides, what `compose` returned, or what `build` returned. Raises Refused (nothing was written),
-    TooManyFailures (clients failed; a checkpoint was), Interrupted.
+    config: overrides, what `compose` returned, or what `build` returned. on_round: called with the row of each round
+    when it is done (a dictionary: `row["round"]`, `row["accuracy_global"]`, ...). observers: those of your own, for
+    more moments than that; they come after all that raysim itself does. Neither is told of a run that had finished
+    before. Raises Refused (nothing was written), TooManyFailures (clients failed; a checkpoint was written),
+    ObserverFailed (an observer of yours raised an error; the history was written), Interrupted.
     """
     from rich.console import Console
 
+    users = users_observers(on_round, observers)
     console = console or Console(quiet=quiet)
     experiment = config if isinstance(config, Experiment) else build(config, allow)
     with refusing():
@@ -192,7 +202,7 @@ def run(
         with refusing():
             started = next(events)  # only now hosts are known to fit
             _make_folder(experiment, where)
-        return Session(experiment, where.folder, console, quiet).follow(started, events)
+        return record(experiment, where.folder, chain([started], events), console, quiet, users)
 
 
 def _events(experiment: Experiment, where: Place, console: Console) -> Generator[Event, None, None]:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from raysim.experiment.compose import Node, load_yaml
 from raysim.experiment.instantiate import shown
+from raysim.experiment.many_runs import check_free, dated_folder
 from raysim.experiment.settings import Experiment
 from raysim.primitives.errors import Refused
 from raysim.results.tracking import flatten
@@ -46,9 +46,8 @@ def place(experiment: Experiment) -> Place:
     """Decide on folder and checkpoint; refuses a folder that is taken or holds another run. Writes nothing."""
     options, rounds = experiment.execution, experiment.spec.settings.rounds
     if options.resume is None:
-        folder = Path(options.out).expanduser() if options.out else _dated(experiment.title)
-        if folder.exists() or folder.is_symlink():
-            raise Refused(f"out={folder} exists already: choose another folder, or continue it with resume=latest")
+        folder = Path(options.out).expanduser() if options.out else dated_folder(Path("runs"), experiment.title)
+        check_free(folder)
         _check_writable(folder)
         return Place(folder)
     if options.resume != "latest":
@@ -63,9 +62,14 @@ def place(experiment: Experiment) -> Place:
         _check_same(load_yaml(folder / "config.yaml"), experiment.config, folder)
     if (done := _rounds_done(folder)) >= rounds:
         return Place(folder, True, finished=True, note=f"{folder} has finished its {done} rounds: nothing to do")
-    if not (found := checkpoint.available(folder / "checkpoints")):
+    if not (found := last_checkpoint(folder)):
         return Place(folder, folder.exists(), note=f"{folder} has no checkpoint yet: starting at round 0")
-    return _from(found[-1], Place(folder, True), rounds)
+    return _from(Path(found), Place(folder, True), rounds)
+
+
+def last_checkpoint(folder: Path) -> str:
+    """The folder of a run's last checkpoint, or "" if it has none."""
+    return str(next(reversed(checkpoint.available(folder / "checkpoints")), ""))
 
 
 def _continued(experiment: Experiment, path: Path) -> Place:
@@ -93,12 +97,6 @@ def _from(path: Path, where: Place, rounds: int) -> Place:
     if number.isdigit() and int(number) > rounds:
         raise Refused(f"rounds={rounds} is below round {int(number)} of {path}: set rounds={int(number)} or more")
     return replace(where, resume=str(path), note=f"continuing from {path}")
-
-
-def _dated(title: str) -> Path:
-    root, name = Path("runs"), f"{time.strftime('%Y-%m-%d_%H-%M-%S')}-{title}"
-    names = (name, *(f"{name}-{number}" for number in range(2, 1000)))
-    return next(root / name for name in names if not (root / name).exists())
 
 
 def _check_writable(folder: Path) -> None:

@@ -22,7 +22,7 @@ The sum over A is kept in float64; an arrival touches its own row and those that
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
@@ -35,8 +35,7 @@ from raysim.vectors.blocks import in_blocks
 from raysim.vectors.row_store import Place, check_budget, claimed, reserve
 
 if TYPE_CHECKING:
-    from raysim.api.messages import Update
-    from raysim.api.server_view import Server
+    from raysim.api.server_view import Aggregation, Server
 
 PLACES = ("disk", "memory")
 
@@ -139,17 +138,17 @@ class ACE(Method):
             "ace.total": torch.zeros(len(params), dtype=torch.float64),
         }
 
-    def combine(self, updates: Sequence[Update], weights: Sequence[float], divisor: float, server: Server) -> Tensor:
+    def combine(self, aggregation: Aggregation, server: Server) -> Tensor:
         """eta times the mean of the entries that count, after those that arrived were replaced."""
         state, clients, trained = server.state, int(np.count_nonzero(server.counts)), server.layout.trained
-        rows = claimed(state, "ace", [update.client for update in updates], clients, self.cache)
+        rows = claimed(state, "ace", [update.client for update in aggregation.updates], clients, self.cache)
         new = len(state["ace.clients"]) - len(state["ace.versions"])
         versions = torch.cat([state["ace.versions"], torch.zeros(new, dtype=torch.int64)])
         counted = torch.cat([state["ace.counted"], torch.zeros(new, dtype=torch.bool)])
-        for row, update in zip(rows, updates, strict=True):
+        for row, update in zip(rows, aggregation.updates, strict=True):
             versions[row] = update.version
         active = active_clients(dispatch_versions=versions, version=server.version, max_staleness=self.max_staleness)
-        fresh = {row: torch.from_numpy(update.delta)[:trained] for row, update in zip(rows, updates, strict=True)}
+        fresh = {row: delta[:trained] for row, delta in zip(rows, aggregation.deltas, strict=True)}
         _refresh(fresh, state["ace.cache"], state["ace.total"], counted, active)
         state["ace.versions"], state["ace.counted"] = versions, active
         ages = (server.version - versions[active]).double()

@@ -33,8 +33,7 @@ from raysim.vectors.blocks import in_blocks
 from raysim.vectors.row_store import Place, check_budget, claimed, reserve
 
 if TYPE_CHECKING:
-    from raysim.api.messages import Update
-    from raysim.api.server_view import Server
+    from raysim.api.server_view import Aggregation, Server
 
 AVERAGES, PLACES = ("all", "seen"), ("disk", "memory")
 
@@ -111,13 +110,12 @@ class CA2FL(Method):
             "ca2fl.total": torch.zeros(len(params), dtype=torch.float64),
         }
 
-    def combine(self, updates: Sequence[Update], weights: Sequence[float], divisor: float, server: Server) -> Tensor:
+    def combine(self, aggregation: Aggregation, server: Server) -> Tensor:
         """eta v."""
         state, clients = server.state, int(np.count_nonzero(server.counts))
         seen = len(state["ca2fl.clients"])  # before this flush, as h is
-        rows = claimed(state, "ca2fl", [update.client for update in updates], clients, self.cache)
+        rows = claimed(state, "ca2fl", [update.client for update in aggregation.updates], clients, self.cache)
         server.report["ca2fl.seen"] = len(state["ca2fl.clients"]) / clients
-        trained = server.layout.trained
-        deltas = [torch.from_numpy(update.delta)[:trained] for update in updates]
+        deltas = [delta[: server.layout.trained] for delta in aggregation.deltas]
         count = clients if self.average == "all" else max(1, seen)
         return _calibrate(deltas, rows, state["ca2fl.cache"], state["ca2fl.total"], count, self.server_lr)

@@ -33,7 +33,7 @@ from raysim.primitives.checks import above, at_least, in_range, one_of
 from raysim.vectors.blocks import compiled, in_blocks
 
 if TYPE_CHECKING:
-    from raysim.api.server_view import Server
+    from raysim.api.server_view import Aggregation, Server
 
 RULES = ("scale", "cap")
 
@@ -133,16 +133,15 @@ class FADAS(Method):
             server.state[f"fadas.{key}"] = torch.zeros_like(server.params)
         server.state["fadas.steps"] = torch.zeros(1, dtype=torch.int64)
 
-    def apply(self, params: Tensor, direction: Tensor, server: Server) -> Tensor:
+    def apply(self, direction: Tensor, out: Tensor, aggregation: Aggregation, server: Server) -> None:
         """AMSGrad at the rate that the stalest update allows; the moments do not know of it."""
         state, rate = server.state, self.server_lr
         if self.threshold is not None:
-            stalest = server.version - min(update.version for update in server.updates)
+            stalest = server.version - min(update.version for update in aggregation.updates)
             rate = delay_adaptive_lr(server_lr=rate, max_staleness=stalest, threshold=self.threshold, rule=self.rule)
         state["fadas.steps"] += 1
         moments = [state[f"fadas.{key}"] for key in ("first_moment", "second_moment", "max_second_moment")]
         step = int(state["fadas.steps"]) if self.bias_correction else None
-        _step([server.following, params, direction, *moments], rate, self.beta1, self.beta2, self.eps, step)
+        _step([out, server.params, direction, *moments], rate, self.beta1, self.beta2, self.eps, step)
         server.report["fadas.rate"] = rate
-        server.report["fadas.moved"] = math.sqrt(squared_norm((server.following - params).numpy()))
-        return server.following
+        server.report["fadas.moved"] = math.sqrt(squared_norm((out - server.params).numpy()))

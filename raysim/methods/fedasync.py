@@ -24,7 +24,7 @@ Choices where paper and code disagree or are silent
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
@@ -35,8 +35,7 @@ from raysim.primitives.checks import at_least, between, in_range, one_of
 from raysim.vectors.blocks import in_blocks
 
 if TYPE_CHECKING:
-    from raysim.api.messages import Update
-    from raysim.api.server_view import Server
+    from raysim.api.server_view import Aggregation, Server
 
 KINDS = ("polynomial", "hinge", "constant")
 
@@ -140,10 +139,10 @@ class FedAsync(Method):
         in_range("method.fedasync.alpha_decay", alpha_decay, above=0.0, most=1.0)
         self.max_staleness, self.alpha_decay = max_staleness, alpha_decay
 
-    def combine(self, updates: Sequence[Update], weights: Sequence[float], divisor: float, server: Server) -> Tensor:
+    def combine(self, aggregation: Aggregation, server: Server) -> Tensor:
         """From x to the mixed model, buffers included: mixing what clients moved away from x, starting from 0."""
         how: dict[str, Any] = {
-            "base_versions": torch.tensor([update.version for update in updates]),
+            "base_versions": torch.tensor([update.version for update in aggregation.updates]),
             "version": server.version,
             "alpha": self.alpha * self.alpha_decay**server.version,
             "kind": self.kind,
@@ -152,24 +151,21 @@ class FedAsync(Method):
             "max_staleness": self.max_staleness,
         }
         if server.weighting == "samples":
-            how["factors"] = torch.tensor(weights, dtype=torch.float64) / server.counts[server.counts > 0].mean()
-        rates, arrivals = arrival_rates(**how), [_ends(update, server) for update in updates]
+            how["factors"] = (
+                torch.tensor(aggregation.weights, dtype=torch.float64) / server.counts[server.counts > 0].mean()
+            )
+        rates, bases = arrival_rates(**how), [aggregation.base(update) for update in aggregation.updates]
         server.report["fedasync.rate"] = sum(rates) / len(rates)
         if self.max_staleness is not None:
-            late = [server.version + number - update.version for number, update in enumerate(updates)]
+            late = [server.version + number - update.version for number, update in enumerate(aggregation.updates)]
             server.report["fedasync.discarded"] = float(sum(staleness > self.max_staleness for staleness in late))
         direction = torch.empty_like(server.vector)
 
         def mix(part: slice) -> None:
             x = server.vector[part]
+            arrivals = zip(bases, aggregation.deltas, strict=True)
             moved = torch.stack([delta[part] + (base[part] - x) for base, delta in arrivals])
             direction[part] = apply_arrivals(params=torch.zeros_like(x), client_params=moved, **how)["params"]
 
         in_blocks(len(direction), mix)
         return direction
-
-
-def _ends(update: Update, server: Server) -> tuple[Tensor, Tensor]:
-    """What a client started from and by how much it moved, both [layout.shared]; their sum is its model."""
-    assert update.delta is not None, "asked for by `combine`"
-    return torch.from_numpy(server.bases[update.version].vector), torch.from_numpy(update.delta)

@@ -31,7 +31,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from raysim.api.context import Stage, inferred
-from raysim.api.declarations import FORWARD, Cost, Network, Task
+from raysim.api.declarations import FORWARD, Cost, Download, Network, Task
 from raysim.api.method import Method
 from raysim.data.batches import Pipeline
 from raysim.data.dataset import Dataset
@@ -199,19 +199,21 @@ class FedBR(Method):
                 f"method.fedbr.pseudo_batch={self.pseudo_batch} is more than the pool of {task.clients} clients x "
                 f"means_per_client={self.means_per_client}: set pseudo_batch={pool} or less"
             )
-        if self.pseudo == "mixture" and (shape := _proxy(self).shape) != task.shape:
+        if (public := _public(self)) is None:
+            return ()
+        proxy, dataset = public
+        if (shape := dataset.shape) != task.shape:
             sizes = [" x ".join(map(str, each)) for each in (shape, task.shape)]
             raise ValueError(
                 f"method.fedbr.proxy has images of {sizes[0]} (channels, height, width), the data has {sizes[1]}: set "
                 f"method.fedbr.proxy.size={task.shape[1]} and method.fedbr.proxy.channels={task.shape[0]}"
             )
-        if self.pseudo == "mixture" and self.proxy is not None:
-            for key, values in (("mean", self.proxy.mean), ("std", self.proxy.std)):
-                if values is not None and len(values) not in (1, task.shape[0]):
-                    raise ValueError(
-                        f"method.fedbr.proxy.{key}={values} has {len(values)} values, its images have {task.shape[0]} "
-                        "channels: give one each"
-                    )
+        for key, values in (("mean", proxy.mean), ("std", proxy.std)):
+            if values is not None and len(values) not in (1, task.shape[0]):
+                raise ValueError(
+                    f"method.fedbr.proxy.{key}={values} has {len(values)} values, its images have {task.shape[0]} "
+                    "channels: give one each"
+                )
         return ()
 
     def stages(self, plan: Plan) -> Sequence[tuple[Stage, ...]]:
@@ -259,21 +261,19 @@ class FedBR(Method):
         if self.pseudo_refresh == "once":
             server.state["fedbr.pool"] = self._drawn(server)
 
-    def constants(self, server: Server) -> Mapping[str, Tensor]:
-        """Pseudo-data drawn once."""
-        return {PSEUDO: server.state["fedbr.pool"]} if self._active and self.pseudo_refresh == "once" else {}
-
-    def publish(self, server: Server) -> Mapping[str, Tensor]:
-        """This version's pseudo-data."""
-        if not self._active or self.fresh or self.pseudo_refresh == "once":
-            return {}
-        return {PSEUDO: self._drawn(server)}
+    def send(self, server: Server) -> Download:
+        """Pseudo-data, drawn once or for every version."""
+        if not self._active or self.fresh:
+            return Download()
+        if self.pseudo_refresh == "once":
+            return Download(once=lambda: {PSEUDO: server.state["fedbr.pool"]})
+        return Download(version=lambda: {PSEUDO: self._drawn(server)})
 
     def _drawn(self, server: Server) -> Tensor:
         """B rows: of the pool, without replacement; or new means of the proxy set."""
         generator = server.stream(PSEUDO)
-        if self.pseudo == "mixture":
-            return self._proxy_means(generator, server.task.dtype)
+        if (public := _public(self)) is not None:
+            return self._proxy_means(*public, generator, server.task.dtype)
         pool = server.state["fedbr.pool"]
         chances = None
         if self.sources == "unbalanced":
@@ -281,17 +281,17 @@ class FedBR(Method):
             chances = np.repeat(counts / (counts.sum() * self.means_per_client), self.means_per_client)
         return pool[generator.choice(len(pool), size=self.pseudo_batch, replace=False, p=chances)]
 
-    def _proxy_means(self, generator: np.random.Generator, dtype: torch.dtype) -> Tensor:
+    def _proxy_means(
+        self, proxy: Source, dataset: Dataset, generator: np.random.Generator, dtype: torch.dtype
+    ) -> Tensor:
         """Algorithm 3: B means of M samples of the proxy set, normalised with its own constants."""
-        dataset, source = _proxy(self), self.proxy
-        assert source is not None
         labels = dataset.labels[: dataset.train_rows]
         chances = None
         if self.sources == "balanced":
             frequency = np.bincount(labels)[labels]
             chances = 1 / (frequency * len(np.unique(labels)))
         rows = generator.choice(len(labels), size=(self.pseudo_batch, self.samples_per_mean), p=chances)
-        mean, std = (None if values is None else tuple(values) for values in (source.mean, source.std))
+        mean, std = (None if values is None else tuple(values) for values in (proxy.mean, proxy.std))
         unique, places = np.unique(rows, return_inverse=True)
         images = Pipeline(mean, std).normalise(torch.from_numpy(dataset.images[unique]), dtype)
         return random_sample_mean(images, torch.from_numpy(places.reshape(rows.shape)))
@@ -328,7 +328,7 @@ class FedBR(Method):
 
     def _mixed(self, ctx: Context, out: Outputs) -> tuple[Tensor, Tensor | None]:
         """This step's pseudo-data [B, ...] and their targets [B, C]; None where all are uniform."""
-        base = ctx.kept[PSEUDO] if self.fresh else ctx.published[PSEUDO]
+        base = ctx.kept[PSEUDO] if self.fresh else ctx.download[PSEUDO]
         if not self._mixes:
             return base, None
         mixed = out.once("fedbr.mixed", lambda: self._mix(ctx, base, out.batch))
@@ -367,7 +367,8 @@ class FedBR(Method):
 
 
 @functools.lru_cache(maxsize=4)
-def _proxy(method: FedBR) -> Dataset:
-    """The proxy set, built and opened once."""
-    assert method.proxy is not None
-    return method.proxy.build()
+def _public(method: FedBR) -> tuple[Source, Dataset] | None:
+    """The proxy set, built and opened once; None where pseudo-data are means of the clients' own samples."""
+    if method.pseudo != "mixture" or method.proxy is None:
+        return None
+    return method.proxy, method.proxy.build()

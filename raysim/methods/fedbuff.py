@@ -27,8 +27,7 @@ from raysim.methods.fedavg import weight_total, weighted_sum
 from raysim.primitives.checks import at_least, one_of
 
 if TYPE_CHECKING:
-    from raysim.api.messages import Update
-    from raysim.api.server_view import Server
+    from raysim.api.server_view import Aggregation, Server
 
 NORMALIZATIONS = ("count", "weights", "none")
 
@@ -106,12 +105,13 @@ class FedBuff(Method):
                 f"method.fedbuff.normalization={self.normalization}; set weighting=uniform, or normalization to weights"
             )
 
-    def weigh(self, weights: list[float], updates: Sequence[Update], server: Server) -> list[float]:
-        """Old updates count less."""
-        staleness, raw = torch.tensor(server.staleness), torch.tensor(weights, dtype=torch.float64)
-        return [float(w) for w in arrival_weights(staleness=staleness, exponent=self.exponent, sample_weights=raw)]
+    def weigh(self, aggregation: Aggregation, server: Server) -> Aggregation:
+        """Old updates count less; by default their sum is divided by their number, whatever the weights."""
+        raw = torch.tensor(aggregation.weights, dtype=torch.float64)
+        staleness = torch.tensor(aggregation.staleness)
+        weights = arrival_weights(staleness=staleness, exponent=self.exponent, sample_weights=raw)
+        return aggregation.reweighted(weights.tolist(), self._divisor)
 
-    def divisor(self, weights: Sequence[float], server: Server) -> float:
-        """By default the number of updates, whatever their weights."""
+    def _divisor(self, weights: Sequence[float]) -> float:
         weighed = torch.tensor(list(weights), dtype=torch.float64)
         return buffer_divisor(weights=weighed, normalization=self.normalization)

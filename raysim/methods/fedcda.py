@@ -41,7 +41,7 @@ from raysim.vectors.row_store import GIB, extended, reserve, settled
 if TYPE_CHECKING:
     from raysim.api.context import Context
     from raysim.api.messages import Update
-    from raysim.api.server_view import Server
+    from raysim.api.server_view import Aggregation, Server
 
 LIMIT = 1_000_000  # combinations that a batch may try; their tables take at most 100 MB
 _PART = 1 << 16  # entries of a model that are in float64 at once
@@ -253,7 +253,6 @@ class FedCDA(Method):
     def finish(self, ctx: Context) -> None:
         """F_n. Of epochs that differ in length (FedBSS) the last is taken to have the mean length."""
         losses = ctx.losses
-        assert losses is not None
         last = losses[-max(1, len(losses) // (ctx.trainer.local.epochs or 10)) :]
         ctx.upload["fedcda.loss"] = last.mean(0, keepdim=True) if len(last) else losses.new_zeros(1)
 
@@ -276,16 +275,16 @@ class FedCDA(Method):
             "fedcda.models": reserve((clients, self.memory, len(vector)), vector.dtype, self.cache),
         }
 
-    def combine(self, updates: Sequence[Update], weights: Sequence[float], divisor: float, server: Server) -> Tensor:
+    def combine(self, aggregation: Aggregation, server: Server) -> Tensor:
         """From x to the mean of the selected models, buffers included."""
-        state, clients = server.state, sorted({update.client for update in updates})
+        state, clients = server.state, sorted({update.client for update in aggregation.updates})
         capacity = int(np.count_nonzero(server.counts))
         state["fedcda.models"] = settled(state["fedcda.models"], capacity, self.cache)  # it may be a checkpoint's
-        for update in updates:
-            self._push(update, server)
+        for update, delta in zip(aggregation.updates, aggregation.deltas, strict=True):
+            torch.add(aggregation.base(update), delta, out=self._pushed(update, server))
         warm = server.version < self.warmup_rounds
         if warm and self.warmup == "fedavg":
-            direction = _mean_movement(updates, server)
+            direction = _mean_movement(aggregation, server)
         else:
             direction = self._select([] if warm else clients, server).to(server.vector.dtype)
         places = torch.arange(len(state["fedcda.clients"])), state["fedcda.selected"]
@@ -293,8 +292,8 @@ class FedCDA(Method):
         server.report["fedcda.age"] = float(ages.double().mean())
         return direction
 
-    def _push(self, update: Update, server: Server) -> None:
-        """Put a model and its loss in the place of the client's oldest; it is the selected one for now."""
+    def _pushed(self, update: Update, server: Server) -> Tensor:
+        """The place [layout.shared] of the client's oldest model, for this one, which is the selected one for now."""
         state = server.state
         row = _row(state["fedcda.clients"], update.client)
         if row == len(state["fedcda.clients"]):
@@ -308,8 +307,7 @@ class FedCDA(Method):
         state["fedcda.selected"][row] = place
         state["fedcda.losses"][row, place] = float(update.extras["fedcda.loss"][0])
         state["fedcda.rounds"][row, place] = server.version
-        base, delta = torch.from_numpy(server.bases[update.version].vector), torch.from_numpy(update.delta)
-        torch.add(base, delta, out=state["fedcda.models"][row, place])
+        return state["fedcda.models"][row, place]
 
     def _select(self, clients: Sequence[int], server: Server) -> Tensor:
         """Let these clients choose anew: [layout.shared] float64 from x to the mean of all selected models."""
@@ -345,16 +343,14 @@ def _newest_first(pushes: int, memory: int) -> list[int]:
     return [(pushes - 1 - back) % memory for back in range(min(pushes, memory))]
 
 
-def _mean_movement(updates: Sequence[Update], server: Server) -> Tensor:
+def _mean_movement(aggregation: Aggregation, server: Server) -> Tensor:
     """FedAvg's direction with equal weights, in its order and groups, to the mean of the participants' models."""
     movements = []
-    for update in updates:
-        movement = torch.from_numpy(update.delta)
-        if update.version != server.version:
-            movement = movement + (torch.from_numpy(server.bases[update.version].vector) - server.vector)
-        movements.append(movement)
-    groups = [movements[start : start + server.group] for start in range(0, len(updates), server.group)]
-    return _sum([_sum(group) for group in groups]).div_(float(len(updates)))
+    for update, delta in zip(aggregation.updates, aggregation.deltas, strict=True):
+        stale = update.version != server.version
+        movements.append(delta + (aggregation.base(update) - server.vector) if stale else delta)
+    groups = [movements[start : start + server.group] for start in range(0, len(movements), server.group)]
+    return _sum([_sum(group) for group in groups]).div_(float(len(movements)))
 
 
 def _sum(tensors: Sequence[Tensor]) -> Tensor:

@@ -23,15 +23,14 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from raysim.api.declarations import Task
+from raysim.api.declarations import Download, Task
 from raysim.api.method import Method
 from raysim.primitives.checks import between
 
 if TYPE_CHECKING:
     from raysim.api.context import Context
     from raysim.api.declarations import Local
-    from raysim.api.messages import Update
-    from raysim.api.server_view import Server
+    from raysim.api.server_view import Aggregation, Server
 
 
 def update_direction(gradient: Tensor, server_direction: Tensor, alpha: float) -> Tensor:
@@ -61,7 +60,7 @@ class FedCM(Method):
     paper = "Xu et al., 2021"
     weighting = "uniform"
     correction = "mix"
-    singly = True
+    needs_single_updates = True
 
     def __init__(self, alpha: float = 0.1, warm_start: bool = False):
         self.alpha, self.warm_start = between("method.fedcm.alpha", alpha, 0.0, 1.0), warm_start
@@ -78,25 +77,24 @@ class FedCM(Method):
         """Delta, zero."""
         server.state["fedcm.direction"] = torch.zeros_like(server.params)
 
-    def publish(self, server: Server) -> Mapping[str, Tensor]:
+    def send(self, server: Server) -> Download:
         """Delta goes to everybody."""
-        return {"fedcm.direction": server.state["fedcm.direction"]}
+        return Download(version=lambda: {"fedcm.direction": server.state["fedcm.direction"]})
 
     def gradient(self, ctx: Context, grad: Tensor, part: slice) -> None:
         """`update_direction`, in place; the optimiser adds the whole weight decay later, of which alpha is due."""
         if self.alpha == 1 or (self.warm_start and ctx.version == 0):
             return
-        grad.mul_(self.alpha).add_(ctx.published["fedcm.direction"][part], alpha=1 - self.alpha)
+        grad.mul_(self.alpha).add_(ctx.download["fedcm.direction"][part], alpha=1 - self.alpha)
         if decay := ctx.trainer.local.weight_decay:
             grad.add_(ctx.vector.data[part], alpha=(self.alpha - 1) * decay)
 
-    def absorb(self, updates: Sequence[Update], server: Server) -> None:
+    def absorb(self, aggregation: Aggregation, server: Server) -> None:
         """Each stretch of parameters by the steps that were made there."""
-        following = torch.zeros_like(server.params)
-        weights = torch.tensor(server.weights, dtype=torch.float64)
-        for share, update in zip((weights / weights.sum()).tolist(), updates, strict=True):
-            assert update.delta is not None, "asked for by `singly`"
-            delta = torch.from_numpy(update.delta)
+        direction = torch.zeros_like(server.params)
+        weights = torch.tensor(aggregation.weights, dtype=torch.float64)
+        shares = (weights / weights.sum()).tolist()
+        for share, update, delta in zip(shares, aggregation.updates, aggregation.deltas, strict=True):
             for start, stop, travelled in update.moves:
-                following[start:stop].sub_(delta[start:stop], alpha=share / travelled)
-        server.state["fedcm.direction"] = following
+                direction[start:stop].sub_(delta[start:stop], alpha=share / travelled)
+        server.state["fedcm.direction"] = direction

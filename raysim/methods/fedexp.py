@@ -33,7 +33,7 @@ from raysim.primitives.checks import above, at_least, in_range, one_of
 
 if TYPE_CHECKING:
     from raysim.api.context import Context
-    from raysim.api.server_view import Server
+    from raysim.api.server_view import Aggregation, Server
 
 SCALES = ("one", "count")
 _BLOCK = 8192  # entries squared and summed in float32 at once: too few for BLAS to use threads, or to lose digits
@@ -123,16 +123,16 @@ class FedExP(Method):
         moved = ctx.vector.data[:trained] - ctx.received[:trained]
         ctx.upload["fedexp.square"] = moved.square_().sum(dtype=torch.float64).reshape(1)
 
-    def measure(self, direction: Tensor, server: Server) -> None:
-        """eta, of the update in front of other methods' mixing."""
-        server.report["fedexp.step_size"] = self._step_size(direction, server)
+    def mix(self, direction: Tensor, aggregation: Aggregation, server: Server) -> Tensor:
+        """Only looks: eta, of the update in front of other methods' mixing."""
+        server.report["fedexp.step_size"] = self._step_size(direction, aggregation, server.version)
+        return direction
 
-    def apply(self, params: Tensor, direction: Tensor, server: Server) -> Tensor:
+    def apply(self, direction: Tensor, out: Tensor, aggregation: Aggregation, server: Server) -> None:
         """x + eta D. What is kept as previous after the first step is x^1 itself, whose mean with x^1 is x^1."""
         eta = server.report["fedexp.step_size"]
-        following = torch.add(params, direction, alpha=eta, out=server.following)
-        server.state["fedexp.previous"] = params if "fedexp.previous" in server.state else following
-        return following
+        torch.add(server.params, direction, alpha=eta, out=out)
+        server.state["fedexp.previous"] = server.params if "fedexp.previous" in server.state else out
 
     def scored(self, server: Server) -> Tensor:
         """The mean of the last two iterates, with the buffers of the newest."""
@@ -141,13 +141,13 @@ class FedExP(Method):
         mean = (server.params + server.state["fedexp.previous"]).mul_(0.5)
         return torch.cat([mean, server.vector[server.layout.trained :]])
 
-    def _step_size(self, direction: Tensor, server: Server) -> float:
-        weights, total = server.weights, float(sum(server.weights))
-        squares = [float(update.extras["fedexp.square"][0]) for update in server.updates]
+    def _step_size(self, direction: Tensor, aggregation: Aggregation, version: int) -> float:
+        weights, total = aggregation.weights, float(sum(aggregation.weights))
+        squares = [float(update.extras["fedexp.square"][0]) for update in aggregation.updates]
         mean_square = sum(w * square for w, square in zip(weights, squares, strict=True)) / total
         # The mean update, whatever the sum was divided by (FedBuff).
-        square = squared_norm(direction.numpy()) * (server.divided_by / total) ** 2
-        epsilon = self.epsilon * self.epsilon_decay**server.version
+        square = squared_norm(direction.numpy()) * (aggregation.divisor / total) ** 2
+        epsilon = self.epsilon * self.epsilon_decay**version
         if self.epsilon_scale == "count":
             epsilon *= len(weights)
         return extrapolation(mean_square, square, epsilon, self.minimum)

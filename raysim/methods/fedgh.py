@@ -42,8 +42,7 @@ from raysim.primitives.checks import above, one_of
 from raysim.vectors.gram import GRANULARITIES, Granularity, combination, gram, stretches
 
 if TYPE_CHECKING:
-    from raysim.api.messages import Update
-    from raysim.api.server_view import Server
+    from raysim.api.server_view import Aggregation, Server
 
 ConflictTest: TypeAlias = Literal["original", "current"]
 Order: TypeAlias = Literal["lexicographic", "random"]
@@ -118,8 +117,9 @@ class FedGH(Method):
         one_of("method.fedgh.granularity", granularity, GRANULARITIES)
         self.order, self.conflict_test, self.granularity = order, conflict_test, granularity
 
-    def combine(self, updates: Sequence[Update], weights: Sequence[float], divisor: float, server: Server) -> Tensor:
+    def combine(self, aggregation: Aggregation, server: Server) -> Tensor:
         """The weighted mean of the harmonised updates; without a conflict FedAvg's, bit for bit."""
+        updates = aggregation.updates
         places = sorted(range(len(updates)), key=lambda index: (updates[index].client, updates[index].job))
         pairs = list(combinations(places, 2))
         if self.order == "random":
@@ -129,7 +129,7 @@ class FedGH(Method):
         def change(products: Tensor) -> Tensor:
             return torch.from_numpy(_harmonized(products.numpy(), pairs, self.conflict_test, tally))
 
-        direction = recombined(updates, weights, divisor, server, self.granularity, change)
+        direction = recombined(aggregation, server, self.granularity, change)
         _report(server, self.name, tally)
         return direction
 
@@ -198,9 +198,10 @@ class HierarchicalFedGH(Method):
     def __init__(self, eps: float = 1e-7):
         self.eps = above("method.fedgh_hierarchical.eps", eps, 0.0, "it keeps the divisors away from 0")
 
-    def combine(self, updates: Sequence[Update], weights: Sequence[float], divisor: float, server: Server) -> Tensor:
+    def combine(self, aggregation: Aggregation, server: Server) -> Tensor:
         """The mean in the first round, which r starts from; then the root of every tensor's tree."""
-        rows, tally, reference = parameters_of(updates, server), _Tally(), server.state.get(REFERENCE)
+        rows, weights = parameters_of(aggregation, server), aggregation.weights
+        tally, reference = _Tally(), server.state.get(REFERENCE)
         if reference is None:
             direction = combination(rows, weights, server.group)
         else:
@@ -211,7 +212,7 @@ class HierarchicalFedGH(Method):
                 own = [row[part] for row in rows]
                 coefficients = _tree(gram([*own, reference[part]]).numpy(), factors, self.eps, tally)
                 direction[part] = combination(own, (coefficients * mean).tolist(), server.group)
-        direction.div_(divisor)
+        direction.div_(aggregation.divisor)
         new = direction.clone() if reference is None else _KEPT * reference + (1 - _KEPT) * direction
         server.state[REFERENCE] = new
         _report(server, self.name, tally)

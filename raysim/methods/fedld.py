@@ -30,7 +30,6 @@ Choices where paper and code disagree or are silent
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal, TypeAlias, get_args
 
 import torch
@@ -45,8 +44,7 @@ from raysim.vectors.gram import GRANULARITIES, Granularity, gram
 
 if TYPE_CHECKING:
     from raysim.api.context import Batch, Context, Outputs
-    from raysim.api.messages import Update
-    from raysim.api.server_view import Server
+    from raysim.api.server_view import Aggregation, Server
 
 Kind: TypeAlias = Literal["marg_log", "batch_softmax", "logit_l2", "threshold"]
 Normalization: TypeAlias = Literal["l2", "sum", "none"]
@@ -65,13 +63,14 @@ def margin_control_penalty(
 ) -> Tensor:
     """lam times the penalty on ``logits`` (B, C); ``labels`` int64 (B,) and ``threshold`` for kind "threshold" alone.
 
-    ValueError for another kind than the four.
+    ValueError for another kind than the four, and for kind "threshold" without labels.
     """
     one_of("method.fedld_margin.kind", kind, get_args(Kind))
     if kind == "batch_softmax":
         return lam * logits.softmax(dim=1).square().sum().log1p()
     if kind == "threshold":
-        assert labels is not None, "margins need labels"
+        if labels is None:
+            raise ValueError("kind=threshold needs labels: margins are those of the labelled classes")
         return lam * (margins(logits, labels) - threshold).clamp(min=0.0).square().mean()
     squares = logits.square().sum(dim=1)
     return lam * (squares.log1p() if kind == "marg_log" else squares).mean()
@@ -187,11 +186,11 @@ class PrincipalGradient(Method):
         self.fraction, self.normalization, self.granularity = fraction, normalization, granularity
         self.tol = at_least("method.fedld_principal.tol", tol, 0.0)
 
-    def combine(self, updates: Sequence[Update], weights: Sequence[float], divisor: float, server: Server) -> Tensor:
+    def combine(self, aggregation: Aggregation, server: Server) -> Tensor:
         """The weighted mean of the revised updates."""
-        components = num_principal_components(num_clients=len(updates), fraction=self.fraction)
+        components = num_principal_components(num_clients=len(aggregation.updates), fraction=self.fraction)
 
         def change(products: Tensor) -> Tensor:
             return _coefficients(products, components, self.normalization, self.tol)
 
-        return recombined(updates, weights, divisor, server, self.granularity, change)
+        return recombined(aggregation, server, self.granularity, change)

@@ -31,7 +31,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from raysim.api.declarations import Cost, Task
+from raysim.api.declarations import Cost, Download, Task
 from raysim.api.method import Method
 from raysim.data.partition import CSR
 from raysim.methods.mixup import soft_targets
@@ -162,9 +162,11 @@ class FedMix(Method):
         if self._pooled:
             server.state |= {key: torch.from_numpy(np.concatenate(parts[key])) for key in (INPUTS, TARGETS)}
 
-    def constants(self, server: Server) -> Mapping[str, Tensor]:
-        """The pool."""
-        return {key: server.state[key] for key in (INPUTS, TARGETS)} if self._pooled else {}
+    def send(self, server: Server) -> Download:
+        """The pool, to each client once."""
+        if not self._pooled:
+            return Download()
+        return Download(once=lambda: {key: server.state[key] for key in (INPUTS, TARGETS)})
 
     # --- the step ------------------------------------------------------------------------------------------------
     def transform(self, ctx: Context, batch: Batch) -> Batch:
@@ -193,7 +195,7 @@ class FedMix(Method):
             ctx.kept["fedmix.chosen"] = self._chosen(ctx)
         chosen = ctx.kept["fedmix.chosen"][ctx.step, :size]
         if not self.fresh:
-            return {key: ctx.published[f"fedmix.{key}"].index_select(0, chosen) for key in ("inputs", "targets")}
+            return {key: ctx.download[f"fedmix.{key}"].index_select(0, chosen) for key in ("inputs", "targets")}
         inputs, labels = ctx.trainer.gather(chosen.flatten().numpy())
         order = torch.arange(len(labels), device=labels.device).view(chosen.shape)
         return mean_pairs(inputs, labels, ctx.trainer.task.num_classes, order)
@@ -204,12 +206,11 @@ class FedMix(Method):
         `draws` could not: it does not know how many pairs there are.
         """
         plan, generator = ctx.plan, ctx.stream("fedmix.pairs")
-        assert plan is not None
         rows = max(plan.sizes) if self.pairs == "each" else 1
         if self.fresh:
             partition = ctx.trainer.partition
             return torch.from_numpy(raw_rows(partition, plan.steps, rows, self.samples_per_mean, generator))
-        pool = ctx.published[INPUTS]
+        pool = ctx.download[INPUTS]
         self._require(rows, len(pool), len(pool) // self.means)  # clients without samples sent none
         chosen = [generator.choice(len(pool), size=rows, replace=False) for _ in range(plan.steps)]
         return torch.from_numpy(np.stack(chosen)).to(pool.device)

@@ -34,7 +34,7 @@ from raysim.primitives.checks import above, at_least, between
 from raysim.vectors.blocks import compiled, in_blocks
 
 if TYPE_CHECKING:
-    from raysim.api.server_view import Server
+    from raysim.api.server_view import Aggregation, Server
 
 
 def fedavgm_step(
@@ -189,11 +189,10 @@ class FedAvgM(Method):
         """No momentum yet."""
         server.state["fedavgm.momentum"] = torch.zeros_like(server.params)
 
-    def apply(self, params: Tensor, direction: Tensor, server: Server) -> Tensor:
+    def apply(self, direction: Tensor, out: Tensor, aggregation: Aggregation, server: Server) -> None:
         """One step of `fedavgm_step`."""
-        arrays = [server.following, params, direction, server.state["fedavgm.momentum"]]
+        arrays = [out, server.params, direction, server.state["fedavgm.momentum"]]
         _step(_fedavgm, arrays, [self.server_lr, self.momentum], self.nesterov)
-        return server.following
 
 
 class _Adaptive(Method):
@@ -214,11 +213,10 @@ class _Adaptive(Method):
         server.state[f"{self.name}.first_moment"] = torch.zeros_like(server.params)
         server.state[f"{self.name}.second_moment"] = torch.full_like(server.params, self.tau**2)
 
-    def apply(self, params: Tensor, direction: Tensor, server: Server) -> Tensor:
+    def apply(self, direction: Tensor, out: Tensor, aggregation: Aggregation, server: Server) -> None:
         """One step of the rule."""
         moments = [server.state[f"{self.name}.{key}"] for key in ("first_moment", "second_moment")]
-        _adapt([server.following, params, direction, *moments], **self._settings(server.version + 1))
-        return server.following
+        _adapt([out, server.params, direction, *moments], **self._settings(server.version + 1))
 
     def _settings(self, step: int) -> dict[str, Any]:
         """What `_adapt` needs; step: the server's, counted from 1."""

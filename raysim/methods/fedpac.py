@@ -42,7 +42,7 @@ import torch
 from torch import Tensor, nn
 
 from raysim.api.context import Stage
-from raysim.api.declarations import FORWARD, Cost, Task
+from raysim.api.declarations import FORWARD, Cost, Download, Task
 from raysim.api.method import Method
 from raysim.primitives.checks import above, at_least, between
 from raysim.vectors.row_store import extended, reserve, settled
@@ -50,8 +50,7 @@ from raysim.vectors.row_store import extended, reserve, settled
 if TYPE_CHECKING:
     from raysim.api.context import Batch, Context, Outputs, Own, Plan
     from raysim.api.declarations import Local
-    from raysim.api.messages import Update
-    from raysim.api.server_view import Server
+    from raysim.api.server_view import Aggregation, Server
     from raysim.vectors.layout import Layout, Vector
 
 _OPTIMAL = 1e-12  # how far a gradient on the simplex may point inwards, relative to the best single client's objective
@@ -277,8 +276,8 @@ class FedPAC(Method):
     # --- on a client ---------------------------------------------------------------------------------------------
     def receive(self, ctx: Context) -> None:
         """Take the combined head, and measure the client with the received extractor."""
-        if HEAD in ctx.extras:
-            _load_head(ctx.vector, ctx.extras[HEAD])
+        if HEAD in ctx.download:
+            _load_head(ctx.vector, ctx.download[HEAD])
         found = self._measure(ctx)
         ctx.kept |= {LOCAL: found["class_means"].to(ctx.vector.data), HELD: found["class_counts"] > 0}
         ctx.upload |= {
@@ -289,7 +288,7 @@ class FedPAC(Method):
 
     def term(self, ctx: Context, out: Outputs, batch: Batch) -> Tensor:
         """lam R, in the extractor phase."""
-        if not self.lam or ctx.stage.name != "fedpac.extractor" or PROTOTYPES not in ctx.published:
+        if not self.lam or ctx.stage.name != "fedpac.extractor" or PROTOTYPES not in ctx.download:
             return out.logits.new_zeros(())
         if batch.pair is None:
             return self.lam * self._alignment(ctx, out.features, batch.targets)
@@ -305,8 +304,8 @@ class FedPAC(Method):
 
     def personalise(self, own: Own) -> None:
         """The combined head, once there is one."""
-        if HEAD in own.extras:
-            _load_head(own.vector, own.extras[HEAD])
+        if HEAD in own.download:
+            _load_head(own.vector, own.download[HEAD])
 
     @staticmethod
     def _measure(ctx: Context) -> Statistics:
@@ -323,8 +322,8 @@ class FedPAC(Method):
         return feature_alignment_loss(
             features=features,
             labels=labels,
-            global_prototypes=ctx.published[PROTOTYPES],
-            global_present=ctx.published[PRESENT],
+            global_prototypes=ctx.download[PROTOTYPES],
+            global_present=ctx.download[PRESENT],
             local_prototypes=ctx.kept[LOCAL],
             local_present=ctx.kept[HELD],
         )
@@ -336,19 +335,23 @@ class FedPAC(Method):
         server.state[HEADS] = reserve(room, server.vector.dtype, "memory")
         server.state[ROWS] = torch.full((server.clients,), -1)
 
-    def publish(self, server: Server) -> Mapping[str, Tensor]:
-        """The prototypes and which of them exist; none in the first round."""
+    def send(self, server: Server) -> Download:
+        """To all clients the prototypes and which of them exist, none in the first round; to each client its head."""
         names = (PROTOTYPES, PRESENT) if self.lam else ()
-        return {name: server.state[name] for name in names if name in server.state}
 
-    def broadcast(self, server: Server, client: int) -> Mapping[str, np.ndarray]:
-        """The client's combined head, a copy, once it took part."""
-        row = int(server.state[ROWS][client])
-        return {HEAD: server.state[HEADS][row].numpy().copy()} if row >= 0 else {}
+        def prototypes() -> Mapping[str, Tensor]:
+            return {name: server.state[name] for name in names if name in server.state}
 
-    def absorb(self, updates: Sequence[Update], server: Server) -> None:
+        def head(client: int) -> Mapping[str, Tensor]:
+            """The combined one, a copy, once the client took part."""
+            row = int(server.state[ROWS][client])
+            return {HEAD: server.state[HEADS][row].clone()} if row >= 0 else {}
+
+        return Download(version=prototypes, client=head)
+
+    def absorb(self, aggregation: Aggregation, server: Server) -> None:
         """New prototypes, and a new head for each participant."""
-        latest = {update.client: update for update in updates}
+        latest = {update.client: update for update in aggregation.updates}
 
         def sent(name: str) -> Tensor:
             return torch.from_numpy(np.stack([update.extras[name] for update in latest.values()]))

@@ -448,10 +448,9 @@ class FRAug(Method):
         """y^, the same in all three steps; classes that a method adds to the head have no part in it."""
 
         def compute() -> Tensor:
-            plan, size = ctx.plan, len(out.batch.inputs)
-            assert plan is not None
+            size = len(out.batch.inputs)
             network = ctx.networks[GENERATOR if self.use_generator else RTNET]
-            classes, step = cast(Conditional, network).num_classes, ctx.version * plan.steps + ctx.step
+            classes, step = cast(Conditional, network).num_classes, ctx.version * ctx.plan.steps + ctx.step
             found = balanced_labels(batch_size=size, num_classes=classes, step=step)
             return found.to(out.batch.inputs.device)
 

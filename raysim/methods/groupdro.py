@@ -13,7 +13,6 @@ Choices where the sources differ or are silent
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
@@ -26,8 +25,7 @@ from raysim.primitives.checks import at_least
 
 if TYPE_CHECKING:
     from raysim.api.context import Context
-    from raysim.api.messages import Update
-    from raysim.api.server_view import Server
+    from raysim.api.server_view import Aggregation, Server
 
 
 def updated_weights(weights: Tensor, losses: Tensor, indices: Tensor, step_size: float) -> Tensor:
@@ -80,18 +78,17 @@ class GroupDRO(Method):
     def finish(self, ctx: Context) -> None:
         """l_i, without the terms that methods add."""
         losses = ctx.losses
-        assert losses is not None
         if not len(losses):  # no iteration had the task: nothing is known of this client
             losses = losses.new_zeros(1)
         ctx.upload["groupdro.loss"] = losses[:1] if self.batches == "first" else losses.mean(0, keepdim=True)
 
-    def weigh(self, weights: list[float], updates: Sequence[Update], server: Server) -> list[float]:
+    def weigh(self, aggregation: Aggregation, server: Server) -> Aggregation:
         """Update q, then weigh by it; only ratios count, so the largest is 1 and equal ones change nothing."""
-        clients = torch.tensor([update.client for update in updates])
-        losses = torch.from_numpy(np.concatenate([update.extras["groupdro.loss"] for update in updates]))
+        clients = torch.tensor([update.client for update in aggregation.updates])
+        losses = torch.from_numpy(np.concatenate([update.extras["groupdro.loss"] for update in aggregation.updates]))
         log_weights = server.state["groupdro.log_weights"]
         if self.step_size:
             log_weights = _raised(log_weights, losses, clients, self.step_size)
             server.state["groupdro.log_weights"] = log_weights
         ratios = (log_weights[clients] - log_weights[clients].max()).exp().tolist()
-        return [weight * ratio for weight, ratio in zip(weights, ratios, strict=True)]
+        return aggregation.reweighted([weight * r for weight, r in zip(aggregation.weights, ratios, strict=True)])

@@ -37,7 +37,7 @@ from raysim.vectors.blocks import BLOCK, compiled, in_blocks, parts
 
 if TYPE_CHECKING:
     from raysim.api.declarations import Local
-    from raysim.api.server_view import Server
+    from raysim.api.server_view import Aggregation, Server
 
 GRANULARITIES, ALIGNS = ("kernel", "tensor"), ("always", "conflict")
 _CONVOLUTION = re.compile(r"((?:.*\.)?layer\d+)\.(\d+)\.(conv\d+)\.weight")
@@ -164,7 +164,7 @@ class InCo(Method):
             "model=resnet18 or model=resnet50",
         )
 
-    def mix(self, direction: Tensor, server: Server) -> Tensor:
+    def mix(self, direction: Tensor, aggregation: Aggregation, server: Server) -> Tensor:
         """`cross_layer_gradient` of every shared parameter of the model that has a shared source; no source has one."""
         shared = {e.path: e for e in server.layout.within(["model"]) if not e.personal}
         pairs = source_parameters(names=list(shared), shapes=[list(e.shape) for e in shared.values()])

@@ -22,15 +22,14 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from raysim.api.declarations import Cost, Task
+from raysim.api.declarations import Cost, Download, Task
 from raysim.api.method import Method
 from raysim.methods.fedavg import weighted_sum
 
 if TYPE_CHECKING:
     from raysim.api.context import Context
     from raysim.api.declarations import Local
-    from raysim.api.messages import Update
-    from raysim.api.server_view import Server
+    from raysim.api.server_view import Aggregation, Server
     from raysim.vectors.layout import Layout
 
 
@@ -103,20 +102,20 @@ class Scaffold(Method):
         server.state["scaffold.control"] = torch.zeros_like(server.params)
 
     def cost(self, server: Server, samples: int, trained: float, turn: int) -> Cost:
-        """The change of c_i travels up; c is published."""
+        """The change of c_i travels up; `send` counts c."""
         return Cost(up=server.layout.trained)
 
-    def publish(self, server: Server) -> Mapping[str, Tensor]:
+    def send(self, server: Server) -> Download:
         """c goes to everybody."""
-        return {"scaffold.control": server.state["scaffold.control"]}
+        return Download(version=lambda: {"scaffold.control": server.state["scaffold.control"]})
 
     def gradient(self, ctx: Context, grad: Tensor, part: slice) -> None:
         """`corrected_gradient`, in place."""
-        grad.sub_(ctx.state["scaffold.control"][part]).add_(ctx.published["scaffold.control"][part])
+        grad.sub_(ctx.state["scaffold.control"][part]).add_(ctx.download["scaffold.control"][part])
 
     def finish(self, ctx: Context) -> None:
         """Option II, for each group with the number of steps that it made."""
-        own, server = ctx.state["scaffold.control"], ctx.published["scaffold.control"]
+        own, server = ctx.state["scaffold.control"], ctx.download["scaffold.control"]
         control, momentum = own.clone(), ctx.trainer.local.momentum
         for part, steps, factor in ctx.trainer.step.movements():
             y, rate = ctx.vector.data[part], ctx.rate * factor
@@ -124,8 +123,8 @@ class Scaffold(Method):
         ctx.upload["scaffold.control"] = control - own
         ctx.state["scaffold.control"] = control
 
-    def absorb(self, updates: Sequence[Update], server: Server) -> None:
+    def absorb(self, aggregation: Aggregation, server: Server) -> None:
         """Every change enters once, with 1/N."""
-        deltas = torch.stack([torch.from_numpy(update.extras["scaffold.control"]) for update in updates])
+        deltas = torch.stack([torch.from_numpy(update.extras["scaffold.control"]) for update in aggregation.updates])
         old = server.state["scaffold.control"]
         server.state["scaffold.control"] = server_control_variate(old, deltas, server.clients)

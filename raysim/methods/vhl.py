@@ -33,7 +33,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from raysim.api.declarations import Cost, Task
+from raysim.api.declarations import Cost, Download, Task
 from raysim.api.method import Method
 from raysim.models.classifier import Classifier
 from raysim.primitives.checks import above, at_least
@@ -163,10 +163,12 @@ class Vhl(Method):
             )
         return ()
 
-    def constants(self, server: Server) -> Mapping[str, Tensor]:
-        """The virtual set, labels 0..C-1 in turn."""
-        if not self._active:
-            return {}
+    def send(self, server: Server) -> Download:
+        """The virtual set, to each client once."""
+        return Download(once=lambda: self._virtual(server)) if self._active else Download()
+
+    def _virtual(self, server: Server) -> Mapping[str, Tensor]:
+        """Images and their labels 0..C-1 in turn."""
         task, generator = server.task, stream(server.seed, "vhl.virtual")
         channels, *size = task.shape
         labels = torch.arange(self.virtual) % task.num_classes
@@ -207,7 +209,7 @@ class Vhl(Method):
         if not self._joins(ctx):
             return total
         real, virtual = self._features(ctx, out, batch)
-        labels = ctx.published[LABELS]
+        labels = ctx.download[LABELS]
         labels = labels.index_select(0, ctx.drawn(VIEWS)[0].to(labels.device))
         if self.alpha:
             first = ctx.num_classes // 2 if self.label_mode == "extra" else 0
@@ -226,9 +228,8 @@ class Vhl(Method):
 
     def _aligns(self, ctx: Context) -> bool:
         """Whether features are aligned in this step."""
-        epochs, plan = ctx.trainer.local.epochs, ctx.plan
-        assert plan is not None
-        early = epochs is None or ctx.step * epochs // plan.steps < self.align_epochs
+        epochs = ctx.trainer.local.epochs
+        early = epochs is None or ctx.step * epochs // ctx.plan.steps < self.align_epochs
         return early and (self.gamma > 0 or self.kappa > 0)
 
     def _joins(self, ctx: Context) -> bool:
@@ -236,7 +237,7 @@ class Vhl(Method):
         return self.alpha > 0 or self._aligns(ctx)
 
     def _images(self, ctx: Context) -> Tensor:
-        images = ctx.published[INPUTS]
+        images = ctx.download[INPUTS]
         rows, down, right, flip = ctx.drawn(VIEWS).to(images.device).unbind()
         return shifted(images.index_select(0, rows), down, right, flip, PADDING)
 

@@ -41,6 +41,11 @@ def column(rows: Sequence[Row], key: str) -> list[int | float | None]:
     return [row.get(key) for row in rows]
 
 
+def last_measured(rows: Sequence[Row], key: str) -> Row | None:
+    """The last row that has a value of a column."""
+    return next((row for row in reversed(rows) if row.get(key) is not None), None)
+
+
 def _array(values: Values, kind: pa.DataType | None) -> pa.Array:
     """int64 where the column is declared so, or where a new column holds nothing but integers; else float64."""
     if kind is None:
@@ -119,7 +124,7 @@ def summarise(rows: Sequence[Row], thresholds: Sequence[float] = THRESHOLDS, **m
     """
     names = dict.fromkeys([*COLUMNS, *(key for row in rows for key in row)])
     columns = {name: column(rows, name) for name in names}
-    final = {name: next((v for v in reversed(values) if v is not None), None) for name, values in columns.items()}
+    final = {name: (last_measured(rows, name) or {}).get(name) for name in names}
     local, central = columns["accuracy"], columns["accuracy_global"]
     summary: dict[str, object] = {"rounds": final.pop("round") or 0, **final}
     summary["failures_total"] = sum(int(value) for value in known(columns["failures"]))

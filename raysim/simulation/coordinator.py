@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import save_file
 
 from raysim.api.composition import owners
-from raysim.api.messages import Failure, Job, Probe, Published, Update
+from raysim.api.messages import Failure, Job, Probe, Published, SingleUpdate, Update
 from raysim.primitives.memory import peak_memory
 from raysim.primitives.streams import stream
 from raysim.simulation import checkpoint
@@ -105,7 +105,6 @@ class Coordinator:
         self.dispatcher = Dispatcher(runtime, settings.summation, self.stateful, self.layout.shared, self.states)
         self.evaluator = Evaluator(spec, self.layout, runtime, self.dispatcher)
         self._costers = owners(spec.methods, "cost")
-        self._broadcasters = owners(spec.methods, "broadcast")
 
         self.now = 0.0
         self.draw = 0  # cohorts drawn so far
@@ -188,7 +187,7 @@ class Coordinator:
             once = self._once if turn == 0 else 0
             trained = self.settings.local.budget(samples)
             costs = [method.cost(self.server, samples, trained, turn) for method in self._costers]
-            extras = self._extras(client)
+            extras = self.server.sent_to(client)
             job = Job(
                 number=self.number,
                 client=client,
@@ -208,12 +207,6 @@ class Coordinator:
             self.floats["down"] += down
             self.flights[job.number] = Flight(job, finish, work, up)
             heapq.heappush(self.running, (finish, client, job.number))
-
-    def _extras(self, client: int) -> dict[str, np.ndarray]:
-        """What this client alone receives."""
-        if not self._broadcasters:
-            return {}
-        return {k: v for m in self._broadcasters for k, v in m.broadcast(self.server, client).items()}
 
     def _sample(self, count: int) -> list[int]:
         """Idle clients, uniformly without replacement, ascending; its cost grows with the cohort."""
@@ -239,15 +232,10 @@ class Coordinator:
 
     def _hand_out(self) -> None:
         """Give every host what its clients receive once, and what is probed; counted at a client's first dispatch."""
-        constants = {
-            key: value.numpy()
-            for method in owners(self.spec.methods, "constants")
-            for key, value in method.constants(self.server).items()
-        }
-        self._once = sum(array.size for array in constants.values())
-        if not constants and not self.settings.evaluate.probe:
-            return
-        self.dispatcher.keep(self.runtime.put(constants), self._probed())
+        once = self.server.sent_once()
+        self._once = sum(array.size for array in once.values())
+        if once or self.settings.evaluate.probe:
+            self.dispatcher.keep(self.runtime.put(once), self._probed())
 
     def _probed(self) -> np.ndarray:
         """Rows of the central test set, as many of each class."""
@@ -281,7 +269,8 @@ class Coordinator:
         present = [update for update in updates if update is not None]
         scoring = []
         if present and self.settings.evaluate.decomposes(self.server.version):
-            scoring.append(self.evaluator.decompose(present, bases, self.server.published()))
+            singles = [update for update in present if isinstance(update, SingleUpdate)]
+            scoring.append(self.evaluator.decompose(singles, bases, self.server.published()))
         losses = [update.loss for update in present if np.isfinite(update.loss)]
         row: Row = {
             "round": self.server.version,
@@ -360,7 +349,7 @@ class Coordinator:
         if (scored := self.server.scored()) is not self.server.vector:
             published = Published(version, scored.numpy(), self.server.counters.numpy(), mark="scored")
             ref = self.runtime.put(published)
-        pending.scoring.append(self.evaluator.score(self.server, ref, self._extras))
+        pending.scoring.append(self.evaluator.score(self.server, ref))
 
     def _report(self) -> Iterator[Round]:
         """Complete the rows of scored rounds."""

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from raysim.api.messages import Job, Outcome, Sum, Trained, Update
+from raysim.api.messages import Job, Outcome, SingleUpdate, Sum, Trained
 from raysim.simulation.client_states import States
 from raysim.simulation.events import RunStopped
 from raysim.simulation.runtime import HostDied, Ref, Runtime
@@ -262,7 +262,7 @@ class Dispatcher:
 
 def _apart(outcome: Outcome) -> Outcome:
     """A copy of what lies in an object store, read-only: a part of a result would keep all of it there."""
-    stored = isinstance(outcome, Update) and outcome.delta is not None and not outcome.delta.flags.writeable
+    stored = isinstance(outcome, SingleUpdate) and not outcome.delta.flags.writeable
     return copy.deepcopy(outcome) if stored else outcome
 
 

@@ -7,7 +7,7 @@ set (`common`). And the loss decomposition of the FedLD paper, for any method.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from typing import Literal, TypeAlias
@@ -15,7 +15,7 @@ from typing import Literal, TypeAlias
 import numpy as np
 
 from raysim.api.composition import owners
-from raysim.api.messages import Arrays, Published, Report, Task, Update
+from raysim.api.messages import Published, Report, SingleUpdate, Task
 from raysim.methods.loss_decomposition import loss_decomposition
 from raysim.primitives.streams import stream
 from raysim.simulation.dispatcher import Call, Dispatcher
@@ -64,8 +64,8 @@ class Evaluator:
             )
 
     # --- asking --------------------------------------------------------------------------------------------------
-    def score(self, server: Server, published: Ref, extras: Callable[[int], Arrays]) -> Scoring:
-        """Start scoring the server's version; extras: what `broadcast` has for a client."""
+    def score(self, server: Server, published: Ref) -> Scoring:
+        """Start scoring the server's version."""
         version = server.version
         clients = np.flatnonzero(self.tests.counts)
         if (some := self.evaluation.clients) != "all" and some < len(clients):
@@ -78,7 +78,8 @@ class Evaluator:
             tasks = [Task(-1, rows[i : i + size]) for rows in (own, central) for i in range(0, len(rows), size)]
             self._send("shared", tasks, published, found)
         single = [
-            Task(c, self.tests.rows(c), self.dispatcher.states.accepted.get(c, -1), extras(c)) for c in clients.tolist()
+            Task(c, self.tests.rows(c), self.dispatcher.states.accepted.get(c, -1), server.sent_to(c))
+            for c in clients.tolist()
         ] if self.personal or self._tunes(version) else []  # fmt: skip
         if self.personal:
             self._send("own", single, published, found)
@@ -117,10 +118,10 @@ class Evaluator:
     def _parts(self, tasks: Sequence[Task]) -> Iterator[slice]:
         return self.dispatcher.states.parts([task.client for task in tasks])
 
-    def decompose(self, updates: Sequence[Update], bases: Mapping[int, Published], after: Published) -> Scoring:
+    def decompose(self, updates: Sequence[SingleUpdate], bases: Mapping[int, Published], after: Published) -> Scoring:
         """Start scoring every participant's local model, and the next shared one, on every participant's samples.
 
-        updates: with their deltas. The personal part is everywhere that of the client whose samples they are.
+        The personal part is everywhere that of the client whose samples they are.
         """
         tasks = []
         for update in updates:
@@ -135,7 +136,6 @@ class Evaluator:
         found = Scoring(members=tuple(update.client for update in updates))
         for update in updates:
             base = bases[update.version]
-            assert update.delta is not None
             local = Published(base.version, base.vector + update.delta, update.counters, mark=f"job {update.job}")
             found.models.append(self._calls(tasks, self.runtime.put(local)))
         found.models.append(self._calls(tasks, self.runtime.put(replace(after, mark="next"))))

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from raysim.api.composition import owner, owners
-from raysim.api.declarations import Task
-from raysim.api.messages import Published, Sum, Update
+from raysim.api.composition import overrides, owner, owners
+from raysim.api.declarations import Task, Tensors
+from raysim.api.messages import Arrays, Published, SingleUpdate, Sum, Update
 from raysim.api.method import Method
-from raysim.api.server_view import Weighting
+from raysim.api.server_view import Aggregation, Weighting
 from raysim.primitives.streams import stream
 from raysim.vectors.blocks import Group, folded, grouped, in_blocks
 from raysim.vectors.layout import Layout
@@ -49,19 +49,14 @@ class Server:
         self.state: dict[str, Tensor] = {}  # what methods keep, by "method.name"; all of it is in a checkpoint
         self.version = 0
         self.report: dict[str, float] = {}  # columns of this step's history row, by "method.name"
-        # The combination at hand, for the hooks of one step:
-        self.updates: Sequence[Update] = ()
-        self.weights: list[float] = []
-        self.divided_by = 1.0
-        self.following = vector[:0]  # [layout.trained] where `apply` may write the next parameters
-        self.staleness: list[int] = []  # of each update, at its arrival
-        self.bases: Mapping[int, Published] = {}  # base versions of the updates
-        self._weighers, self._mixers = owners(methods, "weigh"), owners(methods, "mix")
-        self._measurers = owners(methods, "measure")
+        self._weighers, self._absorbers = owners(methods, "weigh"), owners(methods, "absorb")
+        # A rule for the step may ask how large the combined direction is, before others change it.
+        self._mixers = sorted(owners(methods, "mix"), key=lambda method: not overrides(method, "apply"))
         self._combiner, self._applier = owner(methods, "combine"), owner(methods, "apply")
-        self._divider, self._scorer = owner(methods, "divisor"), owner(methods, "scored")
+        self._scorer = owner(methods, "scored")
         for method in methods:
             method.start(self)
+        self._downloads = [method.send(self) for method in owners(methods, "send")]
 
     @property
     def clients(self) -> int:
@@ -76,7 +71,8 @@ class Server:
     @property
     def summable(self) -> bool:
         """Whether hosts may sum updates: weights are known beforehand and nobody needs single updates."""
-        return not self._weighers and self._combiner is None and not any(method.singly for method in self.methods)
+        needed = any(method.needs_single_updates for method in self.methods)
+        return not self._weighers and self._combiner is None and not needed
 
     def fills(self, slot: str) -> bool:
         """Whether a method of the run fills this hook."""
@@ -94,10 +90,21 @@ class Server:
         """[layout.shared] the vector that evaluation uses."""
         return self.vector if self._scorer is None else self._scorer.scored(self)
 
+    # --- what is sent ----------------------------------------------------------------------------------------------
     def published(self) -> Published:
-        """What the clients of this version receive."""
-        extras = {k: v.numpy() for m in owners(self.methods, "publish") for k, v in m.publish(self).items()}
+        """What all clients of this version receive."""
+        extras = _arrays(each.version() for each in self._downloads if each.version is not None)
         return Published(self.version, self.vector.numpy(), self.counters.numpy(), extras)
+
+    def sent_once(self) -> Arrays:
+        """What every client receives besides, at its first participation."""
+        return _arrays(each.once() for each in self._downloads if each.once is not None)
+
+    def sent_to(self, client: int) -> Arrays:
+        """What this client alone receives besides."""
+        return _arrays(each.client(client) for each in self._downloads if each.client is not None)
+
+    # --- the step --------------------------------------------------------------------------------------------------
 
     def step(
         self,
@@ -107,83 +114,86 @@ class Server:
         bases: Mapping[int, Published],
     ) -> None:
         """One aggregation. updates: in the order of acceptance; a failed client is None and keeps its place."""
-        present = [update for update in updates if update is not None]
         self.report = {}
-        if present:
-            self.staleness = [late for update, late in zip(updates, staleness, strict=True) if update is not None]
-            self._move(updates, present, bases, {job: part for part in sums for job in part.jobs})
+        if any(update is not None for update in updates):
+            aggregation = self._weighed(updates, staleness, bases)
+            direction, buffers = self._combined(aggregation, updates, sums)
+            for method in self._mixers:
+                direction = method.mix(direction, aggregation, self)
+            self._move(direction, buffers, aggregation)
+            for method in self._absorbers:
+                method.absorb(aggregation, self)
         self.version += 1
 
-    def _move(
-        self,
-        updates: Sequence[Update | None],
-        present: list[Update],
-        bases: Mapping[int, Published],
-        sums: Mapping[int, Sum],
-    ) -> None:
-        self.bases = bases
-        weights = [self.weight(update.client) for update in present]
+    def _weighed(
+        self, updates: Sequence[Update | None], staleness: Sequence[int], bases: Mapping[int, Published]
+    ) -> Aggregation:
+        """The updates that came, and how much each counts."""
+        present = [update for update in updates if update is not None]
+        aggregation = Aggregation(
+            updates=present,
+            deltas=[] if self.summable else [torch.from_numpy(u.delta) for u in present if isinstance(u, SingleUpdate)],
+            weights=[self.weight(update.client) for update in present],
+            staleness=[late for update, late in zip(updates, staleness, strict=True) if update is not None],
+            bases=bases,
+        )
         for method in self._weighers:
-            weights = method.weigh(weights, present, self)
-        self.updates, self.weights = present, weights
-        divisor = float(sum(weights)) if self._divider is None else self._divider.divisor(weights, self)
-        self.divided_by = divisor
+            aggregation = method.weigh(aggregation, self)
+        return aggregation
+
+    def _combined(
+        self, aggregation: Aggregation, updates: Sequence[Update | None], sums: Sequence[Sum]
+    ) -> tuple[Tensor, Tensor]:
+        """The direction [layout.trained] of the parameters, and the step of the floating buffers."""
         trained = self.layout.trained
         if self._combiner is None:
-            total = self._fold(updates, dict(zip((u.job for u in present), weights, strict=True)), sums)
+            total, divisor = self._folded(updates, aggregation.weights, sums), aggregation.divisor
             in_blocks(trained, lambda part: total[part].div_(divisor))
-            direction, buffers = total[:trained], total[trained:]
-            decided = False
-        else:
-            combined = self._combiner.combine(present, weights, divisor, self)
-            direction, buffers = combined[:trained], combined[trained:]
-            decided = len(combined) == self.layout.shared
-            if not decided:
-                deltas = [update.delta[trained:] for update in present]  # type: ignore[index]
-                buffers = folded(grouped(deltas, weights, self.group))
-        if not decided:
-            self._average(buffers, present, weights)
-        for method in self._measurers:
-            method.measure(direction, self)
-        for method in self._mixers:
-            direction = method.mix(direction, self)
-        following = torch.empty_like(self.vector)
-        self.following = following[:trained]
-        if self._applier is None:
-            start, into = self.params, self.following
-            in_blocks(trained, lambda part: torch.add(start[part], direction[part], out=into[part]))
-        elif (found := self._applier.apply(self.params, direction, self)) is not self.following:
-            self.following.copy_(found)
-        # Buffers are statistics: no server rate or momentum touches them.
-        torch.add(self.vector[trained:], buffers, out=following[trained:])
-        if len(self.counters):
-            self.counters = torch.from_numpy(np.max([update.counters for update in present], axis=0))
-        self.vector = following
-        for method in owners(self.methods, "absorb"):
-            method.absorb(present, self)
+            return total[:trained], self._averaged(total[trained:], aggregation)
+        combined = self._combiner.combine(aggregation, self)
+        if len(combined) == self.layout.shared:
+            return combined[:trained], combined[trained:]
+        buffers = [delta[trained:].numpy() for delta in aggregation.deltas]
+        return combined, self._averaged(folded(grouped(buffers, aggregation.weights, self.group)), aggregation)
 
-    def _average(self, buffers: Tensor, present: Sequence[Update], weights: Sequence[float]) -> None:
-        """Turn the weighted sum of the buffers' changes into the step to the weighted mean of the clients' buffers.
+    def _move(self, direction: Tensor, buffers: Tensor, aggregation: Aggregation) -> None:
+        """Take the step, into a new vector: the old one may lie in an object store."""
+        trained, start, moved = self.layout.trained, self.params, torch.empty_like(self.vector)
+        out = moved[:trained]
+        if self._applier is None:
+            in_blocks(trained, lambda part: torch.add(start[part], direction[part], out=out[part]))
+        else:
+            self._applier.apply(direction, out, aggregation, self)
+        # Buffers are statistics: no server rate or momentum touches them.
+        torch.add(self.vector[trained:], buffers, out=moved[trained:])
+        if len(self.counters):
+            self.counters = torch.from_numpy(np.max([update.counters for update in aggregation.updates], axis=0))
+        self.vector = moved
+
+    def _averaged(self, buffers: Tensor, aggregation: Aggregation) -> Tensor:
+        """The weighted sum of the buffers' changes, turned into the step to the weighted mean of the clients' buffers.
 
         Of the buffers, not of their changes: a stale change can make a variance negative.
         """
         trained = self.layout.trained
-        for update, weight in zip(present, weights, strict=True):
+        for update, weight in zip(aggregation.updates, aggregation.weights, strict=True):
             if update.version != self.version:
-                lag = torch.from_numpy(self.bases[update.version].vector)[trained:] - self.vector[trained:]
-                buffers.add_(lag, alpha=weight)
-        buffers.div_(float(sum(weights)))
+                buffers.add_(aggregation.base(update)[trained:] - self.vector[trained:], alpha=weight)
+        return buffers.div_(float(sum(aggregation.weights)))
 
-    def _fold(self, updates: Sequence[Update | None], weights: Mapping[int, float], sums: Mapping[int, Sum]) -> Tensor:
-        """Sum of w * delta over groups of consecutive updates, then over the groups."""
-        groups: list[Group] = []
+    def _folded(self, updates: Sequence[Update | None], weights: Sequence[float], sums: Sequence[Sum]) -> Tensor:
+        """Sum of w * delta over groups of consecutive updates, then over the groups; some may be summed already."""
+        made = {job: part.total for part in sums for job in part.jobs}
+        left, groups = iter(weights), list[Group]()
         for start in range(0, len(updates), self.group):
             members = [update for update in updates[start : start + self.group] if update is not None]
-            if not members:
-                continue
-            if (made := sums.get(members[0].job)) is not None:
-                groups.append(([made.total], [1.0]))
-            else:
-                deltas = [update.delta for update in members if update.delta is not None]
-                groups.append((deltas, [weights[update.job] for update in members]))
+            own = [next(left) for _ in members]
+            if members and members[0].job in made:
+                groups.append(([made[members[0].job]], [1.0]))
+            elif members:
+                groups.append(([update.delta for update in members if isinstance(update, SingleUpdate)], own))
         return folded(groups)
+
+
+def _arrays(sent: Iterable[Tensors]) -> dict[str, np.ndarray]:
+    return {name: tensor.numpy() for entries in sent for name, tensor in entries.items()}

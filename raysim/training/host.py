@@ -24,10 +24,11 @@ from raysim.api.messages import (
     Probe,
     Published,
     Report,
+    SingleUpdate,
     Sum,
+    SummedUpdate,
     Task as Score,
     Trained,
-    Update,
 )
 from raysim.api.method import Method
 from raysim.models import Classifier
@@ -71,7 +72,7 @@ class Host:
         self._stateful = owners(spec.methods, "state")
         self._personalisers = owners(spec.methods, "personalise")
         self._predictor = owner(spec.methods, "predict")
-        self._singly = any(method.singly for method in spec.methods)
+        self._reports_moves = any(method.needs_single_updates for method in spec.methods)
         self._resident: dict[int, tuple[int, dict[str, Tensor]]] = {}
         self._received: tuple[tuple[int, str], Tensor, Tensor, dict[str, Tensor]] | None = None
         self._constants: dict[str, Tensor] = {}
@@ -115,14 +116,14 @@ class Host:
         totals: dict[tuple[int, ...], np.ndarray] = {}
         outcomes: list[Outcome] = []
         after: list[Arrays] = []
-        base, counters, extras = self._receive(published)
+        base, counters, download = self._receive(published)
         for index, job in enumerate(jobs):
             if not self.trainer.prepared(job):
                 self.trainer.look_ahead(jobs[index:])
             state = self._state(job.client, job.state, states[index] if states else None)
             group = member.get(job.number)
-            outcome, new = self._train(job, base, counters, extras, state, keep=group is None)
-            if group is not None and isinstance(outcome, Update):
+            outcome, new = self._train(job, base, counters, download, state, single=group is None)
+            if group is not None and isinstance(outcome, SummedUpdate):
                 self._add(totals, group, job.weight)
             outcomes.append(outcome)
             if states:
@@ -138,10 +139,10 @@ class Host:
         """The broadcast as tensors on the device; on a CPU views of the very array that was published."""
         key = (published.version, published.mark)
         if self._received is None or self._received[0] != key or self.device.type == "cpu":
-            extras = {key: torch.from_numpy(value).to(self.device) for key, value in published.extras.items()}
-            extras |= self._constants
+            download = {key: torch.from_numpy(value).to(self.device) for key, value in published.extras.items()}
+            download |= self._constants
             base, counters = torch.from_numpy(published.vector), torch.from_numpy(published.counters)
-            self._received = (key, base.to(self.device), counters.to(self.device), extras)
+            self._received = (key, base.to(self.device), counters.to(self.device), download)
         return self._received[1:]
 
     def _state(self, client: int, number: int, sent: Arrays | None) -> dict[str, Tensor]:
@@ -167,17 +168,17 @@ class Host:
         job: Job,
         base: Tensor,
         counters: Tensor,
-        published: Mapping[str, Tensor],
+        download: Mapping[str, Tensor],
         state: dict[str, Tensor],
-        keep: bool,
+        single: bool,
     ) -> tuple[Outcome, dict[str, Tensor]]:
-        """One job. The delta is left in the vector's shared part, and copied into the update if `keep`."""
+        """One job. The delta is left in the vector's shared part; a single update has a copy of it."""
         started = time.perf_counter()
-        own = {key: torch.from_numpy(value).to(self.device) for key, value in job.extras.items()}
+        if job.extras:
+            download = {**download, **{key: torch.from_numpy(v).to(self.device) for key, v in job.extras.items()}}
         try:
-            ctx = self.trainer.train(job, base, counters, published, own, state)
+            ctx = self.trainer.train(job, base, counters, download, state)
             plan, losses = ctx.plan, ctx.losses
-            assert plan is not None and losses is not None
             loss = float(losses.mean())
             seconds = time.perf_counter() - started
             probe = self._probe(ctx) if job.probe else None
@@ -188,7 +189,7 @@ class Host:
             for key, value in ctx.upload.items():
                 if not _is_finite(value):
                     raise NotFinite(f"the upload {key} is not finite; lower local.lr or set local.clip", key)
-            update = Update(
+            summed = SummedUpdate(
                 job=job.number,
                 client=job.client,
                 version=job.version,
@@ -197,14 +198,15 @@ class Host:
                 steps=plan.steps,
                 loss=loss,
                 seconds=seconds,
-                delta=delta.to("cpu", copy=True).numpy() if keep else None,
                 counters=self._counters(),
                 extras={key: value.cpu().numpy() for key, value in ctx.upload.items()},
                 moves=self._moves(ctx),
                 report=ctx.report,
                 probe=probe,
             )
-            return update, ctx.state
+            if not single:
+                return summed, ctx.state
+            return SingleUpdate(**vars(summed), delta=delta.to("cpu", copy=True).numpy()), ctx.state
         except Exception as error:  # a client must not take the others down
             where = f"client {job.client}, version {job.version}, host {self.name}"
             text = f"{where}: {type(error).__name__}: {error}"
@@ -213,7 +215,7 @@ class Host:
 
     def _moves(self, ctx: Context) -> tuple[tuple[int, int, float], ...]:
         """For methods that read single updates."""
-        if not self._singly:
+        if not self._reports_moves:
             return ()
         moved = self.trainer.step.movements()
         return tuple((part.start, part.stop, steps * factor * ctx.rate) for part, steps, factor in moved)
@@ -293,8 +295,8 @@ class Host:
 
     def _personalise(self, task: Score, state: Mapping[str, Tensor]) -> None:
         """Make the vector the client's own model."""
-        extras = {key: torch.from_numpy(value).to(self.device) for key, value in task.extras.items()}
-        own = Own(task.client, self.vector, state, extras, self.trainer, task.state >= 0)
+        download = {key: torch.from_numpy(value).to(self.device) for key, value in task.extras.items()}
+        own = Own(task.client, self.vector, state, download, self.trainer, task.state >= 0)
         with torch.no_grad():
             for method in self._personalisers:
                 method.personalise(own)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -13,11 +12,9 @@ from torch.nn.functional import cross_entropy
 from raysim.api.composition import owner, owners
 from raysim.api.context import Batch, Context, Outputs, Stage
 from raysim.api.method import Method
+from raysim.training.second_pass import RecordedOutputs, SecondPass
 from raysim.vectors.layout import Vector
 from raysim.vectors.optimizer import Descent, Optimizer
-
-if TYPE_CHECKING:
-    pass
 
 
 @dataclass(frozen=True)
@@ -38,6 +35,12 @@ def _part(networks: Mapping[str, nn.Module], name: str) -> nn.Module:
     return networks[network].get_submodule(path)
 
 
+def _gradients(loss: Tensor, params: Sequence[nn.Parameter]) -> list[Tensor]:
+    """One per parameter; zeros where the loss does not depend on it."""
+    found: tuple[Tensor | None, ...] = torch.autograd.grad(loss, params, allow_unused=True)
+    return [torch.zeros_like(p) if g is None else g for g, p in zip(found, params, strict=True)]
+
+
 _KINDS = {"add": 0, "shift": 1, "mix": 2}
 
 
@@ -52,7 +55,8 @@ class Step:
         self.corrections = sorted(owners(methods, "gradient"), key=lambda method: _KINDS[method.correction])
         self.logits = owner(methods, "logits")
         self.loss = owner(methods, "loss")
-        self.flat = bool(self.corrections) or clip > 0
+        self.perturber = owner(methods, "perturb")
+        self.flat = bool(self.corrections) or clip > 0 or self.perturber is not None
         self._groups: dict[tuple[str, ...], _Group] = {}
         self.descents: dict[str, tuple[Stage, Descent]] = {}
         self._saved: Mapping[str, Tensor] = {}
@@ -77,21 +81,30 @@ class Step:
         for method in self.transforms:
             batch = method.transform(ctx, batch)
         more = {m.name: found for m in self.extenders if (found := m.rows(ctx, batch)) is not None}
-        out = Outputs(ctx, batch, more)
+        out = Outputs(ctx, batch, more) if self.perturber is None else RecordedOutputs(ctx, batch, more)
         reported: Tensor | None = None
         for stage in stages:
             ctx.stage = stage
             for part, training in stage.modes.items():
                 _part(ctx.networks, part).train(training)
-            if stage.loss is not None:
-                loss = stage.loss(ctx, out, batch)
-            else:
-                loss = self.task_loss(ctx, out, batch)
-                reported = loss.detach()
-                for method in self.terms:
-                    loss = loss + method.term(ctx, out, batch)
-            self._descend(ctx, stage, -loss if stage.ascend else loss)
+            second = SecondPass(self.vector, out) if isinstance(out, RecordedOutputs) else None
+            loss, task = self._loss(ctx, out)
+            if task is not None:
+                reported = task.detach()
+            self._descend(ctx, stage, loss, second)
         return reported
+
+    def _loss(self, ctx: Context, out: Outputs) -> tuple[Tensor, Tensor | None]:
+        """What the stage at work descends, and the task loss without added terms if that is a part of it."""
+        stage, batch = ctx.stage, out.batch
+        task: Tensor | None = None
+        if stage.loss is not None:
+            loss = stage.loss(ctx, out, batch)
+        else:
+            loss = task = self.task_loss(ctx, out, batch)
+            for method in self.terms:
+                loss = loss + method.term(ctx, out, batch)
+        return -loss if stage.ascend else loss, task
 
     def movements(self) -> list[tuple[slice, int, float]]:
         """What moved in this job: stretches of the shared parameters, steps made there, factor on the learning rate."""
@@ -109,10 +122,9 @@ class Step:
         logits = out.logits if self.logits is None else self.logits.logits(ctx, out.logits, batch)
         return cross_entropy(logits, batch.targets)
 
-    def _descend(self, ctx: Context, stage: Stage, loss: Tensor) -> None:
+    def _descend(self, ctx: Context, stage: Stage, loss: Tensor, second: SecondPass | None) -> None:
         group = self._group(stage.trains)
-        found: tuple[Tensor | None, ...] = torch.autograd.grad(loss, group.params, allow_unused=True)
-        grads = [torch.zeros_like(p) if g is None else g for g, p in zip(found, group.params, strict=True)]
+        grads = _gradients(loss, group.params)
         steps = [self.vector.data[run] for run in group.runs] if self.flat else group.views
         descent = self._descent(stage, steps)
         rate = ctx.rate * stage.rate
@@ -120,6 +132,8 @@ class Step:
             descent.step(steps, grads, rate)
             return
         flat = self._flatten(grads)
+        if second is not None:
+            flat = self._perturbed(ctx, group, flat, second)
         parts, position = [], 0
         for run, shared in zip(group.runs, group.shared, strict=True):
             part = flat[position : position + run.stop - run.start]
@@ -131,6 +145,18 @@ class Step:
         if self.clip:
             flat.mul_((self.clip / (flat.norm() + 1e-6)).clamp(max=1.0))
         descent.step(steps, parts, rate)
+
+    def _perturbed(self, ctx: Context, group: _Group, grad: Tensor, second: SecondPass) -> Tensor:
+        """The gradient that the owner of `perturb` makes of this one and those at other points."""
+
+        def gradient_at(shift: Tensor) -> Tensor:
+            with second.at(shift, group.runs) as out:
+                loss, _ = self._loss(ctx, out)
+                return torch.cat([part.reshape(-1) for part in _gradients(loss, group.params)])
+
+        assert self.perturber is not None, "a second pass is prepared for its owner only"
+        params = torch.cat([self.vector.data[run] for run in group.runs])
+        return self.perturber.perturb(ctx, params, grad, gradient_at)
 
     def _descent(self, stage: Stage, params: list[Tensor]) -> Descent:
         """The stage's optimiser, made at its first step."""

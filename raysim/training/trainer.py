@@ -203,8 +203,7 @@ class Trainer:
         job: Job,
         base: Tensor,
         counters: Tensor,
-        published: Mapping[str, Tensor],
-        extras: Mapping[str, Tensor],
+        download: Mapping[str, Tensor],
         state: Mapping[str, Tensor],
     ) -> Context:
         """Train one client; afterwards the vector holds y, the context its state, upload and losses.
@@ -225,8 +224,7 @@ class Trainer:
             self.vector,
             base,
             base,
-            published,
-            extras,
+            download,
             dict(state),
         )
         self._start = state
@@ -281,9 +279,7 @@ class Trainer:
             torch.manual_seed(torch_seed(self.seed, "finetune.torch", client, version))
         rate = self.local.lr * self.local.lr_decay**version
         base = self.vector.shared
-        ctx = Context(
-            self, self.seed, client, 0, version, samples, rate, self.vector, base, base, {}, {}, {}, plan=plan
-        )
+        ctx = Context(self, self.seed, client, 0, version, samples, rate, self.vector, base, base, {}, {})
         stage = Stage("finetune", ("model.head",), modes={"model": False}) if how.head else Stage("finetune")
         self.training(True)
         self.tuner.begin()
@@ -291,13 +287,9 @@ class Trainer:
             self.tuner(ctx, batch, (stage,))
 
     def _plan(self, ctx: Context) -> Plan:
-        if self.selector is not None:
-            parts = self.local.epochs or min(self.local.phases, self.local.steps or 1)
-            first = self.selector.select(ctx, 1, parts)
-            if first is not None:
-                chosen = [np.sort(first), *(self._selected(ctx, part, parts) for part in range(2, parts + 1))]
-                generator = stream(self.seed, "batches", ctx.client, ctx.turn)
-                return make_plan(self.local, ctx.samples, chosen, generator, self.batchnorm)
+        if self.selector is not None and (chosen := self._selected(self.selector, ctx)):
+            generator = stream(self.seed, "batches", ctx.client, ctx.turn)
+            return make_plan(self.local, ctx.samples, chosen, generator, self.batchnorm)
         return self._plan_all(ctx.samples, ctx.client, ctx.turn)
 
     def _plan_all(self, samples: int, client: int, turn: int) -> Plan:
@@ -305,12 +297,23 @@ class Trainer:
         chosen = [np.arange(samples)] * (self.local.epochs or 1)
         return make_plan(self.local, samples, chosen, stream(self.seed, "batches", client, turn), self.batchnorm)
 
-    def _selected(self, ctx: Context, part: int, parts: int) -> np.ndarray:
-        """Ascending, so that the shuffle depends on what was selected and not on how it was ranked."""
-        assert self.selector is not None
-        positions = self.selector.select(ctx, part, parts)
-        assert positions is not None, "a method selects in all epochs of a job or in none"
-        return np.sort(positions)
+    def _selected(self, selector: Method, ctx: Context) -> list[np.ndarray]:
+        """What a method selects for each epoch (or phase); nothing if it takes all samples.
+
+        Ascending, so that the shuffle depends on what was selected and not on how it was ranked.
+        """
+        parts = self.local.epochs or min(self.local.phases, self.local.steps or 1)
+        chosen: list[np.ndarray] = []
+        for part in range(1, parts + 1):
+            if (positions := selector.select(ctx, part, parts)) is None:
+                break
+            chosen.append(np.sort(positions))
+        if 0 < len(chosen) < parts:
+            raise ValueError(
+                f"method '{selector.name}' selected samples for {len(chosen)} of {parts} epochs: `select` returns "
+                "positions for all epochs of a job, or None for all"
+            )
+        return chosen
 
 
 def load(vector: Vector, base: Tensor, counters: Tensor, state: Mapping[str, Tensor]) -> None:

@@ -14,7 +14,6 @@ from raysim.commands.sweep.space import (
     grid,
     nearest,
     random_points,
-    short,
 )
 from raysim.primitives.errors import Refused
 
@@ -79,8 +78,3 @@ def test_equal_points_are_kept_once() -> None:
 def test_a_range_that_holds_nothing_is_refused(wrong: Choice | Interval, sentence: str) -> None:
     with pytest.raises(Refused, match=sentence):
         checked("local.lr", wrong)
-
-
-def test_names_are_as_short_as_they_can_be_told_apart() -> None:
-    keys = ["method.fedbr.lam", "method.fedprox.mu", "method.fedbr.mu", "method"]
-    assert short(keys) == ["lam", "fedprox.mu", "fedbr.mu", "method"]

@@ -29,7 +29,7 @@ COMMON = (
     *("schedule.cohort=3", "local.epochs=1"),
 )
 QUICK = (*COMMON, "rounds=2", "checkpoint.every=1")
-KILLED = Path(__file__).parent / "killed.py"
+KILLED = Path(__file__).parents[1] / "killed.py"
 
 
 @pytest.fixture(autouse=True)
@@ -77,6 +77,11 @@ def test_a_key_that_only_some_runs_have_is_for_these_alone() -> None:
     assert [cell.config["method"].get("fedprox", {}).get("mu") for cell in planned.cells[1::2]] == [None, 0.1, 1]
 
 
+def test_a_run_is_named_by_whole_keys_where_their_last_parts_are_alike() -> None:
+    planned = plan(["method=[fedprox,moon]", "method.fedprox.mu=0.1,1", "method.moon.mu=2,3", "local.lr=0.1,0.2"])
+    assert names(planned)[0] == "fedprox+moon_method.fedprox.mu-0.1_method.moon.mu-2_lr-0.1_seed-0"
+
+
 def test_the_database_lies_beside_the_runs() -> None:
     (cell,) = plan(["out=s", "rounds=1"]).cells
     assert cell.config["tracking"]["uri"] == f"sqlite:///{Path('s').resolve() / 'mlflow.db'}"
@@ -95,6 +100,7 @@ def test_the_database_lies_beside_the_runs() -> None:
         (["rounds=glob(*)"], "rounds=VALUE,VALUE"),
         (["out=a,b"], "two folders"),
         (["out=s", "resume=latest"], "study.yaml"),
+        (["resume=latest", "seed=0,1"], "out=DIR"),
         (["out=s", "resume=s/runs/a/checkpoints/round-000001", "seed=0,1"], "resume=latest"),
         (["seed=0,1", "--metric", "best5"], "did you mean best5_mean"),
         (["--parallel", "0"], "--parallel 0"),
@@ -308,19 +314,3 @@ def test_differences_are_drawn_and_tabled_whatever_was_tested(missing: list[str]
     for comparisons in (found, nothing):
         assert campaign_report.draw(comparisons).startswith(b"\x89PNG")
         assert len(campaign_report.differences_table(comparisons)[0].texts) == 4
-
-
-@pytest.mark.parametrize(
-    ("summary", "metric", "value"),
-    [
-        ({"accuracy": 0.5, "accuracy_global": 0.6}, "final", 0.5),
-        ({"accuracy": None, "accuracy_global": 0.6}, "final", 0.6),
-        ({"rounds_to": {"0.80": 7}}, "rounds_to.0.80", 7.0),
-        ({"rounds_to": {"0.80": None}}, "rounds_to.0.80", None),
-        ({"fedbss.biased_share": 0.2}, "fedbss.biased_share", 0.2),
-        ({}, "best5_mean", None),
-        ({"best5_mean": float("nan")}, "best5_mean", None),
-    ],
-)
-def test_a_metric_is_a_number_of_the_summary(summary: dict[str, Any], metric: str, value: float | None) -> None:
-    assert campaign_report.score(summary, metric) == value

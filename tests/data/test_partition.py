@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from raysim.data import partition as source
 from raysim.data.partition import (
     CSR,
     IID,
@@ -135,6 +136,20 @@ def test_a_client_whose_classes_are_used_up_takes_what_is_left() -> None:
     assert rows["indices"].tolist() == [0, 3, 2, 1]
 
 
+@pytest.mark.parametrize(("shares", "taken"), [([0.5, 0.5, 0.0], 1), ([0.0, 0.25, 0.75], 2)])
+def test_a_number_rounded_up_to_one_takes_the_last_class_of_positive_probability(
+    shares: list[float], taken: int
+) -> None:
+    given = {"labels": [0, 1, 2], "turns": [0], "order": [0, 1, 2]}
+    assert dirichlet_client_split(**given, proportions=[shares], uniforms=[1.0])["indices"].tolist() == [taken]
+
+
+def test_under_balancing_a_client_below_its_equal_share_still_takes_part_of_a_class() -> None:
+    # After class 0 the first client holds one of four samples, half of its equal share.
+    given = {"labels": [0, 1, 1, 1], "proportions": [[1.0, 0.0], [1.0, 0.0]], "order": [0, 1, 2, 3]}
+    assert dirichlet_label_split(**given, balance=True)["offsets"].tolist() == [0, 4, 4]
+
+
 def test_balancing_stops_a_client_at_its_equal_share_plus_one_class() -> None:
     sizes = split(Dirichlet(10, 0.1, balance=True, minimum=0, test_fraction=0)).train.counts
     assert sizes.max() <= len(LABELS) // 10 + 200
@@ -173,6 +188,7 @@ def test_domains_and_class_groups_define_clients() -> None:
     ]
     rows = domain_class_split(domains=[0, 1, 0, 1], labels=[0, 1, 2, 0], num_domains=2, class_groups=[[0], [1]])
     assert rows["indices"].tolist() == [0, 3, 1] and rows["offsets"].tolist() == [0, 1, 1, 2, 3]
+    assert len(split(Domain(2))) == 4 * 2 and len(split(DomainClass([[0], [1, 2], [7]]))) == 4 * 3
 
 
 def test_subsampling_everything_keeps_every_row() -> None:
@@ -206,9 +222,11 @@ def test_a_partition_survives_pickling_and_its_rows_are_views() -> None:
     [
         (lambda: IID(0), r"partition.clients=0 .* at least 1"),
         (lambda: IID(3, fraction=0.0), r"partition.fraction=0.0 .* above 0 and at most 1"),
+        (lambda: IID(3, fraction=1.01), r"partition.fraction=1.01 .* above 0 and at most 1"),
         (lambda: IID(3, test_fraction=1.0), r"partition.test_fraction=1.0 .* below 1"),
         (lambda: Dirichlet(3, 0.0), r"partition.alpha=0.0 .* above 0"),
         (lambda: Dirichlet(3, 0.1, minimum=-1), r"partition.minimum=-1"),
+        (lambda: Quantity(3, 0.0), r"partition.alpha=0.0 .* above 0"),
         (lambda: DirichletClient(3, 0.1, remaining=True), r"partition.remaining=true needs .*prior_scaled"),
         (lambda: DirichletClient(3, 0.1, turns="random"), r"partition.turns=.random. .* .rotating., .sequential."),
         (lambda: DomainClass([[0, 1], [1]]), r"partition.groups=\[\[0, 1\], \[1\]\]"),
@@ -225,3 +243,12 @@ def test_a_partition_survives_pickling_and_its_rows_are_views() -> None:
 def test_what_cannot_be_split_is_refused_with_a_setting_that_can(make, sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
         make()
+
+
+@pytest.mark.parametrize(("work", "attempts"), [(5_000, 50), (1_000, 20)])
+def test_a_larger_partition_gives_up_after_fewer_draws_but_never_before_twenty(
+    work: int, attempts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(source, "WORK", work)
+    with pytest.raises(ValueError, match=f"in {attempts} attempts"):
+        split(Quantity(100, 0.05, minimum=2))

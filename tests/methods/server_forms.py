@@ -13,8 +13,9 @@ from studies import Block
 from torch import Tensor, nn
 
 from raysim.api.declarations import Task
-from raysim.api.messages import Published, Update
+from raysim.api.messages import Published, SingleUpdate
 from raysim.api.method import Method
+from raysim.api.server_view import Aggregation
 from raysim.methods import fedbuff, fedcda, fedexp, fedgh, fedld, fedopt, groupdro, inco
 from raysim.primitives.streams import stream
 from raysim.simulation.server import Server
@@ -48,7 +49,7 @@ def step(
 ) -> Tensor:
     """The vector after an aggregation of these updates."""
     updates = [
-        Update(k, client, at.version - late, 9, 9, 1, 0.0, 0.0, delta.numpy(), NONE, extra)
+        SingleUpdate(k, client, at.version - late, 9, 9, 1, 0.0, 0.0, NONE, extra, delta=delta.numpy())
         for k, (delta, client, late, extra) in enumerate(zip(deltas, clients, staleness, extras, strict=False))
     ]
     bases = {at.version - late: Published(at.version - late, at.vector.numpy(), NONE) for late in staleness}
@@ -125,15 +126,24 @@ def buffered(random: np.random.Generator) -> Pair:
     return got, want
 
 
+class Weights(Method):
+    """Keeps the weights that an aggregation ends with."""
+
+    name = "weights"
+    paper = "a test"
+
+    def absorb(self, aggregation: Aggregation, server: Any) -> None:
+        self.used = torch.tensor(aggregation.weights, dtype=torch.float64)
+
+
 def reweighted(random: np.random.Generator) -> Pair:
     """GroupDRO: q of all clients, and the participants' weights."""
-    at = server(random, groupdro.GroupDRO(0.4, prior="samples"))
+    at = server(random, groupdro.GroupDRO(0.4, prior="samples"), weights := Weights())
     clients, losses = [4, 0, 3], random.exponential(size=3)
     q = at.state["groupdro.log_weights"].exp()
     step(at, normal(random, 3, WIDTH), clients, extras=[{"groupdro.loss": np.array([loss])} for loss in losses])
-    used = torch.tensor(at.weights, dtype=torch.float64)
     new = groupdro.updated_weights(q, torch.from_numpy(losses), torch.tensor(clients), 0.4)
-    return [at.state["groupdro.log_weights"].exp(), used / used.sum()], [
+    return [at.state["groupdro.log_weights"].exp(), weights.used / weights.used.sum()], [
         new,
         groupdro.aggregation_weights(new, torch.tensor(clients)),
     ]
@@ -253,11 +263,12 @@ def mixed(random: np.random.Generator) -> Pair:
     for settings in ({}, {"granularity": "tensor"}, {"align": "conflict"}, {"clamp_max": 0.1, "value_clip": None}):
         direction = normal(random, layout.trained) / 20
         new, at = direction.clone(), SimpleNamespace(layout=layout)
+        nothing = Aggregation([], [], [], [], {})
         for target, source in pairs.items():
             own, other = (direction[part].view(shape) for part, shape in (shapes[target], shapes[source]))
             found = inco.cross_layer_gradient(target=own, source=other, **settings)  # type: ignore[arg-type]
             new[shapes[target][0]] = found.flatten()
-        got.append(inco.InCo(**settings).mix(direction, at))  # type: ignore[arg-type]
+        got.append(inco.InCo(**settings).mix(direction, nothing, at))  # type: ignore[arg-type]
         want.append(new)
     return got, want
 

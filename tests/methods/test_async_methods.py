@@ -14,13 +14,13 @@ from studies import BUFFER, NORMED, NORMED_MLP, Spy, coordinate, even, ran, reci
 from torch import Tensor
 
 from raysim.api.declarations import Task
-from raysim.api.messages import Published, Update
+from raysim.api.messages import Published, SingleUpdate
 from raysim.api.method import Method
 from raysim.methods.ace import ACE, active_clients, all_client_step
 from raysim.methods.ca2fl import CA2FL, calibrated_step
 from raysim.methods.fadas import FADAS, amsgrad_step, delay_adaptive_lr
 from raysim.methods.fedasync import FedAsync, apply_arrivals, arrival_rates, mixed_params, staleness_weight
-from raysim.methods.fedbuff import buffered_step
+from raysim.methods.fedbuff import FedBuff, buffered_step
 from raysim.simulation.fleet import Ideal
 from raysim.simulation.schedule import Buffered, Synchronous
 from raysim.simulation.server import Server
@@ -49,7 +49,7 @@ def arrive(at: Server, *arrivals: tuple[int, Any], bases: dict[int, Tensor] | No
     known[at.version] = at.vector.clone()
     empty = np.empty(0, np.int64)
     updates = [
-        Update(number, client, base, 10, 10, 1, 0.0, 0.0, np.broadcast_to(np.float32(change), WIDTH).copy(), empty)
+        SingleUpdate(number, client, base, 10, 10, 1, 0.0, 0.0, empty, delta=np.full(WIDTH, change, np.float32))
         for number, (client, change) in enumerate(arrivals)
     ]
     at.step(updates, [], [at.version - base] * len(updates), {base: Published(base, known[base].numpy(), empty)})
@@ -247,6 +247,14 @@ def test_the_first_step_goes_by_signs_alone() -> None:
     torch.testing.assert_close(adapted(delta, server_lr=0.3, eps=1e-15, step=1)["params"], 0.3 * delta.sign())
 
 
+def test_by_default_the_moments_forget_as_in_the_released_code() -> None:
+    delta = torch.tensor([2.0, -1.0, 1e-8]).double()
+    found = adapted(delta, server_lr=0.3)
+    torch.testing.assert_close(found["first_moment"], 0.1 * delta)
+    torch.testing.assert_close(found["second_moment"], 0.01 * delta**2)
+    torch.testing.assert_close(found["params"], 0.3 * 0.1 * delta / (0.1 * delta.abs() + 1e-8))
+
+
 def test_without_an_update_nothing_moves() -> None:
     for step in (None, 1):
         assert all(not tensor.any() for tensor in adapted(torch.zeros(5), server_lr=0.3, step=step).values())
@@ -324,6 +332,15 @@ def test_the_running_sum_is_that_of_the_entries_after_a_thousand_arrivals(limit:
     torch.testing.assert_close(at.state["ace.total"], total, rtol=1e-6, atol=1e-6)
 
 
+def test_an_arrival_touches_its_own_entry_alone() -> None:
+    at = server(ACE(1.0), clients=3)
+    for client in range(3):
+        arrive(at, (client, 1.0))
+    at.state["ace.cache"][[0, 2]] = torch.nan
+    arrive(at, (1, 4.0))
+    assert at.state["ace.total"].tolist() == [6.0] * (WIDTH - 1)
+
+
 def test_entries_expire_at_versions_that_did_not_step() -> None:
     at, bases = server(ACE(1.0, max_staleness=1)), dict[int, Tensor]()
     arrive(at, (0, 1.0), bases=bases)
@@ -385,6 +402,8 @@ def test_weights_by_samples_are_refused(method: Method) -> None:
         (ACE, {"max_staleness": -1}),
         (ACE, {"cache": "tape"}),
         (ACE, {"budget": -1.0}),
+        (FedBuff, {"exponent": -1.0}),
+        (FedBuff, {"normalization": "mean"}),
     ],
 )
 def test_settings_out_of_range_are_refused(make: Callable[..., Method], settings: dict[str, Any]) -> None:
@@ -412,7 +431,7 @@ class OneByOne:
         layout, task = Layout((), (), 5, 5, 5, 0, 0), Task((1, 1, 1), 2, 10)
         start, nothing = torch.zeros(5, dtype=torch.float64), torch.empty(0, dtype=torch.int64)
         self.server = Server(layout, start, nothing, [method], np.full(10, 10), 0, task, "uniform")
-        self.size, self.waiting = size, list[Update]()
+        self.size, self.waiting = size, list[SingleUpdate]()
         self.bases: dict[int, Published] = {}
 
     @property
@@ -426,7 +445,7 @@ class OneByOne:
     def take(self, client: int, base: int, start: Tensor, change: Tensor) -> None:
         empty = np.empty(0, np.int64)
         self.bases[base] = Published(base, start.numpy(), empty)
-        self.waiting.append(Update(0, client, base, 1, 1, 1, 0.0, 0.0, change.numpy(), empty))
+        self.waiting.append(SingleUpdate(0, client, base, 1, 1, 1, 0.0, 0.0, empty, delta=change.numpy()))
         if len(self.waiting) == self.size:
             ages = [self.version - update.version for update in self.waiting]
             self.server.step(self.waiting, [], ages, self.bases)

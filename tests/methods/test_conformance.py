@@ -36,11 +36,13 @@ from studies import (
 import raysim.methods
 from raysim.api.composition import EXCLUSIVE, SLOTS, check_composition, overrides
 from raysim.api.declarations import Local
+from raysim.api.messages import SingleUpdate
 from raysim.api.method import Method, parameters
 from raysim.methods.ace import ACE
 from raysim.methods.ca2fl import CA2FL
 from raysim.methods.centralized import Centralized
 from raysim.methods.dann import Dann
+from raysim.methods.ditto import Ditto
 from raysim.methods.fadas import FADAS
 from raysim.methods.fedasync import FedAsync
 from raysim.methods.fedbn import FedBN
@@ -50,6 +52,7 @@ from raysim.methods.fedbuff import FedBuff
 from raysim.methods.fedcda import FedCDA
 from raysim.methods.fedcm import FedCM
 from raysim.methods.feddecorr import FedDecorr
+from raysim.methods.feddyn import FedDyn
 from raysim.methods.fedexp import FedExP
 from raysim.methods.fedgh import FedGH, HierarchicalFedGH
 from raysim.methods.fedlc import FedLC
@@ -59,7 +62,10 @@ from raysim.methods.fedntd import FedNTD
 from raysim.methods.fedopt import FedAdagrad, FedAdam, FedAvgM, FedYogi
 from raysim.methods.fedpac import FedPAC
 from raysim.methods.fedprox import FedProx
+from raysim.methods.fedrep import FedRep
 from raysim.methods.fedrs import FedRS
+from raysim.methods.fedsam import FedSAM
+from raysim.methods.fedspeed import FedSpeed
 from raysim.methods.fedsr import FedSR
 from raysim.methods.fraug import FRAug
 from raysim.methods.groupdro import GroupDRO
@@ -281,6 +287,11 @@ TABLE: dict[str, Row] = {
     "fedadagrad": Row(FedAdagrad),
     "fedadam": Row(lambda: FedAdam(bias_correction=True)),
     "fedyogi": Row(FedYogi),
+    "feddyn": Row(FedDyn, {"alpha=0": Plain(lambda: FedDyn(0.0), run=UNIFORM)}, private=True),
+    "fedsam": Row(lambda: FedSAM(0.1), {"rho=0": Plain(lambda: FedSAM(0.0))}),
+    "fedspeed": Row(FedSpeed, private=True),
+    "ditto": Row(Ditto, {"any lam": Plain(lambda: Ditto(0.3))}, personal=True, private=True, as_fedavg=True),
+    "fedrep": Row(lambda: FedRep(head_epochs=1), personal=True, private=True),
 }
 
 
@@ -385,7 +396,7 @@ def test_neither_personal_parameters_nor_private_state_are_in_an_update(name: st
     assert bool(secrets) == any(row.private for row in rows), "otherwise this test sees nothing"
     for update in spy.updates:
         assert set(update.extras) == uploads
-        assert update.delta is None or update.delta.shape == (layout.shared,)
+        assert not isinstance(update, SingleUpdate) or update.delta.shape == (layout.shared,)
         assert update.counters.shape == (layout.shared_counters,)
     assert all(part.total.shape == (layout.shared,) for trained in spy.trained for part in trained.sums)
     messages = [pickle.dumps(trained) for trained in spy.trained]
@@ -422,7 +433,7 @@ def test_the_history_counts_the_floats_that_messages_carry(name: str, schedule: 
     shared = found.coordinator.layout.shared
     unfinished = {number for _, _, number in found.coordinator.running}
     arrived = [update for update in spy.updates if update.job not in unfinished]
-    assert all(update.delta is None or update.delta.size == shared for update in arrived)
+    assert all(update.delta.size == shared for update in arrived if isinstance(update, SingleUpdate))
     before = sum(array.size for part in spy.contributed for array in part.values())
     assert bool(before) == TABLE[name.partition(" ")[0]].contributes
     assert found.rows[-1]["floats_up"] == before + sum(shared + update.floats for update in arrived)
@@ -515,12 +526,14 @@ def test_methods_that_form_a_list_train_together(names: list[str]) -> None:
 
 # Methods of which a list may hold one.
 ALTERNATIVES = [
-    ["fedavgm", "fedadagrad", "fedadam", "fedyogi", "fedexp", "fadas"],  # the server's step
+    ["fedavgm", "fedadagrad", "fedadam", "fedyogi", "fedexp", "fadas", "feddyn"],  # the server's step
     # FedCDA sets the model itself.
     *(["fedcda", name] for name in ("fedavgm", "fedadagrad", "fedadam", "fedyogi", "fedexp", "fadas")),
     *(["fedcda", name] for name in ("fedbuff", "groupdro", "inco")),
-    ["fedbr", "dann", "fedpac", "fraug", "fedsr"],  # the stages of an iteration
-    ["fedpac", "local"],  # one extractor for all
+    *(["feddyn", name] for name in ("fedcda", "fedasync", "ca2fl", "ace")),  # the mean of one round's updates
+    ["fedbr", "dann", "fedpac", "fraug", "fedsr", "fedrep"],  # the stages of an iteration
+    ["fedsam", "fedspeed"],  # the points at which gradients are taken
+    *(["local", name] for name in ("fedpac", "ditto")),  # one extractor, or one model to be drawn to, for all
     *(["mixup", name] for name in ("fedmix", "fraug")),  # soft labels and a need for integer ones
     ["moon", "vhl", "fedrs", "fedsr"],  # the model
     # The combination of updates.
@@ -530,7 +543,10 @@ ALTERNATIVES = [
     *([first, second] for first in ("fedasync", "ca2fl", "ace") for second in ("fedexp", "fedbuff", "groupdro")),
     ["fedlc", "fedrs", "fedmix", "fraug", "fedld_damped"],  # the logits of the loss, or all of it
     # One model for all.
-    *(["centralized", name] for name in ("fedbn", "local", "partialfed", "pfedavg", "fedpac", "fraug", "fedsr")),
+    *(
+        ["centralized", name]
+        for name in (*("fedbn", "local", "partialfed", "pfedavg", "fedpac", "fraug", "fedsr", "ditto", "fedrep"),)
+    ),
 ]
 
 

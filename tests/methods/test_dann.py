@@ -67,7 +67,7 @@ def train(host: Host, number: int = 0, client: int = 0, turn: int = 0) -> Contex
     job = Job(number, client, turn, 0, -1, 1.0)
     networks, layout = build_networks(host.spec)
     base = Vector(networks, layout, torch.device("cpu"), torch.float32).shared
-    return host.trainer.train(job, base, host.vector.counters[: layout.shared_counters].clone(), {}, {}, {})
+    return host.trainer.train(job, base, host.vector.counters[: layout.shared_counters].clone(), {}, {})
 
 
 # --- domains ------------------------------------------------------------------------------------------------------
@@ -230,12 +230,23 @@ def test_the_reported_loss_is_the_classifiers_alone() -> None:
     assert torch.allclose(ctx.losses[0], F.cross_entropy(model(first.inputs), first.targets))
 
 
+@pytest.mark.parametrize(
+    ("settings", "saved"), [({}, 1 / 2), ({"discriminator_steps": 3}, 3 / 4), ({"mode": "grl"}, 0)], ids=str
+)
+def test_a_discriminator_step_saves_the_two_thirds_of_a_step_that_go_backwards(
+    settings: dict[str, Any], saved: float
+) -> None:
+    nothing: Any = None
+    assert Dann(**settings).cost(nothing, 5, 30.0, 0).samples == pytest.approx(-30 * saved * 2 / 3)
+
+
 # --- what is refused ----------------------------------------------------------------------------------------------
 
 
-def test_one_client_is_refused() -> None:
+def test_one_client_is_refused_and_two_with_the_narrowest_discriminator_are_not() -> None:
     with pytest.raises(ValueError, match=r"partition\.clients=1: use at least 2 clients"):
         Dann().check(Task((1, 8, 8), 5, 1), PLAIN, {})
+    assert Dann(width=1).check(Task((1, 8, 8), 5, 2), PLAIN, {}) == ()
 
 
 @pytest.mark.parametrize("ratio", [1, 3])

@@ -57,7 +57,7 @@ class Watch(Method):
 
     def receive(self, ctx: Context) -> None:
         self.jobs.append(ctx)
-        self.pseudo.append((ctx.kept.get(PSEUDO) if PSEUDO in ctx.kept else ctx.published[PSEUDO]).clone())
+        self.pseudo.append((ctx.kept.get(PSEUDO) if PSEUDO in ctx.kept else ctx.download[PSEUDO]).clone())
 
     def by_version(self) -> dict[int, list[Tensor]]:
         """The pseudo-data of all jobs of a version."""
@@ -174,6 +174,25 @@ def test_fresh_means_upload_nothing_and_are_counted_for_every_client() -> None:
     assert found.rows[-1]["floats_down"] == jobs * (shared + 4 * PIXELS)
 
 
+@pytest.mark.parametrize(
+    ("method", "passes"),
+    [
+        (small(lam=0.0, mu=0.0), 0),
+        (small(), 1),
+        (mixture(), 1 + 1 / 3),
+        (mixture(mix_samples=0), 1),
+        (mixture(mu=0.0), 1),
+        (mixture(global_features="round"), 1),
+    ],
+    ids=["off", "means", "mixture", "unmixed", "no contrast", "once a round"],
+)
+def test_a_step_costs_a_pass_over_pseudo_data_and_a_forward_of_the_received_model_where_these_change(
+    method: FedBR, passes: float
+) -> None:
+    server: Any = SimpleNamespace(task=TASK)
+    assert method.cost(server, 5, 30.0, 0).samples == pytest.approx(30 * passes)
+
+
 # --- sources ------------------------------------------------------------------------------------------------------
 
 DRAWS = 1500
@@ -224,7 +243,7 @@ def test_proxy_images_come_from_classes_alike_or_by_their_number(
     labels = np.repeat(np.arange(4), COUNTS)
     images = np.concatenate([labels, [99]]).astype(np.uint8).reshape(-1, 1, 1, 1)  # the last is a test image
     dataset = SimpleNamespace(labels=np.append(labels, 1), images=images, train_rows=len(labels))
-    monkeypatch.setattr(fedbr, "_proxy", lambda method: dataset)
+    monkeypatch.setattr(fedbr, "_public", lambda method: (method.proxy, dataset))
     server: Any = SimpleNamespace(stream=lambda purpose: stream(0, purpose, 0), task=TASK)
     method = mixture(pseudo_batch=DRAWS, samples_per_mean=1, sources=sources, proxy=Synthetic())
     near((method._drawn(server) * 255).round().long().flatten().numpy(), 4, wanted)
@@ -260,7 +279,7 @@ def test_every_step_mixes_the_means_with_samples_and_labels_of_its_batch_as_mixu
         assert chosen.shape == (4, count) and chosen.max() < len(batch.inputs)
         labels = batch.targets if mixup != "none" else torch.eye(5)[batch.targets]
         assert labels.shape == (len(batch.inputs), 5)
-        x = (ctx.published[PSEUDO] + batch.inputs[chosen].sum(dim=1)) / (count + 1)
+        x = (ctx.download[PSEUDO] + batch.inputs[chosen].sum(dim=1)) / (count + 1)
         assert torch.allclose(inputs, x, atol=1e-6)
         y = (torch.full((4, 5), 0.2) + labels[chosen].sum(dim=1)) / (count + 1)
         assert targets is not None and torch.allclose(targets, y, atol=1e-6)
@@ -273,7 +292,7 @@ def test_mixing_no_samples_leaves_the_means_and_uniform_targets() -> None:
     method: Any = mixture(Mixing, mix_samples=0)
     run(recipe(method, local=LOCAL), ROUNDS, rounds=2)
     for ctx, _, _, inputs, targets in method._seen:
-        assert torch.equal(inputs, ctx.published[PSEUDO]) and targets is None
+        assert torch.equal(inputs, ctx.download[PSEUDO]) and targets is None
         assert "fedbr.mix" not in ctx.draws
 
 
@@ -345,7 +364,7 @@ def test_the_max_step_raises_the_contrast_and_moves_the_projector_alone_the_min_
     host = Host(study)
     base, empty = host.vector.shared.clone(), host.vector.counters[:0]
     data = torch.randn(4, 1, 8, 8, generator=torch.Generator().manual_seed(0))
-    host.trainer.train(Job(0, 1, 0, 0, -1, 1.0), base, empty, {PSEUDO: data}, {}, {})
+    host.trainer.train(Job(0, 1, 0, 0, -1, 1.0), base, empty, {PSEUDO: data}, {})
     theta = next(entry.start for entry in host.layout.entries if entry.network == PROJECTOR)
     starts, between, ends = method._vectors[:-1:2], method._vectors[1::2], method._vectors[2::2]
     assert len(starts) == len(between) == len(ends) > 5
@@ -414,6 +433,11 @@ def test_the_projector_exists_only_where_something_is_projected(settings: dict[s
 def test_the_projectors_widths_are_the_papers_or_the_codes(projection: Any, sizes: list[tuple[int, int]]) -> None:
     found = run(recipe(small(projection=projection), local=LOCAL), rounds=1)
     assert [found.tensors[f"{PROJECTOR}.{layer}.weight"].shape for layer in (0, 2, 4)] == sizes
+
+
+def test_the_default_weights_and_temperatures_are_the_papers() -> None:
+    method = FedBR()
+    assert (method.lam, method.mu, method.tau1, method.tau2) == (1.0, 0.5, 2.0, 2.0)
 
 
 def test_a_pool_smaller_than_a_batch_is_refused_and_one_as_large_is_not() -> None:

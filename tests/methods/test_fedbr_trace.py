@@ -96,7 +96,7 @@ def test_one_step_of_fedbr_follows_the_trace(
         trainer=SimpleNamespace(tracking=[], task=SimpleNamespace(num_classes=labels.shape[1])),  # type: ignore[arg-type]
         seed=0, client=0, turn=0, version=0, samples=len(inputs), rate=args["lr"],
         vector=vector, received=vector.shared, base=vector.shared.clone(),
-        published={"fedbr.pseudo": pseudo}, extras={}, state={},
+        download={"fedbr.pseudo": pseudo}, state={},
     )  # fmt: skip
     with torch.no_grad():
         ctx.kept["fedbr.global"] = torch.tanh(dense(args["global_feature"])(pseudo))

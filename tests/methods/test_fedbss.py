@@ -38,3 +38,10 @@ def test_a_single_epoch_or_phase_is_warned_of(kind: Any, change: dict[str, Any],
     found = FedBSS(kind=kind).check(nothing, replace(LOCAL, **change), {})
     assert len(found) == (warns is not None)
     assert warns is None or warns in found[0]
+
+
+@pytest.mark.parametrize("settings", [{"warmup_rounds": -1}, {"refresh": 0}, {"kind": "cosin"}], ids=str)
+def test_settings_out_of_range_are_refused_by_name(settings: dict[str, Any]) -> None:
+    (key,) = settings
+    with pytest.raises(ValueError, match=rf"method\.fedbss\.{key}="):
+        FedBSS(**settings)

@@ -15,7 +15,7 @@ from studies import BUFFER, NORMED, NORMED_MLP, ROUNDS, Spy, coordinate, even, r
 from torch import Tensor
 
 from raysim.api.declarations import Task
-from raysim.api.messages import Published, Update
+from raysim.api.messages import Published, SingleUpdate
 from raysim.methods.fedcda import (
     LIMIT,
     FedCDA,
@@ -162,10 +162,10 @@ def step(
 
 def _update(
     number: int, client: int, version: int, model: Sequence[float], origin: np.ndarray, losses: dict[int, float] | None
-) -> Update:
+) -> SingleUpdate:
     loss = {"fedcda.loss": np.array([(losses or {}).get(client, 0.0)], np.float32)}
     delta = np.array(model, np.float32) - origin
-    return Update(number, client, version, 10, 10, 1, 0.0, 0.0, delta, np.empty(0, np.int64), loss)
+    return SingleUpdate(number, client, version, 10, 10, 1, 0.0, 0.0, np.empty(0, np.int64), loss, delta=delta)
 
 
 def cached(at: Server, client: int) -> list[list[float]]:
@@ -379,6 +379,14 @@ def test_a_search_without_bound_is_refused_before_the_start_with_batches_that_wo
     coordinate(recipe(FedCDA(batches=2), data=sized((3,) * 24)), Buffered(concurrency=24, size=40))
 
 
+def test_a_search_of_exactly_the_limit_is_taken() -> None:
+    data = sized((3,) * 6)
+    assert LIMIT == 10**6
+    coordinate(recipe(FedCDA(memory=10, batches=1), data=data), Synchronous(6))
+    with pytest.raises(Refused, match=r"combinations of 11 models of 6 clients .* set it to 2"):
+        coordinate(recipe(FedCDA(memory=11, batches=1), data=data), Synchronous(6))
+
+
 def test_a_cache_that_may_outgrow_its_budget_is_refused_with_what_fits() -> None:
     counts = (10,) * 4 + (0,) * 7  # clients without samples never train
     all_three = 4 * 3 * WIDTH * 4 / 2**30
@@ -386,6 +394,8 @@ def test_a_cache_that_may_outgrow_its_budget_is_refused_with_what_fits() -> None
     with pytest.raises(ValueError, match=r"memory=3 .* of 4 clients, more than method.fedcda.budget.*memory=2, or"):
         server(FedCDA(budget=all_three * 0.99), counts)
     server(FedCDA(memory=2, budget=all_three * 0.99), counts)
+    with pytest.raises(ValueError, match=r"set method.fedcda.memory=1, or"):
+        server(FedCDA(budget=all_three / 3), counts)
     with pytest.raises(ValueError, match=r"budget=1e-12: set method.fedcda.budget="):
         server(FedCDA(budget=1e-12), counts)
 

@@ -17,6 +17,7 @@ from raysim.api.context import Batch, Context
 from raysim.api.declarations import Local, Task
 from raysim.api.messages import Job
 from raysim.api.method import Method
+from raysim.api.server_view import Aggregation
 from raysim.methods.dann import DISCRIMINATOR, Dann
 from raysim.methods.fedbr import PROJECTOR, FedBR
 from raysim.methods.fedcm import FedCM
@@ -35,7 +36,7 @@ class Watch(Method):
 
     name = "watch"
     paper = "a test"
-    singly = True
+    needs_single_updates = True
 
     def __init__(self) -> None:
         self.batches: list[Batch] = []
@@ -47,9 +48,9 @@ class Watch(Method):
         self.batches.append(batch)
         return batch
 
-    def absorb(self, updates: Any, server: Any) -> None:
-        self.updates.append(list(updates))
-        self.weights.append(list(server.weights))
+    def absorb(self, aggregation: Aggregation, server: Any) -> None:
+        self.updates.append(list(aggregation.updates))
+        self.weights.append(list(aggregation.weights))
         self.directions.append(server.state[DIRECTION])
 
 
@@ -120,7 +121,7 @@ def one_job(watch: Watch, local: Local) -> tuple[Tensor, Tensor]:
     host = Host(recipe(FedCM(0.2), watch, local=local))
     direction = random(host.layout.trained)
     base, job = host.vector.shared.clone(), Job(0, 2, 0, 0, -1, 1.0)
-    ctx = host.trainer.train(job, base, host.vector.counters[:0], {DIRECTION: direction}, {}, {})
+    ctx = host.trainer.train(job, base, host.vector.counters[:0], {DIRECTION: direction}, {})
     return ctx.vector.shared.clone(), direction
 
 
@@ -254,8 +255,8 @@ def test_fedbrs_projector_follows_its_direction_with_the_sign_of_its_movement() 
     def projector(direction: Tensor, alpha: float) -> Tensor:
         mixing = Host(recipe(small_fedbr(), FedCM(alpha), local=local))
         base, job = mixing.vector.shared.clone(), Job(0, 2, 0, 0, -1, 1.0)
-        published = {DIRECTION: direction, "fedbr.pseudo": pseudo}
-        ctx = mixing.trainer.train(job, base, mixing.vector.counters[:0], published, {}, {})
+        download = {DIRECTION: direction, "fedbr.pseudo": pseudo}
+        ctx = mixing.trainer.train(job, base, mixing.vector.counters[:0], download, {})
         return (ctx.vector.shared - base)[part]
 
     zero, direction = torch.zeros(host.layout.trained), random(host.layout.trained)

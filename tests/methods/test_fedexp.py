@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +12,8 @@ from studies import BUFFER, LOCAL, MLP, NORMED_MLP, ROUNDS, Ran, coordinate, rec
 from torch import Tensor
 
 from raysim.api.composition import check_composition
-from raysim.api.messages import Update
 from raysim.api.method import Method
+from raysim.api.server_view import Aggregation
 from raysim.methods import fedexp
 from raysim.methods.fedbn import FedBN
 from raysim.methods.fedbuff import FedBuff
@@ -118,7 +117,7 @@ class Watch(Method):
 
     name = "watch"
     paper = "a test"
-    singly = True
+    needs_single_updates = True
 
     def __init__(self) -> None:
         self.vectors: list[Tensor] = []
@@ -128,13 +127,13 @@ class Watch(Method):
     def start(self, server: Any) -> None:
         self.vectors.append(server.vector)
 
-    def mix(self, direction: Tensor, server: Any) -> Tensor:
+    def mix(self, direction: Tensor, aggregation: Aggregation, server: Any) -> Tensor:
         self.directions.append(direction.clone())
         return direction
 
-    def absorb(self, updates: Sequence[Update], server: Any) -> None:
-        deltas = torch.from_numpy(np.stack([update.delta for update in updates]))  # type: ignore[arg-type]
-        weights = torch.tensor(server.weights, dtype=torch.float64)
+    def absorb(self, aggregation: Aggregation, server: Any) -> None:
+        deltas = torch.stack(list(aggregation.deltas))
+        weights = torch.tensor(aggregation.weights, dtype=torch.float64)
         self.vectors.append(server.vector)
         self.steps.append((deltas.double(), weights, server.report["fedexp.step_size"]))
 
@@ -184,7 +183,7 @@ def test_it_measures_the_mean_update_before_another_method_mixes_it() -> None:
     class Doubled(Method):
         name, paper = "doubled", "a test"
 
-        def mix(self, direction: Tensor, server: Any) -> Tensor:
+        def mix(self, direction: Tensor, aggregation: Aggregation, server: Any) -> Tensor:
             return 2 * direction
 
     (_, plain), (_, mixed) = watched(FedExP(), rounds=1), watched(FedExP(), Doubled(), rounds=1)

@@ -118,7 +118,7 @@ def test_one_step_of_the_method_descends_the_gradient_of_the_trace(number: int, 
     ctx = Context(
         trainer=SimpleNamespace(tracking=[]),  # type: ignore[arg-type]
         seed=0, client=0, turn=0, version=0, samples=pairs, rate=1.0,
-        vector=vector, received=vector.shared, base=vector.shared.clone(), published=pool, extras={}, state={},
+        vector=vector, received=vector.shared, base=vector.shared.clone(), download=pool, state={},
     )  # fmt: skip
     ctx.kept["fedmix.chosen"] = torch.arange(pairs).unsqueeze(0)
     method = FedMix(lam=case["args"]["lam"], pairs="each" if pairs > 1 else "one")

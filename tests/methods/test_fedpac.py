@@ -21,6 +21,7 @@ from raysim.api.context import Batch, Context, Own, Plan, Stage
 from raysim.api.declarations import Local, Task
 from raysim.api.messages import Job, Update
 from raysim.api.method import Method
+from raysim.api.server_view import Aggregation
 from raysim.data.federated import FederatedData
 from raysim.data.partition import CSR, Partition
 from raysim.methods import fedpac
@@ -328,11 +329,11 @@ class Watch(Method):
 
 
 def train(host: Host, client: int = 0, turn: int = 0, **received: Mapping[str, Tensor]) -> Context:
-    """One participation from the initial values; received: published, extras, state."""
+    """One participation from the initial values; received: download, state."""
     networks, layout = build_networks(host.spec)
     initial = Vector(networks, layout, torch.device("cpu"), torch.float32)
     counters = initial.counters[: layout.shared_counters]
-    parts = (dict(received.get(name, {})) for name in ("published", "extras", "state"))
+    parts = (dict(received.get(name, {})) for name in ("download", "state"))
     return host.trainer.train(Job(0, client, turn, 0, -1, 1.0), initial.shared, counters, *parts)
 
 
@@ -386,7 +387,7 @@ def test_each_phase_leaves_the_other_part_alone_to_the_bit(first: bool, epochs: 
 def test_a_job_is_a_phase_of_each_of_two_optimisers(lam: float) -> None:
     watch = Watch()
     study = recipe(FedPAC(lam, head_lr_factor=5.0), watch, model=NORMED_MLP, local=TWO)
-    ctx = train(Host(study), client=3, published=prototypes())
+    ctx = train(Host(study), client=3, download=prototypes())
     model: Any = build_networks(study)[0]["model"]
     inputs, labels = next(ctx.data())
     local = local_statistics(features=model.eval().features(inputs).detach(), labels=labels, num_classes=5)
@@ -436,7 +437,7 @@ def test_a_job_starts_from_the_head_that_the_server_sends_and_sends_its_own() ->
     host = Host(study)
     sent = random(5 * 12 + 5).float()
     stale = {"personal": torch.zeros(65), "personal.counters": torch.zeros(0, dtype=torch.int64)}
-    ctx = train(host, extras={"fedpac.head": sent}, state=stale)
+    ctx = train(host, download={"fedpac.head": sent}, state=stale)
     first, last = watch.seen[0][0], watch.seen[0][-1]
     assert torch.equal(torch.cat([first["head.weight"].flatten(), first["head.bias"]]), sent)
     trained = torch.cat([last["head.weight"].flatten(), last["head.bias"]])
@@ -445,11 +446,11 @@ def test_a_job_starts_from_the_head_that_the_server_sends_and_sends_its_own() ->
 
 
 def test_the_alignment_of_mixed_samples_is_the_mean_over_both_labels() -> None:
-    published, method = prototypes([True] * 5), FedPAC(2.0)
+    method = FedPAC(2.0)
     no = torch.zeros(5, dtype=torch.bool)
     ctx: Any = SimpleNamespace(
         stage=Stage("fedpac.extractor"),
-        published=published,
+        download=prototypes([True] * 5),
         kept={"fedpac.local": torch.zeros(5, 12), "fedpac.held": no},
     )
     features, own, other = random(4, 12, seed=3).float(), torch.tensor([0, 1, 2, 3]), torch.tensor([3, 0, 4, 1])
@@ -519,6 +520,13 @@ def test_without_alignment_and_mixing_it_alternates_between_a_personal_head_and_
     assert own.keys() == heads.keys() and all(torch.equal(own[client], heads[client]) for client in own)
 
 
+def sent_to(method: FedPAC, server: Server, client: int) -> Mapping[str, Tensor]:
+    """What this client alone would receive now."""
+    own = method.send(server).client
+    assert own is not None
+    return own(client)
+
+
 class Recorded(FedPAC):
     """Keeps, of every aggregation, the updates, all clients' heads before and after, and the rows of the server's."""
 
@@ -526,14 +534,14 @@ class Recorded(FedPAC):
         super().__init__(**settings)
         self._rounds: list[tuple[list[Update], dict[int, Tensor], dict[int, Tensor], int]] = []
 
-    def absorb(self, updates: Sequence[Update], server: Server) -> None:
+    def absorb(self, aggregation: Aggregation, server: Server) -> None:
         before = self._heads(server)
-        super().absorb(updates, server)
-        self._rounds.append((list(updates), before, self._heads(server), len(server.state["fedpac.heads"])))
+        super().absorb(aggregation, server)
+        self._rounds.append((list(aggregation.updates), before, self._heads(server), len(server.state["fedpac.heads"])))
 
     def _heads(self, server: Server) -> dict[int, Tensor]:
-        sent = {client: self.broadcast(server, client) for client in range(server.clients)}
-        return {client: torch.from_numpy(own["fedpac.head"]) for client, own in sent.items() if own}
+        sent = {client: sent_to(self, server, client) for client in range(server.clients)}
+        return {client: own["fedpac.head"] for client, own in sent.items() if own}
 
 
 def test_participants_get_mixtures_of_what_they_sent_and_others_keep_their_heads() -> None:
@@ -572,9 +580,10 @@ def test_a_client_that_is_twice_in_a_buffer_counts_once_with_its_last_update() -
     states = []
     for arrived in (updates, [updates[2], updates[1]]):
         method.start(server)
-        method.absorb(arrived, server)  # type: ignore[arg-type]
-        states.append({client: method.broadcast(server, client)["fedpac.head"] for client in (1, 4)})
-        states[-1]["prototypes"] = server.state["fedpac.prototypes"].numpy()  # type: ignore[index]
+        count = len(arrived)
+        method.absorb(Aggregation(arrived, [], [1.0] * count, [0] * count, {}), server)  # type: ignore[arg-type]
+        states.append({str(client): sent_to(method, server, client)["fedpac.head"] for client in (1, 4)})
+        states[-1]["prototypes"] = server.state["fedpac.prototypes"]
     assert all(np.array_equal(states[0][key], states[1][key]) for key in states[0])
 
 

@@ -198,7 +198,7 @@ def train(study: Any, version: int = 0, client: int = 0) -> Context:
     base = Vector(networks, layout, torch.device("cpu"), torch.float32).shared
     counters = host.vector.counters[: layout.shared_counters].clone()
     state = host._state(client, -1, None)
-    return host.trainer.train(Job(0, client, 0, version, -1, 1.0), base, counters, {}, {}, state)
+    return host.trainer.train(Job(0, client, 0, version, -1, 1.0), base, counters, {}, state)
 
 
 class Sgd:

@@ -18,6 +18,7 @@ from torch import Tensor
 from raysim.api.context import Batch, Context
 from raysim.api.declarations import Local
 from raysim.api.method import Method
+from raysim.api.server_view import Aggregation
 from raysim.methods.dann import Dann
 from raysim.methods.feddecorr import FedDecorr
 from raysim.methods.fedprox import FedProx
@@ -35,7 +36,7 @@ class Watch(Method):
 
     name = "watch"
     paper = "a test"
-    singly = True
+    needs_single_updates = True
 
     def __init__(self) -> None:
         self.clients: list[list[int]] = []
@@ -51,13 +52,14 @@ class Watch(Method):
         self.log_weights.append(server.state[LOG_WEIGHTS])
         self.vectors.append(server.vector)
 
-    def absorb(self, updates: Any, server: Any) -> None:
+    def absorb(self, aggregation: Aggregation, server: Any) -> None:
+        updates = aggregation.updates
         self.clients.append([update.client for update in updates])
         self.losses.append(torch.tensor([update.extras["groupdro.loss"].item() for update in updates]).double())
         self.means.append([update.loss for update in updates])
-        self.deltas.append(torch.stack([torch.from_numpy(update.delta) for update in updates]))
+        self.deltas.append(torch.stack(list(aggregation.deltas)))
         self.log_weights.append(server.state[LOG_WEIGHTS])
-        self.weights.append(torch.tensor(server.weights, dtype=torch.float64))
+        self.weights.append(torch.tensor(aggregation.weights, dtype=torch.float64))
         self.vectors.append(server.vector)
 
     def transform(self, ctx: Context, batch: Batch) -> Batch:
@@ -138,7 +140,7 @@ def test_both_results_of_a_client_count_if_it_comes_twice_into_one_aggregation()
         SimpleNamespace(client=client, extras={"groupdro.loss": np.array([loss], np.float32)})
         for client, loss in losses
     ]
-    GroupDRO(0.5).weigh([1.0, 1.0, 1.0], updates, server)
+    GroupDRO(0.5).weigh(Aggregation(updates, [], [1.0] * 3, [0] * 3, {}), server)
     grown = server.state[LOG_WEIGHTS] - server.state[LOG_WEIGHTS][2]
     assert torch.allclose(grown, torch.tensor([0.5, 3.0, 0.0], dtype=torch.float64))
 

@@ -13,8 +13,8 @@ from studies import BLOCKS, BUFFER, LOCAL, MLP, NORMED, NORMED_MLP, ROUNDS, Ran,
 from torch import Tensor
 
 from raysim.api.composition import check_composition
-from raysim.api.messages import Update
 from raysim.api.method import Method
+from raysim.api.server_view import Aggregation
 from raysim.methods import inco
 from raysim.methods.fedbn import FedBN
 from raysim.methods.fedopt import FedAdam
@@ -192,12 +192,12 @@ class Watch(Method):
         self.weights: list[list[float]] = []
         type(self).name = name
 
-    def mix(self, direction: Tensor, server: Any) -> Tensor:
+    def mix(self, direction: Tensor, aggregation: Aggregation, server: Any) -> Tensor:
         self.directions.append(direction.clone())
         return direction
 
-    def absorb(self, updates: Sequence[Update], server: Any) -> None:
-        self.weights.append(server.weights)
+    def absorb(self, aggregation: Aggregation, server: Any) -> None:
+        self.weights.append(list(aggregation.weights))
 
 
 class After(Watch):

@@ -203,7 +203,7 @@ def test_a_previous_model_equal_to_the_received_one_does_not_change_the_first_st
         base = host.vector.shared.clone()
         noise = torch.randn(len(base), generator=torch.Generator().manual_seed(0))
         state = {PREVIOUS: (base + shift * noise).unsqueeze(0)}
-        host.trainer.train(Job(0, 0, 1, 0, -1, 1.0), base, host.vector.counters[:0], {}, {}, state)
+        host.trainer.train(Job(0, 0, 1, 0, -1, 1.0), base, host.vector.counters[:0], {}, state)
         return host.vector.data.clone()
 
     plain = trained(0.0, 0.0)

@@ -27,7 +27,8 @@ import raysim
 from raysim.api.composition import owner
 from raysim.api.context import Batch, Stage
 from raysim.api.declarations import Local, Task
-from raysim.api.messages import Update
+from raysim.api.messages import SingleUpdate
+from raysim.api.server_view import Aggregation
 from raysim.data import corruption, federated, partition
 from raysim.methods import dann, fedavg, fedcm, fedlc, fedld, fedpac, fedprox, fedrs, mixup, scaffold
 from raysim.primitives.streams import stream
@@ -52,7 +53,7 @@ def corrected_gradient(random: np.random.Generator) -> Pair:
     part = slice(2, 11)
     want = scaffold.corrected_gradient(grad.clone(), own[part], server[part])
     scaffold.Scaffold().gradient(
-        job(state={"scaffold.control": own}, published={"scaffold.control": server}), grad, part
+        job(state={"scaffold.control": own}, download={"scaffold.control": server}), grad, part
     )
     return grad, want
 
@@ -60,7 +61,7 @@ def corrected_gradient(random: np.random.Generator) -> Pair:
 def weighted_average(random: np.random.Generator) -> Pair:
     start, trained, weights = normal(random, 9), normal(random, 7, 9), torch.from_numpy(random.integers(1, 50, size=7))
     updates = [
-        Update(k, k, 0, int(n), int(n), 1, 0.0, 0.0, (y - start).numpy(), np.empty(0, np.int64))
+        SingleUpdate(k, k, 0, int(n), int(n), 1, 0.0, 0.0, np.empty(0, np.int64), delta=(y - start).numpy())
         for k, (y, n) in enumerate(zip(trained, weights, strict=True))
     ]
     layout = Layout((), (), 6, 9, 9, 0, 0)  # three of nine numbers are buffers
@@ -86,7 +87,7 @@ def update_direction(random: np.random.Generator) -> Pair:
     local = Local(weight_decay=decay)
     ctx = job(
         version=1,
-        published={"fedcm.direction": direction},
+        download={"fedcm.direction": direction},
         vector=job(data=params),
         trainer=job(local=local),
     )
@@ -96,12 +97,9 @@ def update_direction(random: np.random.Generator) -> Pair:
 
 def server_direction(random: np.random.Generator) -> Pair:
     start, trained, weights = normal(random, 9), normal(random, 4, 9), random.uniform(1, 5, size=4)
-    steps, server = torch.from_numpy(random.integers(1, 9, size=4)), job(params=start, weights=weights, state={})
-    updates = [
-        job(delta=(y - start).numpy(), moves=((0, 4, 0.1 * k), (4, 9, 0.1 * k)))
-        for y, k in zip(trained, steps.tolist(), strict=True)
-    ]
-    fedcm.FedCM().absorb(updates, server)
+    steps, server = torch.from_numpy(random.integers(1, 9, size=4)), job(params=start, state={})
+    updates = [job(moves=((0, 4, 0.1 * k), (4, 9, 0.1 * k))) for k in steps.tolist()]
+    fedcm.FedCM().absorb(Aggregation(updates, list(trained - start), weights.tolist(), [0] * 4, {}), server)
     want = fedcm.server_direction(start, trained, 0.1, steps, torch.from_numpy(weights))
     return server.state["fedcm.direction"], want
 
@@ -161,7 +159,7 @@ def local_statistics(random: np.random.Generator) -> Pair:
     features, labels = normal(random, 9, 4), torch.from_numpy(random.choice([0, 2, 3], size=9))
     sent: dict[str, Tensor] = {}
     ctx = job(
-        extras={},
+        download={},
         kept=sent,
         upload=sent,
         vector=job(data=features),
@@ -198,7 +196,7 @@ def classifier_combination_weights(random: np.random.Generator) -> Pair:
     ]
     state = {"fedpac.heads": torch.empty(4, 4, dtype=torch.float64)[:0], "fedpac.rows": torch.full((6,), -1)}
     server = job(state=state, report={}, counts=np.array([1, 1, 1, 1, 0, 0]))
-    fedpac.FedPAC(min_weight=0.1).absorb(updates, server)
+    fedpac.FedPAC(min_weight=0.1).absorb(Aggregation(updates, [], [1.0] * 4, [0] * 4, {}), server)
     want = [
         fedpac.classifier_combination_weights(
             variances=variances, weighted_means=weighted, client=client, min_weight=0.1

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.func import functional_call
 
 from raysim.api.context import Context, Own
-from raysim.api.messages import Job
+from raysim.api.messages import Job, SingleUpdate
 from raysim.api.method import Method
 from raysim.data.federated import FederatedData, federate
 from raysim.data.partition import IID
@@ -79,7 +79,7 @@ class Client:
         version = self.turn if version is None else version
         job = Job(self.turn, 0, self.turn, version, self.turn - 1, 1.0)
         base = self.initial if base is None else base
-        ctx = self.host.trainer.train(job, base, self.counters if counters is None else counters, {}, {}, self.state)
+        ctx = self.host.trainer.train(job, base, self.counters if counters is None else counters, {}, self.state)
         self.turn, self.state = self.turn + 1, ctx.state
         return ctx
 
@@ -226,7 +226,7 @@ def test_an_update_is_the_difference_to_the_shared_model_not_to_the_mixed_start(
     ran(coordinate(study, EVERYBODY, runtime=spy, rounds=3, summation=1))
     published = {job.number: vector.vector for job, vector in spy.sent}
     turns = {job.number: job.turn for job, _ in spy.sent}
-    deltas = {update.job: update.delta for update in spy.updates if update.delta is not None}
+    deltas = {update.job: update.delta for update in spy.updates if isinstance(update, SingleUpdate)}
     assert max(turns[job] for job in deltas) == 2
     clients = {job.number: job.client for job, _ in spy.sent}
     for job, delta in deltas.items():

@@ -196,7 +196,7 @@ def test_an_evaluation_leaves_the_shared_model_its_statistics_and_training_as_th
                 rows = here.data.partition.test.rows(client)
                 host.evaluate([Task(client, rows, finetune=MODES[mode].finetuning())], published)
         ctx = host.trainer.train(
-            Job(0, 0, 0, 0, -1, 1.0), torch.from_numpy(vector), torch.from_numpy(counters), {}, {}, state
+            Job(0, 0, 0, 0, -1, 1.0), torch.from_numpy(vector), torch.from_numpy(counters), {}, state
         )
         return ctx.vector.data.clone(), ctx.vector.counters.clone(), published
 

@@ -144,7 +144,9 @@ def test_real_features_come_closer_to_the_virtual_ones_of_their_class() -> None:
 
 
 def constants(method: Method, study: RunSpec) -> dict[str, Tensor]:
-    return dict(method.constants(coordinate(study).server))
+    once = method.send(coordinate(study).server).once
+    assert once is not None
+    return dict(once())
 
 
 def test_the_virtual_set_depends_on_the_seed_and_the_data_alone() -> None:
@@ -263,7 +265,7 @@ class Watched(Vhl):
         expected = out.logits.new_zeros(())
         aligned = self._aligns(ctx)
         if self._joins(ctx):
-            labels = ctx.published["vhl.labels"][ctx.drawn("vhl.views")[0]]
+            labels = ctx.download["vhl.labels"][ctx.drawn("vhl.views")[0]]
             both = torch.cat([batch.raw_inputs, self._images(ctx)])
             real, virtual = ctx.model.features(both).split([len(batch.inputs), self.batch])
             shift = CLASSES if self.label_mode == "extra" else 0

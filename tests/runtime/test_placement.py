@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 from rich.console import Console
-from studies import NORMED, changed, coordinate, even, ran, recipe, run, several, tiny
+from studies import FOLDERS, NORMED, changed, coordinate, even, ran, recipe, run, several, tiny
 
 from raysim.api.declarations import Evaluation
 from raysim.api.method import Method
@@ -244,7 +244,7 @@ def second_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def driver(second_cache: Path) -> Iterator[Call]:
     """Calls a function in a process of its own that is the driver on two nodes: the suite's process has its own Ray."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", str(Path(__file__).parents[1]), prepend=os.pathsep)
+        patch.setenv("PYTHONPATH", FOLDERS, prepend=os.pathsep)
         patch.setenv("RAY_AUTH_MODE", "token")
         patch.setenv("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
         with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from studies import BUFFER, NORMED, Ran, coordinate, ran, recipe, run, same
+from studies import BUFFER, FOLDERS, NORMED, Ran, coordinate, ran, recipe, run, same
 
 import raysim
 from raysim.methods.fedbn import FedBN
@@ -215,7 +215,7 @@ def test_a_run_may_be_resumed_from_a_resumed_run(tmp_path: Path) -> None:
 
 CHILD = """
 import os, signal, sys
-sys.path[:0] = [{tests!r}]
+sys.path[:0] = {tests!r}.split(os.pathsep)
 import {module} as here
 here.killed({folder!r}, {where!r})
 """
@@ -257,9 +257,7 @@ def killed(folder: str, where: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("where", KILLED)
 def test_a_killed_run_resumes_to_the_bits_of_the_undisturbed_one(where: str, tmp_path: Path) -> None:
-    text = CHILD.format(
-        tests=str(Path(__file__).parents[1]), module=Path(__file__).stem, folder=str(tmp_path), where=where
-    )
+    text = CHILD.format(tests=FOLDERS, module=Path(__file__).stem, folder=str(tmp_path), where=where)
     paths = os.pathsep.join([str(PACKAGE.parent), os.environ.get("PYTHONPATH", "")])
     child = subprocess.run([sys.executable, "-c", text], env=os.environ | {"PYTHONPATH": paths}, capture_output=True)
     assert child.returncode == -signal.SIGKILL, child.stderr.decode()

@@ -12,8 +12,9 @@ from cluster import Hosts
 from studies import NORMED, ROUNDS, coordinate, ran, recipe, run, same
 from torch import Tensor
 
-from raysim.api.messages import Failure, Update
+from raysim.api.messages import Failure
 from raysim.api.method import Method
+from raysim.api.server_view import Aggregation
 from raysim.methods.fedbn import FedBN
 from raysim.methods.scaffold import Scaffold
 from raysim.simulation import checkpoint
@@ -81,9 +82,9 @@ class Absent(Method):
 
     name = "absent"
 
-    def weigh(self, weights: list[float], updates: Sequence[Update], server: Any) -> list[float]:
-        gone = [(update.client, update.version) in HITS for update in updates]
-        return [0.0 if out else weight for out, weight in zip(gone, weights, strict=True)]
+    def weigh(self, aggregation: Aggregation, server: Any) -> Aggregation:
+        gone = [(update.client, update.version) in HITS for update in aggregation.updates]
+        return aggregation.reweighted([0.0 if out else w for out, w in zip(gone, aggregation.weights, strict=True)])
 
 
 def where(failures: Sequence[Failure]) -> set[tuple[int, int]]:

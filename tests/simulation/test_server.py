@@ -10,9 +10,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from raysim.api.declarations import Task
-from raysim.api.messages import Published, Sum, Update
+from raysim.api.declarations import Download, Task
+from raysim.api.messages import Published, SingleUpdate, Sum, SummedUpdate, Update
 from raysim.api.method import Method
+from raysim.api.server_view import Aggregation
 from raysim.methods.fedbuff import FedBuff
 from raysim.methods.fedopt import FedAvgM
 from raysim.simulation.server import Server
@@ -32,10 +33,10 @@ def server(*methods: Method, **settings: Any) -> Server:
     return Server(LAYOUT, torch.tensor(START), torch.zeros(1, dtype=torch.int64), methods, COUNTS, 0, TASK, **settings)
 
 
-def update(client: int, version: int = 0, counter: int = 1, delta: np.ndarray | None = None) -> Update:
+def update(client: int, version: int = 0, counter: int = 1, delta: np.ndarray | None = None) -> SingleUpdate:
     delta = DELTAS[client] if delta is None else delta
     samples = int(COUNTS[client])
-    return Update(client, client, version, samples, samples, 1, 0.5, 0.0, delta, np.array([counter]))
+    return SingleUpdate(client, client, version, samples, samples, 1, 0.5, 0.0, np.array([counter]), delta=delta)
 
 
 def step(
@@ -59,8 +60,9 @@ def on_a_host(clients: Sequence[int], failed: Sequence[int] = ()) -> Sum:
     return Sum(tuple(clients), total.numpy())
 
 
-def stripped(client: int) -> Update:
-    return update(client, delta=np.empty(0, np.float32))
+def summed_update(client: int) -> SummedUpdate:
+    samples = int(COUNTS[client])
+    return SummedUpdate(client, client, 0, samples, samples, 1, 0.5, 0.0, np.array([1]))
 
 
 ALL = list(range(CLIENTS))
@@ -73,7 +75,9 @@ def groups(size: int) -> list[list[int]]:
 @pytest.mark.parametrize("size", [1, 5, 12, 100])
 def test_sums_from_hosts_and_single_updates_give_the_same_bits(size: int) -> None:
     single = step(server(group=size), [update(client) for client in ALL])
-    summed = step(server(group=size), [stripped(client) for client in ALL], [on_a_host(unit) for unit in groups(size)])
+    summed = step(
+        server(group=size), [summed_update(client) for client in ALL], [on_a_host(unit) for unit in groups(size)]
+    )
     assert torch.equal(single.vector, summed.vector)
     average = (COUNTS[:, None] * DELTAS.astype(np.float64)).sum(0) / COUNTS.sum()
     np.testing.assert_allclose(single.vector.numpy(), START + average, rtol=1e-5, atol=1e-6)
@@ -86,12 +90,12 @@ def test_the_size_of_a_group_is_part_of_the_bits() -> None:
 
 def test_the_bits_do_not_depend_on_the_order_in_which_sums_come_back() -> None:
     sums = [on_a_host(unit) for unit in groups(5)]
-    ways = [step(server(), [stripped(client) for client in ALL], order) for order in (sums, sums[::-1])]
+    ways = [step(server(), [summed_update(client) for client in ALL], order) for order in (sums, sums[::-1])]
     assert torch.equal(ways[0].vector, ways[1].vector)
 
 
 def test_some_groups_may_come_summed_and_others_one_by_one() -> None:
-    mixed = [*(stripped(client) for client in ALL[:5]), *(update(client) for client in ALL[5:])]
+    mixed = [*(summed_update(client) for client in ALL[:5]), *(update(client) for client in ALL[5:])]
     found = step(server(), mixed, [on_a_host(ALL[:5])])
     assert torch.equal(found.vector, step(server(), [update(client) for client in ALL]).vector)
 
@@ -107,7 +111,7 @@ def test_a_client_that_failed_keeps_its_place_in_its_group() -> None:
     found = step(server(), present)
     summed = step(
         server(),
-        [None if client in failed else stripped(client) for client in ALL],
+        [None if client in failed else summed_update(client) for client in ALL],
         [on_a_host(unit, failed) for unit in groups(5)],
     )
     assert torch.equal(found.vector, summed.vector)
@@ -142,11 +146,11 @@ def test_equal_clients_leave_the_mean_of_their_updates_whatever_their_weights() 
 class Doubling(Method):
     name = "doubling"
 
-    def apply(self, params: Tensor, direction: Tensor, server: Server) -> Tensor:
-        return params + 100 * direction
+    def weigh(self, aggregation: Aggregation, server: Any) -> Aggregation:
+        return aggregation.reweighted(aggregation.weights, lambda weights: 1.0)
 
-    def divisor(self, weights: Sequence[float], server: Server) -> float:
-        return 1.0
+    def apply(self, direction: Tensor, out: Tensor, aggregation: Aggregation, server: Any) -> None:
+        torch.add(server.params, direction, alpha=100, out=out)
 
 
 @pytest.mark.parametrize("method", [Doubling(), FedAvgM(server_lr=7.0)], ids=lambda method: method.name)
@@ -184,8 +188,8 @@ def test_hosts_may_sum_unless_weights_or_single_updates_are_needed() -> None:
     class Combining(Method):
         name = "combining"
 
-        def combine(self, updates: Any, weights: Any, divisor: float, server: Server) -> Tensor:
-            return torch.stack([torch.tensor(update.delta[:TRAINED]) for update in updates]).mean(0)
+        def combine(self, aggregation: Aggregation, server: Any) -> Tensor:
+            return torch.stack([delta[:TRAINED] for delta in aggregation.deltas]).mean(0)
 
     assert server().summable
     assert server(FedAvgM()).summable
@@ -205,30 +209,88 @@ def test_the_parts_of_a_step_come_in_their_order() -> None:
     class Logging(Method):
         name = "logging"
 
-        def weigh(self, weights: list[float], updates: Any, server: Server) -> list[float]:
+        def weigh(self, aggregation: Aggregation, server: Any) -> Aggregation:
             log.append("weigh")
-            return [2 * weight for weight in weights]
+            return aggregation.reweighted([2 * weight for weight in aggregation.weights])
 
-        def divisor(self, weights: Any, server: Server) -> float:
-            log.append("divisor")
-            return float(sum(weights))
-
-        def mix(self, direction: Tensor, server: Server) -> Tensor:
+        def mix(self, direction: Tensor, aggregation: Aggregation, server: Any) -> Tensor:
             log.append("mix")
             return direction
 
-        def apply(self, params: Tensor, direction: Tensor, server: Server) -> Tensor:
+        def apply(self, direction: Tensor, out: Tensor, aggregation: Aggregation, server: Any) -> None:
             log.append("apply")
-            return params + direction
+            torch.add(server.params, direction, out=out)
 
-        def absorb(self, updates: Any, server: Server) -> None:
+        def absorb(self, aggregation: Aggregation, server: Any) -> None:
             log.append("absorb")
             assert not torch.equal(server.vector, torch.tensor(START))
 
     found = step(server(Logging()), [update(client) for client in ALL])
-    assert log == ["weigh", "divisor", "mix", "apply", "absorb"]
+    assert log == ["weigh", "mix", "apply", "absorb"]
     plain = step(server(), [update(client) for client in ALL])
     assert torch.equal(found.vector, plain.vector), "weights that are all twice as large are the same weights"
+
+
+class Halving(Method):
+    """Weights by half, whoever else weighs."""
+
+    name = "halving"
+
+    def weigh(self, aggregation: Aggregation, server: Any) -> Aggregation:
+        return aggregation.reweighted([weight / 2 for weight in aggregation.weights])
+
+
+@pytest.mark.parametrize(("normalization", "scale"), [("count", 0.5), ("weights", 1.0), ("none", 0.5)])
+def test_a_rule_for_the_divisor_sees_the_weights_that_all_methods_have_changed(
+    normalization: Any, scale: float
+) -> None:
+    (alone, first, last) = (
+        step(server(*methods, weighting="uniform"), [update(client) for client in ALL])
+        for buffer in [FedBuff(normalization=normalization)]
+        for methods in ([buffer], [buffer, Halving()], [Halving(), buffer])
+    )
+    assert torch.equal(first.vector, last.vector), "wherever it stands in the list"
+    moved, want = (found.params.numpy() - START[:TRAINED] for found in (first, alone))
+    np.testing.assert_allclose(moved, scale * want, rtol=1e-4, atol=1e-6)
+
+
+def test_an_aggregation_has_single_deltas_only_if_a_method_needs_them() -> None:
+    class Watching(Method):
+        name = "watching"
+
+        def absorb(self, aggregation: Aggregation, server: Any) -> None:
+            seen.append(len(aggregation.deltas))
+
+    class Needing(Watching):
+        name = "needing"
+        needs_single_updates = True
+
+    seen: list[int] = []
+    for methods in ([Watching()], [Needing()], [Watching(), FedBuff()]):
+        step(server(*methods, weighting="uniform"), [update(client) for client in ALL])
+    assert seen == [0, CLIENTS, CLIENTS]
+
+
+def test_what_is_sent_is_made_when_it_is_due() -> None:
+    log: list[str] = []
+
+    def sent(name: str) -> dict[str, Tensor]:
+        log.append(name)
+        return {f"sending.{name}": torch.ones(2)}
+
+    class Sending(Method):
+        name = "sending"
+
+        def send(self, server: Any) -> Download:
+            return Download(
+                once=lambda: sent("once"), version=lambda: sent("version"), client=lambda client: sent(str(client))
+            )
+
+    target = server(Sending())
+    assert not log and list(target.sent_once()) == ["sending.once"]
+    assert list(target.published().extras) == ["sending.version"] and target.published().floats == SHARED + 2
+    assert list(target.sent_to(3)) == ["sending.3"]
+    assert log == ["once", "version", "version", "3"]
 
 
 def test_a_step_leaves_what_was_published_as_it_was() -> None:

@@ -153,7 +153,7 @@ def _scored(coordinator: Coordinator, host: Host, client: int, names: Mapping[st
     state = coordinator.states.accepted.get(client, -1)
     sent = coordinator.states.state(client, state) if state >= 0 else None
     rows, how = coordinator.spec.data.partition.test.rows(client), coordinator.spec.evaluation.finetune
-    task = Task(client, rows, state, coordinator._extras(client), finetune=how if how.epochs else None)
+    task = Task(client, rows, state, coordinator.server.sent_to(client), finetune=how if how.epochs else None)
     host.evaluate([task], coordinator.server.published(), *([sent] if coordinator.stateful else []))
     tensors = host.vector.named(host.vector.data, host.vector.counters)
     return {name: tensors[name].detach().numpy().copy() for name in names}

@@ -105,7 +105,7 @@ def at_work(
     trainer: Any = SimpleNamespace(tracking=[], task=SimpleNamespace(num_classes=2))
     ctx = Context(
         trainer=trainer, seed=0, client=0, turn=0, version=0, samples=5, rate=0.1, vector=vector,
-        received=vector.shared, base=vector.shared.clone(), published={}, extras={}, state={},
+        received=vector.shared, base=vector.shared.clone(), download={}, state={},
     )  # fmt: skip
     step = Step(vector, methods, optimizer, clip)
     step.begin()
@@ -287,7 +287,7 @@ def test_statistics_are_kept_within_the_context_and_move_outside() -> None:
     inputs, _ = host.trainer.gather(host.trainer.partition.rows(0))
     ctx = Context(
         trainer=host.trainer, seed=0, client=0, turn=0, version=0, samples=5, rate=0.1, vector=host.vector,
-        received=host.vector.shared, base=host.vector.shared.clone(), published={}, extras={}, state={},
+        received=host.vector.shared, base=host.vector.shared.clone(), download={}, state={},
     )  # fmt: skip
     before = host.vector.shared.clone()
     with ctx.statistics_kept():

@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from raysim.api.declarations import Task
-from raysim.api.messages import Update
+from raysim.api.messages import SingleUpdate
 from raysim.api.method import Method
+from raysim.api.server_view import Aggregation
 from raysim.methods.fedbuff import FedBuff
 from raysim.methods.fedgh import FedGH, HierarchicalFedGH
 from raysim.methods.fedld import PrincipalGradient
@@ -38,9 +39,18 @@ def server(*methods: Method, layout: Layout = LAYOUT, clients: int = 12, **setti
     return Server(layout, start, counters, methods, counts, 0, Task((1, 2, 2), 3, clients), **settings)
 
 
-def updates(rows: Tensor, version: int = 0) -> list[Update]:
+def updates(rows: Tensor, version: int = 0) -> list[SingleUpdate]:
     counters = np.ones(LAYOUT.shared_counters, np.int64)
-    return [Update(i, i, version, i + 1, i + 1, 1, 0.5, 0.0, row.numpy(), counters) for i, row in enumerate(rows)]
+    return [
+        SingleUpdate(i, i, version, i + 1, i + 1, 1, 0.5, 0.0, counters, delta=row.numpy())
+        for i, row in enumerate(rows)
+    ]
+
+
+def given(rows: Tensor, weights: Sequence[float], divisor: float = 0.0) -> Aggregation:
+    """These updates in one aggregation; the divisor is the sum of the weights unless another is given."""
+    found = Aggregation(updates(rows), list(rows), weights, [0] * len(rows), {})
+    return found.reweighted(weights, lambda weights: divisor) if divisor else found
 
 
 @contextmanager
@@ -99,7 +109,7 @@ def test_a_gram_matrix_has_the_same_bits_on_one_thread_and_on_three(
 def test_unchanged_updates_give_the_bits_of_the_weighted_mean(group: int) -> None:
     target, rows = server(group=group), normal(12, LAYOUT.shared)
     weights = [target.weight(client) for client in range(12)]
-    got = recombined(updates(rows), weights, sum(weights), target, "model", unchanged)
+    got = recombined(given(rows, weights), target, "model", unchanged)
     target.step(updates(rows), [], [0] * 12, {})
     assert torch.equal(got, target.params), "from zero"
 
@@ -122,7 +132,7 @@ def test_a_long_sum_in_blocks_has_the_bits_of_a_sum_of_whole_vectors(
 
 def test_coefficients_apply_to_the_rows_as_they_came() -> None:
     rows, mixture = normal(3, LAYOUT.shared), normal(3, 3, seed=1).double()
-    got = recombined(updates(rows), [1.0, 2.0, 4.0], 8.0, server(), "model", lambda products: mixture)
+    got = recombined(given(rows, [1.0, 2.0, 4.0], 8.0), server(), "model", lambda products: mixture)
     want = torch.tensor([1.0, 2.0, 4.0]).double() @ mixture @ rows.double()[:, : LAYOUT.trained] / 8
     assert torch.allclose(got.double(), want, rtol=1e-5, atol=1e-6)
 
@@ -134,7 +144,7 @@ def test_per_tensor_every_tensor_has_a_gram_matrix_of_its_own() -> None:
         seen.append(products)
         return unchanged(products)
 
-    recombined(updates(rows), [1.0] * 3, 3.0, server(), "tensor", note)
+    recombined(given(rows, [1.0] * 3), server(), "tensor", note)
     parts = stretches(LAYOUT, "tensor")
     assert [part.stop - part.start for part in parts] == [12, 3, 3, 3], "and none of the buffers"
     for products, part in zip(seen, parts, strict=True):
@@ -188,11 +198,11 @@ def test_no_second_copy_of_the_updates_is_made(rule: Callable[[], Method], monke
     layout = plan_layout({"model": nn.ParameterDict({"w": nn.Parameter(torch.zeros(size))})})
     rows, target = normal(clients, size), server(layout=layout, clients=clients)
     method = rule()
-    given = updates(rows)
+    aggregation = given(rows, [1.0] * clients)
     with Sizes() as sizes, on(1, monkeypatch):
-        method.combine(given, [1.0] * clients, float(clients), target)
+        method.combine(aggregation, target)
         tracemalloc.start()  # sees what NumPy takes
-        method.combine(given, [1.0] * clients, float(clients), target)
+        method.combine(aggregation, target)
         _, peak = tracemalloc.get_traced_memory()
         tracemalloc.stop()
     assert sizes.largest == size

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from raysim.api.declarations import Evaluation
-from raysim.api.messages import Job, Published, Sum, Trained, Update
+from raysim.api.messages import Job, Published, SingleUpdate, Sum, SummedUpdate, Trained
 from raysim.data.federated import federate
 from raysim.data.partition import CSR, IID, Partition
 from raysim.data.sources import Synthetic
@@ -95,10 +95,10 @@ class Ready:
         outcomes = tuple(self._update(job, alone=job.number not in summed) for job in jobs)
         return Trained(outcomes, tuple(Sum(group, self._array()) for group in groups), self.name)
 
-    def _update(self, job: Job, alone: bool) -> Update:
+    def _update(self, job: Job, alone: bool) -> SingleUpdate | SummedUpdate:
         samples = int(self._counts[job.client])
-        delta = self._array() if alone else None
-        return Update(job.number, job.client, job.version, samples, samples, 1, 0.0, 0.0, delta, np.empty(0, np.int64))
+        known = (job.number, job.client, job.version, samples, samples, 1, 0.0, 0.0, np.empty(0, np.int64))
+        return SingleUpdate(*known, delta=self._array()) if alone else SummedUpdate(*known)
 
     def _array(self) -> np.ndarray:
         self._next = (self._next + 1) % len(self._arrays)
@@ -121,7 +121,7 @@ class Fleet:
     def get(self, ref: Any) -> Any:
         """See `Runtime`."""
         if isinstance(value := self._few.get(ref), Trained):
-            alone = sum(isinstance(outcome, Update) and outcome.delta is not None for outcome in value.outcomes)
+            alone = sum(isinstance(outcome, SingleUpdate) for outcome in value.outcomes)
             self.arrays += len(value.sums) + alone
         return value
 

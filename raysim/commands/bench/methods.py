@@ -17,8 +17,9 @@ import numpy as np
 import torch
 
 from raysim.api.declarations import Evaluation, Local, Task
-from raysim.api.messages import Update
+from raysim.api.messages import SingleUpdate
 from raysim.api.method import Method
+from raysim.api.server_view import Aggregation
 from raysim.data.federated import federate
 from raysim.data.partition import IID
 from raysim.data.sources import Synthetic
@@ -173,12 +174,13 @@ def principal_and_the_loop() -> tuple[float, float]:
     layout, generator = plan_layout(networks), stream(0, "bench")
     counters = np.empty(0, np.int64)
     deltas = [generator.random(layout.shared, np.float32) for _ in range(50)]
-    updates = [Update(i, i, 0, 100, 100, 1, 1.0, 0.0, delta, counters) for i, delta in enumerate(deltas)]
-    start, weights = torch.zeros(layout.shared), [100.0] * len(updates)
+    updates = [SingleUpdate(i, i, 0, 100, 100, 1, 1.0, 0.0, counters, delta=delta) for i, delta in enumerate(deltas)]
+    aggregation = Aggregation(updates, [torch.from_numpy(delta) for delta in deltas], [100.0] * 50, [0] * 50, {})
+    start = torch.zeros(layout.shared)
     server = Server(
         layout, start, torch.empty(0, dtype=torch.int64), [], np.full(50, 100), 0, Task((1, 28, 28), 10, 50)
     )
-    own = _median(lambda: PrincipalGradient().combine(updates, weights, 5000.0, server))
+    own = _median(lambda: PrincipalGradient().combine(aggregation, server))
     return own, _median(lambda: accumulated(deltas, 100.0))
 
 
@@ -200,9 +202,9 @@ def accumulated(deltas: Sequence[np.ndarray], weight: float) -> torch.Tensor:
     return total
 
 
-def seconds_per_loop(updates: Sequence[Update]) -> float:
+def seconds_per_loop(updates: Sequence[SingleUpdate]) -> float:
     """Of a step by the weighted mean as one would write it."""
-    deltas = [update.delta for update in updates if update.delta is not None]
+    deltas = [update.delta for update in updates]
     vector = torch.zeros(len(deltas[0]))
 
     def step() -> None:
@@ -212,7 +214,7 @@ def seconds_per_loop(updates: Sequence[Update]) -> float:
     return _median(step)
 
 
-def seconds_per_rule(updates: Sequence[Update], *methods: Method) -> float:
+def seconds_per_rule(updates: Sequence[SingleUpdate], *methods: Method) -> float:
     """Of the server's step on single updates, when its states exist."""
     networks = {"model": ResNet(18).build((3, 32, 32), 10, 0)}
     layout = plan_layout(networks)
@@ -229,13 +231,15 @@ def seconds_per_rule(updates: Sequence[Update], *methods: Method) -> float:
     return _median(step)
 
 
-def _updates() -> list[Update]:
+def _updates() -> list[SingleUpdate]:
     layout = plan_layout({"model": ResNet(18).build((3, 32, 32), 10, 0)})
     generator = stream(0, "bench")
     extras: dict[str, np.ndarray] = {"groupdro.loss": np.ones(1, np.float32), "fedexp.square": np.ones(1)}
     counters = np.ones(layout.shared_counters, np.int64)
     return [
-        Update(i, i, 0, 100, 100, 1, 1.0, 0.0, generator.random(layout.shared, np.float32), counters, extras)
+        SingleUpdate(
+            i, i, 0, 100, 100, 1, 1.0, 0.0, counters, extras, delta=generator.random(layout.shared, np.float32)
+        )
         for i in range(COHORT)
     ]
 

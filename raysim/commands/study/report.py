@@ -15,7 +15,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from raysim.commands.study.runner import Campaign, Cell, short
+from raysim.commands.study.runner import Campaign, Cell
+from raysim.experiment.many_runs import score, short_names
 from raysim.primitives.checks import known
 from raysim.primitives.errors import Refused, instead
 from raysim.primitives.files import replace_file
@@ -66,19 +67,6 @@ def check_metrics(names: Sequence[str]) -> None:
             raise Refused(f"--metric {name} does not exist: {instead(name, [*simple, 'rounds_to.0.80'])}")
 
 
-def score(summary: Mapping[str, object], metric: str) -> float | None:
-    """A number of a summary; "final" is `accuracy`, or `accuracy_global` where no client has a test of its own."""
-    if metric == "final":
-        own = score(summary, "accuracy")
-        return own if own is not None else score(summary, "accuracy_global")
-    value = summary.get(metric)
-    if value is None and "." in metric:
-        group, _, name = metric.partition(".")
-        inner = summary.get(group)
-        value = inner.get(name) if isinstance(inner, Mapping) else None
-    return float(value) if isinstance(value, (int, float)) and math.isfinite(value) else None
-
-
 def gather(campaign: Campaign, metrics: Sequence[str]) -> tuple[list[str], list[Scores]]:
     """Read the finished runs. Without metrics: the usual ones, and the highest threshold that every run reached."""
     runs = [load_run(f) if (f := campaign.results(c)).joinpath("summary.json").is_file() else None
@@ -104,7 +92,8 @@ def compared(campaign: Campaign) -> list[str]:
 def label(campaign: Campaign, cell: Cell, keys: Sequence[str]) -> str:
     """Some settings of a run in a few words: "fedprox, mu=0.1"."""
     shown = [key for key in keys if key in cell.settings]
-    names = {key: "" if key == "method" else f"{short(key, campaign.varied)}=" for key in shown}
+    short = dict(zip(campaign.varied, short_names(campaign.varied), strict=True))
+    names = {key: "" if key == "method" else f"{short[key]}=" for key in shown}
     return ", ".join(f"{names[key]}{cell.settings[key]}" for key in shown)
 
 
@@ -187,7 +176,8 @@ def settings_table(campaign: Campaign, scores: Sequence[Scores]) -> list[Column]
     """A row per setting: number of its runs, mean ± deviation (divisor n-1) of every metric over the seeds."""
     keys = [key for key in dict.fromkeys(["method", *campaign.varied]) if key != "seed"]
     groups = grouped(scores)
-    columns = [Column(short(k, keys), [g[0].cell.settings.get(k, NOTHING) for g in groups]) for k in keys]
+    names = zip(keys, short_names(keys), strict=True)
+    columns = [Column(name, [g[0].cell.settings.get(key, NOTHING) for g in groups]) for key, name in names]
     made = [sum(each.run is not None for each in group) for group in groups]
     counts = [f"{n}" if n == len(g) else f"{n} of {len(g)}" for n, g in zip(made, groups, strict=True)]
     columns.append(Column("n", counts, [float(n) for n in made]))

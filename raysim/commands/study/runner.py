@@ -28,6 +28,17 @@ from typing import cast
 
 from raysim.experiment.compose import Node, compose, groups, load_yaml, plain, spread, to_yaml
 from raysim.experiment.execute import build, run
+from raysim.experiment.many_runs import (
+    asked_to_continue,
+    check_free,
+    dated_folder,
+    how_to_go_on,
+    join_ray,
+    not_a_folder_of,
+    score,
+    short_names,
+    value_label,
+)
 from raysim.experiment.run_folder import place
 from raysim.experiment.settings import Interrupted
 from raysim.primitives.errors import Refused, first_line, refusing
@@ -89,12 +100,12 @@ def plan(words: Sequence[str], conf: Sequence[str] = ()) -> Campaign:
     "rounds=20". A key that only some of a group's options have (method.fedprox.mu) is for those runs alone.
     """
     given = {key: tuple(each) for key, each in map(spread, words)}
-    out, resume = (given.pop(key, ()) for key in ("out", "resume"))
+    out, _ = (given.pop(key, ()) for key in ("out", "resume"))
     campaign = Campaign(_folder(out), tuple(str(Path(root).expanduser().resolve()) for root in conf), given)
-    if resume:
-        campaign = _continued(campaign, resume)
-    elif campaign.folder.exists():
-        raise Refused(f"out={campaign.folder} exists already: choose another folder, or continue it with resume=latest")
+    if asked_to_continue(words, "study"):
+        campaign = _continued(campaign)
+    else:
+        check_free(campaign.folder)
     cells = tuple(_cells(campaign))
     names = [cell.name for cell in cells]
     if twice := next((name for name in names if names.count(name) > 1), None):
@@ -104,22 +115,18 @@ def plan(words: Sequence[str], conf: Sequence[str] = ()) -> Campaign:
 
 def _folder(out: Sequence[str]) -> Path:
     if not out:
-        return Path("studies") / time.strftime("%Y-%m-%d_%H-%M-%S")
+        return dated_folder(Path("studies"))
     if len(out) > 1:
         raise Refused(f"{' and '.join(out)} are two folders, but a study has one: name one")
     return Path(str(plain(compose(out))["out"])).expanduser()
 
 
-def _continued(campaign: Campaign, resume: Sequence[str]) -> Campaign:
+def _continued(campaign: Campaign) -> Campaign:
     """The study in the folder; what is given now takes the place of what its study.yaml says of the same keys."""
     folder, path = campaign.folder, campaign.folder / "study.yaml"
-    if list(resume) != ["resume=latest"]:
-        raise Refused(f"{' and '.join(resume)}: a study is continued with resume=latest")
     if not path.is_file():
         if not campaign.words or (folder.exists() and (not folder.is_dir() or any(folder.iterdir()))):
-            raise Refused(
-                f"out={folder} is not the folder of a study, it has no study.yaml: name another, or leave resume out"
-            )
+            raise not_a_folder_of("study", folder, path.name)
         return campaign
     stored = load_yaml(path)
     if not isinstance(stored, dict) or not {"overrides", "conf"} <= stored.keys():
@@ -137,10 +144,11 @@ def _continued(campaign: Campaign, resume: Sequence[str]) -> Campaign:
 
 def _cells(campaign: Campaign) -> Iterator[Cell]:
     settings = list(_settings(campaign))
+    parts = _name_parts(campaign.varied)
     seeds = campaign.words.get("seed") or ("",)
     for word, (labels, config) in itertools.product(seeds, settings):
         seed = _seed(word) if word else config["seed"]
-        varied = [f"{short(key, campaign.varied)}-{label}" for key, label in labels.items() if key != "method"]
+        varied = [f"{parts[key]}-{label}" for key, label in labels.items() if key != "method"]
         name = "_".join([labels["method"], *varied])
         name = re.sub(r"[^\w.+-]+", "-", f"{name}_seed-{seed}")
         own: dict[str, object] = {"seed": seed, "out": str(campaign.folder / "runs" / name), "resume": "latest"}
@@ -175,7 +183,7 @@ def _settings(campaign: Campaign) -> Iterator[tuple[dict[str, str], Node]]:
             continue
         seen.add(same)
         config = plain(compose(list(fits.values()), campaign.conf))
-        labels = {"method": "+".join(config["choices"]["method"]) or "fedavg"}
+        labels = {"method": value_label(config["choices"]["method"])}
         labels |= {k: fits[k].partition("=")[2].strip("\"'") for k in campaign.varied if k in fits and k != "method"}
         yield labels, config
     if unknown := [each[0] for key, each in words.items() if key not in used]:  # refused in the words of a run
@@ -190,10 +198,12 @@ def _has(node: object, key: str) -> bool:
     return True
 
 
-def short(key: str, keys: Sequence[str]) -> str:
-    """The last part of a key, where no other key ends in it."""
-    last = key.rpartition(".")[2]
-    return key if [other.rpartition(".")[2] for other in keys].count(last) > 1 else last
+def _name_parts(keys: Sequence[str]) -> dict[str, str]:
+    """What each key is called in the names of runs: its last part, or the whole key where another one ends alike.
+
+    Not as short as in tables, because the folders of a study that is continued must be found under their names.
+    """
+    return {key: key if "." in name else name for key, name in zip(keys, short_names(keys), strict=True)}
 
 
 def check(campaign: Campaign, allow: Sequence[str] = (), parallel: int = 1) -> Campaign:
@@ -251,15 +261,15 @@ def carry_out(campaign: Campaign, *, parallel: int = 1, allow: Sequence[str] = (
                 rest = f" · {duration(left)} left" if number < len(todo) else ""
                 say(f"run {done + number}/{total} {cell.name}: {sentence or _outcome(campaign.results(cell))}{rest}")
     except KeyboardInterrupt:
-        again = f"raysim study out={campaign.folder} resume=latest"
-        raise Interrupted(f"stopped before all {total} runs were made: {again} goes on where it stopped") from None
+        again = how_to_go_on("study", campaign.folder)
+        raise Interrupted(f"stopped before all {total} runs were made: {again}") from None
     return failed
 
 
 def _outcome(folder: Path) -> str:
     summary = json.loads((folder / "summary.json").read_text())
-    score = next((summary[key] for key in ("accuracy", "accuracy_global") if summary.get(key) is not None), None)
-    text = "accuracy unknown" if score is None else f"accuracy {score:.4f}"
+    final = score(summary, "final")
+    text = "accuracy unknown" if final is None else f"accuracy {final:.4f}"
     return f"{text} after {summary['rounds']} rounds, {duration(summary.get('wall_seconds') or 0.0)}"
 
 
@@ -279,9 +289,7 @@ def _join(runtime: Node, session: ExitStack) -> str:
         return ""
     from raysim.runtime import ray
 
-    with refusing():
-        if ray.connect(ray.RayOptions(address=runtime.get("address") or "local")):
-            session.callback(ray.disconnect)
+    join_ray(ray.RayOptions(address=runtime.get("address") or "local"), session)
     return ray.address()
 
 

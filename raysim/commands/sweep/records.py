@@ -16,10 +16,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from raysim.commands.sweep.search import Search
-from raysim.commands.sweep.space import Point, short
-from raysim.commands.sweep.trial import score
+from raysim.commands.sweep.space import Point
 from raysim.experiment.compose import to_yaml
-from raysim.experiment.instantiate import shown
+from raysim.experiment.many_runs import last_score, short_names, value_label
 from raysim.primitives.errors import Refused
 from raysim.primitives.files import replace_file
 from raysim.results.history import read_history, summarise, write_history, write_json
@@ -129,7 +128,7 @@ class Records:
         record.rows = {before: row for before, row in record.rows.items() if before < int(rows[0]["round"])}
         record.rows |= {int(row["round"]): dict(row) for row in rows}
         record.seconds += seconds
-        record.score, record.deviation = score(record.history(), self.metric)
+        record.score, record.deviation = last_score(record.history(), self.metric)
         if (tracker := self._trackers.get(number)) is not None:
             for row in rows:
                 tracker.log(row)
@@ -204,9 +203,9 @@ class Records:
 
     def label(self, record: Record) -> str:
         """A setting in a line."""
-        names = dict(zip(self.search.space, short(list(self.search.space)), strict=True))
+        names = dict(zip(self.search.space, short_names(list(self.search.space)), strict=True))
         setting = self.search.setting(record.point)
-        return " ".join(f"{names[key]}={told(value)}" for key, value in setting.items())
+        return " ".join(f"{names[key]}={value_label(value)}" for key, value in setting.items())
 
     def line(self, record: Record) -> str:
         """A trial in a line."""
@@ -227,13 +226,6 @@ class Records:
         if (best := self.best()) is not None:
             parts.append(f"best {self.metric} {plus_minus(best.score, best.deviation)} (trial {best.number})")
         return " · ".join(parts)
-
-
-def told(value: object) -> str:
-    """A value as a person reads it: a list of methods by their names, [] as fedavg."""
-    if isinstance(value, list):
-        return "+".join(map(str, value)) or "fedavg"
-    return f"{value:.4g}" if isinstance(value, float) else shown(value)
 
 
 def plus_minus(value: float | None, deviation: float | None) -> str:

@@ -11,9 +11,10 @@ import pyarrow as pa
 import pyarrow.csv as pc
 import pyarrow.parquet as pq
 
-from raysim.commands.sweep.records import Record, Records, plus_minus, told
-from raysim.commands.sweep.space import Choice, Interval, Range, short
+from raysim.commands.sweep.records import Record, Records, plus_minus
+from raysim.commands.sweep.space import Choice, Interval, Range
 from raysim.experiment.compose import to_yaml
+from raysim.experiment.many_runs import short_names, value_label
 from raysim.primitives.files import replace_file
 from raysim.results.figures import figure_file
 from raysim.results.history import write_json
@@ -61,7 +62,7 @@ def _columns(records: Records) -> dict[str, list[Any]]:
     for key in space:
         values = [records.search.setting(record.point).get(key) for record in ordered]
         plain = all(isinstance(value, (int, float)) and not isinstance(value, bool) for value in values)
-        columns[key] = values if plain else [None if value is None else told(value) for value in values]
+        columns[key] = values if plain else [None if value is None else value_label(value) for value in values]
     columns[records.metric] = [record.score for record in ordered]
     columns[f"{records.metric}_std"] = [record.deviation for record in ordered]
     columns["rounds"] = [record.rounds for record in ordered]
@@ -75,10 +76,10 @@ def _columns(records: Records) -> dict[str, list[Any]]:
 def table(records: Records) -> str:
     """The best trials as text, the best first; a value that a setting does not have is a dash."""
     keys = list(records.search.space)
-    rows = [["trial", *short(keys), records.metric, "rounds", "time", ""]]
+    rows = [["trial", *short_names(keys), records.metric, "rounds", "time", ""]]
     for record in records.ordered()[:_SHOWN]:
         setting = records.search.setting(record.point)
-        values = [told(setting[key]) if key in setting else "–" for key in keys]
+        values = [value_label(setting[key]) if key in setting else "–" for key in keys]
         state = {"done": "", "running": "unfinished", "stopped": "stopped early"}.get(record.status, record.status)
         shown = plus_minus(record.score, record.deviation)
         rows.append([str(record.number), *values, shown, str(record.rounds), duration(record.seconds), state])
@@ -126,7 +127,7 @@ class _Axis:
     def ticks(self) -> list[tuple[float, str]]:
         """Places and labels."""
         if isinstance(self.found, Choice):
-            return [(self.place(value), told(value)) for value in self.values]
+            return [(self.place(value), value_label(value)) for value in self.values]
         if self.log:
             first, last = math.ceil(math.log10(self.low) - 1e-9), math.floor(math.log10(self.high) + 1e-9)
             numbers = [10.0**power for power in range(first, last + 1)]
@@ -143,7 +144,7 @@ def _spread(values: Sequence[Any]) -> bool:
 
 def _axes(records: Records) -> list[_Axis]:
     space = records.search.space
-    names = short(list(space))
+    names = short_names(list(space))
     settings = [records.search.setting(record.point) for record in records.all.values()]
     return [
         _Axis(key, name, found, [setting[key] for setting in settings if key in setting])
@@ -243,10 +244,14 @@ def draw_slices(records: Records, path: Path) -> None:
                 ax.xaxis.set_major_formatter(lambda number, _: f"{number:g}")
                 ax.xaxis.set_minor_formatter(NullFormatter())
             if axis.numeric and isinstance(axis.found, Choice):
-                ax.set_xticks([axis.number(value) for value in axis.values], [told(value) for value in axis.values])
+                ax.set_xticks(
+                    [axis.number(value) for value in axis.values], [value_label(value) for value in axis.values]
+                )
                 ax.minorticks_off()
             if not axis.numeric:
-                ax.set_xticks(range(len(axis.values)), [told(value) for value in axis.values], rotation=35, ha="right")
+                ax.set_xticks(
+                    range(len(axis.values)), [value_label(value) for value in axis.values], rotation=35, ha="right"
+                )
                 ax.set_xlim(-0.5, len(axis.values) - 0.5)
             ax.set_xlabel(axis.name)
             ax.grid(True)

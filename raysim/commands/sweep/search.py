@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -18,6 +17,7 @@ from raysim.commands.sweep.space import Choice, Interval, Point, Range, covering
 from raysim.commands.sweep.words import sweeping
 from raysim.experiment.compose import Node, draft, groups, settled
 from raysim.experiment.instantiate import build, shown
+from raysim.experiment.many_runs import asked_to_continue, check_free, dated_folder, not_a_folder_of
 from raysim.primitives.errors import Refused
 from raysim.primitives.streams import stream
 from raysim.results.history import write_json
@@ -189,8 +189,7 @@ def folder_of(search: Search) -> Path:
     out = next(iter(search.drafts.values()))["out"]
     if out:
         return Path(str(out)).expanduser()
-    root, name = Path("runs"), f"{time.strftime('%Y-%m-%d_%H-%M-%S')}-sweep-{search.options.name}"
-    return next(path for path in (root / name, *(root / f"{name}-{n}" for n in range(2, 1000))) if not path.exists())
+    return dated_folder(Path("runs"), f"sweep-{search.options.name}")
 
 
 def store(search: Search, folder: Path) -> None:
@@ -209,7 +208,7 @@ def load(folder: Path) -> Search:
             space[key] = Interval(**values) if kind == "Interval" else Choice(tuple(values["values"]))
         return Search(Options(**kept["options"]), space, kept["drafts"], kept["inactive"], tuple(kept["words"]))
     except FileNotFoundError:
-        raise Refused(f"out={folder} is not the folder of a search, it has no {FILE}: name another folder") from None
+        raise not_a_folder_of("search", folder, FILE) from None
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise Refused(f"{folder / FILE} cannot be read ({error}): restore it, or start in a new folder") from error
 
@@ -238,14 +237,10 @@ class Asked:
 
 def asked(words: Sequence[str], conf: Sequence[str] = ()) -> Asked:
     """What the words of `raysim sweep` mean. Raises Refused."""
-    given = dict(word.split("=", 1) for word in words if word.startswith(("out=", "resume=")))
-    if "resume" in given:
-        if given["resume"] != "latest" or "out" not in given:
-            raise Refused("a search is continued with out=DIR resume=latest")
-        folder = Path(given["out"]).expanduser()
+    if asked_to_continue(words, "search"):
+        out = dict(word.split("=", 1) for word in words if word.startswith("out="))["out"]
+        folder = Path(out).expanduser()
         return Asked(continued(folder, words), folder, True, tuple(words))
     search = plan(words, conf)
-    folder = folder_of(search)
-    if folder.exists():
-        raise Refused(f"out={folder} exists already: choose another folder, or continue it with resume=latest")
+    check_free(folder := folder_of(search))
     return Asked(search, folder, False, tuple(words))

@@ -119,18 +119,3 @@ def nearest(space: Space, point: Mapping[str, object]) -> Point:
 def distinct(points: Sequence[Point]) -> list[Point]:
     """Each point once, in order of first appearance."""
     return list({json.dumps(point, sort_keys=True): point for point in points}.values())
-
-
-def short(keys: Sequence[str]) -> list[str]:
-    """The last parts of each key, as many as tell them apart: method.fedbr.lam is lam where no other key ends so."""
-
-    def tail(key: str, parts: int) -> str:
-        return ".".join(key.split(".")[-parts:])
-
-    names = []
-    for key in keys:
-        count = 1
-        while tail(key, count) != key and sum(tail(other, count) == tail(key, count) for other in keys) > 1:
-            count += 1
-        names.append(tail(key, count))
-    return names

@@ -2,69 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
-
-import numpy as np
 
 from raysim.experiment.compose import Node, to_yaml
 from raysim.experiment.execute import build
+from raysim.experiment.many_runs import FINAL, mean_row
+from raysim.experiment.recorder import Follower
+from raysim.experiment.run_folder import last_checkpoint
 from raysim.experiment.settings import Experiment
-from raysim.primitives.checks import known
 from raysim.primitives.files import replace_file
 from raysim.results.history import Row
-from raysim.simulation import checkpoint
-from raysim.simulation.events import Event, Finished, Round, RunStopped, Started
+from raysim.results.observers import CurrentRun
+from raysim.simulation.events import Event, RunStopped
 from raysim.training.run_spec import Checkpoint
-
-DEVIATION = "_std"  # of the metric, over seeds
-
-
-@dataclass
-class Stream:
-    """A run that is followed only as far as it is asked for."""
-
-    events: Iterator[Event]
-    rows: list[Row] = field(default_factory=list)
-    finished: Finished | None = None
-
-    def until(self, number: int) -> Row:
-        """Follow the run up to a round; its row."""
-        while len(self.rows) < number:
-            self.take()
-        return self.rows[number - 1]
-
-    def end(self) -> None:
-        """Follow the run to its end."""
-        while self.finished is None:
-            self.take()
-
-    def take(self) -> None:
-        """Follow the run by one event."""
-        event = next(self.events)
-        if isinstance(event, Started):
-            self.rows = list(event.rows)
-        elif isinstance(event, Round):
-            self.rows.append(event.row)
-        elif isinstance(event, Finished):
-            self.finished = event
-
-
-def mean(rows: Sequence[Row], metric: str) -> dict[str, int | float | None]:
-    """One row for all seeds: the mean of each column, and the metric's standard deviation (divisor n - 1)."""
-    if len(rows) == 1:
-        return dict(rows[0])
-    names = dict.fromkeys(name for row in rows for name in row)
-    columns = {name: known([row.get(name) for row in rows]) for name in names}
-    row: dict[str, int | float | None] = {
-        name: float(np.mean(values)) if values else None for name, values in columns.items()
-    }
-    row["round"] = rows[0]["round"]
-    if len(columns.get(metric, ())) == len(rows):
-        row[metric + DEVIATION] = float(np.std(columns[metric], ddof=1))
-    return row
 
 
 class Trial:
@@ -77,9 +29,11 @@ class Trial:
         streams: Sequence[Iterator[Event]],
         metric: str,
     ):
-        self.experiments, self.folders, self.metric = experiments, folders, metric
-        self.streams = [Stream(events) for events in streams]
-        self.rounds = experiments[0].spec.settings.rounds
+        settings = experiments[0].spec.settings
+        self.metric, self.rounds, self.checkpoint_every = metric, settings.rounds, settings.checkpoint.every
+        self.runs = [
+            Follower(CurrentRun(folder, self.rounds), events) for folder, events in zip(folders, streams, strict=True)
+        ]
         self.done = 0  # rounds reported
 
     def advance(self) -> list[dict[str, int | float | None]]:
@@ -87,19 +41,19 @@ class Trial:
         rows = []
         while self.done < self.rounds:
             self.done += 1
-            rows.append(mean([stream.until(self.done) for stream in self.streams], self.metric))
+            rows.append(mean_row([run.until(self.done) for run in self.runs], self.metric))
             if rows[-1].get(self.metric) is not None:
                 break
         else:
             raise RunStopped(self._unmeasured(rows))
         if self.done == self.rounds:
-            for stream in self.streams:
-                stream.end()
+            for run in self.runs:
+                run.to_the_end()
         return rows
 
     def _unmeasured(self, rows: Sequence[Row]) -> str:
         last = rows[-1] if rows else {}
-        names = [name for name in ("accuracy", "accuracy_global") if last.get(name) is not None]
+        names = [name for name in FINAL if last.get(name) is not None]
         names += [name for name, value in last.items() if value is not None and name not in (*names, "round")]
         return f"{self.metric} is not measured here: set sweep.metric to one of {', '.join(names)}"
 
@@ -110,18 +64,17 @@ class Trial:
 
     def save(self) -> None:
         """Where a checkpoint is due after the last reported round: follow the runs until it is written."""
-        every = self.experiments[0].spec.settings.checkpoint.every
+        every = self.checkpoint_every
         if not every or self.done % every or self.finished:
             return
-        for stream, folder in zip(self.streams, self.folders, strict=True):
-            if not (folder / "checkpoints" / f"round-{self.done:06d}").is_dir():
-                stream.take()  # it follows its round at once
+        for run in self.runs:
+            if not (run.run.folder / "checkpoints" / f"round-{self.done:06d}").is_dir():
+                run.next_event()  # a checkpoint follows its round at once
 
     def close(self) -> None:
         """Stop what still runs."""
-        for stream in self.streams:
-            with closing(stream.events):  # type: ignore[type-var]
-                pass
+        for run in self.runs:
+            run.close()
 
 
 def folders(folder: Path, seeds: Sequence[int]) -> list[Path]:
@@ -141,17 +94,8 @@ def prepared(
         experiment = build(node, allow)
         own.mkdir(parents=True, exist_ok=True)
         replace_file(own / "config.yaml", to_yaml(experiment.config).encode())
-        last = checkpoint.available(own / "checkpoints")[-1:]
         if every is not None:
             settings = replace(experiment.spec.settings, checkpoint=Checkpoint(every))
             experiment = replace(experiment, spec=replace(experiment.spec, settings=settings))
-        found.append((experiment, own, str(last[0]) if last else ""))
+        found.append((experiment, own, last_checkpoint(own)))
     return found
-
-
-def score(rows: Sequence[Mapping[str, int | float | None]], metric: str) -> tuple[float | None, float | None]:
-    """The last known value of a metric, and its deviation over seeds where there are several."""
-    for row in reversed(rows):
-        if (value := row.get(metric)) is not None:
-            return float(value), row.get(metric + DEVIATION)
-    return None, None

@@ -14,6 +14,7 @@ import shutil
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,9 +28,10 @@ from ray.tune.schedulers import ASHAScheduler, PopulationBasedTraining, TrialSch
 from ray.tune.search import Searcher
 
 from raysim.commands.sweep import trial
-from raysim.commands.sweep.records import ENDED, Records, Watch, told
+from raysim.commands.sweep.records import ENDED, Records, Watch
 from raysim.commands.sweep.search import Asked, Options, Search, asked, store
 from raysim.commands.sweep.space import Choice, Point, Space, nearest
+from raysim.experiment.many_runs import how_to_go_on, join_ray, last_score, value_label
 from raysim.experiment.settings import Experiment, Interrupted, RuntimeOptions
 from raysim.primitives.errors import Refused, first_line, refusing
 from raysim.primitives.streams import stream
@@ -91,7 +93,7 @@ class SweepTrial(tune.Trainable):
             worst = float("-inf") if self._search.options.mode == "max" else float("inf")
             self.cleanup()
             return {"round": 0, metric: worst, "error": first_line(error), "done": True}
-        value, _ = trial.score(rows, metric)
+        value, _ = last_score(rows, metric)
         done, seconds = self._trial.finished, time.monotonic() - since
         if done:
             self.cleanup()
@@ -323,18 +325,14 @@ def run(
     experiments = _checked(search, allow)
     spec = experiments[0].spec
     options = _cluster_options(experiments[0].execution.runtime, given.words)
-    with refusing():
-        mine = cluster.connect(options)
-    try:
+    with ExitStack() as session:
+        join_ray(options, session)
         with refusing():
             each, slots = _room(search.options, options, spec.device, spec.threads)
         if not given.known:
             folder.mkdir(parents=True)
             store(search, folder)
         return _search(search, folder, experiments, each, slots, allow, console, quiet, since)
-    finally:
-        if mine:
-            cluster.disconnect()
 
 
 def _checked(search: Search, allow: Sequence[str]) -> list[Experiment]:
@@ -415,7 +413,7 @@ def _search(
     except KeyboardInterrupt:
         raise Interrupted(
             f"stopped after {sum(record.status != 'running' for record in records.all.values())} of {count} trials: "
-            f"raysim sweep out={folder} resume=latest continues"
+            f"{how_to_go_on('sweep', folder)}"
         ) from None
     finally:
         work, wall = sum(record.seconds for record in records.all.values()), time.monotonic() - since
@@ -457,7 +455,7 @@ def _introduce(
 
 def _described(found: Any) -> str:
     if isinstance(found, Choice):
-        return "|".join(told(value) for value in found.values)
+        return "|".join(value_label(value) for value in found.values)
     return f"{found.low:g} to {found.high:g}{' (log)' if found.log else ''}"
 
 

@@ -1,0 +1,121 @@
+"""What `raysim study` and `raysim sweep` do alike with many runs: name, place, continue and score them, share one Ray.
+
+A single run names and checks its folder in the same way (`run_folder`), and every run is followed by a `Follower`
+(`recorder`). Imports no torch, so that a wrong word is refused at once.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from raysim.experiment.instantiate import shown
+from raysim.primitives.checks import known
+from raysim.primitives.errors import Refused, refusing
+from raysim.results.history import Row, last_measured
+from raysim.results.significance import mean_deviation
+
+if TYPE_CHECKING:
+    from raysim.runtime.placement import RayOptions
+
+FINAL = ("accuracy", "accuracy_global")  # what "final" means: the first of them that a run has
+DEVIATION = "_std"  # the end of a column's name that holds the deviation over seeds
+
+
+# --- names ----------------------------------------------------------------------------------------------------------
+def short_names(keys: Sequence[str]) -> list[str]:
+    """The last parts of each key, as many as tell them apart: method.fedbr.lam is lam where no other key ends so."""
+
+    def tail(key: str, parts: int) -> str:
+        return ".".join(key.split(".")[-parts:])
+
+    names = []
+    for key in keys:
+        count = 1
+        while tail(key, count) != key and sum(tail(other, count) == tail(key, count) for other in keys) > 1:
+            count += 1
+        names.append(tail(key, count))
+    return names
+
+
+def value_label(value: object) -> str:
+    """A value as a person reads it: a list of methods by their names, [] as fedavg."""
+    if isinstance(value, list):
+        return "+".join(map(str, value)) or "fedavg"
+    return f"{value:.4g}" if isinstance(value, float) else shown(value)
+
+
+# --- the folder, new or continued -----------------------------------------------------------------------------------
+def dated_folder(root: Path, title: str = "") -> Path:
+    """A folder that does not exist yet: root/DATE-title, with a number behind it where two begin in one second."""
+    name = "-".join(part for part in (time.strftime("%Y-%m-%d_%H-%M-%S"), title) if part)
+    names = (name, *(f"{name}-{number}" for number in range(2, 1000)))
+    return next(root / each for each in names if not (root / each).exists())
+
+
+def check_free(folder: Path) -> None:
+    """Refuse a folder that exists, where something new is to be written."""
+    if folder.exists() or folder.is_symlink():
+        raise Refused(f"out={folder} exists already: choose another folder, or continue it with resume=latest")
+
+
+def asked_to_continue(words: Sequence[str], what: str) -> bool:
+    """Whether the words of a command ask to go on with what a folder holds; refuses anything but out=DIR and latest."""
+    resume = [word for word in words if word.partition("=")[0] == "resume"]
+    if resume and (resume != ["resume=latest"] or not any(word.startswith("out=") for word in words)):
+        raise Refused(f"{' and '.join(resume)}: a {what} is continued with out=DIR resume=latest")
+    return bool(resume)
+
+
+def not_a_folder_of(what: str, folder: Path, file: str) -> Refused:
+    """For a folder that lacks the file which says what was asked for."""
+    return Refused(f"out={folder} is not the folder of a {what}, it has no {file}: name another, or leave resume out")
+
+
+def how_to_go_on(command: str, folder: Path) -> str:
+    """The end of a sentence about an interrupt."""
+    return f"raysim {command} out={folder} resume=latest goes on where it stopped"
+
+
+def join_ray(options: RayOptions, session: ExitStack) -> None:
+    """Have a Ray for all runs until the session ends: this process's own if it has one, else what the options name."""
+    from raysim.runtime import ray
+
+    with refusing():
+        if ray.connect(options):
+            session.callback(ray.disconnect)
+
+
+# --- scores ---------------------------------------------------------------------------------------------------------
+def score(summary: Mapping[str, object], metric: str) -> float | None:
+    """A number of a finished run's summary; "final" is `accuracy`, or `accuracy_global` without tests of clients."""
+    if metric == "final":
+        return next(iter(known([score(summary, name) for name in FINAL])), None)
+    value = summary.get(metric)
+    if value is None and "." in metric:
+        group, _, name = metric.partition(".")
+        inner = summary.get(group)
+        value = inner.get(name) if isinstance(inner, Mapping) else None
+    return float(value) if isinstance(value, (int, float)) and math.isfinite(value) else None
+
+
+def last_score(rows: Sequence[Row], metric: str) -> tuple[float | None, float | None]:
+    """Of a history that goes on: a column's last value, as a summary would have it, and its deviation over seeds."""
+    row = last_measured(rows, metric)
+    return (None, None) if row is None else (float(row[metric] or 0.0), row.get(metric + DEVIATION))
+
+
+def mean_row(rows: Sequence[Row], metric: str) -> dict[str, int | float | None]:
+    """One row for the runs of all seeds: the mean of each column, and the metric's deviation (divisor n - 1)."""
+    if len(rows) == 1:
+        return dict(rows[0])
+    columns = {name: known([row.get(name) for row in rows]) for name in dict.fromkeys(n for row in rows for n in row)}
+    row: dict[str, int | float | None] = {name: mean_deviation(values)[0] for name, values in columns.items()}
+    row["round"] = rows[0]["round"]
+    if len(columns.get(metric, ())) == len(rows):
+        row[metric + DEVIATION] = mean_deviation(columns[metric])[1]
+    return row

@@ -1,0 +1,320 @@
+"""What follows a run: one small observer for each thing that a run shows, writes or sends away."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from raysim.api.messages import Failure
+from raysim.primitives.files import replace_file
+from raysim.results.figures import (
+    draw_bias,
+    draw_decomposition,
+    draw_domains,
+    draw_features,
+    draw_outputs,
+    draw_reports,
+)
+from raysim.results.history import THRESHOLDS, summarise, write_history, write_json
+from raysim.results.probes import load_probes, save_probes
+from raysim.results.progress import Progress
+from raysim.results.report import draw_run
+from raysim.results.tracking import Tracker
+from raysim.simulation.events import Finished, Round, Row, RunStopped, Saved
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+HISTORY, FAILURES, SUMMARY = "history.parquet", "failures.jsonl", "summary.json"
+PROBES = "probes"  # folder of what was seen of the local models
+Note: TypeAlias = Callable[[str], None]  # prints one line
+
+
+@dataclass
+class CurrentRun:
+    """A run while it goes on, as its observers see it; they read it and leave it as it is.
+
+    rounds: how many there will be. rows: the history so far, a row per round; a resumed run's earlier rounds are in it
+    from the start. facts: what the summary says besides the numbers of the history. pictures: those drawn at the end.
+    """
+
+    folder: Path
+    rounds: int
+    title: str = ""
+    facts: Mapping[str, object] = field(default_factory=dict)
+    thresholds: Sequence[float] = THRESHOLDS
+    rows: list[Row] = field(default_factory=list)
+    finished: Finished | None = None
+    pictures: list[Path] = field(default_factory=list)
+
+    def summary(self) -> dict[str, object]:
+        """What summary.json says, of the rows so far; with the checksums of the model once the run has finished."""
+        ending = {} if self.finished is None else self.finished.__dict__
+        return summarise(self.rows, self.thresholds, **self.facts, **ending)
+
+
+class Observer:
+    """Follows a run: override the moments that matter, the others do nothing.
+
+    After `on_start` an observer is told one end: `on_finish`, or `on_stop` where the run (or `on_finish` of any
+    observer up to this one) raised an error or was interrupted.
+    """
+
+    def on_start(self, run: CurrentRun) -> None:
+        """The hosts are ready, and the run's folder exists."""
+
+    def on_round(self, run: CurrentRun, event: Round) -> None:
+        """An aggregation is done and scored; `event.row` is the last of `run.rows`."""
+
+    def on_checkpoint(self, run: CurrentRun, event: Saved) -> None:
+        """A checkpoint was written."""
+
+    def on_finish(self, run: CurrentRun, event: Finished) -> None:
+        """The last round is done, and the hosts are gone."""
+
+    def on_stop(self, run: CurrentRun, error: BaseException) -> None:
+        """The run ended early, by this error; a KeyboardInterrupt where the user stopped it."""
+
+
+# --- what a person sees ---------------------------------------------------------------------------------------------
+class ProgressLine(Observer):
+    """The bar in a terminal, or a line now and then in a log."""
+
+    def __init__(self, console: Console, quiet: bool):
+        self._console, self._quiet, self._shown = console, quiet, ExitStack()
+
+    def on_start(self, run: CurrentRun) -> None:
+        """Show the bar."""
+        progress = Progress(run.rounds, done=len(run.rows), quiet=self._quiet, console=self._console)
+        self._progress = self._shown.enter_context(progress)
+
+    def on_round(self, run: CurrentRun, event: Round) -> None:
+        """Move the bar."""
+        self._progress.update(event.row)
+
+    def on_finish(self, run: CurrentRun, event: Finished) -> None:
+        """Leave the last state on the screen."""
+        self._shown.close()
+
+    def on_stop(self, run: CurrentRun, error: BaseException) -> None:
+        """Leave the last state on the screen."""
+        self._shown.close()
+
+
+class HostDeaths(Observer):
+    """A line for each round in which processes of hosts died."""
+
+    def __init__(self, note: Note):
+        self._note = note
+
+    def on_round(self, run: CurrentRun, event: Round) -> None:
+        """Say what happened, and why it does no harm."""
+        if count := int(event.row.get("host_deaths") or 0):
+            died = "1 host process died and was" if count == 1 else f"{count} host processes died and were"
+            self._note(
+                f"round {event.row['round']}: {died} replaced; clients' jobs that were lost are trained again from the "
+                "same states with the same random numbers, so no result changes"
+            )
+
+
+class ClosingLine(Observer):
+    """The last line: accuracies, and where the results are."""
+
+    def __init__(self, say: Note):
+        self._say = say
+
+    def on_finish(self, run: CurrentRun, event: Finished) -> None:
+        """Print it."""
+        names = {
+            "accuracy_global": "on the central test set",
+            "accuracy": "mean of the clients",
+            "accuracy_worst": "worst client",
+            "accuracy_shared": "shared model, mean of the clients",
+            "accuracy_finetuned": "after fine-tuning, mean of the clients",
+            "accuracy_common": "clients' models on the central test set",
+        }
+        summary: dict[str, Any] = run.summary()
+        scores = [f"{summary[key]:.4f} {text}" for key, text in names.items() if summary.get(key) is not None]
+        known = ", ".join(scores) or "unknown"
+        self._say(f"accuracy {known} after {summary['rounds']} rounds; results are in {run.folder}")
+
+
+# --- what is written into the run's folder --------------------------------------------------------------------------
+class HistoryFile(Observer):
+    """history.parquet: written with each checkpoint, and however the run ends."""
+
+    def on_checkpoint(self, run: CurrentRun, event: Saved) -> None:
+        """Write it."""
+        write_history(run.rows, run.folder / HISTORY)
+
+    def on_finish(self, run: CurrentRun, event: Finished) -> None:
+        """Write it."""
+        write_history(run.rows, run.folder / HISTORY)
+
+    def on_stop(self, run: CurrentRun, error: BaseException) -> None:
+        """Write it."""
+        write_history(run.rows, run.folder / HISTORY)
+
+
+class FailureFile(Observer):
+    """failures.jsonl: a line for each client that failed and was left out of a round."""
+
+    def __init__(self, note: Note):
+        self._note = note
+
+    def on_start(self, run: CurrentRun) -> None:
+        """Of an earlier session, keep the failures of the rounds that the checkpoint holds: later ones come again."""
+        path = run.folder / FAILURES
+        if path.exists():
+            kept = [line for line in path.read_text().splitlines() if _round_of(line) <= len(run.rows)]
+            replace_file(path, "".join(line + "\n" for line in kept).encode())
+
+    def on_round(self, run: CurrentRun, event: Round) -> None:
+        """Append this round's; the first of a run is shown as well."""
+        path = run.folder / FAILURES
+        for failure in event.failures:
+            if not path.exists():
+                self._note(f"a client failed and was left out of its round: {failure.error} (all failures: {path})")
+            with path.open("a") as stream:
+                stream.write(json.dumps({"round": int(event.row["round"] or 0), **_fields(failure)}) + "\n")
+
+
+def _fields(failure: Failure) -> dict[str, object]:
+    return {each.name: getattr(failure, each.name) for each in fields(failure)}
+
+
+def _round_of(line: str) -> int:
+    try:
+        return int(json.loads(line)["round"])
+    except (ValueError, KeyError, TypeError):  # a line that a crash cut short
+        return 1 << 62
+
+
+class ProbeFiles(Observer):
+    """probes/round-N.safetensors: what was seen of the local models in a round that probes them."""
+
+    def on_round(self, run: CurrentRun, event: Round) -> None:
+        """Write them."""
+        if event.probes:
+            path = run.folder / PROBES / f"round-{int(event.row['round'] or 0):06d}.safetensors"
+            path.parent.mkdir(exist_ok=True)
+            save_probes(event.probes, path)
+
+
+class Pictures(Observer):
+    """The plots of the history, of the methods' reports and of the probes."""
+
+    def on_finish(self, run: CurrentRun, event: Finished) -> None:
+        """Draw those that there are numbers for."""
+        run.pictures += [*draw_run(run.rows, run.folder, run.title), *self._probes(run)]
+        for name, draw in (("methods", draw_reports), ("domains", draw_domains), ("decomposition", draw_decomposition)):
+            if draw(run.rows, path := run.folder / f"{name}.png", run.title):
+                run.pictures.append(path)
+
+    def _probes(self, run: CurrentRun) -> list[Path]:
+        """What the probes showed: numbers over the rounds, and the last round's features and outputs."""
+        found = sorted((run.folder / PROBES).glob("round-*.safetensors"))
+        if not found:
+            return []
+        probes = load_probes(found[-1])
+        paths = [run.folder / f"{name}.png" for name in ("bias", "features", "outputs")]
+        last = f"{run.title}, round {int(found[-1].stem.removeprefix('round-'))}"
+        drawn = draw_bias(run.rows, paths[0], run.title)
+        draw_features(probes, paths[1], last)
+        draw_outputs(probes, paths[2], last)
+        return paths if drawn else paths[1:]
+
+
+class SummaryFile(Observer):
+    """summary.json: comes after all other results, because it says that the run is complete."""
+
+    def on_finish(self, run: CurrentRun, event: Finished) -> None:
+        """Write it."""
+        write_json(run.summary(), run.folder / SUMMARY)
+
+
+# --- what is sent away ----------------------------------------------------------------------------------------------
+class Tracking(Observer):
+    """The same rows, summary and files on a tracking server."""
+
+    FILES = ("config.yaml", HISTORY, SUMMARY, "model.safetensors", FAILURES)
+
+    def __init__(self, tracker: Tracker, config: Mapping[str, object], tags: Mapping[str, object]):
+        self._tracker, self._config, self._tags = tracker, config, tags
+
+    def on_start(self, run: CurrentRun) -> None:
+        """Begin, or continue, the run on the server."""
+        self._tracker.start(self._config, self._tags, run.rows)
+
+    def on_round(self, run: CurrentRun, event: Round) -> None:
+        """Hand the row over; nothing waits for the server."""
+        self._tracker.log(event.row)
+
+    def on_finish(self, run: CurrentRun, event: Finished) -> None:
+        """Send the rest, the summary and the files."""
+        files = [run.folder / name for name in self.FILES if (run.folder / name).exists()]
+        self._tracker.finish(run.summary(), [*files, *run.pictures])
+
+    def on_stop(self, run: CurrentRun, error: BaseException) -> None:
+        """Send the rest, and how it ended."""
+        status = "KILLED" if isinstance(error, KeyboardInterrupt) else "FAILED"
+        self._tracker.finish(run.summary(), status=status)
+
+
+# --- a user's own ---------------------------------------------------------------------------------------------------
+class ObserverFailed(RunStopped):
+    """A user's own observer raised an error, which is this one's cause; the run's history was written."""
+
+
+class RoundCallback(Observer):
+    """Calls a function with the row of each finished round."""
+
+    def __init__(self, function: Callable[[Row], object]):
+        self._function = function
+
+    def on_round(self, run: CurrentRun, event: Round) -> None:
+        """Call it."""
+        self._function(event.row)
+
+
+class UserObserver(Observer):
+    """Stands around an observer of the user's own: says whose an error is, and keeps the run's rows from changes."""
+
+    def __init__(self, observer: Observer, name: str):
+        self._observer, self._name = observer, name
+
+    def on_start(self, run: CurrentRun) -> None:
+        """Pass it on."""
+        self._tell("on_start", run)
+
+    def on_round(self, run: CurrentRun, event: Round) -> None:
+        """Pass it on, with a row of its own."""
+        self._tell("on_round", run, replace(event, row=dict(event.row)))
+
+    def on_checkpoint(self, run: CurrentRun, event: Saved) -> None:
+        """Pass it on."""
+        self._tell("on_checkpoint", run, event)
+
+    def on_finish(self, run: CurrentRun, event: Finished) -> None:
+        """Pass it on."""
+        self._tell("on_finish", run, event)
+
+    def on_stop(self, run: CurrentRun, error: BaseException) -> None:
+        """Pass it on."""
+        self._tell("on_stop", run, error)
+
+    def _tell(self, moment: str, run: CurrentRun, *about: object) -> None:
+        try:
+            getattr(self._observer, moment)(run, *about)
+        except Exception as error:
+            what = f"your observer {self._name} raised {type(error).__name__} in {moment}: {error}. "
+            if run.finished is not None:
+                raise ObserverFailed(f"{what}The run itself had finished; its results are in {run.folder}") from error
+            raise ObserverFailed(
+                f"{what}The run was stopped after round {len(run.rows)} and its history is written: repair the "
+                f"observer, then run with the same settings, out={run.folder} and resume=latest to go on"
+            ) from error

@@ -1,0 +1,104 @@
+"""A second pass over the same batch at other parameters, for methods that take their gradient there (`perturb`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from raysim.api.context import Batch, Context, Outputs
+from raysim.vectors.layout import Vector
+
+T = TypeVar("T")
+
+
+def _generator_state(device: torch.device) -> Tensor:
+    """Where the generator stands that dropout draws from on this device."""
+    if device.type == "cpu":
+        return torch.get_rng_state()
+    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.mps.get_rng_state()
+
+
+def _set_generator_state(device: torch.device, state: Tensor) -> None:
+    if device.type == "cpu":
+        torch.set_rng_state(state)
+    elif device.type == "cuda":
+        torch.cuda.set_rng_state(state, device)
+    else:
+        torch.mps.set_rng_state(state)
+
+
+class RecordedOutputs(Outputs):
+    """Outputs that note where torch's generator stood before each of them was computed."""
+
+    __slots__ = ("starts",)
+
+    def __init__(self, ctx: Context, batch: Batch, more: Mapping[str, Tensor]):
+        super().__init__(ctx, batch, more)
+        self.starts: dict[str, Tensor] = {}
+
+    def once(self, name: str, compute: Callable[[], T]) -> T:
+        """See `Outputs`."""
+        if self._kept.get(name) is None:
+            self.starts[name] = _generator_state(self.ctx.vector.data.device)
+        return super().once(name, compute)
+
+
+class RepeatedOutputs(Outputs):
+    """The same outputs at other parameters, each with the draws that it had in the first pass.
+
+    An earlier stage of the iteration may have computed some of them, so restoring one state for all is not enough.
+    """
+
+    __slots__ = ("_first",)
+
+    def __init__(self, first: RecordedOutputs):
+        super().__init__(first.ctx, first.batch, first._more)
+        self._first = first
+
+    def once(self, name: str, compute: Callable[[], T]) -> T:
+        """See `Outputs`."""
+        start = self._first.starts.get(name)
+        if start is None or self._kept.get(name) is not None:
+            return super().once(name, compute)
+        device = self.ctx.vector.data.device
+        now = _generator_state(device)
+        _set_generator_state(device, start)
+        value = super().once(name, compute)
+        if not torch.equal(now, start):  # it was computed earlier then, and drew nothing here
+            _set_generator_state(device, now)
+        return value
+
+
+class SecondPass:
+    """What a stage's first pass started from. Create it before that pass."""
+
+    def __init__(self, vector: Vector, outputs: RecordedOutputs):
+        self.vector, self.outputs, self.ctx = vector, outputs, outputs.ctx
+        self._state, self._kept = dict(self.ctx.state), dict(self.ctx.kept)
+        self._draws = _generator_state(vector.data.device)
+
+    @contextmanager
+    def at(self, shift: Tensor, runs: Sequence[slice]) -> Iterator[Outputs]:
+        """Move the parameters in `runs` by `shift`, and start from the state and the draws of the first pass.
+
+        Afterwards parameters, buffers (BatchNorm's statistics), private state and torch's generator are to the bit what
+        they were before; whatever the pass did to them is dropped.
+        """
+        ctx, vector, device = self.ctx, self.vector, self.vector.data.device
+        state, kept = ctx.state, ctx.kept
+        data, counters, draws = vector.data.clone(), vector.counters.clone(), _generator_state(device)
+        ctx.state, ctx.kept = dict(self._state), dict(self._kept)
+        _set_generator_state(device, self._draws)
+        try:
+            for run, part in zip(runs, shift.split([run.stop - run.start for run in runs]), strict=True):
+                vector.data[run].add_(part)
+            yield RepeatedOutputs(self.outputs)
+        finally:
+            ctx.state, ctx.kept = state, kept
+            vector.data.copy_(data)
+            vector.counters.copy_(counters)
+            _set_generator_state(device, draws)

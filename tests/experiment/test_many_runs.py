@@ -1,0 +1,103 @@
+"""What a study and a search do alike with many runs: names, folders, scores."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from raysim.experiment.many_runs import (
+    asked_to_continue,
+    check_free,
+    dated_folder,
+    last_score,
+    mean_row,
+    score,
+    short_names,
+    value_label,
+)
+from raysim.primitives.errors import Refused, first_line
+from raysim.results.history import Row, summarise
+
+
+def test_names_are_as_short_as_they_can_be_told_apart() -> None:
+    keys = ["method.fedbr.lam", "method.fedprox.mu", "method.fedbr.mu", "method"]
+    assert short_names(keys) == ["lam", "fedprox.mu", "fedbr.mu", "method"]
+
+
+def test_a_value_is_shown_as_a_person_reads_it() -> None:
+    values: list[object] = [[], ["fedprox", "moon"], 0.123456, 3]
+    assert [value_label(value) for value in values] == ["fedavg", "fedprox+moon", "0.1235", "3"]
+
+
+def test_two_folders_of_one_second_have_different_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("time.strftime", lambda text: "now")
+    names = []
+    for _ in range(2):
+        names.append(dated_folder(tmp_path, "title").name)
+        (tmp_path / names[-1]).mkdir()
+    assert names == ["now-title", "now-title-2"]
+    assert dated_folder(tmp_path).name == "now"
+
+
+def test_a_folder_that_exists_is_not_written_into_unless_it_is_continued(tmp_path: Path) -> None:
+    check_free(tmp_path / "new")
+    with pytest.raises(Refused, match="exists already: choose another folder, or continue it with resume=latest"):
+        check_free(tmp_path)
+
+
+def test_what_is_continued_is_named_by_its_folder_alone() -> None:
+    assert asked_to_continue(["out=s", "resume=latest"], "study")
+    assert not asked_to_continue(["out=s"], "study")
+    for words in (["resume=latest"], ["out=s", "resume=s/round-1"], ["out=s", "resume=latest", "resume=latest"]):
+        with pytest.raises(Refused, match="a search is continued with out=DIR resume=latest"):
+            asked_to_continue(words, "search")
+
+
+@pytest.mark.parametrize(
+    ("summary", "metric", "value"),
+    [
+        ({"accuracy": 0.5, "accuracy_global": 0.6}, "final", 0.5),
+        ({"accuracy": None, "accuracy_global": 0.6}, "final", 0.6),
+        ({"rounds_to": {"0.80": 7}}, "rounds_to.0.80", 7.0),
+        ({"rounds_to": {"0.80": None}}, "rounds_to.0.80", None),
+        ({"fedbss.biased_share": 0.2}, "fedbss.biased_share", 0.2),
+        ({}, "best5_mean", None),
+        ({"best5_mean": float("nan")}, "best5_mean", None),
+    ],
+)
+def test_a_metric_is_a_number_of_the_summary(summary: dict[str, Any], metric: str, value: float | None) -> None:
+    assert score(summary, metric) == value
+
+
+@pytest.mark.parametrize("column", ["accuracy_global", "loss_global", "mine"])
+def test_the_score_of_a_history_is_that_of_its_summary(column: str) -> None:
+    rows: list[Row] = [
+        {"round": 1, "accuracy_global": 0.5, "mine": 2.0},
+        {"round": 2, "accuracy_global": 0.6, "mine": None},
+    ]
+    assert last_score(rows, column) == (score(summarise(rows), column), None)
+
+
+def test_the_score_of_several_seeds_is_their_mean_with_its_deviation() -> None:
+    rows = [mean_row([{"round": 1, "x": 1.0, "y": 4}, {"round": 1, "x": 2.0, "y": None}], "x")]
+    assert rows == [{"round": 1, "x": 1.5, "y": 4.0, "x_std": pytest.approx(0.5**0.5)}]
+    assert last_score([*rows, {"round": 2, "x": None}], "x") == (1.5, rows[0]["x_std"])
+
+
+def test_the_first_line_of_an_error_is_that_of_its_cause_in_another_process() -> None:
+    error, other = ValueError("\nas it arrived"), RuntimeError("as it was raised\nthere")
+    error.cause = other  # type: ignore[attr-defined]
+    assert first_line(error) == "as it was raised"
+    assert first_line(ValueError("\nfirst\nsecond")) == "first"
+    assert first_line(ValueError()) == "ValueError"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("module", ["raysim.experiment.many_runs", "raysim.commands.sweep.search"])
+def test_words_are_read_without_torch(module: str) -> None:
+    program = f"import {module}, sys; print('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True).stdout.strip() == "False"

@@ -1,0 +1,190 @@
+"""What follows a run: who is told what, in which order, and what an error of a user's own observer does."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+import raysim
+from raysim.experiment.recorder import Follower
+from raysim.experiment.settings import Interrupted
+from raysim.primitives.errors import Refused
+from raysim.results.history import read_history
+from raysim.results.observers import CurrentRun, HistoryFile, HostDeaths, Observer, ObserverFailed
+from raysim.simulation.events import Event, Finished, Round, Saved, Started
+
+QUICK = (
+    *("runtime=inprocess", "tracking=none", "data=synthetic", "partition=iid", "partition.clients=10"),
+    *("schedule.cohort=3", "local.epochs=1", "rounds=4", "checkpoint.every=2"),
+)
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def rounds(folder: str) -> list[object]:
+    return [row["round"] for row in read_history(Path(folder, "history.parquet"))]
+
+
+class Diary(Observer):
+    """Writes down what it is told; fails at one of the moments if asked to."""
+
+    def __init__(self, fails: str = "", pages: list[str] | None = None, name: str = ""):
+        self.pages, self._fails, self._name = [] if pages is None else pages, fails, name
+
+    def _told(self, what: str) -> None:
+        self.pages.append(f"{self._name}{what}")
+        if what == self._fails:
+            raise ZeroDivisionError("nothing to divide by")
+
+    def on_start(self, run: CurrentRun) -> None:
+        self._told(f"start at {len(run.rows)}")
+
+    def on_round(self, run: CurrentRun, event: Round) -> None:
+        assert event.row["round"] == len(run.rows)
+        self._told(f"round {event.row['round']}")
+
+    def on_checkpoint(self, run: CurrentRun, event: Saved) -> None:
+        self._told(f"checkpoint {event.version}")
+
+    def on_finish(self, run: CurrentRun, event: Finished) -> None:
+        self._told("finish")
+
+    def on_stop(self, run: CurrentRun, error: BaseException) -> None:
+        self._told(f"stop by {type(error).__name__}")
+
+
+# --- a user's own -------------------------------------------------------------------------------------------------
+def test_a_function_gets_the_row_of_each_round_and_cannot_change_the_history() -> None:
+    seen: list[dict[str, Any]] = []
+
+    def spoil(row: dict[str, Any]) -> None:
+        seen.append(dict(row))
+        row.clear()
+
+    result = raysim.run([*QUICK, "out=a"], quiet=True, on_round=spoil)
+    assert seen == result.rows
+    assert rounds("a") == [1, 2, 3, 4]
+    raysim.run([*QUICK, "out=a", "resume=latest", "rounds=5"], quiet=True, on_round=spoil)
+    assert [row["round"] for row in seen] == [1, 2, 3, 4, 5]  # those of before are not told again
+
+
+def test_an_observer_is_told_every_moment_of_a_run_and_of_its_continuation() -> None:
+    diary = Diary()
+    raysim.run([*QUICK, "out=a", "rounds=3"], quiet=True, observers=[diary])
+    assert diary.pages == [
+        *("start at 0", "round 1", "round 2", "checkpoint 2", "round 3", "checkpoint 3", "finish"),
+    ]
+    raysim.run([*QUICK, "out=a", "resume=latest"], quiet=True, observers=[again := Diary()])
+    assert again.pages == ["start at 3", "round 4", "checkpoint 4", "finish"]
+    raysim.run([*QUICK, "out=a", "resume=latest"], quiet=True, observers=[never := Diary()])
+    assert never.pages == []  # the run had finished
+
+
+def test_an_error_in_a_users_function_names_it_and_the_run_can_be_continued_to_the_same_bits() -> None:
+    def picky(row: dict[str, Any]) -> None:
+        if row["round"] == 3:
+            raise ZeroDivisionError("nothing to divide by")
+
+    straight = raysim.run([*QUICK, "out=straight"], quiet=True)
+    diary = Diary()
+    with pytest.raises(ObserverFailed, match=r"on_round=.*picky raised ZeroDivisionError .*: nothing to") as caught:
+        raysim.run([*QUICK, "out=a"], quiet=True, on_round=picky, observers=[diary])
+    assert isinstance(caught.value.__cause__, ZeroDivisionError)
+    assert "after round 3" in str(caught.value)
+    assert "resume=latest" in str(caught.value)
+    assert diary.pages[-1] == "stop by ObserverFailed"
+    assert rounds("a") == [1, 2, 3]
+    assert not Path("a/summary.json").exists()
+    repaired = raysim.run([*QUICK, "out=a", "resume=latest"], quiet=True)
+    assert repaired.summary["model_sha256"] == straight.summary["model_sha256"]
+
+
+def test_an_observer_that_fails_at_the_end_leaves_a_finished_run() -> None:
+    with pytest.raises(ObserverFailed, match=r"your observer Diary .*in on_finish.*The run itself had finished"):
+        raysim.run([*QUICK, "out=a", "rounds=1"], quiet=True, observers=[Diary("finish")])
+    assert json.loads(Path("a/summary.json").read_text())["rounds"] == 1
+
+
+def test_an_interrupt_in_a_users_function_is_an_interrupt_of_the_run() -> None:
+    def stop(row: dict[str, Any]) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(Interrupted, match="stopped after round 1"):
+        raysim.run([*QUICK, "out=a"], quiet=True, on_round=stop, observers=[diary := Diary()])
+    assert diary.pages == ["start at 0", "stop by KeyboardInterrupt"]
+    assert rounds("a") == [1]
+
+
+def test_what_cannot_follow_a_run_is_refused_before_anything_is_written() -> None:
+    with pytest.raises(Refused, match="an object of a subclass of"):
+        raysim.run([*QUICK, "out=a"], quiet=True, observers=[Diary])  # type: ignore[list-item]
+    with pytest.raises(Refused, match="cannot be called"):
+        raysim.run([*QUICK, "out=a"], quiet=True, on_round="print")  # type: ignore[arg-type]
+    assert not Path("a").exists()
+
+
+# --- following ----------------------------------------------------------------------------------------------------
+def played(count: int, lasts: bool = True) -> Iterator[Event]:
+    """The events of a made-up run; one that does not last ends in an error."""
+    yield Started([])
+    for number in range(1, count + 1):
+        yield Round({"round": number}, ())
+    if not lasts:
+        raise RuntimeError("a client's error")
+    yield Finished("m", "s", 1)
+
+
+def test_observers_are_told_in_their_order(tmp_path: Path) -> None:
+    pages: list[str] = []
+    follower = Follower(CurrentRun(tmp_path, 2), played(2), [Diary(pages=pages, name=name) for name in ("a ", "b ")])
+    follower.to_the_end()
+    assert pages == [f"{name} {what}" for what in ("start at 0", "round 1", "round 2", "finish") for name in "ab"]
+
+
+def test_a_run_is_followed_only_as_far_as_it_is_asked_for(tmp_path: Path) -> None:
+    follower = Follower(CurrentRun(tmp_path, 9), played(9), [diary := Diary()])
+    assert follower.until(2) == {"round": 2}
+    assert diary.pages == ["start at 0", "round 1", "round 2"]
+    follower.next_event()
+    assert follower.until(1) == {"round": 1}
+    assert diary.pages[3:] == ["round 3"]
+
+
+def test_the_history_is_written_whichever_observer_fails_and_also_where_a_second_one_does(tmp_path: Path) -> None:
+    others = [Diary("stop by RuntimeError"), HistoryFile(), last := Diary()]
+    with pytest.raises(ZeroDivisionError) as caught:
+        Follower(CurrentRun(tmp_path, 3), played(2, lasts=False), others).to_the_end()
+    assert str(caught.value.__cause__) == "a client's error"
+    assert rounds(str(tmp_path)) == [1, 2]
+    assert last.pages[-1] == "stop by RuntimeError"
+
+
+@pytest.mark.parametrize(
+    ("fails", "told"),
+    [("start at 0", [True, False, False]), ("round 1", [True, True, True]), ("finish", [False, True, True])],
+)
+def test_only_who_has_started_and_not_finished_is_told_of_a_stop(tmp_path: Path, fails: str, told: list[bool]) -> None:
+    observers = [Diary(), Diary(fails), Diary()]
+    with pytest.raises(ZeroDivisionError):
+        Follower(CurrentRun(tmp_path, 1), played(1), observers).to_the_end()
+    assert ["stop by ZeroDivisionError" in each.pages for each in observers] == told
+
+
+# --- what is said -------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(("deaths", "text"), [(0, ""), (1, "1 host process died and was"), (2, "2 host processes")])
+def test_the_death_of_a_host_is_said_with_why_it_does_no_harm(tmp_path: Path, deaths: int, text: str) -> None:
+    stream = io.StringIO()
+    console = Console(file=stream, width=400)
+    HostDeaths(console.print).on_round(CurrentRun(tmp_path, 9), Round({"round": 3, "host_deaths": deaths}, ()))
+    said = stream.getvalue()
+    assert text in said
+    assert ("no result changes" in said and said.startswith("round 3: ")) == bool(deaths)

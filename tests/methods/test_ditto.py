@@ -1,0 +1,77 @@
+"""Ditto: the shared model knows nothing of the personal ones; where these end is `textbook/ditto.py`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from studies import BUFFER, NORMED, NORMED_MLP, ROUNDS, Spy, coordinate, ran, recipe, run, same
+from test_perturb import Dropping
+
+from raysim.api.method import Method
+from raysim.methods.ditto import Ditto
+from raysim.methods.fedbn import FedBN
+from raysim.methods.fedprox import FedProx
+from raysim.methods.scaffold import Scaffold
+from raysim.simulation.fleet import Ideal
+
+
+@pytest.mark.parametrize("schedule", [ROUNDS, BUFFER], ids=["rounds", "buffer"])
+@pytest.mark.parametrize("model", [NORMED, Dropping()], ids=["BatchNorm", "dropout"])
+@pytest.mark.parametrize("others", [(), (FedProx(0.1), Scaffold())], ids=["alone", "with fedprox and scaffold"])
+def test_the_shared_model_is_that_of_the_other_methods_bit_for_bit(
+    others: tuple[Method, ...], model: Any, schedule: Any
+) -> None:
+    # On ideal devices: elsewhere the personal model's steps change when clients arrive, and so the order of the sum.
+    found = run(recipe(*others, Ditto(), model=model), schedule, Ideal(), rounds=4)
+    plain = run(recipe(*others, model=model), schedule, Ideal(), rounds=4)
+    assert found.finished.model_sha256 == plain.finished.model_sha256 and same(found.tensors, plain.tensors)
+    for row, reference in zip(found.rows, plain.rows, strict=True):
+        assert row["accuracy_shared"] == reference["accuracy"]
+        for key in ("train_loss", "accuracy_global", "loss_global", "floats_down", "floats_up"):
+            assert row[key] == reference[key], key
+
+
+def personal(*methods: Method, **others: Any) -> dict[str, np.ndarray]:
+    return run(recipe(*methods, model=NORMED_MLP, **others), rounds=4).coordinator._client_states()
+
+
+def test_without_a_pull_a_personal_model_is_trained_by_its_client_alone() -> None:
+    free, beside = personal(Ditto(0.0)), personal(Ditto(0.0), FedProx(10.0))
+    assert any("personal" in name for name in free)
+    assert same(free, beside), "whatever becomes of the shared model"
+    assert not same(personal(Ditto()), personal(Ditto(), FedProx(10.0)))
+
+
+def test_a_strong_pull_keeps_the_personal_model_at_the_shared_one() -> None:
+    def distance(lam: float) -> float:
+        found = run(recipe(Ditto(lam), model=NORMED_MLP), rounds=4)
+        layout = found.coordinator.layout
+        size = layout.trained
+        models = [v[:size] for k, v in found.coordinator._client_states().items() if k.endswith("/personal")]
+        return float(np.mean([np.linalg.norm(m - found.coordinator.server.vector.numpy()[:size]) for m in models]))
+
+    assert distance(10.0) < 0.5 * distance(0.0)
+
+
+def test_nothing_of_a_personal_model_travels() -> None:
+    spied = recipe(Ditto(), model=NORMED_MLP)
+    spy, plain = Spy(spied), recipe(model=NORMED_MLP)
+    shared = ran(coordinate(spied, runtime=spy)).coordinator.layout.shared
+    assert shared == coordinate(plain).layout.shared
+    assert all(not update.extras for update in spy.updates)
+    assert all(published.vector.size == shared and not published.extras for _, published in spy.sent)
+
+
+def test_beside_fedbn_personal_layers_of_the_shared_model_are_not_pulled_to() -> None:
+    found = run(recipe(FedBN(), Ditto(), model=NORMED_MLP))
+    plain = run(recipe(FedBN(), model=NORMED_MLP), fleet=Ideal())
+    assert not found.failures
+    assert run(recipe(FedBN(), Ditto(), model=NORMED_MLP), fleet=Ideal()).tensors.keys() == plain.tensors.keys()
+
+
+@pytest.mark.parametrize("settings", [{"lam": -1.0}, {"lr_factor": 0.0}], ids=str)
+def test_impossible_settings_are_refused(settings: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match=rf"ditto\.{next(iter(settings))}"):
+        Ditto(**settings)

@@ -1,0 +1,39 @@
+"""Ditto: Li et al. 2021, Algorithm 1: FedAvg, and beside it for each client a model that nobody else sees.
+
+Its batches are cut from permutations on the stream "ditto.batches", a rest of one sample left out; there are as many as
+the shared model had.
+"""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+
+from raysim.primitives.streams import stream
+from textbook.plain import averaged, copied, detached, gradients, logits, optimizer, train, trainable, weights
+from textbook.world import Book, Job, Params, World
+
+
+def ditto(world: World, lam: float, factor: float = 1.0) -> Book:
+    """v - lr_v (grad F_k(v) + lam (v - x)), from the initial model on; the shared model knows nothing of it."""
+    x = {name: tensor for name, tensor in world.start.items() if not name.startswith("ditto.")}
+    v = {client: dict(x) for client in range(world.clients)}
+
+    def personal(job: Job) -> Params:
+        p, sgd = copied(v[job.client]), optimizer(world, job, factor)
+        order, (inputs, labels) = stream(world.seed, "ditto.batches", job.client, job.turn), world.data[job.client]
+        left: list[int] = []
+        for _ in job.batches:
+            if len(left) < 2:
+                left = order.permutation(len(labels)).tolist()
+            chosen, left = left[: world.local.batch], left[world.local.batch :]
+            grads = gradients(F.cross_entropy(logits(p, inputs[chosen]), labels[chosen]), p, trainable(p))
+            sgd.step(p, {name: grad + lam * (p[name].detach() - x[name]) for name, grad in grads.items()})
+        return detached(p)
+
+    for jobs in world.rounds:
+        models = [train(world, job, x) for job in jobs]
+        v |= {job.client: personal(job) for job in jobs}
+        x = averaged(models, weights(world, jobs))
+    took_part = {job.client for jobs in world.rounds for job in jobs}
+    private = {i: {f"ditto.{name}": tensor for name, tensor in v[i].items()} for i in took_part}
+    return Book(x, private, own=v)

@@ -1,0 +1,40 @@
+"""FedDyn: Acar et al. 2021, Algorithm 1, written with the local loss itself; the mean is uniform."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from textbook.plain import averaged, cross_entropy, detached, train, trainable
+from textbook.world import Book, Job, Params, World
+
+
+def feddyn(world: World, alpha: float) -> Book:
+    """A client minimises F_k(y) - <g_k, y> + alpha/2 |y - x|^2; h counts all clients, the mean those that took part."""
+    x, names = dict(world.start), trainable(world.start)
+    g = {client: {name: torch.zeros_like(x[name]) for name in names} for client in range(world.clients)}
+    h = {name: torch.zeros_like(x[name]) for name in names}
+
+    def client(job: Job, received: Params) -> Params:
+        own = g[job.client]
+
+        def loss(p: Params, step: int, inputs: Tensor, labels: Tensor) -> Tensor:
+            linear = sum((own[name] * p[name]).sum() for name in names)
+            square = sum((p[name] - received[name]).square().sum() for name in names)
+            return cross_entropy(p, step, inputs, labels) - linear + alpha / 2 * square
+
+        y = detached(train(world, job, received, loss))
+        g[job.client] = {name: own[name] - alpha * (y[name] - received[name]) for name in names}
+        return y
+
+    for jobs in world.rounds:
+        models = [client(job, x) for job in jobs]
+        h = {n: h[n] - alpha / world.clients * sum(y[n] - x[n] for y in models) for n in names}
+        x = averaged(models, [1.0] * len(jobs))
+        x |= {name: x[name] - h[name] / alpha for name in names}
+
+    def flat(p: Params) -> Tensor:
+        return torch.cat([p[name].flatten() for name in names])
+
+    took_part = {job.client for jobs in world.rounds for job in jobs}
+    return Book(x, {i: {"feddyn.gradient": flat(g[i])} for i in took_part}, {"feddyn.drift": flat(h)})

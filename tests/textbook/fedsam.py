@@ -1,0 +1,65 @@
+"""FedSAM: Qu et al. 2022, Algorithm 1; FedASAM: Caldarola et al. 2022. A second gradient a little uphill.
+
+Statistics move in the first pass: the second one works on a copy. MoFedSAM is FedCM around it.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from textbook.plain import averaged, copied, cross_entropy, gradients, mean, optimizer, trainable, weights
+from textbook.world import Book, Job, Params, World
+
+
+def uphill(p: Params, x: Tensor, y: Tensor, rho: float, eta: float | None) -> Params:
+    """grad F(p + e); e = rho g / |g|, or rho T^2 g / |T g| with T = |p| + eta."""
+    names = trainable(p)
+    g = gradients(cross_entropy(p, 0, x, y), p, names)
+    scale = {n: torch.ones_like(g[n]) if eta is None else p[n].detach().abs() + eta for n in names}
+    norm = torch.stack([(scale[n] * g[n]).square().sum() for n in names]).sum().sqrt()
+    moved = copied(p | {n: p[n].detach() + rho * scale[n] ** 2 * g[n] / norm for n in names})
+    return gradients(cross_entropy(moved, 0, x, y), moved, names)
+
+
+def fedsam(world: World, rho: float, eta: float | None = None, mu: float = 0.0) -> Book:
+    """What raysim keeps on a client stays there; with mu it is FedProx beside it, pulled at p itself."""
+    shared = {name: tensor for name, tensor in world.start.items() if name not in world.personal}
+    own = {client: {name: world.start[name] for name in world.personal} for client in range(world.clients)}
+
+    def client(job: Job) -> Params:
+        p, sgd = copied(shared | own[job.client]), optimizer(world, job)
+        for x, y in job.batches:
+            grads = uphill(p, x, y, rho, eta)
+            for name in trainable(shared):
+                grads[name] = grads[name] + mu * (p[name].detach() - shared[name])
+            sgd.step(p, grads)
+        return {name: tensor.detach() for name, tensor in p.items()}
+
+    for jobs in world.rounds:
+        models = [client(job) for job in jobs]
+        own |= {job.client: {n: y[n] for n in world.personal} for job, y in zip(jobs, models, strict=True)}
+        shared = averaged([{name: y[name] for name in shared} for y in models], weights(world, jobs))
+    took_part = {job.client for jobs in world.rounds for job in jobs}
+    private = {i: own[i] for i in took_part} if world.personal else {}
+    return Book(shared, private, own={i: shared | own[i] for i in own})
+
+
+def mofedsam(world: World, rho: float, beta: float) -> Book:
+    """v = beta g~ + (1 - beta) D; then D is the clients' mean of (x - y) / (eta K); weight decay is in the gradient."""
+    x, names = dict(world.start), trainable(world.start)
+    direction = {name: torch.zeros_like(x[name]) for name in names}
+
+    def client(job: Job) -> tuple[Params, Params]:
+        p, sgd = copied(x), optimizer(world, job)
+        decay, sgd.weight_decay = sgd.weight_decay, 0.0
+        for batch in job.batches:
+            g = uphill(p, *batch, rho, None)
+            sgd.step(p, {n: beta * (g[n] + decay * p[n].detach()) + (1 - beta) * direction[n] for n in names})
+        return p, {n: (x[n] - p[n].detach()) / (sgd.lr * len(job.batches)) for n in names}
+
+    for jobs in world.rounds:
+        trained, shares = [client(job) for job in jobs], weights(world, jobs)
+        direction = {n: mean([moved[n] for _, moved in trained], shares) for n in names}
+        x = averaged([p for p, _ in trained], shares)
+    return Book(x, server={"fedcm.direction": torch.cat([direction[n].flatten() for n in names])})

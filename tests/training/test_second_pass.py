@@ -1,0 +1,153 @@
+"""A second pass over the same batch: what it sees is what the first pass saw, and nothing of it stays behind."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from studies import NORMED, Asking, recipe
+from test_step import BATCH, X, Y, at_work, net
+from torch import Tensor, nn
+
+from raysim.api.context import Batch, Context, Stage
+from raysim.api.method import Method
+from raysim.methods.fedprox import FedProx
+from raysim.training.host import Host
+from raysim.vectors.optimizer import Optimizer
+
+
+@pytest.mark.parametrize("take", [True, False])
+def test_batchnorms_statistics_move_in_the_first_pass_only(take: bool) -> None:
+    host = Host(recipe(Asking(0.05, take), model=NORMED))
+    inputs, labels = host.trainer.gather(host.trainer.partition.rows(0))
+    ctx = context(host)
+    model = ctx.model.train()
+    expected = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    with torch.no_grad():
+        model.features(inputs)
+    expected, moved = {n: b.clone() for n, b in model.named_buffers()}, expected
+    assert any(not torch.equal(expected[name], moved[name]) for name in expected)
+    for name, buffer in model.named_buffers():
+        buffer.copy_(moved[name])
+    host.trainer.step.begin()
+    host.trainer.step(ctx, Batch(inputs, labels, inputs, labels), (Stage(),))
+    assert all(torch.equal(buffer, expected[name]) for name, buffer in model.named_buffers())
+
+
+def context(host: Host) -> Context:
+    return Context(
+        trainer=host.trainer, seed=0, client=0, turn=0, version=0, samples=5, rate=0.1, vector=host.vector,
+        received=host.vector.shared, base=host.vector.shared.clone(), download={}, state={},
+    )  # fmt: skip
+
+
+def test_the_shift_covers_shared_and_personal_parameters_of_the_stage_and_no_others() -> None:
+    asking = Asking(0.25)
+    step, ctx = at_work([asking], Optimizer(), personal=("model.extractor.weight", "model.extractor.bias"))
+    step(ctx, BATCH, (Stage(),))
+    step(ctx, BATCH, (Stage("head", ("model.head",)),))
+    (_, params, _, there), (_, head, _, _) = asking.seen
+    assert len(params) == 26 and len(head) == 10
+    moved = net()
+    with torch.no_grad():
+        for parameter in moved.parameters():
+            parameter.add_(0.25)
+    loss = nn.functional.cross_entropy(moved.head(moved.features(X)), Y)
+    # The shared part comes first: the head, then the extractor.
+    grads = torch.autograd.grad(loss, [*moved.head.parameters(), *moved.extractor.parameters()])
+    assert torch.equal(there, torch.cat([grad.flatten() for grad in grads]))
+
+
+def test_corrections_clipping_and_the_optimiser_act_on_what_the_hook_returns() -> None:
+    class Ones(Method):
+        name = "ones"
+
+        def perturb(self, ctx: Context, params: Tensor, grad: Tensor, gradient_at: Any) -> Tensor:
+            return torch.ones_like(grad)
+
+    class Halving(Method):
+        name = "halving"
+
+        def gradient(self, ctx: Context, grad: Tensor, part: slice) -> None:
+            assert torch.equal(grad, torch.ones_like(grad))
+            grad.mul_(0.5)
+
+    step, ctx = at_work([Halving(), Ones()], Optimizer(weight_decay=0.1))
+    before = ctx.vector.shared.clone()
+    step(ctx, BATCH, (Stage(),))
+    assert torch.allclose(ctx.vector.shared, before - 0.1 * (0.5 + 0.1 * before), atol=1e-7)
+    step, ctx = at_work([Ones()], Optimizer(), clip=1.0)
+    before = ctx.vector.shared.clone()
+    step(ctx, BATCH, (Stage(),))
+    assert torch.allclose((before - ctx.vector.shared).norm(), torch.tensor(0.1), atol=1e-6)
+
+
+def test_terms_are_in_both_gradients() -> None:
+    class Pull(Method):
+        name = "pull"
+
+        def term(self, ctx: Context, out: Any, batch: Batch) -> Tensor:
+            return 0.5 * ctx.model.head.bias.square().sum()
+
+    pulled, free = Asking(0.5), Asking(0.5)
+    for methods in ([pulled, Pull()], [free]):
+        step, ctx = at_work(methods, Optimizer())
+        step(ctx, BATCH, (Stage(),))
+    (_, params, here, there), (_, _, here_free, there_free) = pulled.seen[0], free.seen[0]
+    assert torch.allclose((here - here_free)[-2:], params[-2:], atol=1e-6)
+    assert torch.allclose((there - there_free)[-2:], params[-2:] + 0.5, atol=1e-6)
+
+
+def test_an_ascending_stage_hands_over_the_gradient_of_its_negated_loss() -> None:
+    asking = Asking()
+    step, ctx = at_work([asking], Optimizer())
+    loss = nn.functional.cross_entropy(ctx.model.head(ctx.model.features(X)), Y)
+    expected = torch.cat([g.flatten() for g in torch.autograd.grad(-loss, list(ctx.model.parameters()))])
+    rise = Stage(
+        "rise", loss=lambda ctx, out, batch: nn.functional.cross_entropy(out.logits, batch.targets), ascend=True
+    )
+    step(ctx, BATCH, (rise,))
+    ((_, _, here, there),) = asking.seen
+    assert torch.equal(here, expected) and torch.equal(there, expected)
+
+
+def test_state_that_a_loss_writes_is_that_of_the_first_pass() -> None:
+    class Counting(Method):
+        """Moves its state with every loss that it makes, as FRAug's prototypes do."""
+
+        name = "counting"
+
+        def term(self, ctx: Context, out: Any, batch: Batch) -> Tensor:
+            ctx.state["counting.sum"] = ctx.state["counting.sum"] + out.logits.detach().sum()
+            return ctx.state["counting.sum"] * ctx.model.head.bias.sum()
+
+    step, ctx = at_work([Asking(0.1), Counting()], Optimizer())
+    ctx.state["counting.sum"] = torch.zeros(())
+    logits = ctx.model.head(ctx.model.features(X)).detach()
+    step(ctx, BATCH, (Stage(),))
+    assert torch.equal(ctx.state["counting.sum"], logits.sum())
+
+
+def test_a_failing_second_pass_puts_the_parameters_back() -> None:
+    class Failing(Method):
+        name = "failing"
+
+        def term(self, ctx: Context, out: Any, batch: Batch) -> Tensor:
+            if not torch.equal(ctx.model.head.bias, net().head.bias):
+                raise RuntimeError("elsewhere")
+            return out.logits.new_zeros(())
+
+    step, ctx = at_work([Asking(0.1), Failing()], Optimizer())
+    before = ctx.vector.data.clone()
+    with pytest.raises(RuntimeError, match="elsewhere"):
+        step(ctx, BATCH, (Stage(),))
+    assert torch.equal(ctx.vector.data, before)
+
+
+def test_without_an_owner_of_the_hook_a_step_makes_no_second_pass() -> None:
+    step, ctx = at_work([FedProx(0.0)], Optimizer())
+    passes: list[int] = []
+    ctx.model.extractor.register_forward_hook(lambda *_: passes.append(1))
+    step(ctx, BATCH, (Stage(),))
+    assert step.perturber is None and len(passes) == 1
