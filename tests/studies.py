@@ -1,4 +1,4 @@
-"""Tiny federated studies from objects, a fraction of a second each, and ways to look into a run."""
+"""Tiny federated runs from objects, a fraction of a second each, and ways to look into a run."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from raysim.api.context import Context, Stage
-from raysim.api.declarations import Local
+from raysim.api.declarations import Evaluation, Local
 from raysim.api.messages import Failure, Job, Published, SingleUpdate, Trained, Update
 from raysim.api.method import Method
 from raysim.api.private_state import PrivateState, StoredState
@@ -27,11 +27,11 @@ from raysim.data.sources import Synthetic
 from raysim.models import Classifier, Mlp, ModelRecipe, SmallCnn
 from raysim.models.classifier import Shape
 from raysim.runtime.inprocess import InProcess
-from raysim.simulation.coordinator import Coordinator, Finished, Round, Row, Runtime, Settings
-from raysim.simulation.evaluator import Evaluation
+from raysim.simulation.coordinator import Coordinator, Finished, Round, Row, Runtime
 from raysim.simulation.fleet import Fleet, Ideal, Lognormal
 from raysim.simulation.schedule import Buffered, Schedule, Synchronous
-from raysim.training.host import Host, Recipe
+from raysim.training.host import Host
+from raysim.training.run_spec import Checkpoint, Faults, RunSettings, RunSpec, State
 
 
 @dataclass(frozen=True)
@@ -116,9 +116,35 @@ def sized(counts: Sequence[int]) -> FederatedData:
     return replace(tiny(), partition=Partition(train, test), central=np.empty(0, np.int64))
 
 
-def recipe(*methods: Method, model: ModelRecipe = MLP, local: Local = LOCAL, **others: Any) -> Recipe:
-    """What a tiny study is built from."""
-    return Recipe(model, methods, local, **({"data": tiny(), "seed": SEED} | others))
+def recipe(
+    *methods: Method,
+    model: ModelRecipe = MLP,
+    local: Local = LOCAL,
+    data: FederatedData | None = None,
+    seed: int = SEED,
+    **others: Any,
+) -> RunSpec:
+    """A tiny run: 3 rounds, without checkpoints. others: fields of `RunSpec`; `changed` gives it other settings."""
+    settings = RunSettings(seed, rounds=3, local=local, checkpoint=Checkpoint(0))
+    return RunSpec(model, methods, data or tiny(), settings, **others)
+
+
+def changed(
+    spec: RunSpec,
+    *,
+    checkpoint_every: int | None = None,
+    tolerate: float | None = None,
+    state_budget: float = math.inf,
+    **settings: Any,
+) -> RunSpec:
+    """The same run with other settings; short words for those in a group of their own. state_budget: in bytes."""
+    if checkpoint_every is not None:
+        settings["checkpoint"] = Checkpoint(checkpoint_every)
+    if tolerate is not None:
+        settings["faults"] = Faults(tolerate)
+    if state_budget < math.inf:
+        settings["state"] = State(state_budget / 2**30)
+    return replace(spec, settings=replace(spec.settings, **settings))
 
 
 # Columns that depend on clocks, and on where hosts sum.
@@ -177,15 +203,17 @@ NOTHING = private({})
 
 
 def coordinate(
-    study: Recipe,
+    spec: RunSpec,
     schedule: Schedule = ROUNDS,
     fleet: Fleet | None = None,
     runtime: Runtime | None = None,
+    folder: str = "",
+    resume: str = "",
     **settings: Any,
 ) -> Coordinator:
-    """A coordinator in this process, of hosts in this process unless a runtime is given; 3 rounds unless told."""
-    asked = Settings(**({"rounds": 3} | settings))
-    return Coordinator(study, schedule, fleet or Lognormal(), runtime or InProcess(Host(study)), asked)
+    """A coordinator in this process, of a host in this process unless a runtime is given; settings: see `changed`."""
+    spec = changed(spec, **settings)
+    return Coordinator(spec, schedule, fleet or Lognormal(), runtime or InProcess(Host(spec)), folder, resume)
 
 
 def ran(coordinator: Coordinator) -> Ran:
@@ -197,16 +225,16 @@ def ran(coordinator: Coordinator) -> Ran:
     return Ran(coordinator, events[-1], coordinator.rows, failures)
 
 
-def run(study: Recipe, schedule: Schedule = ROUNDS, fleet: Fleet | None = None, **settings: Any) -> Ran:
-    """Run a study in this process; see `coordinate`."""
-    return ran(coordinate(study, schedule, fleet, **settings))
+def run(spec: RunSpec, schedule: Schedule = ROUNDS, fleet: Fleet | None = None, **settings: Any) -> Ran:
+    """Run in this process; see `coordinate`."""
+    return ran(coordinate(spec, schedule, fleet, **settings))
 
 
 class Spy(InProcess):
     """A runtime that keeps everything that passes between coordinator and host."""
 
-    def __init__(self, study: Recipe):
-        super().__init__(Host(study))
+    def __init__(self, spec: RunSpec):
+        super().__init__(Host(spec))
         self.sent: list[tuple[Job, Published]] = []
         self.trained: list[Trained] = []
         self.states: list[StoredState] = []
@@ -232,9 +260,9 @@ class Spy(InProcess):
         return [outcome for trained in self.trained for outcome in trained.outcomes if isinstance(outcome, Update)]
 
 
-def several(study: Recipe, count: int) -> InProcess:
+def several(spec: RunSpec, count: int) -> InProcess:
     """Some hosts in this process, to see what moves between them without starting others."""
-    return InProcess(*(Host(study, f"host-{index}") for index in range(count)))
+    return InProcess(*(Host(spec, f"host-{index}") for index in range(count)))
 
 
 class Silent(InProcess):
@@ -297,10 +325,10 @@ def silent(
 ) -> tuple[Coordinator, Ledger, Silent]:
     """A coordinator whose clients learn nothing, and what it combined and dispatched."""
     ledger = Ledger()
-    study = recipe(ledger, model=Mlp((1,)), data=sized(counts), seed=seed)
+    spec = recipe(ledger, model=Mlp((1,)), data=sized(counts), seed=seed)
     runtime = Silent(0, np.asarray(counts))
-    asked = {"evaluation": Evaluation(every=10**9)} | settings
-    coordinator = coordinate(study, schedule, fleet or Ideal(), runtime, **asked)
+    settings = {"evaluate": Evaluation(every=10**9)} | settings
+    coordinator = coordinate(spec, schedule, fleet or Ideal(), runtime, **settings)
     runtime.shared = coordinator.layout.shared
     return coordinator, ledger, runtime
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 from cluster import Hosts
-from studies import MLP, NORMED, NORMED_MLP, SEED, Ran, coordinate, even, ran, recipe, run, several, tiny
+from studies import MLP, NORMED, NORMED_MLP, SEED, Ran, changed, coordinate, even, ran, recipe, run, several, tiny
 
-from raysim.api.declarations import Local
+from raysim.api.declarations import Evaluation, Local
 from raysim.methods.fedbn import FedBN
 from raysim.methods.fedbr import FedBR
 from raysim.methods.fedbss import FedBSS
@@ -17,8 +17,7 @@ from raysim.methods.fedbuff import FedBuff
 from raysim.methods.fedopt import FedAdam
 from raysim.methods.mixup import Mixup
 from raysim.methods.scaffold import Scaffold
-from raysim.simulation.coordinator import Finished, Round, Settings
-from raysim.simulation.evaluator import Evaluation
+from raysim.simulation.coordinator import Finished, Round
 from raysim.simulation.fleet import Ideal, Lognormal
 from raysim.simulation.schedule import Buffered, Synchronous
 
@@ -58,7 +57,7 @@ def test_in_process_and_on_one_or_two_hosts_a_study_has_the_same_bits_and_histor
 
 def test_hosts_sum_their_own_groups_and_the_bits_stay(hosts: Hosts, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = {"data": even(), "model": NORMED, "local": LOCAL}
-    here = run(recipe(**asked), SCHEDULES["rounds"], rounds=3, group=3)
+    here = run(recipe(**asked), SCHEDULES["rounds"], rounds=3, summation=3)
     runtime = hosts.runtime(recipe(**asked), 2)
     summing: set[tuple[int, int]] = set()
     call = runtime.call
@@ -69,7 +68,7 @@ def test_hosts_sum_their_own_groups_and_the_bits_stay(hosts: Hosts, monkeypatch:
         return call(host, method, *args, returns=returns)
 
     monkeypatch.setattr(runtime, "call", watched)
-    there = ran(coordinate(recipe(**asked), SCHEDULES["rounds"], runtime=runtime, rounds=3, group=3))
+    there = ran(coordinate(recipe(**asked), SCHEDULES["rounds"], runtime=runtime, rounds=3, summation=3))
     assert summing == {(0, 3), (1, 3)}
     assert (there.bits, there.history) == (here.bits, here.history)
 
@@ -88,8 +87,8 @@ def _ranked(found: Ran) -> list[int]:
 def test_the_coordinator_may_be_an_actor_too(methods: list[Any], schedule: str, count: int, ray_session: None) -> None:
     from raysim.runtime import ray as on_ray
 
-    how = SCHEDULES[schedule], Lognormal(), Settings(rounds=ROUNDS)
-    events = list(on_ray.run(study(methods), *how, on_ray.Size(count, {"CPU": 0.5})))
+    how = changed(study(methods), rounds=ROUNDS), SCHEDULES[schedule], Lognormal()
+    events = list(on_ray.run(*how, on_ray.Size(count, {"CPU": 0.5})))
     here = run(study(methods), SCHEDULES[schedule], rounds=ROUNDS)
     assert isinstance(events[-1], Finished)
     assert (events[-1].model_sha256, events[-1].state_sha256) == here.bits
@@ -104,7 +103,7 @@ def test_the_coordinator_may_be_an_actor_too(methods: list[Any], schedule: str, 
 def test_clients_may_move_between_hosts_and_runs_be_resumed_on_another_number_of_them(
     methods: list[Any], size: int, count: int, tmp_path: Path
 ) -> None:
-    schedule, asked = Buffered(concurrency=5, size=size), {"rounds": 8, "group": 2, "evaluation": Evaluation(every=3)}
+    schedule, asked = Buffered(concurrency=5, size=size), {"rounds": 8, "summation": 2, "evaluate": Evaluation(every=3)}
 
     def small() -> Any:
         return recipe(*methods, model=NORMED_MLP)
@@ -131,5 +130,5 @@ def test_the_checksum_of_states_covers_private_states_personal_parts_and_the_ser
 
 def test_groups_summed_on_three_hosts_are_those_of_one() -> None:
     study = recipe(data=even(clients=30, samples=600))
-    alone = run(study, Synchronous(24), Ideal(), group=2)
-    assert ran(coordinate(study, Synchronous(24), Ideal(), several(study, 3), group=2)).bits == alone.bits
+    alone = run(study, Synchronous(24), Ideal(), summation=2)
+    assert ran(coordinate(study, Synchronous(24), Ideal(), several(study, 3), summation=2)).bits == alone.bits

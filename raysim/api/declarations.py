@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
-from raysim.primitives.checks import at_least
+from raysim.primitives.checks import above, at_least, in_range, one_of
 from raysim.vectors.optimizer import Optimizer
 
 
@@ -81,8 +81,45 @@ class Finetune:
 
     def __post_init__(self) -> None:
         at_least("evaluate.finetune.epochs", self.epochs, 0)
-        if self.samples not in ("own", "all"):
-            raise ValueError(f"evaluate.finetune.samples={self.samples!r} does not exist: use own or all")
+        one_of("evaluate.finetune.samples", self.samples, ("own", "all"))
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What is evaluated: `evaluate.*` of the configuration. How often is counted in aggregations; 0: never.
+
+    clients: how many are drawn each time. finetune: how models are adapted first, for scores of their own. common:
+    whether clients' own models are scored on the central test set. probe: of local models before they are averaged, on
+    `probe_rows` images of the central test set. decompose: the loss decomposition, on at most `decompose_rows` training
+    samples of a client.
+    """
+
+    every: int = 1
+    clients: int | Literal["all"] = "all"
+    finetune: Finetune = field(default_factory=Finetune)
+    common: bool = False
+    probe: int = 0
+    probe_rows: int = 1000
+    decompose: int = 0
+    decompose_rows: int = 1000
+
+    def __post_init__(self) -> None:
+        for key, least in (("every", 1), ("probe", 0), ("probe_rows", 1), ("decompose", 0), ("decompose_rows", 1)):
+            at_least(f"evaluate.{key}", getattr(self, key), least)
+        if self.clients != "all":
+            at_least("evaluate.clients", self.clients, 1)
+
+    def evaluates(self, version: int, rounds: int) -> bool:
+        """Whether this version is scored."""
+        return version % self.every == 0 or version == rounds
+
+    def probes(self, version: int) -> bool:
+        """Whether the local models of the step to this version are probed."""
+        return self.probe > 0 and version % self.probe == 0
+
+    def decomposes(self, version: int) -> bool:
+        """Whether the step to this version is decomposed."""
+        return self.decompose > 0 and version % self.decompose == 0
 
 
 @dataclass(frozen=True)
@@ -108,8 +145,7 @@ class Local:
     phases: int = 10
 
     def __post_init__(self) -> None:
-        if not self.lr > 0:
-            raise ValueError(f"local.lr={self.lr} must be above 0")
+        above("local.lr", self.lr, 0)
         if (self.epochs is None) == (self.steps is None):
             raise ValueError(
                 f"local.epochs={self.epochs} and local.steps={self.steps}: give exactly one, and null for the other"
@@ -119,8 +155,7 @@ class Local:
         at_least("local.batch", self.batch, 1)
         at_least("local.clip", self.clip, 0.0)
         at_least("local.phases", self.phases, 1)
-        if not 0 < self.lr_decay <= 1:
-            raise ValueError(f"local.lr_decay={self.lr_decay} must be above 0 and at most 1")
+        in_range("local.lr_decay", self.lr_decay, above=0, most=1)
         self.settings()
 
     def settings(self) -> Optimizer:

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from raysim.data.partition import Floats, Ints, fraction_count
+from raysim.primitives.checks import above, one_of, require
 
 Pixel = TypeVar("Pixel", bound=np.generic)
 
@@ -40,12 +41,10 @@ class Rotation:
             ("interpolation", ("nearest", "bilinear")),
             ("test", ("spread", "all")),
         ):
-            if getattr(self, key) not in allowed:
-                raise ValueError(f"data.rotation.{key}={getattr(self, key)} is unknown: use {' or '.join(allowed)}.")
-        if not self.angles or not all(math.isfinite(angle) for angle in self.angles):
-            raise ValueError(f"data.rotation.angles={self.angles} must name at least one angle in degrees.")
-        if not 0 < self.concentration < math.inf:
-            raise ValueError(f"data.rotation.concentration={self.concentration} must be above 0 and finite.")
+            one_of(f"data.rotation.{key}", getattr(self, key), allowed)
+        finite = self.angles and all(math.isfinite(angle) for angle in self.angles)
+        require("data.rotation.angles", self.angles, finite, "a list of at least one angle in degrees")
+        above("data.rotation.concentration", self.concentration, 0)
 
 
 def symmetric_label_noise(

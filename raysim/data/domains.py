@@ -11,9 +11,10 @@ from numpy.typing import NDArray
 
 from raysim.data.dataset import cache_folder
 from raysim.data.pictures import stacked
-from raysim.data.raw import Raw, Source, within
+from raysim.data.raw import Raw, Source
 from raysim.data.sources import Cifar10, Cifar100, Digits, FashionMnist, Mnist, Svhn, Usps
 from raysim.data.stored import Stored, holds_images, named_folder
+from raysim.primitives.checks import require
 from raysim.primitives.errors import instead
 
 DOWNLOADED = {
@@ -40,7 +41,7 @@ class Domains(Source):
 
     def check(self) -> None:
         distinct = 0 < len(self.domains) == len(set(self.domains))
-        within("domains", self.domains, distinct, "a list of different names")
+        require("data.domains", self.domains, distinct, "a list of different names")
 
     def files(self) -> list[Path]:
         return [path for name in self.domains for path in self._files(name)]

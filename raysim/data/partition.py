@@ -15,6 +15,7 @@ from typing import Literal, TypeAlias
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from raysim.primitives.checks import above, at_least, in_range, one_of
 from raysim.primitives.streams import stream
 
 Ints: TypeAlias = NDArray[np.int64]
@@ -286,8 +287,8 @@ class Partitioner:
     test_fraction: float = 0.2
 
     def __post_init__(self) -> None:
-        _within("fraction", self.fraction, 0 < self.fraction <= 1, "above 0 and at most 1")
-        _within("test_fraction", self.test_fraction, 0 <= self.test_fraction < 1, "at least 0 and below 1")
+        in_range("partition.fraction", self.fraction, above=0, most=1)
+        in_range("partition.test_fraction", self.test_fraction, least=0, below=1)
         self.check()
 
     def check(self) -> None:
@@ -321,7 +322,7 @@ class IID(Partitioner):
     clients: int
 
     def check(self) -> None:
-        _at_least_one("clients", self.clients)
+        at_least("partition.clients", self.clients, 1)
 
     def assign(self, draws: Draws) -> CSR:
         return CSR(**iid_split(order=draws.order(), num_clients=self.clients))
@@ -344,11 +345,13 @@ class Dirichlet(Partitioner):
     per: Literal["class", "client"] = "class"
 
     def check(self) -> None:
-        _at_least_one("clients", self.clients)
-        _positive("alpha", self.alpha)
-        _within("minimum", self.minimum, self.minimum is None or self.minimum >= 0, "at least 0, or null")
-        _within("grouping", self.grouping, self.grouping is None or self.grouping >= 1, "at least 1, or null")
-        _one_of("per", self.per, ("class", "client"))
+        at_least("partition.clients", self.clients, 1)
+        above("partition.alpha", self.alpha, 0)
+        if self.minimum is not None:
+            at_least("partition.minimum", self.minimum, 0)
+        if self.grouping is not None:
+            at_least("partition.grouping", self.grouping, 1)
+        one_of("partition.per", self.per, ("class", "client"))
 
     def assign(self, draws: Draws) -> CSR:
         total, order = len(draws.labels), draws.order()
@@ -400,10 +403,10 @@ class DirichletClient(Partitioner):
     turns: Literal["rotating", "sequential"] = "rotating"
 
     def check(self) -> None:
-        _at_least_one("clients", self.clients)
-        _positive("alpha", self.alpha)
-        _one_of("concentration", self.concentration, ("symmetric", "prior_scaled"))
-        _one_of("turns", self.turns, ("rotating", "sequential"))
+        at_least("partition.clients", self.clients, 1)
+        above("partition.alpha", self.alpha, 0)
+        one_of("partition.concentration", self.concentration, ("symmetric", "prior_scaled"))
+        one_of("partition.turns", self.turns, ("rotating", "sequential"))
         if self.remaining and (self.concentration, self.turns) != ("prior_scaled", "sequential"):
             raise ValueError(
                 "partition.remaining=true needs partition.concentration=prior_scaled and partition.turns=sequential, "
@@ -454,8 +457,8 @@ class Shards(Partitioner):
     shards_per_client: int
 
     def check(self) -> None:
-        _at_least_one("clients", self.clients)
-        _at_least_one("shards_per_client", self.shards_per_client)
+        at_least("partition.clients", self.clients, 1)
+        at_least("partition.shards_per_client", self.shards_per_client, 1)
 
     def assign(self, draws: Draws) -> CSR:
         total, shards = len(draws.labels), self.clients * self.shards_per_client
@@ -485,9 +488,9 @@ class Quantity(Partitioner):
     minimum: int = 1
 
     def check(self) -> None:
-        _at_least_one("clients", self.clients)
-        _positive("alpha", self.alpha)
-        _within("minimum", self.minimum, self.minimum >= 0, "at least 0")
+        at_least("partition.clients", self.clients, 1)
+        above("partition.alpha", self.alpha, 0)
+        at_least("partition.minimum", self.minimum, 0)
 
     def assign(self, draws: Draws) -> CSR:
         total = len(draws.labels)
@@ -507,7 +510,7 @@ class Domain(Partitioner):
     clients_per_domain: int = 1
 
     def check(self) -> None:
-        _at_least_one("clients_per_domain", self.clients_per_domain)
+        at_least("partition.clients_per_domain", self.clients_per_domain, 1)
 
     def assign(self, draws: Draws) -> CSR:
         return CSR(
@@ -576,20 +579,3 @@ def _enough(total: int, clients: int, minimum: int) -> None:
             f"partition.clients={clients} with at least {minimum} samples each needs {clients * minimum} samples, the "
             f"training data has {total}: set partition.clients={total // minimum} or less."
         )
-
-
-def _within(key: str, value: object, holds: bool, allowed: str) -> None:
-    if not holds:
-        raise ValueError(f"partition.{key}={value} is out of range: it must be {allowed}.")
-
-
-def _at_least_one(key: str, value: int) -> None:
-    _within(key, value, value >= 1, "at least 1")
-
-
-def _positive(key: str, value: float) -> None:
-    _within(key, value, 0 < value < math.inf, "above 0 and finite")
-
-
-def _one_of(key: str, value: str, allowed: tuple[str, ...]) -> None:
-    _within(key, value, value in allowed, " or ".join(allowed))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -16,6 +17,7 @@ from raysim.data.corruption import Rotation
 from raysim.data.dataset import Dataset, Samples, cached
 from raysim.data.partition import Ints
 from raysim.data.pictures import Picture, numbered, stacked
+from raysim.primitives.checks import at_least, between, require
 from raysim.primitives.errors import instead
 
 AUGMENTATIONS = ("crop", "flip", "rotate", "resized_crop", "jitter", "grey")
@@ -58,12 +60,15 @@ class Source:
     grey: float = 0.1
 
     def __post_init__(self) -> None:
-        within("size", self.size, self.size is None or self.size >= 1, "at least 1, or null")
-        within("channels", self.channels, self.channels in (None, 1, 3), "1, 3 or null")
-        within("label_noise", self.label_noise, 0 <= self.label_noise <= 1, "from 0 to 1")
-        within("pool", self.pool, self.pool >= 1, "at least 1")
-        within("only", self.only, self.only is None or self.only, "a list of names, or null")
-        within("std", self.std, self.std is None or all(value > 0 for value in self.std), "above 0 everywhere, or null")
+        if self.size is not None:
+            at_least("data.size", self.size, 1)
+        require("data.channels", self.channels, self.channels in (None, 1, 3), "1, 3 or null")
+        between("data.label_noise", self.label_noise, 0, 1)
+        at_least("data.pool", self.pool, 1)
+        require("data.only", self.only, self.only is None or self.only, "a list of names, or null")
+        require("data.mean", self.mean, all(map(math.isfinite, self.mean or ())), "finite, or null")
+        spread = all(0 < value < math.inf for value in self.std or ())
+        require("data.std", self.std, spread, "above 0 and finite everywhere, or null")
         if (self.mean is None) != (self.std is None):
             raise ValueError(
                 f"data.mean={self.mean} and data.std={self.std} belong together: give both, or null for both."
@@ -73,14 +78,14 @@ class Source:
 
     def _check_augmentation(self) -> None:
         kinds = f"{', '.join(AUGMENTATIONS[:-1])} and {AUGMENTATIONS[-1]}"
-        within("augment", self.augment, set(self.augment) <= set(AUGMENTATIONS), f"a list of {kinds}, or []")
-        within("crop_padding", self.crop_padding, self.crop_padding >= 0, "at least 0")
-        within("rotate_degrees", self.rotate_degrees, 0 <= self.rotate_degrees <= 180, "from 0 to 180")
+        require("data.augment", self.augment, set(self.augment) <= set(AUGMENTATIONS), f"a list of {kinds}, or []")
+        at_least("data.crop_padding", self.crop_padding, 0)
+        between("data.rotate_degrees", self.rotate_degrees, 0, 180)
         area = self.crop_area
-        valid = len(area) == 2 and 0 < area[0] <= area[1]
-        within("crop_area", area, valid, "[lowest, highest] share of the image, above 0 and in this order")
-        within("jitter", self.jitter, 0 <= self.jitter <= 0.5, "from 0 to 0.5")
-        within("grey", self.grey, 0 <= self.grey <= 1, "from 0 to 1")
+        valid = len(area) == 2 and 0 < area[0] <= area[1] < math.inf
+        require("data.crop_area", area, valid, "[lowest, highest] share of the image, above 0 and in this order")
+        between("data.jitter", self.jitter, 0, 0.5)
+        between("data.grey", self.grey, 0, 1)
 
     def check(self) -> None:
         """Refuse settings that cannot be meant."""
@@ -130,12 +135,6 @@ def numbered_domains(names: NDArray[np.str_], train: NDArray[np.bool_]) -> tuple
     """Domains as numbers, alphabetically; those without training rows come last, where they leave no client empty."""
     known = sorted(set(names[train].tolist()))
     return numbered(names, known + sorted(set(names.tolist()) - set(known)), "a domain")
-
-
-def within(key: str, value: object, holds: object, allowed: str) -> None:
-    """Raises ValueError for a setting of a source that does not hold."""
-    if not holds:
-        raise ValueError(f"data.{key}={value} is out of range: it must be {allowed}.")
 
 
 def _only(raw: Raw, classes: Sequence[str]) -> Raw:

@@ -18,8 +18,9 @@ from raysim.data.dataset import Dataset, cache_folder
 from raysim.data.packed import Strips
 from raysim.data.partition import Ints
 from raysim.data.pictures import spread_test, train_first
-from raysim.data.raw import Raw, Source, within
+from raysim.data.raw import Raw, Source
 from raysim.data.stored import ImageFolder, Parquet, Stored, holds_images, named_folder
+from raysim.primitives.checks import at_least, require
 from raysim.primitives.files import alone
 from raysim.primitives.streams import stream
 
@@ -248,11 +249,11 @@ class Synthetic(Source):
 
     def check(self) -> None:
         valid = len(self.shape) == 3 and self.shape[0] in (1, 3) and min(self.shape) >= 1
-        within("shape", self.shape, valid, "[channels, height, width] with 1 or 3 channels")
+        require("data.shape", self.shape, valid, "[channels, height, width] with 1 or 3 channels")
         for key in ("classes", "domains", "samples"):
-            within(key, getattr(self, key), getattr(self, key) >= 1, "at least 1")
+            at_least(f"data.{key}", getattr(self, key), 1)
         for key in ("test_samples", "noise", "shift", "seed"):
-            within(key, getattr(self, key), getattr(self, key) >= 0, "at least 0")
+            at_least(f"data.{key}", getattr(self, key), 0)
 
     def read(self) -> Raw:
         rng = stream(self.seed, "synthetic")

@@ -18,7 +18,8 @@ from numpy.typing import NDArray
 
 from raysim.data.packed import Strips, are_strips
 from raysim.data.pictures import Picture, numbered, spread_test, train_first
-from raysim.data.raw import Raw, Source, numbered_domains, within
+from raysim.data.raw import Raw, Source, numbered_domains
+from raysim.primitives.checks import in_range
 
 PICTURES = frozenset((".jpg", ".jpeg", ".png", ".bmp", ".webp", ".gif", ".tif", ".tiff", ".ppm", ".pgm"))
 
@@ -41,7 +42,8 @@ class Parquet(Source):
 
     def check(self) -> None:
         fraction = self.test_fraction
-        within("test_fraction", fraction, fraction is None or 0 <= fraction < 1, "at least 0 and below 1, or null")
+        if fraction is not None:
+            in_range("data.test_fraction", fraction, least=0, below=1)
 
     def files(self) -> list[Path]:
         return [path for folder in self._folders() for split in ("train", "test") for path in _parts(folder, split)]
@@ -141,7 +143,7 @@ class ImageFolder(Source):
     test_fraction: float = 0.2
 
     def check(self) -> None:
-        within("test_fraction", self.test_fraction, 0 <= self.test_fraction < 1, "at least 0 and below 1")
+        in_range("data.test_fraction", self.test_fraction, least=0, below=1)
 
     def files(self) -> list[Path]:
         listed = [self._root() / "split.csv"] if (self._root() / "split.csv").is_file() else []
@@ -197,7 +199,7 @@ class Stored(Source):
     test_fraction: float = 0.2
 
     def check(self) -> None:
-        within("test_fraction", self.test_fraction, 0 <= self.test_fraction < 1, "at least 0 and below 1")
+        in_range("data.test_fraction", self.test_fraction, least=0, below=1)
 
     def files(self) -> list[Path]:
         try:

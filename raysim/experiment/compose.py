@@ -23,7 +23,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from raysim.primitives.errors import Refused, instead, nearest
+from raysim.primitives.errors import Refused, first_line, instead, nearest
 
 Node: TypeAlias = dict[str, Any]
 
@@ -277,7 +277,7 @@ def _composed(chosen: Mapping[str, list[str]], known: Groups, roots: Sequence[Pa
         config = _merged(parts)
     except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
         raise Refused(
-            f"the configuration files do not fit together ({_first_line(error)}): check your own files"
+            f"the configuration files do not fit together ({first_line(error).rstrip('.:')}): check your own files"
         ) from error
     for group in set(LISTS) - set(chosen) if "experiment" in chosen else ():
         names = [path.removeprefix(f"{group}/") for path, _ in parts if path.startswith(f"{group}/")]
@@ -386,10 +386,6 @@ def _assign(config: DictConfig, key: str, value: Any, text: str) -> None:
         raise Refused(f"'{text}' does not fit there: {key} takes a single value") from error
 
 
-def _first_line(error: Exception) -> str:
-    return next(iter(str(error).strip().splitlines()), type(error).__name__).rstrip(".:")
-
-
 # --- a run folder's own configuration -----------------------------------------------------------------------------
 def plain(config: DictConfig | Mapping[str, Any]) -> Node:
     """The configuration as dictionaries and lists; "???" stands for a value that is still missing."""
@@ -408,4 +404,6 @@ def load_yaml(path: Path) -> Node:
     try:
         return cast(Node, OmegaConf.to_container(OmegaConf.load(path)))
     except Exception as error:  # a damaged file fails in the YAML reader in many ways
-        raise Refused(f"{path} cannot be read ({_first_line(error)}): restore it, or start in a new folder") from error
+        raise Refused(
+            f"{path} cannot be read ({first_line(error).rstrip('.:')}): restore it, or start in a new folder"
+        ) from error

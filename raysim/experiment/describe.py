@@ -1,4 +1,4 @@
-"""What a run says of itself: the plan before it starts, and what its bits depend on."""
+"""What a run says of itself: the overview before it starts, and what its bits depend on."""
 
 from __future__ import annotations
 
@@ -12,40 +12,40 @@ import numpy as np
 import torch
 from torch import nn
 
-from raysim.api.composition import SLOTS, owner
+from raysim.api.composition import SLOTS
 from raysim.api.declarations import Local
 from raysim.api.method import Method
 from raysim.data.federated import statistics
 from raysim.experiment.settings import Experiment
-from raysim.training.host import build_networks
+from raysim.training.run_spec import build_networks
 
 LIBRARIES = ("raysim", "torch", "numpy", "ray", "pyarrow", "mlflow")
 
 
-def plan(experiment: Experiment, folder: Path) -> str:
+def overview(experiment: Experiment, folder: Path) -> str:
     """A few lines: methods, model, data, clients, hosts, BatchNorm's policy, device, folder."""
-    recipe, study, node = experiment.recipe, experiment.study, experiment.config
-    networks, layout = build_networks(recipe)
-    numbers = statistics(recipe.data)
+    spec, settings, choices = experiment.spec, experiment.spec.settings, experiment.config["choices"]
+    networks, layout = build_networks(spec)
+    numbers = statistics(spec.data)
     sizes: Any = numbers["sizes"]
-    runtime = study.runtime
+    runtime = experiment.execution.runtime
     hosts = (
         "in this process"
         if runtime.name == "inprocess"
         else f"{runtime.hosts or 'as many hosts as fit'} ({runtime.name})"
     )
     stays = f", {layout.personal:,} of them personal" if layout.personal else ""
-    weights = experiment.settings.weighting
     lines = {
-        "methods": ", ".join(f"{m!r} [{', '.join(slots(type(m)))}]" for m in recipe.methods) or "fedavg",
-        "model": f"{node['choices']['model']}: {_parameters(networks)}; {layout.total:,} floats{stays}",
-        "data": recipe.data.title,
+        "methods": ", ".join(f"{m!r} [{', '.join(slots(type(m)))}]" for m in spec.methods) or "fedavg",
+        "model": f"{choices['model']}: {_parameters(networks)}; {layout.total:,} floats{stays}",
+        "data": spec.data.title,
         "clients": f"{numbers['clients']} with {sizes['min']} to {sizes['max']} training samples, "
         f"{numbers['empty_clients']} without; {numbers['central_test']} central test samples",
-        "rounds": f"{study.rounds} of {experiment.schedule!r}, {weights} weights; {_local(study.local)}",
+        "rounds": f"{_several(settings.rounds, 'round')} of {experiment.schedule!r}, {settings.weighting} weights; "
+        f"{_local(settings.local)}",
         "BatchNorm": _batchnorm(networks, {entry.name for entry in layout.entries if entry.personal}),
         "extra": "; ".join(_extra(experiment)),
-        "hosts": f"{hosts}, {runtime.threads} thread{'s' if runtime.threads > 1 else ''} each, device {recipe.device}",
+        "hosts": f"{hosts}, {_several(spec.threads, 'thread')} each, device {spec.device}",
         "folder": str(folder),
     }
     return "\n".join(f"{key:<10}{text}" for key, text in lines.items() if text)
@@ -53,19 +53,18 @@ def plan(experiment: Experiment, folder: Path) -> str:
 
 def _extra(experiment: Experiment) -> list[str]:
     """Evaluation that costs more than scoring, and how much."""
-    asked, recipe, found = experiment.settings.evaluation, experiment.recipe, []
-    how = (tuner.finetuning() if (tuner := owner(recipe.methods, "finetuning")) else None) or asked.finetune
-    if how.epochs:
-        when = "after the last round" if how.last else f"every {asked.every} rounds"
-        found.append(f"fine-tuning of {asked.clients} clients for {how.epochs} epochs {when}")
-    if asked.decompose:
-        m, counts = experiment.schedule.concurrency, recipe.data.partition.train.counts
-        each = np.minimum(counts[counts > 0], asked.decompose_rows).mean()
-        found.append(
-            f"loss decomposition every {asked.decompose} rounds: {m} x {m} + {m} evaluations, "
+    evaluation, texts = experiment.spec.evaluation, []
+    if epochs := evaluation.finetune.epochs:
+        when = "after the last round" if evaluation.finetune.last else f"every {evaluation.every} rounds"
+        texts.append(f"fine-tuning of {evaluation.clients} clients for {epochs} epochs {when}")
+    if evaluation.decompose:
+        m, counts = experiment.schedule.concurrency, experiment.spec.data.partition.train.counts
+        each = np.minimum(counts[counts > 0], evaluation.decompose_rows).mean()
+        texts.append(
+            f"loss decomposition every {evaluation.decompose} rounds: {m} x {m} + {m} evaluations, "
             f"{(m + 1) * m * each:,.0f} forward passes"
         )
-    return found
+    return texts
 
 
 def slots(cls: type[Method]) -> list[str]:
@@ -80,8 +79,12 @@ def _parameters(networks: Mapping[str, nn.Module]) -> str:
 
 
 def _local(local: Local) -> str:
-    amount = f"{local.epochs} epoch{'s' if local.epochs != 1 else ''}" if local.epochs else f"{local.steps} steps"
+    amount = _several(local.epochs, "epoch") if local.epochs else _several(local.steps or 0, "step")
     return f"{amount} of batch {local.batch}, {local.optimizer} lr {local.lr:g}"
+
+
+def _several(count: int, thing: str) -> str:
+    return f"{count} {thing}{'s' if count != 1 else ''}"
 
 
 def _batchnorm(networks: Mapping[str, nn.Module], personal: set[str]) -> str:
@@ -107,17 +110,17 @@ def _batchnorm(networks: Mapping[str, nn.Module], personal: set[str]) -> str:
 
 def identity(experiment: Experiment) -> dict[str, object]:
     """What the bits of a run depend on besides its methods and data."""
-    recipe = experiment.recipe
-    device = recipe.device
+    spec = experiment.spec
+    device = spec.device
     return {
         "device": torch.cuda.get_device_name(device)
         if device.startswith("cuda") and torch.cuda.is_available()
         else device,
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "machine": platform.machine(),
-        "threads": recipe.threads,
-        "seed": recipe.seed,
-        "summation": experiment.settings.group,
+        "threads": spec.threads,
+        "seed": spec.settings.seed,
+        "summation": spec.settings.summation,
         "python": platform.python_version(),
         "libraries": {name: version for name in LIBRARIES if (version := _version(name))},
     }

@@ -1,4 +1,4 @@
-"""One study: a configuration becomes objects, the objects become a run, the run becomes a folder of results.
+"""One run: a configuration becomes objects, the objects become a run, the run becomes a folder of results.
 
 The only reader of configurations; below it there are objects."""
 
@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import replace
+from dataclasses import fields, replace
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -21,21 +21,20 @@ from raysim.data.federated import FederatedData, federate, pooled
 from raysim.data.partition import Partitioner
 from raysim.data.sources import Source
 from raysim.experiment.compose import Node, compose, groups, load_yaml, plain, to_yaml
-from raysim.experiment.describe import plan, slots
+from raysim.experiment.describe import overview, slots
 from raysim.experiment.instantiate import TARGET, build as build_object, resolve, shown
 from raysim.experiment.recorder import OnRound, finished, record, say, users_observers
 from raysim.experiment.run_folder import Place, place
-from raysim.experiment.settings import Experiment, Interrupted, Result, Study
+from raysim.experiment.settings import ExecutionOptions, Experiment, Interrupted, Result
 from raysim.models import ModelRecipe
 from raysim.primitives.errors import Refused, instead, refusing
 from raysim.primitives.files import replace_file
 from raysim.results.observers import Observer, ObserverFailed
-from raysim.simulation.coordinator import Settings
 from raysim.simulation.events import Event, TooManyFailures
 from raysim.simulation.fleet import Fleet
 from raysim.simulation.schedule import Schedule, Synchronous, check_concurrency
 from raysim.simulation.server import asked_weighting
-from raysim.training.host import Recipe, build_networks
+from raysim.training.run_spec import RunSettings, RunSpec, build_networks
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -106,54 +105,50 @@ def _plain(config: DictConfig | Mapping[str, Any] | Sequence[str]) -> Node:
 
 
 def partition(config: DictConfig | Mapping[str, Any] | Sequence[str] = (), allow: Sequence[str] = ()) -> FederatedData:
-    """The data of a study alone, split over its clients. Raises Refused."""
+    """The data of a run alone, split over its clients. Raises Refused."""
     with refusing():
         node = _plain(config)
         source: Source = _object(node, "data", allow)
         partitioner: Partitioner = _object(node, "partition", allow)
-        return federate(source, partitioner, build_object(Study, _own(node), "").seed)
+        return federate(source, partitioner, _settings(node)[0].seed)
 
 
-def _own(node: Node) -> Node:
-    """The part of a configuration that is `Study`."""
-    named = {*_NEEDS, "method", "choices"}
-    return {key: value for key, value in node.items() if key not in named}
+def _settings(node: Node) -> tuple[RunSettings, ExecutionOptions]:
+    """The part of a configuration that names no classes."""
+    rest = {key: value for key, value in node.items() if key not in {*_NEEDS, "method", "choices"}}
+    ours, others = ({f.name for f in fields(cls)} for cls in (RunSettings, ExecutionOptions))
+    for key in rest:
+        if key not in ours | others:
+            raise Refused(f"{key} does not exist: {instead(key, sorted(ours | others), 'a run has')}")
+    run = build_object(RunSettings, {key: value for key, value in rest.items() if key in ours}, "")
+    return run, build_object(ExecutionOptions, {key: value for key, value in rest.items() if key in others}, "")
 
 
 def build(config: DictConfig | Mapping[str, Any] | Sequence[str] = (), allow: Sequence[str] = ()) -> Experiment:
-    """Build and check all objects of a study; downloads and caches its data if need be, writes nothing else.
+    """Build and check all objects of a run; downloads and caches its data if need be, writes nothing else.
 
     config: from `compose`, or the overrides themselves. allow: prefixes, besides raysim, of classes that the
     configuration may name. Raises Refused with one sentence.
     """
     with refusing():
         node = _plain(config)
-        study = build_object(Study, _own(node), "")
+        settings, execution = _settings(node)
         methods = _methods(node, allow)
         schedule: Schedule = _object(node, "schedule", allow)
         fleet: Fleet = _object(node, "fleet", allow)
         model: ModelRecipe = _object(node, "model", allow)
-        device = _device(study.device, study.runtime.name == "cluster")
-        weighting = study.weighting or asked_weighting(methods)
-        node = {**node, "device": device, "weighting": weighting}
-        data = federate(_object(node, "data", allow), _object(node, "partition", allow), study.seed)
-        local = study.local
+        device = _device(execution.device, execution.runtime.name == "cluster")
+        settings = replace(settings, weighting=settings.weighting or asked_weighting(methods))
+        node = {**node, "device": device, "weighting": settings.weighting}
+        data = federate(_object(node, "data", allow), _object(node, "partition", allow), settings.seed)
         if any(method.pools for method in methods):
-            data, schedule, local = _pooled(data, schedule, local)
-        recipe = Recipe(model, methods, local, data, study.seed, device, study.runtime.threads)
+            data, schedule, local = _pooled(data, schedule, settings.local)
+            settings = replace(settings, local=local)
         check_concurrency(schedule, data.partition.train.counts)
-        networks, _ = build_networks(recipe)
-        warnings = tuple(text for method in methods for text in method.check(recipe.task, local, networks))
-    settings = Settings(
-        rounds=study.rounds,
-        weighting=weighting,
-        group=study.summation,
-        evaluation=study.evaluate,
-        checkpoint_every=study.checkpoint.every,
-        state_budget=study.state.bytes,
-        tolerate=study.faults.tolerate,
-    )
-    return Experiment(node, study, recipe, schedule, fleet, settings, warnings)
+        spec = RunSpec(model, methods, data, settings, device, execution.runtime.threads)
+        networks, _ = build_networks(spec)
+        warnings = tuple(text for method in methods for text in method.check(spec.task, settings.local, networks))
+    return Experiment(node, spec, schedule, fleet, execution, warnings)
 
 
 def _pooled(data: FederatedData, schedule: Schedule, local: Local) -> tuple[FederatedData, Schedule, Local]:
@@ -182,7 +177,7 @@ def run(
     on_round: OnRound | None = None,
     observers: Sequence[Observer] = (),
 ) -> Result:
-    """Run a study to its end; the folder appears once its hosts are ready.
+    """Run to the end; the folder appears once its hosts are ready.
 
     config: overrides, what `compose` returned, or what `build` returned. on_round: called with the row of each round
     when it is done (a dictionary: `row["round"]`, `row["accuracy_global"]`, ...). observers: those of your own, for
@@ -200,41 +195,42 @@ def run(
     if where.finished:
         say(console, where.note)
         return finished(experiment, where.folder, console)
-    for text in (plan(experiment, where.folder), where.note, *experiment.warnings):
+    for text in (overview(experiment, where.folder), where.note, *experiment.warnings):
         say(console, text)
-    settings = replace(experiment.settings, folder=str(where.folder.absolute()), resume=where.resume)
-    with closing(_events(experiment, settings, console)) as events:
+    with closing(_events(experiment, where, console)) as events:
         with refusing():
             started = next(events)  # only now hosts are known to fit
             _make_folder(experiment, where)
         return record(experiment, where.folder, chain([started], events), console, quiet, users)
 
 
-def _events(experiment: Experiment, settings: Settings, console: Console) -> Generator[Event, None, None]:
+def _events(experiment: Experiment, where: Place, console: Console) -> Generator[Event, None, None]:
     """The chosen runtime's stream of events."""
-    if experiment.study.runtime.name == "inprocess":
+    if experiment.execution.runtime.name == "inprocess":
         from raysim.runtime import inprocess
 
-        yield from inprocess.run(experiment.recipe, experiment.schedule, experiment.fleet, settings)
+        parts = experiment.spec, experiment.schedule, experiment.fleet
+        yield from inprocess.run(*parts, str(where.folder.absolute()), where.resume)
         return
-    yield from _on_ray(experiment, settings, console)
+    yield from _on_ray(experiment, where, console)
 
 
-def _on_ray(experiment: Experiment, settings: Settings, console: Console) -> Iterator[Event]:
+def _on_ray(experiment: Experiment, where: Place, console: Console) -> Iterator[Event]:
     from raysim.runtime import ray
 
     def tell(text: str) -> None:
         say(console, f"{'':<10}{text}")
 
-    asked = experiment.study.runtime
-    mine = ray.connect(asked)
+    options, spec = experiment.execution.runtime, experiment.spec
+    mine = ray.connect(options)
     try:
-        size = ray.fit(asked, experiment.recipe, experiment.schedule.concurrency, tell)
-        if asked.hosts is None:
+        size = ray.fit(options, spec, experiment.schedule.concurrency, tell)
+        if options.hosts is None:
             tell(f"{size} fit")
-        if experiment.study.device == "auto" and experiment.recipe.device == "cpu" and ray.has_gpus():
+        if experiment.execution.device == "auto" and spec.device == "cpu" and ray.has_gpus():
             tell("device=auto is the CPU because this process sees no GPU, but the cluster has some: set device=cuda")
-        yield from ray.run(experiment.recipe, experiment.schedule, experiment.fleet, settings, size, asked, tell)
+        folder = str(where.folder.absolute())
+        yield from ray.run(spec, experiment.schedule, experiment.fleet, size, options, tell, folder, where.resume)
     finally:
         if mine:
             ray.disconnect()

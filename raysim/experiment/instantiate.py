@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import inspect
+import math
 import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -85,7 +86,7 @@ def checked(value: Any, kind: Any, path: str) -> Any:
     if not _fits(value, kind):
         near = _near(value, kind)
         hint = f"; did you mean {near}?" if near else ""
-        raise Refused(f"{path}={shown(value)} must be {described(kind)}{hint}")
+        raise Refused(f"{path}={shown(value)} must be {_allowed(kind, value)}{hint}")
     return float(value) if kind is float else value
 
 
@@ -100,7 +101,7 @@ def _first_fit(value: Any, kinds: Sequence[Any], path: str, union: Any) -> Any:
     if containers:
         return checked(value, containers[0], path)  # its own sentence says which item is wrong
     near = next((near for kind in kinds if (near := _near(value, kind))), "")
-    raise Refused(f"{path}={shown(value)} must be {described(union)}{f'; did you mean {near}?' if near else ''}")
+    raise Refused(f"{path}={shown(value)} must be {_allowed(union, value)}{f'; did you mean {near}?' if near else ''}")
 
 
 def _fits(value: Any, kind: Any) -> bool:
@@ -109,7 +110,7 @@ def _fits(value: Any, kind: Any) -> bool:
     if get_origin(kind) is Literal:
         return any(type(value) is type(choice) and value == choice for choice in get_args(kind))
     if kind is float:
-        return isinstance(value, (int, float)) and not isinstance(value, bool)
+        return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
     if kind is int:
         return isinstance(value, int) and not isinstance(value, bool)
     return isinstance(kind, type) and isinstance(value, kind)
@@ -119,6 +120,12 @@ def _near(value: Any, kind: Any) -> str:
     """The nearest choice to a misspelt one."""
     choices = [choice for choice in get_args(kind) if isinstance(choice, str)] if get_origin(kind) is Literal else []
     return nearest(value, choices) if isinstance(value, str) else ""
+
+
+def _allowed(kind: Any, value: Any) -> str:
+    """What an annotation allows, as the answer to a value that it does not."""
+    endless = isinstance(value, float) and not math.isfinite(value)
+    return f"{described(kind)}{', not infinite or nan' if endless else ''}"
 
 
 def described(kind: Any) -> str:

@@ -145,13 +145,13 @@ def record(
 def current_run(experiment: Experiment, folder: Path) -> CurrentRun:
     """What observers are told of a run."""
     facts = {
-        "methods": [method.name for method in experiment.recipe.methods],
-        "title": experiment.recipe.data.title,
+        "methods": [method.name for method in experiment.spec.methods],
+        "title": experiment.spec.data.title,
         "choices": experiment.config["choices"],
         "identity": identity(experiment),
     }
-    study = experiment.study
-    return CurrentRun(folder, study.rounds, experiment.title, facts, study.thresholds)
+    rounds, thresholds = experiment.spec.settings.rounds, experiment.execution.thresholds
+    return CurrentRun(folder, rounds, experiment.title, facts, thresholds)
 
 
 def _observers(experiment: Experiment, folder: Path, console: Console, quiet: bool) -> list[Observer]:
@@ -175,13 +175,13 @@ def _observers(experiment: Experiment, folder: Path, console: Console, quiet: bo
 
 
 def _tracking(experiment: Experiment, folder: Path, console: Console) -> list[Observer]:
-    asked = experiment.study.tracking
+    asked = experiment.execution.tracking
     if asked.name == "none":
         return []
     tracker = Tracker(folder, asked.uri or "", name=folder.resolve().name, say=lambda text: say(console, text))
     tags = {
         "methods": experiment.title,
-        "data": experiment.recipe.data.title,
+        "data": experiment.spec.data.title,
         **flatten(identity(experiment)),
     }
     return [Tracking(tracker, experiment.config, tags)]
@@ -204,7 +204,7 @@ def users_observers(on_round: OnRound | None, observers: Sequence[Observer]) -> 
 
 def finished(experiment: Experiment, folder: Path, console: Console) -> Result:
     """The result of a run that had finished before; what MLflow lacks of it is sent."""
-    if experiment.study.tracking.name == "mlflow":
-        replay(folder, experiment.study.tracking.uri or "", say=lambda text: say(console, text))
+    if experiment.execution.tracking.name == "mlflow":
+        replay(folder, experiment.execution.tracking.uri or "", say=lambda text: say(console, text))
     summary = json.loads((folder / SUMMARY).read_text())
     return Result(folder, summary, read_history(folder / HISTORY))

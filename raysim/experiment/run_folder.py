@@ -43,28 +43,28 @@ class Place:
 
 
 def place(experiment: Experiment) -> Place:
-    """Decide on folder and checkpoint; refuses a folder that is taken or holds another study. Writes nothing."""
-    study = experiment.study
-    if study.resume is None:
-        folder = Path(study.out).expanduser() if study.out else dated_folder(Path("runs"), experiment.title)
+    """Decide on folder and checkpoint; refuses a folder that is taken or holds another run. Writes nothing."""
+    options, rounds = experiment.execution, experiment.spec.settings.rounds
+    if options.resume is None:
+        folder = Path(options.out).expanduser() if options.out else dated_folder(Path("runs"), experiment.title)
         check_free(folder)
         _check_writable(folder)
         return Place(folder)
-    if study.resume != "latest":
-        return _continued(experiment, Path(study.resume).expanduser())
-    if not study.out:
+    if options.resume != "latest":
+        return _continued(experiment, Path(options.resume).expanduser())
+    if not options.out:
         raise Refused("resume=latest needs the folder of the run: add out=DIR")
-    folder = Path(study.out).expanduser()
+    folder = Path(options.out).expanduser()
     if folder.exists() and not (folder / "config.yaml").is_file() and (not folder.is_dir() or any(folder.iterdir())):
         raise Refused(f"out={folder} is not the folder of a run: choose another one, or leave resume out")
     _check_writable(folder)
     if (folder / "config.yaml").is_file():
         _check_same(load_yaml(folder / "config.yaml"), experiment.config, folder)
-    if (done := _rounds_done(folder)) >= study.rounds:
+    if (done := _rounds_done(folder)) >= rounds:
         return Place(folder, True, finished=True, note=f"{folder} has finished its {done} rounds: nothing to do")
     if not (found := last_checkpoint(folder)):
         return Place(folder, folder.exists(), note=f"{folder} has no checkpoint yet: starting at round 0")
-    return _from(Path(found), Place(folder, True), study.rounds)
+    return _from(Path(found), Place(folder, True), rounds)
 
 
 def last_checkpoint(folder: Path) -> str:
@@ -81,14 +81,14 @@ def _continued(experiment: Experiment, path: Path) -> Place:
         )
     if (origin / "config.yaml").is_file():
         _check_same(load_yaml(origin / "config.yaml"), experiment.config, origin)
-    folder = Path(experiment.study.out).expanduser() if experiment.study.out else origin
+    folder = Path(experiment.execution.out).expanduser() if experiment.execution.out else origin
     same = folder.resolve() == origin
     if folder.exists() and not same:
         raise Refused(
             f"out={folder} exists already, and {path} does not belong to it: choose another out, or leave it out"
         )
     _check_writable(folder)
-    return _from(path, Place(folder, same), experiment.study.rounds)
+    return _from(path, Place(folder, same), experiment.spec.settings.rounds)
 
 
 def _from(path: Path, where: Place, rounds: int) -> Place:
@@ -110,7 +110,7 @@ def _check_writable(folder: Path) -> None:
 
 
 def _check_same(stored: Node, config: Node, folder: Path) -> None:
-    """Refuse to resume another study than the folder's."""
+    """Refuse to resume a run with other settings than the folder's."""
     before, now = flatten(stored), flatten(config)
     for key in dict.fromkeys([*before, *now]):
         head = key.partition(".")[0]

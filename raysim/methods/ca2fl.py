@@ -28,8 +28,7 @@ import torch
 from torch import Tensor
 
 from raysim.api.method import Method
-from raysim.models.classifier import one_of
-from raysim.primitives.checks import at_least
+from raysim.primitives.checks import at_least, one_of
 from raysim.vectors.blocks import in_blocks
 from raysim.vectors.row_store import Place, check_budget, claimed, reserve
 

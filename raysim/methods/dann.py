@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from raysim.api.context import Stage
 from raysim.api.declarations import FORWARD, Cost, Network, Task
 from raysim.api.method import Method
-from raysim.primitives.checks import at_least
+from raysim.primitives.checks import above, at_least
 
 if TYPE_CHECKING:
     from raysim.api.context import Batch, Context, Outputs, Plan
@@ -90,8 +90,7 @@ class Dann(Method):
         self.lam = at_least("method.dann.lam", lam, 0.0)
         self.width = int(at_least("method.dann.width", width, 1))
         self.discriminator_steps = int(at_least("method.dann.discriminator_steps", discriminator_steps, 1))
-        if not rate > 0:
-            raise ValueError(f"method.dann.rate={rate} must be above 0")
+        above("method.dann.rate", rate, 0.0)
         if mode == "grl" and (rate != 1 or discriminator_steps != 1):
             raise ValueError(
                 f"method.dann.mode=grl trains both in one step, which leaves no use for rate={rate} and "

@@ -32,7 +32,7 @@ from torch.nn.functional import cross_entropy
 from raysim.api.declarations import Cost, Network, Task
 from raysim.api.method import Method
 from raysim.methods.fedprox import proximal_gradient
-from raysim.primitives.checks import at_least
+from raysim.primitives.checks import above, at_least
 from raysim.vectors.optimizer import Descent
 
 if TYPE_CHECKING:
@@ -60,9 +60,7 @@ class Ditto(Method):
 
     def __init__(self, lam: float = 1.0, lr_factor: float = 1.0):
         self.lam = at_least("method.ditto.lam", lam, 0.0)
-        if not lr_factor > 0:
-            raise ValueError(f"method.ditto.lr_factor={lr_factor} must be above 0")
-        self.lr_factor = lr_factor
+        self.lr_factor = above("method.ditto.lr_factor", lr_factor, 0.0)
 
     def networks(self, task: Task, model: nn.Module) -> Mapping[str, Network]:
         """v_k, with the initial values of the model."""

@@ -29,8 +29,7 @@ from torch import Tensor
 
 from raysim.api.method import Method
 from raysim.methods.fedexp import squared_norm
-from raysim.models.classifier import one_of
-from raysim.primitives.checks import at_least
+from raysim.primitives.checks import above, at_least, in_range, one_of
 from raysim.vectors.blocks import compiled, in_blocks
 
 if TYPE_CHECKING:
@@ -122,11 +121,9 @@ class FADAS(Method):
         if threshold is not None:
             at_least("method.fadas.threshold", threshold, 0)
         one_of("method.fadas.rule", rule, RULES)
-        if not eps > 0:
-            raise ValueError(f"method.fadas.eps={eps} must be above 0: it keeps the divisor away from 0")
+        above("method.fadas.eps", eps, 0.0, "it keeps the divisor away from 0")
         for key, decay in (("beta1", beta1), ("beta2", beta2)):
-            if not 0 <= decay < 1:
-                raise ValueError(f"method.fadas.{key}={decay} must be at least 0 and below 1")
+            in_range(f"method.fadas.{key}", decay, least=0.0, below=1.0)
         self.threshold, self.rule, self.eps = threshold, rule, eps
         self.beta1, self.beta2, self.bias_correction = beta1, beta2, bias_correction
 

@@ -31,8 +31,7 @@ import torch
 from torch import Tensor
 
 from raysim.api.method import Method
-from raysim.models.classifier import one_of
-from raysim.primitives.checks import at_least, between
+from raysim.primitives.checks import at_least, between, in_range, one_of
 from raysim.vectors.blocks import in_blocks
 
 if TYPE_CHECKING:
@@ -137,8 +136,7 @@ class FedAsync(Method):
         self.b = at_least("method.fedasync.b", b, 0.0)
         if max_staleness is not None:
             at_least("method.fedasync.max_staleness", max_staleness, 0)
-        if not 0 < alpha_decay <= 1:
-            raise ValueError(f"method.fedasync.alpha_decay={alpha_decay} must be above 0 and at most 1")
+        in_range("method.fedasync.alpha_decay", alpha_decay, above=0.0, most=1.0)
         self.max_staleness, self.alpha_decay = max_staleness, alpha_decay
 
     def combine(self, aggregation: Aggregation, server: Server) -> Tensor:

@@ -17,7 +17,6 @@ Choices where the sources differ or are silent
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from difflib import get_close_matches
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -25,6 +24,7 @@ from torch import Tensor, nn
 
 from raysim.api.declarations import Task
 from raysim.api.method import Method
+from raysim.primitives.checks import one_of
 
 if TYPE_CHECKING:
     from raysim.api.context import Own
@@ -41,9 +41,7 @@ def split_parameter_names(*, names: list[str], norm_modules: list[str], scope: s
     Personal is what belongs to one of ``norm_modules`` (the text before the last dot) and to the ``scope``: "all",
     "statistics", "affine" or "none". Raises ValueError for another scope.
     """
-    if scope not in SCOPES:
-        nearest = get_close_matches(scope, SCOPES, n=1, cutoff=0.0)[0]
-        raise ValueError(f"method.fedbn.scope={scope!r} is none of {', '.join(SCOPES)}; did you mean {nearest!r}?")
+    one_of("method.fedbn.scope", scope, SCOPES)
     layers, entries = set(norm_modules), SCOPES[scope]
     split: dict[str, list[str]] = {"shared": [], "personal": []}
     for name in names:

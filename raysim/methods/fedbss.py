@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from difflib import get_close_matches
 from typing import TYPE_CHECKING, Literal, TypedDict
 
 import numpy as np
@@ -30,7 +29,7 @@ from torch.nn.functional import cross_entropy
 
 from raysim.api.declarations import FORWARD, Cost, Task
 from raysim.api.method import Method
-from raysim.primitives.checks import at_least
+from raysim.primitives.checks import at_least, one_of
 
 if TYPE_CHECKING:
     from raysim.api.context import Context
@@ -76,10 +75,8 @@ def inclusion_fraction(*, epoch: int, total_epochs: int, kind: str = "cosine") -
         return (1.0 - math.cos(math.pi * epoch / total_epochs)) / 2.0
     if kind == "linear":
         return epoch / total_epochs
-    if kind in KINDS:
-        return 1.0 if kind == "all" else 0.0
-    nearest = get_close_matches(kind, KINDS, n=1, cutoff=0.0)[0]
-    raise ValueError(f"method.fedbss.kind={kind!r} is none of {', '.join(KINDS)}; did you mean {nearest!r}?")
+    one_of("method.fedbss.kind", kind, KINDS)
+    return 1.0 if kind == "all" else 0.0
 
 
 def included_count(*, num_biased: int, fraction: float) -> int:

@@ -17,7 +17,6 @@ Choices where paper and code disagree or are silent
 from __future__ import annotations
 
 from collections.abc import Sequence
-from difflib import get_close_matches
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -25,7 +24,7 @@ from torch import Tensor
 
 from raysim.api.method import Method
 from raysim.methods.fedavg import weight_total, weighted_sum
-from raysim.primitives.checks import at_least
+from raysim.primitives.checks import at_least, one_of
 
 if TYPE_CHECKING:
     from raysim.api.server_view import Aggregation, Server
@@ -48,13 +47,8 @@ def buffer_divisor(*, weights: Tensor, normalization: str = "count") -> float:
         return float(len(weights))
     if normalization == "weights":
         return weight_total(weights)
-    if normalization == "none":
-        return 1.0
-    nearest = get_close_matches(normalization, NORMALIZATIONS, n=1, cutoff=0.0)[0]
-    raise ValueError(
-        f"method.fedbuff.normalization={normalization!r} is none of {', '.join(NORMALIZATIONS)}; "
-        f"did you mean {nearest!r}?"
-    )
+    one_of("method.fedbuff.normalization", normalization, NORMALIZATIONS)
+    return 1.0
 
 
 def buffered_aggregate(

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Literal, get_args
 from torch import Tensor
 
 from raysim.api.method import Method
-from raysim.primitives.checks import at_least
+from raysim.primitives.checks import at_least, one_of
 
 if TYPE_CHECKING:
     from raysim.api.context import Batch, Context, Outputs
@@ -27,8 +27,7 @@ Variant = Literal["authors", "paper", "fedbr"]
 
 def decorrelation_penalty(features: Tensor, variant: str = "authors") -> Tensor:
     """The penalty of features (n, D), D >= 2; 0 for a single row. ValueError for another variant than the three."""
-    if variant not in get_args(Variant):
-        raise ValueError(f"method.feddecorr.variant={variant!r} must be one of {', '.join(get_args(Variant))}")
+    one_of("method.feddecorr.variant", variant, get_args(Variant))
     rows, columns = features.shape
     if rows == 1:
         return features.new_zeros(())

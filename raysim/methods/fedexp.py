@@ -29,8 +29,7 @@ from torch import Tensor
 from raysim.api.declarations import Cost
 from raysim.api.method import Method
 from raysim.methods.fedavg import weight_total, weighted_sum
-from raysim.models.classifier import one_of
-from raysim.primitives.checks import at_least
+from raysim.primitives.checks import above, at_least, in_range, one_of
 
 if TYPE_CHECKING:
     from raysim.api.context import Context
@@ -108,10 +107,8 @@ class FedExP(Method):
         epsilon_decay: float = 1.0,
         minimum: float = 1.0,
     ):
-        if not epsilon > 0:
-            raise ValueError(f"method.fedexp.epsilon={epsilon} must be above 0: it bounds the step")
-        if not 0 < epsilon_decay <= 1:
-            raise ValueError(f"method.fedexp.epsilon_decay={epsilon_decay} must be above 0 and at most 1")
+        above("method.fedexp.epsilon", epsilon, 0.0, "it bounds the step")
+        in_range("method.fedexp.epsilon_decay", epsilon_decay, above=0.0, most=1.0)
         one_of("method.fedexp.epsilon_scale", epsilon_scale, SCALES)
         self.epsilon, self.epsilon_scale, self.epsilon_decay = epsilon, epsilon_scale, epsilon_decay
         self.minimum = at_least("method.fedexp.minimum", minimum, 0.0)

@@ -38,7 +38,7 @@ from torch import Tensor
 from raysim.api.method import Method
 from raysim.methods.fedavg import weight_total, weighted_sum
 from raysim.methods.recombination import parameters_of, recombined
-from raysim.models.classifier import one_of
+from raysim.primitives.checks import above, one_of
 from raysim.vectors.gram import GRANULARITIES, Granularity, combination, gram, stretches
 
 if TYPE_CHECKING:
@@ -196,9 +196,7 @@ class HierarchicalFedGH(Method):
     weighting = "uniform"
 
     def __init__(self, eps: float = 1e-7):
-        if not eps > 0:
-            raise ValueError(f"method.fedgh_hierarchical.eps={eps} must be above 0: it keeps the divisors away from 0")
-        self.eps = eps
+        self.eps = above("method.fedgh_hierarchical.eps", eps, 0.0, "it keeps the divisors away from 0")
 
     def combine(self, aggregation: Aggregation, server: Server) -> Tensor:
         """The mean in the first round, which r starts from; then the root of every tensor's tree."""

@@ -24,8 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from raysim.api.method import Method
-from raysim.models.classifier import one_of
-from raysim.primitives.checks import at_least
+from raysim.primitives.checks import at_least, one_of
 
 if TYPE_CHECKING:
     from raysim.api.context import Batch, Context, Outputs

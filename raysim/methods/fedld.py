@@ -39,8 +39,7 @@ from torch import Tensor
 from raysim.api.method import Method
 from raysim.methods.fedavg import weight_total, weighted_sum
 from raysim.methods.recombination import recombined
-from raysim.models.classifier import one_of
-from raysim.primitives.checks import at_least
+from raysim.primitives.checks import above, at_least, in_range, one_of
 from raysim.vectors.gram import GRANULARITIES, Granularity, gram
 
 if TYPE_CHECKING:
@@ -124,9 +123,7 @@ class DampedMargin(Method):
     paper = "Zeng et al., MICCAI 2024"
 
     def __init__(self, temperature: float = 1.0):
-        if not temperature > 0:
-            raise ValueError(f"method.fedld_damped.temperature={temperature} must be above 0")
-        self.temperature = temperature
+        self.temperature = above("method.fedld_damped.temperature", temperature, 0.0)
 
     def logits(self, ctx: Context, logits: Tensor, batch: Batch) -> Tensor:
         """Damped."""
@@ -183,8 +180,7 @@ class PrincipalGradient(Method):
         granularity: Granularity = "model",
         tol: float = 1e-8,
     ):
-        if not 0 < fraction <= 1:
-            raise ValueError(f"method.fedld_principal.fraction={fraction} must be above 0 and at most 1")
+        in_range("method.fedld_principal.fraction", fraction, above=0.0, most=1.0)
         one_of("method.fedld_principal.normalization", normalization, get_args(Normalization))
         one_of("method.fedld_principal.granularity", granularity, GRANULARITIES)
         self.fraction, self.normalization, self.granularity = fraction, normalization, granularity

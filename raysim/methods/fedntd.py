@@ -19,7 +19,7 @@ from torch import Tensor
 
 from raysim.api.declarations import FORWARD, Cost
 from raysim.api.method import Method
-from raysim.primitives.checks import at_least
+from raysim.primitives.checks import above, at_least
 
 if TYPE_CHECKING:
     from raysim.api.context import Batch, Context, Outputs
@@ -46,9 +46,7 @@ class FedNTD(Method):
 
     def __init__(self, beta: float = 1.0, temperature: float = 1.0):
         self.beta = at_least("method.fedntd.beta", beta, 0.0)
-        if not temperature > 0:
-            raise ValueError(f"method.fedntd.temperature={temperature} must be above 0")
-        self.temperature = temperature
+        self.temperature = above("method.fedntd.temperature", temperature, 0.0)
 
     def cost(self, server: Server, samples: int, trained: float, participation: int) -> Cost:
         """The teacher's forward pass."""

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from raysim.api.method import Method
-from raysim.primitives.checks import at_least, between
+from raysim.primitives.checks import above, at_least, between
 from raysim.vectors.blocks import compiled, in_blocks
 
 if TYPE_CHECKING:
@@ -204,9 +204,7 @@ class _Adaptive(Method):
 
     def _check(self, server_lr: float, tau: float, **decays: float) -> None:
         self.server_lr = at_least(f"method.{self.name}.server_lr", server_lr, 0.0)
-        if not tau > 0:
-            raise ValueError(f"method.{self.name}.tau={tau} must be above 0: it keeps the divisor away from 0")
-        self.tau = tau
+        self.tau = above(f"method.{self.name}.tau", tau, 0.0, "it keeps the divisor away from 0")
         for key, value in decays.items():
             setattr(self, key, between(f"method.{self.name}.{key}", value, 0.0, 1.0))
 

@@ -44,7 +44,7 @@ from torch import Tensor, nn
 from raysim.api.context import Stage
 from raysim.api.declarations import FORWARD, Cost, Download, Task
 from raysim.api.method import Method
-from raysim.primitives.checks import at_least, between
+from raysim.primitives.checks import above, at_least, between
 from raysim.vectors.row_store import extended, reserve, settled
 
 if TYPE_CHECKING:
@@ -231,9 +231,7 @@ class FedPAC(Method):
     def __init__(self, lam: float = 1.0, head_epochs: int = 1, head_lr_factor: float = 10.0, min_weight: float = 1e-3):
         self.lam = at_least("method.fedpac.lam", lam, 0.0)
         self.head_epochs = int(at_least("method.fedpac.head_epochs", head_epochs, 1))
-        if not head_lr_factor > 0:
-            raise ValueError(f"method.fedpac.head_lr_factor={head_lr_factor} must be above 0")
-        self.head_lr_factor = head_lr_factor
+        self.head_lr_factor = above("method.fedpac.head_lr_factor", head_lr_factor, 0.0)
         self.min_weight = between("method.fedpac.min_weight", min_weight, 0.0, 1.0)
 
     # --- declared once -------------------------------------------------------------------------------------------

@@ -27,8 +27,7 @@ from torch import nn
 from raysim.api.context import Stage
 from raysim.api.declarations import FORWARD, Cost, Task
 from raysim.api.method import Method
-from raysim.models.classifier import one_of
-from raysim.primitives.checks import at_least
+from raysim.primitives.checks import at_least, one_of
 
 if TYPE_CHECKING:
     from raysim.api.context import Plan
@@ -48,10 +47,9 @@ class FedRep(Method):
     paper = "Collins et al., ICML 2021"
 
     def __init__(self, mode: Literal["alternate", "joint"] = "alternate", head_epochs: int = 10, body_epochs: int = 1):
-        one_of("method.fedrep.mode", mode, ("alternate", "joint"))
-        self.mode = mode
-        self.head_epochs = int(at_least("method.fedrep.head_epochs", head_epochs, 1))
-        self.body_epochs = int(at_least("method.fedrep.body_epochs", body_epochs, 1))
+        self.mode = one_of("method.fedrep.mode", mode, ("alternate", "joint"))
+        self.head_epochs = at_least("method.fedrep.head_epochs", head_epochs, 1)
+        self.body_epochs = at_least("method.fedrep.body_epochs", body_epochs, 1)
 
     @property
     def idle(self) -> frozenset[str]:

@@ -22,8 +22,8 @@ from torch import Tensor, nn
 
 from raysim.api.declarations import Task
 from raysim.api.method import Method
-from raysim.models.classifier import Classifier, one_of
-from raysim.primitives.checks import between
+from raysim.models.classifier import Classifier
+from raysim.primitives.checks import between, one_of
 
 if TYPE_CHECKING:
     from raysim.api.context import Batch, Context

@@ -30,7 +30,7 @@ from torch import Tensor
 from raysim.api.declarations import Cost
 from raysim.api.method import Method
 from raysim.methods.fedprox import proximal_gradient
-from raysim.primitives.checks import at_least, between
+from raysim.primitives.checks import above, at_least, between
 
 if TYPE_CHECKING:
     from raysim.api.context import Context
@@ -59,9 +59,8 @@ class FedSpeed(Method):
     correction = "shift"
 
     def __init__(self, lam: float = 0.1, rho: float = 0.1, alpha: float = 1.0):
-        if not lam > 0:
-            raise ValueError(f"method.fedspeed.lam={lam} must be above 0: the proximal term is divided by it")
-        self.lam, self.rho = lam, at_least("method.fedspeed.rho", rho, 0.0)
+        self.lam = above("method.fedspeed.lam", lam, 0.0, "the proximal term is divided by it")
+        self.rho = at_least("method.fedspeed.rho", rho, 0.0)
         self.alpha = between("method.fedspeed.alpha", alpha, 0.0, 1.0)
 
     @property

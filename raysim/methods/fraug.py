@@ -42,8 +42,7 @@ from raysim.api.context import Stage, inferred
 from raysim.api.declarations import FORWARD, Cost, Network, Task
 from raysim.api.method import Method
 from raysim.methods.fedbn import BATCHNORM, split_parameter_names
-from raysim.models.classifier import one_of
-from raysim.primitives.checks import at_least, between
+from raysim.primitives.checks import above, at_least, between, one_of
 
 if TYPE_CHECKING:
     from raysim.api.context import Batch, Context, Outputs, Plan
@@ -264,8 +263,7 @@ class FRAug(Method):
         self.rtnet_lam = at_least("method.fraug.rtnet_lam", rtnet_lam, 0.0)
         self.generator_metric, self.rtnet_metric = generator_metric, rtnet_metric
         for key, factor in (("generator_lr_factor", generator_lr_factor), ("rtnet_lr_factor", rtnet_lr_factor)):
-            if not factor > 0:
-                raise ValueError(f"method.fraug.{key}={factor} must be above 0")
+            above(f"method.fraug.{key}", factor, 0.0)
         self.generator_lr_factor, self.rtnet_lr_factor = generator_lr_factor, rtnet_lr_factor
         self.ramp, self.gamma = ramp, at_least("method.fraug.gamma", gamma, 0.0)
         self.weight = between("method.fraug.weight", weight, 0.0, 1.0)

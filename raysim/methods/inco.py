@@ -32,8 +32,7 @@ from torch import Tensor, nn
 
 from raysim.api.declarations import Task
 from raysim.api.method import Method
-from raysim.models.classifier import one_of
-from raysim.primitives.checks import at_least
+from raysim.primitives.checks import above, at_least, one_of
 from raysim.vectors.blocks import BLOCK, compiled, in_blocks, parts
 
 if TYPE_CHECKING:
@@ -150,10 +149,9 @@ class InCo(Method):
         one_of("method.inco.align", align, ALIGNS)
         self.granularity, self.align = granularity, align
         self.clamp_max = at_least("method.inco.clamp_max", clamp_max, 0.0)
-        if value_clip is not None and not value_clip > 0:
-            raise ValueError(f"method.inco.value_clip={value_clip} must be above 0: set null for no clip")
-        if not eps > 0:
-            raise ValueError(f"method.inco.eps={eps} must be above 0: it keeps the divisors away from 0")
+        if value_clip is not None:
+            above("method.inco.value_clip", value_clip, 0.0, "set null for no clip")
+        above("method.inco.eps", eps, 0.0, "it keeps the divisors away from 0")
         self.value_clip, self.eps = value_clip, eps
 
     def check(self, task: Task, local: Local, networks: Mapping[str, nn.Module]) -> Sequence[str]:

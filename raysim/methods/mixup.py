@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from raysim.api.method import Method
+from raysim.primitives.checks import above
 
 if TYPE_CHECKING:
     from raysim.api.context import Batch, Context, Plan
@@ -68,9 +69,7 @@ class Mixup(Method):
     targets = "soft"
 
     def __init__(self, alpha: float = 0.2):
-        if not alpha > 0:
-            raise ValueError(f"method.mixup.alpha={alpha} must be above 0; leave mixup out for no mixing")
-        self.alpha = alpha
+        self.alpha = above("method.mixup.alpha", alpha, 0.0, "leave mixup out for no mixing")
 
     def draws(self, plan: Plan, generator: np.random.Generator) -> Mapping[str, Sequence[Tensor]]:
         """One weight and one permutation per step."""

@@ -27,7 +27,7 @@ from raysim.api.context import inferred
 from raysim.api.declarations import FORWARD, Cost, Task
 from raysim.api.method import Method
 from raysim.models.classifier import Classifier
-from raysim.primitives.checks import at_least
+from raysim.primitives.checks import above, at_least
 
 if TYPE_CHECKING:
     from raysim.api.context import Batch, Context, Outputs
@@ -64,8 +64,7 @@ class Moon(Method):
         previous: int = 1,
     ):
         self.mu = at_least("method.moon.mu", mu, 0.0)
-        if not temperature > 0:
-            raise ValueError(f"method.moon.temperature={temperature} must be above 0")
+        above("method.moon.temperature", temperature, 0.0)
         self.temperature, self.head = temperature, head
         self.width = None if width is None else int(at_least("method.moon.width", width, 1))
         self.out = int(at_least("method.moon.out", out, 1))

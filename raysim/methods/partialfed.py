@@ -37,8 +37,7 @@ from torch.nn.functional import cross_entropy
 
 from raysim.api.declarations import Cost, Task
 from raysim.api.method import Method
-from raysim.models.classifier import one_of
-from raysim.primitives.checks import at_least
+from raysim.primitives.checks import at_least, one_of
 from raysim.vectors.layout import Entry, Layout, plan_layout
 from raysim.vectors.optimizer import Descent, Optimizer
 

@@ -25,8 +25,7 @@ from torch import Tensor
 
 from raysim.api.declarations import Finetune
 from raysim.api.method import Method
-from raysim.models.classifier import one_of
-from raysim.primitives.checks import at_least
+from raysim.primitives.checks import at_least, one_of
 
 if TYPE_CHECKING:
     from raysim.api.context import Context, Own

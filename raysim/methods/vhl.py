@@ -36,7 +36,7 @@ from torch import Tensor, nn
 from raysim.api.declarations import Cost, Download, Task
 from raysim.api.method import Method
 from raysim.models.classifier import Classifier
-from raysim.primitives.checks import at_least
+from raysim.primitives.checks import above, at_least
 from raysim.primitives.streams import stream
 
 if TYPE_CHECKING:
@@ -131,8 +131,7 @@ class Vhl(Method):
         self.alpha = at_least("method.vhl.alpha", alpha, 0.0)
         self.gamma = at_least("method.vhl.gamma", gamma, 0.0)
         self.kappa = at_least("method.vhl.kappa", kappa, 0.0)
-        if not temperature > 0:
-            raise ValueError(f"method.vhl.temperature={temperature} must be above 0")
+        above("method.vhl.temperature", temperature, 0.0)
         self.temperature, self.label_mode = temperature, label_mode
         self.batch = int(at_least("method.vhl.batch", batch, 1))
         self.virtual = int(at_least("method.vhl.virtual", virtual, 1))

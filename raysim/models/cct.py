@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from raysim.models.classifier import ModelRecipe, Shape
+from raysim.primitives.checks import in_range
 
 WIDTH, HEADS, BLOCKS = 256, 4, 7
 
@@ -30,8 +31,7 @@ class Cct7(ModelRecipe):
 
     def __post_init__(self) -> None:
         for key in ("attention_dropout", "drop_path"):
-            if not 0.0 <= getattr(self, key) < 1.0:
-                raise ValueError(f"model.{key}={getattr(self, key)} must be at least 0 and below 1, such as 0.1")
+            in_range(f"model.{key}", getattr(self, key), least=0, below=1)
 
     def extractor(self, input_shape: Shape) -> tuple[nn.Module, int]:
         channels, height, width = input_shape

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection
 
 import torch
 from torch import Tensor, nn
@@ -52,9 +51,3 @@ def is_stochastic(module: nn.Module) -> bool:
     """
     rates = [getattr(m, name, 0.0) for m in module.modules() for name in ("p", "dropout")]
     return any(isinstance(rate, int | float) and rate > 0 for rate in rates)
-
-
-def one_of(key: str, value: object, allowed: Collection[object]) -> None:
-    """ValueError unless `value` is among the allowed ones."""
-    if value not in allowed:
-        raise ValueError(f"{key}={value!r} does not exist: use one of {', '.join(map(repr, allowed))}")

@@ -7,7 +7,8 @@ from typing import Literal
 
 from torch import nn
 
-from raysim.models.classifier import ModelRecipe, Shape, one_of
+from raysim.models.classifier import ModelRecipe, Shape
+from raysim.primitives.checks import one_of
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Literal
 
 from torch import nn
 
-from raysim.models.classifier import ModelRecipe, Shape, one_of
+from raysim.models.classifier import ModelRecipe, Shape
+from raysim.primitives.checks import one_of
 
 if TYPE_CHECKING:
     from torchvision.models import ResNet as Network

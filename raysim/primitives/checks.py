@@ -1,22 +1,70 @@
-"""One way to check a number that a user gave: the value itself, or ValueError with a sentence."""
+"""One way to check a value that a user gave: the value itself comes back, or ValueError says what is allowed.
+
+A number must be finite; nan is in no range. name: the key of the configuration, such as "local.lr". why: the end of the
+sentence, such as "it keeps the divisor away from 0".
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
+from typing import TypeVar
+
+from raysim.primitives.errors import nearest
+
+N = TypeVar("N", bound=float)
+V = TypeVar("V")
 
 
-def at_least(name: str, value: float, least: float) -> float:
-    """The value, if it is a number >= least; else ValueError."""
-    if not value >= least:
-        raise ValueError(f"{name}={value!r} must be at least {least}")
-    return value
+def in_range(
+    name: str,
+    value: N,
+    *,
+    least: float = -math.inf,
+    above: float = -math.inf,
+    most: float = math.inf,
+    below: float = math.inf,
+    why: str = "",
+) -> N:
+    """A finite number in a range whose ends are allowed (least, most) or not (above, below)."""
+    bounds = {"at least": least, "above": above, "at most": most, "below": below}
+    allowed = [f"{words} {bound:g}" for words, bound in bounds.items() if math.isfinite(bound)]
+    if math.isfinite(least) and math.isfinite(most):
+        allowed = [f"from {least:g} to {most:g}"]
+    elif not allowed or value == math.inf:
+        allowed.append("finite")
+    holds = math.isfinite(value) and least <= value <= most and above < value < below
+    return require(name, value, holds, " and ".join(allowed), why)
 
 
-def between(name: str, value: float, low: float, high: float) -> float:
-    """The value, if low <= value <= high; else ValueError."""
-    if not low <= value <= high:
-        raise ValueError(f"{name}={value!r} must lie between {low} and {high}")
+def at_least(name: str, value: N, least: float) -> N:
+    """A finite number >= least."""
+    return in_range(name, value, least=least)
+
+
+def above(name: str, value: N, bound: float, why: str = "") -> N:
+    """A finite number > bound."""
+    return in_range(name, value, above=bound, why=why)
+
+
+def between(name: str, value: N, low: float, high: float) -> N:
+    """A number from low to high, both allowed."""
+    return in_range(name, value, least=low, most=high)
+
+
+def one_of(name: str, value: V, allowed: Collection[object]) -> V:
+    """One of the allowed values; the sentence names all of them, and the nearest one to a misspelt name."""
+    if value in allowed:
+        return value
+    near = nearest(value, [each for each in allowed if isinstance(each, str)]) if isinstance(value, str) else ""
+    meant = f"; did you mean {near!r}?" if near else ""
+    raise ValueError(f"{name}={value!r} does not exist: use one of {', '.join(map(repr, allowed))}{meant}")
+
+
+def require(name: str, value: V, holds: object, allowed: str, why: str = "") -> V:
+    """Any value for which `holds` is true; allowed: such values in words."""
+    if not holds:
+        raise ValueError(f"{name}={value!r} must be {allowed}{f': {why}' if why else ''}")
     return value
 
 

@@ -23,12 +23,12 @@ def refusing() -> Iterator[None]:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of what an error says, or its type where it says nothing."""
+    """The first line of what an error says, or the name of its type if it says nothing."""
     return next(iter(_text(error).strip().splitlines()), type(error).__name__)
 
 
 def _text(error: BaseException) -> str:
-    # An error that crossed a process carries its original, without the other side's traceback, in `cause`.
+    """What an error says; one that crossed a process has its original, without the other's traceback, in `cause`."""
     cause = getattr(error, "cause", None)
     return str(cause if isinstance(cause, Exception) else error)
 

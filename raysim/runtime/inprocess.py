@@ -7,11 +7,13 @@ from typing import Any
 
 import torch
 
-from raysim.simulation.coordinator import Coordinator, Settings
+from raysim.simulation.coordinator import Coordinator
 from raysim.simulation.events import Event
 from raysim.simulation.fleet import Fleet
 from raysim.simulation.schedule import Schedule
-from raysim.training.host import Host, Recipe, openblas
+from raysim.training.determinism import openblas
+from raysim.training.host import Host
+from raysim.training.run_spec import RunSpec
 
 
 class InProcess:
@@ -37,12 +39,15 @@ class InProcess:
         """It dies with this process, never before."""
 
 
-def run(recipe: Recipe, schedule: Schedule, fleet: Fleet, settings: Settings) -> Iterator[Event]:
-    """Run here; afterwards the global settings of torch and of NumPy's products are as they were."""
+def run(spec: RunSpec, schedule: Schedule, fleet: Fleet, folder: str = "", resume: str = "") -> Iterator[Event]:
+    """Run in this process; afterwards the threads of torch and NumPy and torch's determinism are as they were.
+
+    folder, resume: see `Coordinator`.
+    """
     threads, deterministic = torch.get_num_threads(), torch.get_deterministic_debug_mode()
     products = openblas().limit(limits=None)
     try:
-        yield from Coordinator(recipe, schedule, fleet, InProcess(Host(recipe)), settings).run()
+        yield from Coordinator(spec, schedule, fleet, InProcess(Host(spec)), folder, resume).run()
     finally:
         products.restore_original_limits()
         torch.set_num_threads(threads)

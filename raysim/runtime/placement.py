@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
+from raysim.primitives.checks import at_least
+
 Resources: TypeAlias = Mapping[str, float]  # CPU, GPU, memory in bytes, and whatever a cluster's nodes declare
 
 GIB = 2**30
@@ -35,12 +37,12 @@ class RayOptions:
     preflight: bool | None = None
 
     def __post_init__(self) -> None:
-        if self.hosts is not None and self.hosts < 1:
-            raise ValueError(f"runtime.hosts={self.hosts} must be at least 1")
+        if self.hosts is not None:
+            at_least("runtime.hosts", self.hosts, 1)
         amounts = {"cpus": self.cpus, "gpus": self.gpus, "wait": self.wait}
         for key, value in {**amounts, **{f"resources.{name}": each for name, each in self.resources.items()}}.items():
-            if value is not None and value < 0:
-                raise ValueError(f"runtime.{key}={value:g} must not be negative")
+            if value is not None:
+                at_least(f"runtime.{key}", value, 0)
         for name in self.resources:
             if name in ("CPU", "GPU"):
                 raise ValueError(f"runtime.resources.{name} has a key of its own: set {KEYS[name]} instead")

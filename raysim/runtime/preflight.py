@@ -10,14 +10,16 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
+from raysim.api.declarations import Evaluation
 from raysim.data.federated import FederatedData
 from raysim.data.partition import CSR, Partition
 from raysim.primitives.memory import peak_memory
 from raysim.runtime.inprocess import InProcess
-from raysim.simulation.coordinator import Coordinator, Settings
+from raysim.simulation.coordinator import Coordinator
 from raysim.simulation.fleet import Ideal
 from raysim.simulation.schedule import Synchronous
-from raysim.training.host import Host, Recipe
+from raysim.training.host import Host
+from raysim.training.run_spec import Faults, RunSpec, State
 
 CONTEXT = 2**30  # most bytes of a GPU that a process takes besides torch's tensors: CUDA's own context and libraries
 USABLE = 0.95  # of a GPU; allocators leave gaps
@@ -33,9 +35,11 @@ class Need:
 
 
 def memory(device: str) -> tuple[int, int]:
-    """Bytes that this process took at its peak, and bytes of the device for processes like it.
+    """Two numbers of bytes: what this process took at its peak, and what its device has for processes like it.
 
-    On a GPU: torch's, CUDA's context with them, and no room where others are. On a CPU: resident, of all memory.
+    On a GPU, the peak is torch's tensors and CUDA's context, and the room is the whole GPU without what other processes
+    hold there now. On a CPU, the peak is the largest resident size of this process, and the room is all of the
+    machine's memory, whether in use or not.
     """
     if not device.startswith("cuda"):
         return peak_memory(), os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -45,15 +49,16 @@ def memory(device: str) -> tuple[int, int]:
     return torch.cuda.max_memory_reserved() + context, total - beside + context
 
 
-def measure(recipe: Recipe, read: Callable[[str], tuple[int, int]] = memory) -> Need:
+def measure(spec: RunSpec, read: Callable[[str], tuple[int, int]] = memory) -> Need:
     """Train the largest client once and score it, alone in this process, as a first round would."""
-    largest = int(np.argmax(recipe.data.partition.train.counts))
-    alone = replace(recipe, data=only(recipe.data, largest, recipe.score_batch))
-    server = replace(alone, device="cpu")
-    coordinator = Coordinator(server, Synchronous(1), Ideal(), InProcess(Host(alone)), Settings(rounds=1, tolerate=1.0))
+    largest = int(np.argmax(spec.data.partition.train.counts))
+    # One round, in which the client may fail and its private state stays in memory, where it is counted.
+    settings = replace(spec.settings, rounds=1, evaluate=Evaluation(), faults=Faults(1.0), state=State())
+    alone = replace(spec, data=only(spec.data, largest, spec.score_batch), settings=settings)
+    coordinator = Coordinator(replace(alone, device="cpu"), Synchronous(1), Ideal(), InProcess(Host(alone)))
     for _ in coordinator.run():
         pass
-    return Need(*read(recipe.device), coordinator.private.bytes)
+    return Need(*read(spec.device), coordinator.private.bytes)
 
 
 def only(data: FederatedData, client: int, central: int) -> FederatedData:

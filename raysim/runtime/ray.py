@@ -32,14 +32,16 @@ from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from raysim.data.dataset import copied
+from raysim.primitives.errors import first_line
 from raysim.runtime import preflight
 from raysim.runtime.placement import RayOptions, Size, amounts, demand, fitting, gib, share, total, within
-from raysim.simulation.coordinator import Coordinator, Settings
+from raysim.simulation.coordinator import Coordinator
 from raysim.simulation.events import Event, RunStopped
 from raysim.simulation.fleet import Fleet
 from raysim.simulation.runtime import HostDied
 from raysim.simulation.schedule import Schedule
-from raysim.training.host import Host, Recipe
+from raysim.training.host import Host
+from raysim.training.run_spec import RunSpec
 
 __all__ = [
     "RayCoordinator",
@@ -55,7 +57,7 @@ __all__ = [
 ]
 
 Say = Callable[[str], None]
-Measure = Callable[[Recipe], preflight.Need]
+Measure = Callable[[RunSpec], preflight.Need]
 
 GRACE = 2  # seconds in which a group that fits is there; longer means that others hold what it needs
 REVIVAL = 300  # seconds for a new host in the place of a dead one
@@ -78,9 +80,8 @@ def connect(options: RayOptions) -> bool:
             include_dashboard=False if address == "local" else None,
         )
     except Exception as error:  # Ray raises a bare one where its processes do not start in time
-        first = str(error).strip().splitlines()[0]
         raise ValueError(
-            f"runtime.address={address}: no Ray cluster could be reached or started there ({first}); "
+            f"runtime.address={address}: no Ray cluster could be reached or started there ({first_line(error)}); "
             "start one with `ray start --head`, or use runtime=local"
         ) from error
     if threading.current_thread() is threading.main_thread():
@@ -121,7 +122,7 @@ def bundles(size: Size) -> list[dict[str, float]]:
 # --- how many hosts -------------------------------------------------------------------------------------------------
 def fit(
     options: RayOptions,
-    recipe: Recipe,
+    spec: RunSpec,
     concurrency: int,
     say: Say = print,
     measure: Measure = preflight.measure,
@@ -131,17 +132,17 @@ def fit(
     Inside a placement group (a trial of a search) the group decides. measure: stands in for the preflight. Raises
     ValueError with the number that would fit.
     """
-    each = demand(options, recipe.device, recipe.threads)
+    each = demand(options, spec.device, spec.threads)
     if (group := ray.util.get_current_placement_group()) is not None:
-        return within(options, group.bundle_specs, recipe.device)
+        return within(options, group.bundle_specs, spec.device)
     cluster = nodes()
-    shared = recipe.device == "cuda" and options.gpus is None
+    shared = spec.device == "cuda" and options.gpus is None
     if options.preflight if options.preflight is not None else shared:
-        probe = {**each, "GPU": 1.0} if recipe.device == "cuda" else each
+        probe = {**each, "GPU": 1.0} if spec.device == "cuda" else each
         fitting(replace(options, hosts=1), probe, cluster, 1)
-        need = _measured(options, recipe, probe, say, measure)
-        if recipe.device == "cuda":
-            each["GPU"] = _share(options, each, recipe, concurrency, cluster, need, say)
+        need = _measured(options, spec, probe, say, measure)
+        if spec.device == "cuda":
+            each["GPU"] = _share(options, each, spec, concurrency, cluster, need, say)
         else:
             each["memory"] = need.job
             places = total(cluster, {"memory": need.job}, options.strategy)
@@ -150,29 +151,29 @@ def fit(
 
 
 def _measured(
-    options: RayOptions, recipe: Recipe, each: Mapping[str, float], say: Say, measure: Measure
+    options: RayOptions, spec: RunSpec, each: Mapping[str, float], say: Say, measure: Measure
 ) -> preflight.Need:
     """One job's memory, seen in a process that is given what a host is given, and a whole GPU."""
     with placed([dict(each)], "raysim-preflight", options, say) as group:
         task = ray.remote(max_retries=0)(_measure).options(**_within(group, 0, each))
         try:
-            return ray.get(task.remote(ray.put(recipe), _content(recipe, group), measure))
+            return ray.get(task.remote(ray.put(spec), _content(spec, group), measure))
         except ray.exceptions.RayTaskError as error:
             raise error.cause from None
         except ray.exceptions.RayError as error:
             raise ValueError(
-                f"the preflight died ({_first(error)}): the largest client does not fit there; lower local.batch"
+                f"the preflight died ({first_line(error)}): the largest client does not fit there; lower local.batch"
             ) from None
 
 
-def _measure(recipe: Recipe, content: Sequence[ray.ObjectRef[Any]], measure: Measure) -> preflight.Need:
-    return measure(_here(recipe, content))
+def _measure(spec: RunSpec, content: Sequence[ray.ObjectRef[Any]], measure: Measure) -> preflight.Need:
+    return measure(_here(spec, content))
 
 
 def _share(
     options: RayOptions,
     each: Mapping[str, float],
-    recipe: Recipe,
+    spec: RunSpec,
     concurrency: int,
     cluster: Sequence[Mapping[str, float]],
     need: preflight.Need,
@@ -180,7 +181,7 @@ def _share(
 ) -> float:
     """The part of a GPU that a host reserves: so small that hosts find no more work or CPUs, or as jobs allow."""
     gpus = sum(int(node.get("GPU", 0.0)) for node in cluster)
-    clients = int(np.count_nonzero(recipe.data.partition.train.counts))
+    clients = int(np.count_nonzero(spec.data.partition.train.counts))
     fits = preflight.hosts_per_gpu(need, clients, gpus)
     states = f" and {gib(clients * need.state)} of private states are kept" if need.state else ""
     if not fits:
@@ -250,30 +251,30 @@ def _within(group: PlacementGroup | None, index: int, each: Mapping[str, float])
 
 
 # --- actors ---------------------------------------------------------------------------------------------------------
-def _content(recipe: Recipe, group: PlacementGroup | None) -> list[ray.ObjectRef[Any]]:
+def _content(spec: RunSpec, group: PlacementGroup | None) -> list[ray.ObjectRef[Any]]:
     """The data set's file as bytes in the object store, where a bundle lies on another node than this process."""
     if group is None:
         return []
     used = set(ray.util.placement_group_table(group)["bundles_to_node_id"].values())
     if used <= {ray.get_runtime_context().get_node_id()}:
         return []
-    return [ray.put(np.fromfile(recipe.data.dataset_path, np.uint8))]
+    return [ray.put(np.fromfile(spec.data.dataset_path, np.uint8))]
 
 
-def _here(recipe: Recipe, content: Sequence[ray.ObjectRef[Any]]) -> Recipe:
-    """The recipe with a data set that lies on this node: the first process that misses it writes it, others map it."""
-    path = recipe.data.dataset_path
+def _here(spec: RunSpec, content: Sequence[ray.ObjectRef[Any]]) -> RunSpec:
+    """The same run, its data set read from this node: the first process that misses it writes it, others map it."""
+    path = spec.data.dataset_path
     if not content or path.exists():
-        return recipe
+        return spec
     own = copied(path.name, lambda: ray.get(content[0]))
-    return replace(recipe, data=replace(recipe.data, dataset_path=own))
+    return replace(spec, data=replace(spec.data, dataset_path=own))
 
 
 class RayHost(Host):
     """A host as an actor."""
 
-    def __init__(self, recipe: Recipe, name: str, content: Sequence[ray.ObjectRef[Any]] = ()):
-        super().__init__(_here(recipe, content), name)
+    def __init__(self, spec: RunSpec, name: str, content: Sequence[ray.ObjectRef[Any]] = ()):
+        super().__init__(_here(spec, content), name)
 
 
 class RayCoordinator:
@@ -281,15 +282,16 @@ class RayCoordinator:
 
     def __init__(
         self,
-        recipe: Recipe,
+        spec: RunSpec,
         schedule: Schedule,
         fleet: Fleet,
         runtime: RayRuntime,
-        settings: Settings,
+        folder: str,
+        resume: str,
         content: Sequence[ray.ObjectRef[Any]] = (),
     ):
-        recipe = replace(_here(recipe, content), device="cpu")
-        self._coordinator = Coordinator(recipe, schedule, fleet, runtime, settings)
+        here = replace(_here(spec, content), device="cpu")
+        self._coordinator = Coordinator(here, schedule, fleet, runtime, folder, resume)
 
     def events(self) -> Iterator[Event]:
         """The run's events, as they happen."""
@@ -320,7 +322,7 @@ class RayRuntime:
         try:
             return ray.get(ref)
         except (ray.exceptions.RayActorError, ray.exceptions.OutOfMemoryError) as error:
-            raise HostDied(_first(error)) from None
+            raise HostDied(first_line(error)) from None
 
     def revive(self, host: int) -> None:
         """Another actor in the same bundle; Ray moves the bundle where its node is gone and another one has room."""
@@ -338,21 +340,28 @@ class RayRuntime:
             ray.kill(actor)
 
 
-def start_hosts(recipe: Recipe, hosts: int, kind: type = RayHost) -> RayRuntime:
+def start_hosts(spec: RunSpec, hosts: int, kind: type = RayHost) -> RayRuntime:
     """Hosts of one CPU each outside any placement group, starting side by side."""
     actor: Any = ray.remote(num_cpus=1)(kind)
-    shared = ray.put(recipe)
+    shared = ray.put(spec)
     return RayRuntime(hosts, lambda index: actor.remote(shared, f"host-{index}"))
 
 
 def _start(
-    recipe: Recipe, schedule: Schedule, fleet: Fleet, settings: Settings, size: Size, group: PlacementGroup, name: str
+    spec: RunSpec,
+    schedule: Schedule,
+    fleet: Fleet,
+    size: Size,
+    group: PlacementGroup,
+    name: str,
+    folder: str,
+    resume: str,
 ) -> tuple[RayRuntime, Any]:
     """Hosts and coordinator, starting side by side in their bundles; Ray's dashboard shows them by name.
 
     What they are built from stays in the object store, for hosts that take the place of dead ones.
     """
-    shared, content = ray.put(recipe), _content(recipe, group)
+    shared, content = ray.put(spec), _content(spec, group)
 
     def start(index: int) -> Any:
         own = ray.remote(RayHost).options(name=f"{name}/host-{index}", **_within(group, index + 1, size.each))
@@ -360,23 +369,27 @@ def _start(
 
     runtime = RayRuntime(size.hosts, start)
     first = ray.remote(RayCoordinator).options(name=f"{name}/coordinator", **_within(group, 0, {}))
-    return runtime, first.remote(shared, schedule, fleet, runtime, settings, content)
+    return runtime, first.remote(shared, schedule, fleet, runtime, folder, resume, content)
 
 
 # --- the run --------------------------------------------------------------------------------------------------------
 def run(
-    recipe: Recipe,
+    spec: RunSpec,
     schedule: Schedule,
     fleet: Fleet,
-    settings: Settings,
     size: Size,
     options: RayOptions | None = None,
     say: Say = print,
+    folder: str = "",
+    resume: str = "",
 ) -> Iterator[Event]:
-    """Run on the connected cluster, in a placement group of its own. Errors arrive as they were raised."""
-    name = f"{Path(settings.folder).name or 'raysim'}-{uuid.uuid4().hex[:6]}"
+    """Run on the connected cluster, in a placement group of its own. Errors arrive as they were raised.
+
+    folder, resume: see `Coordinator`.
+    """
+    name = f"{Path(folder).name or 'raysim'}-{uuid.uuid4().hex[:6]}"
     with placed(bundles(size), name, options or RayOptions(), say) as group:
-        runtime, coordinator = _start(recipe, schedule, fleet, settings, size, group, name)
+        runtime, coordinator = _start(spec, schedule, fleet, size, group, name, folder, resume)
         try:
             for ref in coordinator.events.options(num_returns="streaming").remote():
                 yield ray.get(ref)
@@ -391,8 +404,6 @@ def run(
 
 
 def _lost(error: Exception) -> RunStopped:
-    return RunStopped(f"a process of the run died ({_first(error)}); resume=latest goes on from its last checkpoint")
-
-
-def _first(error: Exception) -> str:
-    return str(error).strip().splitlines()[0]
+    return RunStopped(
+        f"a process of the run died ({first_line(error)}); resume=latest goes on from its last checkpoint"
+    )

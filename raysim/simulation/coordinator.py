@@ -6,7 +6,6 @@ only when an aggregation needs them, so later events are looked at before earlie
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,12 +16,11 @@ from safetensors.torch import save_file
 
 from raysim.api.composition import owners
 from raysim.api.messages import Failure, Probe, Published, SingleUpdate, Update
-from raysim.api.server_view import Weighting
 from raysim.primitives.memory import peak_memory
 from raysim.primitives.streams import stream
 from raysim.simulation import checkpoint, snapshot
 from raysim.simulation.dispatcher import Dispatcher, InFlightJob
-from raysim.simulation.evaluator import Evaluation, Evaluator, Scoring
+from raysim.simulation.evaluator import Evaluator, Scoring
 from raysim.simulation.events import Event, Finished, Round, Row, Saved, Started, TooManyFailures
 from raysim.simulation.fleet import Fleet
 from raysim.simulation.history_row import RowWriter
@@ -31,24 +29,10 @@ from raysim.simulation.private_states import PrivateStates
 from raysim.simulation.runtime import Ref, Runtime
 from raysim.simulation.schedule import Schedule
 from raysim.simulation.server import Server, asked_weighting
-from raysim.training.host import Recipe, build_networks, settle
+from raysim.training.determinism import make_deterministic
 from raysim.training.probe import balanced_rows
+from raysim.training.run_spec import RunSpec, build_networks
 from raysim.vectors.layout import Vector
-
-
-@dataclass(frozen=True)
-class Settings:
-    """What a coordinator needs besides the recipe."""
-
-    rounds: int
-    weighting: Weighting | None = None  # None: by samples, unless a method asks for uniform
-    group: int = 5
-    evaluation: Evaluation = field(default_factory=Evaluation)
-    checkpoint_every: int = 0  # 0: none
-    state_budget: float = math.inf  # bytes of accepted private states in memory; what is beyond lies on disk
-    tolerate: float = 0.1  # share of an aggregation's clients that may fail
-    folder: str = ""  # where model and checkpoints go; "": nowhere
-    resume: str = ""  # a checkpoint
 
 
 @dataclass
@@ -62,40 +46,51 @@ class _Pending:
 
 
 class Coordinator:
-    """One run. `run()` yields its events and ends with `Finished`."""
+    """One run. `run()` yields its events and ends with `Finished`.
 
-    def __init__(self, recipe: Recipe, schedule: Schedule, fleet: Fleet, runtime: Runtime, settings: Settings):
-        self.recipe, self.runtime, self.settings = recipe, runtime, settings
-        settle(recipe.threads)
-        networks, self.layout = build_networks(recipe)
-        self.initial = Vector(networks, self.layout, torch.device("cpu"), recipe.dtype)
-        self.counts = recipe.data.partition.train.counts
+    folder: where model and checkpoints go; "": nowhere, and no checkpoint is written. resume: a checkpoint's folder.
+    """
+
+    def __init__(
+        self,
+        spec: RunSpec,
+        schedule: Schedule,
+        fleet: Fleet,
+        runtime: Runtime,
+        folder: str = "",
+        resume: str = "",
+    ):
+        self.spec, self.runtime = spec, runtime
+        self.settings, self.folder, self.resume = (settings := spec.settings), folder, resume
+        self._checkpoint_every = settings.checkpoint.every if folder else 0
+        make_deterministic(spec.threads)
+        networks, self.layout = build_networks(spec)
+        self.initial = Vector(networks, self.layout, torch.device("cpu"), spec.dtype)
+        self.counts = spec.data.partition.train.counts
         self.server = Server(
             self.layout,
             self.initial.shared.clone(),
             self.initial.counters[: self.layout.shared_counters].clone(),
-            recipe.methods,
+            spec.methods,
             self.counts,
-            recipe.seed,
-            recipe.task,
-            settings.weighting or asked_weighting(recipe.methods),
-            settings.group,
+            spec.settings.seed,
+            spec.task,
+            settings.weighting or asked_weighting(spec.methods),
+            settings.summation,
             schedule.size,
         )
-        stateful = self.layout.has_personal or bool(owners(recipe.methods, "state"))
-        self.private = PrivateStates(runtime, self.layout, stateful, settings.state_budget, settings.folder)
-        self.planner = Planner(recipe, schedule, fleet, self.server, self.private, settings.evaluation)
-        if settings.evaluation.probe and not len(recipe.data.central):
+        stateful = self.layout.has_personal or bool(owners(spec.methods, "state"))
+        self.private = PrivateStates(runtime, self.layout, stateful, settings.state.bytes, folder)
+        self.planner = Planner(spec, schedule, fleet, self.server, self.private)
+        if settings.evaluate.probe and not len(spec.data.central):
             raise ValueError(
-                f"evaluate.probe={settings.evaluation.probe} looks at local models on the central test set, of "
+                f"evaluate.probe={settings.evaluate.probe} looks at local models on the central test set, of "
                 "which the data has none: set evaluate.probe=0"
             )
-        self.dispatcher = Dispatcher(runtime, settings.group, self.layout.shared, self.private)
-        self.evaluator = Evaluator(
-            recipe, self.layout, runtime, self.dispatcher, self.private, settings.evaluation, settings.rounds
-        )
-        pooled = any(method.pools for method in recipe.methods)
-        self.history = RowWriter(self.planner, self.dispatcher, self.private, pooled, recipe.dtype.itemsize)
+        self.dispatcher = Dispatcher(runtime, settings.summation, self.layout.shared, self.private)
+        self.evaluator = Evaluator(spec, self.layout, runtime, self.dispatcher, self.private)
+        pooled = any(method.pools for method in spec.methods)
+        self.history = RowWriter(self.planner, self.dispatcher, self.private, pooled, spec.dtype.itemsize)
         self.rows: list[Row] = []
         self._published: dict[int, tuple[Published, Ref]] = {}  # the current version, and base versions of jobs
         self._pending: list[_Pending] = []
@@ -104,7 +99,7 @@ class Coordinator:
     def run(self) -> Iterator[Event]:
         """Run to the last round. Raises TooManyFailures after writing a checkpoint."""
         self.history.start()
-        if self.settings.resume:
+        if self.resume:
             self._restore()
         else:
             self._contribute()
@@ -118,19 +113,19 @@ class Coordinator:
             pending = self._aggregate(taken)
             self._publish()
             self._evaluate(pending)
-            version, every = self.server.version, self.settings.checkpoint_every
+            version, every = self.server.version, self._checkpoint_every
             if every and version % every == 0 and version < self.settings.rounds:
                 yield from self._report()
                 yield self._save()
         yield from self._report()
-        if self.settings.checkpoint_every:
+        if self._checkpoint_every:
             yield self._save()
         yield self._finish()
 
     # --- before round 0 ------------------------------------------------------------------------------------------
     def _contribute(self) -> None:
         """Collect what clients send before round 0, and let the methods assemble it."""
-        methods = owners(self.recipe.methods, "contribute")
+        methods = owners(self.spec.methods, "contribute")
         if not methods:
             return
         shares = np.array_split(self.planner.eligible, self.runtime.hosts)
@@ -144,15 +139,15 @@ class Coordinator:
         """Give every host what its clients receive once, and what is probed; counted at a client's first dispatch."""
         once = self.server.sent_once()
         self.planner.once = sum(array.size for array in once.values())
-        if once or self.settings.evaluation.probe:
+        if once or self.settings.evaluate.probe:
             self.dispatcher.keep(self.runtime.put(once), self._probed())
 
     def _probed(self) -> np.ndarray:
         """Rows of the central test set, as many of each class."""
-        central, rows = self.recipe.data.central, self.settings.evaluation.probe_rows
-        labels = self.recipe.data.open().labels[central]
+        central, rows = self.spec.data.central, self.settings.evaluate.probe_rows
+        labels = self.spec.data.open().labels[central]
         each = max(1, rows // max(1, len(np.unique(labels))))
-        return central[balanced_rows(labels, each, stream(self.recipe.seed, "probe"))]
+        return central[balanced_rows(labels, each, stream(self.spec.settings.seed, "probe"))]
 
     # --- one round -----------------------------------------------------------------------------------------------
     def _publish(self) -> None:
@@ -168,7 +163,7 @@ class Coordinator:
     def _submit(self, taken: Sequence[InFlightJob]) -> None:
         """Give hosts the jobs of the next aggregation, and then the others that are under way."""
         refs = {version: ref for version, (_, ref) in self._published.items()}
-        summable = self.server.summable and not self.evaluator.asked.decomposes(self.server.version + 1)
+        summable = self.server.summable and not self.settings.evaluate.decomposes(self.server.version + 1)
         self.dispatcher.submit(taken, list(self.planner.in_flight.values()), refs, summable)
 
     def _aggregate(self, taken: Sequence[InFlightJob]) -> _Pending:
@@ -178,14 +173,14 @@ class Coordinator:
         versions = {version: published for version, (published, _) in self._published.items()}
         store_bytes = self.history.store_bytes(versions.values(), results)
         failures = tuple(outcome for outcome in outcomes if isinstance(outcome, Failure))
-        if len(failures) > self.settings.tolerate * len(taken):
+        if len(failures) > self.settings.faults.tolerate * len(taken):
             raise self._too_many(failures, taken)
         updates = [outcome if isinstance(outcome, Update) else None for outcome in outcomes]
         self.server.step(updates, sums, [job.staleness for job in taken], versions)
         self.private.accept([job.message for job in taken])
         present = [update for update in updates if update is not None]
         scoring = []
-        if present and self.evaluator.asked.decomposes(self.server.version):
+        if present and self.settings.evaluate.decomposes(self.server.version):
             singles = [update for update in present if isinstance(update, SingleUpdate)]
             scoring.append(self.evaluator.decompose(singles, versions, self.server.published()))
         row = self.history.row(self.server, taken, outcomes, store_bytes)
@@ -197,9 +192,10 @@ class Coordinator:
         text = (
             f"{len(failures)} of {len(taken)} clients failed in round {self.server.version + 1}, first: "
             f"{f'method {failures[0].method!r}, ' if failures[0].method else ''}{failures[0].error}. "
-            f"faults.tolerate={self.settings.tolerate} allows fewer; set it to {share:g} to leave them out and go on"
+            f"faults.tolerate={self.settings.faults.tolerate} allows fewer; set it to {share:g} to leave them out "
+            "and go on"
         )
-        if self.settings.folder:
+        if self.folder:
             self.planner.put_back(taken)  # the checkpoint is of the time before the aggregation
             text += f"; resume continues from {self._save().path}"
         return TooManyFailures(text + "\n" + failures[0].traceback)
@@ -208,7 +204,7 @@ class Coordinator:
         """Start scoring the current version; hosts do it before they train the next."""
         self._pending.append(pending)
         version = self.server.version
-        if not self.evaluator.asked.evaluates(version, self.settings.rounds):
+        if not self.settings.evaluate.evaluates(version, self.settings.rounds):
             return
         published, ref = self._published[version]
         if (scored := self.server.scored()) is not self.server.vector:
@@ -230,12 +226,12 @@ class Coordinator:
         """Write a checkpoint."""
         versions = {version: published for version, (published, _) in self._published.items()}
         now = snapshot.take(self.server, self.planner, self.private, versions, self.rows, self.history.wall_seconds)
-        path = checkpoint.write(Path(self.settings.folder) / "checkpoints", self.server.version, now)
+        path = checkpoint.write(Path(self.folder) / "checkpoints", self.server.version, now)
         return Saved(self.server.version, str(path))
 
     def _restore(self) -> None:
         """Go on from a checkpoint."""
-        earlier = checkpoint.read(Path(self.settings.resume))
+        earlier = checkpoint.read(Path(self.resume))
         versions = snapshot.restore(earlier, self.server, self.planner, self.private)
         self._published = {version: (published, self.runtime.put(published)) for version, published in versions.items()}
         self.rows = earlier.numbers["rows"]
@@ -243,9 +239,9 @@ class Coordinator:
 
     def _finish(self) -> Finished:
         """Write the shared model; the checksums of all that the run ended at."""
-        if self.settings.folder:
+        if self.folder:
             shared = self.initial.named(self.server.vector, self.server.counters)
-            path = Path(self.settings.folder) / "model.safetensors"
+            path = Path(self.folder) / "model.safetensors"
             save_file({name: tensor.clone() for name, tensor in shared.items()}, path)
         model, state = snapshot.model_sha256(self.server), snapshot.state_sha256(self.server, self.private)
         return Finished(model, state, peak_memory())

@@ -14,60 +14,20 @@ from typing import Literal, TypeAlias
 
 import numpy as np
 
-from raysim.api.composition import owner, owners
-from raysim.api.declarations import Finetune
+from raysim.api.composition import owners
 from raysim.api.messages import Published, Report, SingleUpdate, Task
 from raysim.methods.loss_decomposition import loss_decomposition
-from raysim.primitives.checks import at_least
 from raysim.primitives.streams import stream
 from raysim.simulation.dispatcher import Call, Dispatcher
 from raysim.simulation.events import Row
 from raysim.simulation.private_states import PrivateStates
 from raysim.simulation.runtime import Ref, Runtime
 from raysim.simulation.server import Server
-from raysim.training.host import Recipe
+from raysim.training.run_spec import RunSpec
 from raysim.vectors.layout import Layout
 
 View: TypeAlias = Literal["shared", "own", "finetuned", "common"]
 DOMAINS = 20  # most domains that get a column each
-
-
-@dataclass(frozen=True)
-class Evaluation:
-    """What is evaluated: `evaluate.*` of the configuration. How often is counted in aggregations; 0: never.
-
-    clients: how many are drawn each time. finetune: how models are adapted first, for scores of their own. common:
-    whether clients' own models are scored on the central test set. probe: of local models before they are averaged, on
-    `probe_rows` images of the central test set. decompose: the loss decomposition, on at most `decompose_rows` training
-    samples of a client.
-    """
-
-    every: int = 1
-    clients: int | Literal["all"] = "all"
-    finetune: Finetune = field(default_factory=Finetune)
-    common: bool = False
-    probe: int = 0
-    probe_rows: int = 1000
-    decompose: int = 0
-    decompose_rows: int = 1000
-
-    def __post_init__(self) -> None:
-        for key, least in (("every", 1), ("probe", 0), ("probe_rows", 1), ("decompose", 0), ("decompose_rows", 1)):
-            at_least(f"evaluate.{key}", getattr(self, key), least)
-        if self.clients != "all":
-            at_least("evaluate.clients", self.clients, 1)
-
-    def evaluates(self, version: int, rounds: int) -> bool:
-        """Whether this version is scored."""
-        return version % self.every == 0 or version == rounds
-
-    def probes(self, version: int) -> bool:
-        """Whether the local models of the step to this version are probed."""
-        return self.probe > 0 and version % self.probe == 0
-
-    def decomposes(self, version: int) -> bool:
-        """Whether the step to this version is decomposed."""
-        return self.decompose > 0 and version % self.decompose == 0
 
 
 @dataclass
@@ -85,32 +45,28 @@ class Evaluator:
 
     def __init__(
         self,
-        recipe: Recipe,
+        spec: RunSpec,
         layout: Layout,
         runtime: Runtime,
         dispatcher: Dispatcher,
         private: PrivateStates,
-        asked: Evaluation,
-        rounds: int,
     ):
-        self.recipe, self.layout, self.runtime, self.rounds = recipe, layout, runtime, rounds
+        self.spec, self.layout, self.runtime = spec, layout, runtime
+        self.evaluation, self.rounds = spec.evaluation, spec.settings.rounds
         self.dispatcher, self.private = dispatcher, private
-        tuner = owner(recipe.methods, "finetuning")
-        tuning = tuner.finetuning() if tuner is not None else None
-        self.asked = replace(asked, finetune=tuning) if tuning is not None else asked
         stays = any(e.personal and e.network == "model" for e in (*layout.entries, *layout.counters))
         self.complete = not stays  # whether the shared part alone is a model
-        self.personal = stays or bool(owners(recipe.methods, "personalise"))  # whether every client has its own model
-        self.tests = recipe.data.partition.test
-        dataset = recipe.data.open()
+        self.personal = stays or bool(owners(spec.methods, "personalise"))  # whether every client has its own model
+        self.tests = spec.data.partition.test
+        dataset = spec.data.open()
         self.domains, self.names = dataset.domains, dataset.domain_names
-        if any(method.pools for method in recipe.methods) and (self.personal or self.asked.finetune.epochs):
+        if any(method.pools for method in spec.methods) and (self.personal or self.evaluation.finetune.epochs):
             raise ValueError(
                 "method 'centralized' has one model for all, but "
                 f"{'a method gives every client its own' if self.personal else 'evaluate.finetune asks for more'}: "
                 "leave one of them out"
             )
-        if self.asked.common and not (self.personal and len(recipe.data.central)):
+        if self.evaluation.common and not (self.personal and len(spec.data.central)):
             raise ValueError(
                 "evaluate.common=true scores the clients' own models on the central test set, but this run has "
                 f"{'no such set' if self.personal else 'one model for all'}: set evaluate.common=false"
@@ -121,13 +77,13 @@ class Evaluator:
         """Start scoring the server's version."""
         version = server.version
         clients = np.flatnonzero(self.tests.counts)
-        if (some := self.asked.clients) != "all" and some < len(clients):
+        if (some := self.evaluation.clients) != "all" and some < len(clients):
             clients = np.sort(server.stream("evaluate").choice(clients, size=some, replace=False))
         found = Scoring(clients)
-        central = self.recipe.data.central
+        central = self.spec.data.central
         if self.complete:
             own = np.concatenate([self.tests.rows(c) for c in clients.tolist()]) if len(clients) else central[:0]
-            size = self.recipe.score_batch  # one model for all: whole batches across clients
+            size = self.spec.score_batch  # one model for all: whole batches across clients
             tasks = [Task(-1, rows[i : i + size]) for rows in (own, central) for i in range(0, len(rows), size)]
             self._send("shared", tasks, published, found)
         single = [
@@ -136,13 +92,15 @@ class Evaluator:
         if self.personal:
             self._send("own", single, published, found)
         if self._tunes(version):
-            self._send("finetuned", [replace(task, finetune=self.asked.finetune) for task in single], published, found)
-        if self.asked.common:
+            self._send(
+                "finetuned", [replace(task, finetune=self.evaluation.finetune) for task in single], published, found
+            )
+        if self.evaluation.common:
             self._send("common", [replace(task, rows=central) for task in single], published, found)
         return found
 
     def _tunes(self, version: int) -> bool:
-        how = self.asked.finetune
+        how = self.evaluation.finetune
         return how.epochs > 0 and (version == self.rounds or not how.last)
 
     def _send(self, view: View, tasks: Sequence[Task], published: Ref, found: Scoring) -> None:
@@ -176,9 +134,11 @@ class Evaluator:
         """
         tasks = []
         for update in updates:
-            rows = self.recipe.data.partition.train.rows(update.client)
-            if len(rows) > (most := self.asked.decompose_rows):
-                rows = np.sort(stream(self.recipe.seed, "decompose", update.client).choice(rows, most, replace=False))
+            rows = self.spec.data.partition.train.rows(update.client)
+            if len(rows) > (most := self.evaluation.decompose_rows):
+                rows = np.sort(
+                    stream(self.spec.settings.seed, "decompose", update.client).choice(rows, most, replace=False)
+                )
             tasks.append(Task(update.client, rows, self.private.accepted_job(update.client), personalised=False))
         found = Scoring(members=tuple(update.client for update in updates))
         for update in updates:
@@ -233,7 +193,7 @@ class Evaluator:
         """The lowest accuracy over the domains (or angles) of the central test set, where it has several."""
         if not len(correct):
             return {}
-        domains = self.domains[self.recipe.data.central]
+        domains = self.domains[self.spec.data.central]
         present = np.unique(domains)
         if len(present) < 2:
             return {}
@@ -246,7 +206,7 @@ class Evaluator:
         for row, refs in zip(table, found.models, strict=True):
             for report in self._gathered(refs):
                 row[place[report.client]] = report.losses.mean(dtype=np.float64)
-        weights = self.recipe.data.partition.train.counts[list(found.members)]
+        weights = self.spec.data.partition.train.counts[list(found.members)]
         terms = loss_decomposition(loss_matrix=table[:-1], global_losses=table[-1], weights=weights)
         signed = ("global_loss", "local_loss", "distribution_shift", "aggregation")
         return {f"decomposition.{name}": float(terms[name]) for name in signed}

@@ -7,6 +7,7 @@ from typing import Protocol
 
 import numpy as np
 
+from raysim.primitives.checks import above, at_least
 from raysim.primitives.streams import stream
 
 FLOAT_BYTES = 4
@@ -20,12 +21,6 @@ class Fleet(Protocol):
         ...
 
 
-def _positive(where: str, **values: float) -> None:
-    for key, value in values.items():
-        if not value > 0:
-            raise ValueError(f"{where}.{key}={value} must be above 0")
-
-
 @dataclass(frozen=True)
 class Ideal:
     """Equal devices with a network that costs no time. speed: samples per virtual second."""
@@ -33,7 +28,7 @@ class Ideal:
     speed: float = 1000.0
 
     def __post_init__(self) -> None:
-        _positive("fleet", speed=self.speed)
+        above("fleet.speed", self.speed, 0)
 
     def duration(self, seed: int, client: int, samples: float, down: int, up: int) -> float:
         """See `Fleet`."""
@@ -54,10 +49,10 @@ class Lognormal:
     bandwidth_sigma: float = 0.5
 
     def __post_init__(self) -> None:
-        _positive("fleet", speed=self.speed, bandwidth_down=self.bandwidth_down, bandwidth_up=self.bandwidth_up)
+        for key in ("speed", "bandwidth_down", "bandwidth_up"):
+            above(f"fleet.{key}", getattr(self, key), 0)
         for key in ("sigma", "bandwidth_sigma"):
-            if getattr(self, key) < 0:
-                raise ValueError(f"fleet.{key}={getattr(self, key)} must be at least 0")
+            at_least(f"fleet.{key}", getattr(self, key), 0)
 
     def duration(self, seed: int, client: int, samples: float, down: int, up: int) -> float:
         """See `Fleet`."""

@@ -11,12 +11,11 @@ from raysim.api.composition import owners
 from raysim.api.messages import Job
 from raysim.primitives.streams import stream
 from raysim.simulation.dispatcher import InFlightJob
-from raysim.simulation.evaluator import Evaluation
 from raysim.simulation.fleet import Fleet
 from raysim.simulation.private_states import PrivateStates
 from raysim.simulation.schedule import Aggregate, Dispatch, Schedule, View, check_concurrency
 from raysim.simulation.server import Server
-from raysim.training.host import Recipe
+from raysim.training.run_spec import RunSpec
 
 
 class Planner:
@@ -24,15 +23,14 @@ class Planner:
 
     def __init__(
         self,
-        recipe: Recipe,
+        spec: RunSpec,
         schedule: Schedule,
         fleet: Fleet,
         server: Server,
         private: PrivateStates,
-        evaluation: Evaluation,
     ):
-        self.recipe, self.schedule, self.fleet, self.server = recipe, schedule, fleet, server
-        self.private, self.evaluation = private, evaluation
+        self.spec, self.schedule, self.fleet, self.server = spec, schedule, fleet, server
+        self.private = private
         self.eligible = np.flatnonzero(server.counts)
         check_concurrency(schedule, server.counts)
         self.now = 0.0
@@ -44,7 +42,7 @@ class Planner:
         self.arrived: list[int] = []  # numbers of jobs that wait for their aggregation, in order of acceptance
         self.floats = {"down": 0, "up": 0}  # sent so far
         self.once = 0  # floats that a client receives at its first participation only
-        self._costers = owners(recipe.methods, "cost")
+        self._costers = owners(spec.methods, "cost")
 
     def look_ahead(self, download: int) -> list[InFlightJob]:
         """Go on until the schedule aggregates; the jobs that it takes, in order of acceptance.
@@ -90,7 +88,7 @@ class Planner:
         earlier = self.participations.get(client, 0)
         self.participations[client] = earlier + 1
         samples = int(self.server.counts[client])
-        trained = self.recipe.local.budget(samples)
+        trained = self.spec.settings.local.budget(samples)
         costs = [method.cost(self.server, samples, trained, earlier) for method in self._costers]
         extras = self.server.sent_to(client)
         message = Job(
@@ -101,7 +99,7 @@ class Planner:
             state=self.private.dispatch(client, self.dispatched),
             weight=self.server.weight(client),
             extras=extras,
-            probe=self.evaluation.probes(self.server.version + 1),
+            probe=self.spec.settings.evaluate.probes(self.server.version + 1),
         )
         self.dispatched += 1
         once = self.once if earlier == 0 else 0
@@ -109,12 +107,14 @@ class Planner:
         down = download + once + sum(a.size for a in extras.values()) + sum(cost.down for cost in costs)
         up = self.server.layout.shared + sum(cost.up for cost in costs)
         self.floats["down"] += down
-        return InFlightJob(message, self.now + self.fleet.duration(self.recipe.seed, client, work, down, up), work, up)
+        return InFlightJob(
+            message, self.now + self.fleet.duration(self.spec.settings.seed, client, work, down, up), work, up
+        )
 
     def _sample(self, count: int) -> list[int]:
         """Idle clients, uniformly without replacement, ascending; its cost grows with the cohort."""
         busy = np.searchsorted(self.eligible, np.sort(np.array([client for _, client, _ in self.running], np.int64)))
-        generator = stream(self.recipe.seed, "cohort", self.cohorts)
+        generator = stream(self.spec.settings.seed, "cohort", self.cohorts)
         self.cohorts += 1
         ranks = generator.choice(len(self.eligible) - len(busy), size=count, replace=False)
         places = ranks + np.searchsorted(busy - np.arange(len(busy)), ranks, side="right")  # step over the busy ones

@@ -8,6 +8,8 @@ from typing import Protocol, TypeAlias
 
 import numpy as np
 
+from raysim.primitives.checks import at_least
+
 
 @dataclass(frozen=True)
 class View:
@@ -58,11 +60,6 @@ class Schedule(Protocol):
         ...
 
 
-def _at_least_one(key: str, value: int) -> None:
-    if value < 1:
-        raise ValueError(f"schedule.{key}={value} must be at least 1")
-
-
 @dataclass(frozen=True)
 class Synchronous:
     """Rounds: dispatch a cohort, wait for all of it, aggregate."""
@@ -70,7 +67,7 @@ class Synchronous:
     cohort: int = 10
 
     def __post_init__(self) -> None:
-        _at_least_one("cohort", self.cohort)
+        at_least("schedule.cohort", self.cohort, 1)
 
     @property
     def concurrency(self) -> int:
@@ -97,8 +94,8 @@ class Buffered:
     size: int = 10
 
     def __post_init__(self) -> None:
-        _at_least_one("concurrency", self.concurrency)
-        _at_least_one("size", self.size)
+        at_least("schedule.concurrency", self.concurrency, 1)
+        at_least("schedule.size", self.size, 1)
 
     def decide(self, view: View) -> Action:
         """See `Schedule`."""

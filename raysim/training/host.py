@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
-import os
-import sys
 import time
 import traceback
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, cast
+from typing import cast
 
 import numpy as np
 import torch
-from threadpoolctl import ThreadpoolController
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from raysim.api.composition import owner, owners
 from raysim.api.context import Context, Own
-from raysim.api.declarations import Finetune, Local, Task
+from raysim.api.declarations import Finetune
 from raysim.api.messages import (
     Arrays,
     Failure,
@@ -38,121 +32,48 @@ from raysim.api.messages import (
 )
 from raysim.api.method import Method
 from raysim.api.private_state import PrivateState, StoredState, size
-from raysim.data.federated import FederatedData
-from raysim.models import Classifier, ModelRecipe
-from raysim.primitives.streams import stream, torch_seed
+from raysim.models import Classifier
+from raysim.primitives.streams import stream
+from raysim.training.determinism import make_deterministic
 from raysim.training.probe import balanced_rows
+from raysim.training.run_spec import RunSpec, build_networks
 from raysim.training.trainer import Trainer, load, private_state
-from raysim.vectors.layout import Layout, Vector, plan_layout
+from raysim.vectors.layout import Vector
 
 # Arrays out of an object store are read-only; tensors over them are only read.
 warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
-
-
-@dataclass(frozen=True)
-class Recipe:
-    """All that a host or a coordinator of a run is built from; plain values and NumPy arrays."""
-
-    model: ModelRecipe
-    methods: tuple[Method, ...]
-    local: Local
-    data: FederatedData
-    seed: int
-    device: str = "cpu"
-    threads: int = 1
-    dtype: torch.dtype = torch.float32
-    score_batch: int = 1024
-
-    @property
-    def task(self) -> Task:
-        """What is learnt."""
-        dataset = self.data.open()
-        return Task(dataset.shape, dataset.num_classes, len(self.data.partition.train), self.dtype)
 
 
 _NO_COUNTERS = np.empty(0, np.int64)
 PROBE_FEATURES = 200  # rows whose features a probe keeps
 
 
-def settle(threads: int) -> None:
-    """Pin what bits depend on besides config and seed: threads, and deterministic algorithms."""
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.set_num_threads(threads)
-    torch.set_deterministic_debug_mode("warn")  # torch.use_deterministic_algorithms imports the compiler: seconds
-    # Else every torch.empty is a write.
-    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-    torch.backends.cudnn.benchmark = False
-    torch.backends.cudnn.deterministic = True
-    torch.backends.cuda.matmul.allow_tf32 = False
-    torch.backends.cudnn.allow_tf32 = False
-    openblas().limit(limits=1)
-    _keep_memory()
-
-
-def openblas() -> Any:
-    """The threads of the library in which NumPy multiplies; torch's own are not among them."""
-    return ThreadpoolController().select(internal_api="openblas")
-
-
-def _keep_memory() -> None:
-    """Let glibc keep freed memory: gradients of 30 MB would be mapped anew at every step (11 % of W3's time)."""
-    if sys.platform == "linux":
-        with contextlib.suppress(OSError, AttributeError):  # another C library
-            libc = ctypes.CDLL("libc.so.6")
-            libc.mallopt(-3, 1 << 30)  # M_MMAP_THRESHOLD: use the heap below 1 GiB
-            libc.mallopt(-1, 1 << 30)  # M_TRIM_THRESHOLD: return memory only above that
-
-
-def build_networks(recipe: Recipe) -> tuple[dict[str, nn.Module], Layout]:
-    """Model and extra networks with their initial values, and the layout; the same in every process."""
-    task, methods = recipe.task, recipe.methods
-    with torch.random.fork_rng(devices=[]):
-        model: nn.Module = recipe.model.build(task.shape, task.num_classes, recipe.seed)
-        if (wrapper := owner(methods, "model")) is not None:
-            torch.manual_seed(torch_seed(recipe.seed, f"model.{wrapper.name}"))
-            model = wrapper.model(task, model)
-        networks = {"model": model}
-        stays: set[str] = set()
-        for method in owners(methods, "networks"):
-            torch.manual_seed(torch_seed(recipe.seed, f"networks.{method.name}"))
-            for name, network in method.networks(task, model).items():
-                if name in networks:
-                    raise ValueError(f"method '{method.name}' adds network '{name}', which exists already; rename one")
-                networks[name] = network.module
-                if network.personal:
-                    stays |= {f"{name}.{leaf}" for leaf, _ in network.module.named_parameters()}
-                    stays |= {f"{name}.{leaf}" for leaf, _ in network.module.named_buffers()}
-    for method in owners(methods, "personal"):
-        stays |= set(method.personal(networks))
-    return networks, plan_layout(networks, stays)
-
-
 class Host:
     """Many clients on one device. It keeps each client's private state, tagged with the job that made it."""
 
-    def __init__(self, recipe: Recipe, name: str = "host-0"):
-        settle(recipe.threads)
-        self.recipe, self.name = recipe, name
-        self.device = torch.device(recipe.device)
-        networks, self.layout = build_networks(recipe)
-        self.vector = Vector(networks, self.layout, self.device, recipe.dtype)
+    def __init__(self, spec: RunSpec, name: str = "host-0"):
+        make_deterministic(spec.threads)
+        self.spec, self.name = spec, name
+        self.device = torch.device(spec.device)
+        networks, self.layout = build_networks(spec)
+        self.vector = Vector(networks, self.layout, self.device, spec.dtype)
         self._initial = private_state(self.vector, {})  # of a client that never trained; methods add theirs
-        dataset = recipe.data.open()
+        dataset = spec.data.open()
         self.trainer = Trainer(
-            recipe.task,
+            spec.task,
             self.vector,
-            recipe.methods,
-            recipe.local,
+            spec.methods,
+            spec.settings.local,
             torch.from_numpy(dataset.images).to(self.device),
             torch.from_numpy(dataset.labels).to(self.device),
-            recipe.data.partition.train,
-            recipe.data.pipeline,
-            recipe.seed,
+            spec.data.partition.train,
+            spec.data.pipeline,
+            spec.settings.seed,
         )
-        self._stateful = owners(recipe.methods, "state")
-        self._personalisers = owners(recipe.methods, "personalise")
-        self._predictor = owner(recipe.methods, "predict")
-        self._reports_moves = any(method.needs_single_updates for method in recipe.methods)
+        self._stateful = owners(spec.methods, "state")
+        self._personalisers = owners(spec.methods, "personalise")
+        self._predictor = owner(spec.methods, "predict")
+        self._reports_moves = any(method.needs_single_updates for method in spec.methods)
         self._resident: dict[int, tuple[int, PrivateState[Tensor]]] = {}  # by client: the job that left it, the state
         self._received: tuple[tuple[int, str], Tensor, Tensor, dict[str, Tensor]] | None = None
         self._constants: dict[str, Tensor] = {}
@@ -179,9 +100,7 @@ class Host:
         parts = []
         for client in clients:
             seen = self.trainer.contribution(client)
-            parts.append(
-                {k: v for m in owners(self.recipe.methods, "contribute") for k, v in m.contribute(seen).items()}
-            )
+            parts.append({k: v for m in owners(self.spec.methods, "contribute") for k, v in m.contribute(seen).items()})
         return parts
 
     # --- training ------------------------------------------------------------------------------------------------
@@ -230,7 +149,7 @@ class Host:
     def _state(self, client: int, number: int, sent: StoredState | None) -> PrivateState[Tensor]:
         """The private state that job `number` left: resident, or as sent, or (number -1) the initial one."""
         if number < 0:
-            samples = len(self.recipe.data.partition.train.rows(client))
+            samples = len(self.spec.data.partition.train.rows(client))
             methods: dict[str, Tensor] = {}
             for method in self._stateful:
                 methods |= {key: self._own_kind(value) for key, value in method.state(self.layout, samples).items()}
@@ -314,16 +233,16 @@ class Host:
         received = cast("Classifier", ctx.frozen()["model"])
         labels, scores, columns = [], [], []
         with torch.inference_mode():
-            for start in range(0, len(self._probed), self.recipe.score_batch):
-                inputs, own = self.trainer.gather(self._probed[start : start + self.recipe.score_batch])
+            for start in range(0, len(self._probed), self.spec.score_batch):
+                inputs, own = self.trainer.gather(self._probed[start : start + self.spec.score_batch])
                 features = ctx.model.features(inputs)
                 logits = ctx.model.head(features)
                 scores.append(logits if self._predictor is None else self._predictor.predict(logits))
                 labels.append(own)
                 columns.append((features, received.features(inputs)))
         truth, score = torch.cat(labels), torch.cat(scores)
-        each = max(1, PROBE_FEATURES // self.recipe.task.num_classes)
-        some = balanced_rows(truth.cpu().numpy(), each, stream(self.recipe.seed, "probe.features"))
+        each = max(1, PROBE_FEATURES // self.spec.task.num_classes)
+        some = balanced_rows(truth.cpu().numpy(), each, stream(self.spec.settings.seed, "probe.features"))
         local, base = (torch.cat(column).cpu().float().numpy()[some] for column in zip(*columns, strict=True))
         return Probe(
             client=ctx.client,
@@ -344,7 +263,7 @@ class Host:
 
     def _diverged(self, losses: Tensor, job: Job) -> str:
         bad = (~torch.isfinite(losses)).nonzero().flatten().tolist()
-        rate = self.recipe.local.lr * self.recipe.local.lr_decay**job.version
+        rate = self.spec.settings.local.lr * self.spec.settings.local.lr_decay**job.version
         at = (
             f"the loss is not finite from step {bad[0] + 1} of {len(losses)}"
             if bad
@@ -390,7 +309,7 @@ class Host:
                 method.personalise(own)
 
     def _finetune(self, client: int, version: int, how: Finetune) -> None:
-        partition = self.recipe.data.partition
+        partition = self.spec.data.partition
         rows = partition.train.rows(client)
         if how.samples == "all" and partition.spare is not None:
             rows = np.concatenate([rows, partition.spare.rows(client)])
@@ -399,8 +318,8 @@ class Host:
     def _score(self, task: Score) -> Report:
         model = self.vector.networks["model"]
         correct, losses = [], []
-        for start in range(0, len(task.rows), self.recipe.score_batch):
-            inputs, labels = self.trainer.gather(task.rows[start : start + self.recipe.score_batch])
+        for start in range(0, len(task.rows), self.spec.score_batch):
+            inputs, labels = self.trainer.gather(task.rows[start : start + self.spec.score_batch])
             logits = model(inputs)
             losses.append(cross_entropy(logits, labels, reduction="none"))
             scores = logits if self._predictor is None else self._predictor.predict(logits)

@@ -237,8 +237,8 @@ def test_a_preset_builds_on_images_of_its_size(name: str) -> None:
         "fedbr/pacs": ["data.shape=[3,64,64]", "data.classes=7", "data.domains=4", "data.samples=280"],
     }.get(name, ["data.shape=[3,32,32]"])
     experiment = build([f"experiment={name}", "data=synthetic", "data.test_samples=40", "runtime=inprocess", *images])
-    assert experiment.study.rounds >= 400
-    assert experiment.recipe.task.num_classes in (7, 10, 100)
+    assert experiment.spec.settings.rounds >= 400
+    assert experiment.spec.task.num_classes in (7, 10, 100)
 
 
 # --- FRAug ----------------------------------------------------------------------------------------------------------

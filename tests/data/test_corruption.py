@@ -95,8 +95,8 @@ def test_pooling_averages_and_rounds_half_up() -> None:
 @pytest.mark.parametrize(
     ("settings", "sentence"),
     [
-        ({"per": "row"}, r"data.rotation.per=row is unknown: use none or client or image"),
-        ({"angles": []}, r"data.rotation.angles=\[\] must name at least one"),
+        ({"per": "row"}, r"data.rotation.per='row' does not exist: use one of 'none', 'client', 'image'"),
+        ({"angles": []}, r"data.rotation.angles=\[\] must be a list of at least one"),
         ({"concentration": 0.0}, r"data.rotation.concentration=0.0"),
     ],
 )

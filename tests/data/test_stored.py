@@ -247,7 +247,7 @@ def test_a_named_set_that_is_not_there_is_named(tmp_path: Path) -> None:
         ValueError, match=rf"data.root={tmp_path} has no folder PACS and is none itself: .* no pictures"
     ):
         Stored(root=str(tmp_path), name="PACS").build()
-    with pytest.raises(ValueError, match=r"data.test_fraction=1.0 is out of range"):
+    with pytest.raises(ValueError, match=r"data.test_fraction=1.0 must be at least 0 and below 1"):
         Stored(root=str(tmp_path), test_fraction=1.0)
 
 

@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 
-from raysim.api.declarations import Local
+from raysim.api.declarations import Evaluation, Local
 from raysim.api.method import Method
 from raysim.experiment.compose import compose, conf_folder, groups, load_yaml, plain, to_yaml
 from raysim.experiment.execute import build
 from raysim.experiment.instantiate import TARGET, build as build_object, defaults, resolve
-from raysim.experiment.settings import Checkpoint, Faults, RuntimeOptions, Study, Tracking
+from raysim.experiment.settings import ExecutionOptions, RuntimeOptions, Tracking
 from raysim.primitives.errors import Refused
-from raysim.simulation.evaluator import Evaluation
+from raysim.training.run_spec import Checkpoint, Faults, RunSettings
 
 QUICK = ["runtime=inprocess", "tracking=none", "data=synthetic", "schedule.cohort=2"]
 
@@ -80,9 +80,9 @@ def test_groups_without_classes_agree_with_their_dataclasses(group: str, cls: ty
     assert values == {key: expected[key] for key in values}
 
 
-def test_the_primary_file_agrees_with_its_dataclass() -> None:
+def test_the_primary_file_agrees_with_its_dataclasses() -> None:
     values = node()
-    for key, value in defaults(Study).items():
+    for key, value in (defaults(RunSettings) | defaults(ExecutionOptions)).items():
         assert isinstance(value, dict) or values[key] == value, key
     assert values["faults"] == defaults(Faults)
 
@@ -143,15 +143,15 @@ def test_a_folder_of_ones_own_adds_options(tmp_path: Path) -> None:
 
 def test_values_reach_the_objects() -> None:
     experiment = build([*QUICK, "method=[fedprox]", "method.fedprox.mu=0.3", "local.lr=1", "evaluate.clients=3"])
-    assert vars(experiment.recipe.methods[0]) == {"mu": 0.3}
-    assert experiment.recipe.local.lr == 1.0
-    assert experiment.settings.evaluation.clients == 3
+    assert vars(experiment.spec.methods[0]) == {"mu": 0.3}
+    assert experiment.spec.settings.local.lr == 1.0
+    assert experiment.spec.settings.evaluate.clients == 3
 
 
 def test_weighting_is_by_samples_unless_a_method_or_the_user_asks_otherwise() -> None:
-    assert build(QUICK).settings.weighting == "samples"
-    assert build([*QUICK, "method=[scaffold]"]).settings.weighting == "uniform"
-    assert build([*QUICK, "method=[scaffold]", "weighting=samples"]).settings.weighting == "samples"
+    assert build(QUICK).spec.settings.weighting == "samples"
+    assert build([*QUICK, "method=[scaffold]"]).spec.settings.weighting == "uniform"
+    assert build([*QUICK, "method=[scaffold]", "weighting=samples"]).spec.settings.weighting == "samples"
 
 
 # --- refusals -----------------------------------------------------------------------------------------------------
@@ -213,6 +213,12 @@ def test_weighting_is_by_samples_unless_a_method_or_the_user_asks_otherwise() ->
         (["evaluate.clients=some"], ["evaluate.clients=some", "all"]),
         (["evaluate.every=0"], ["evaluate.every=0"]),
         (["faults.tolerate=2"], ["faults.tolerate=2"]),
+        (["fleet=lognormal", "fleet.sigma=nan"], ["fleet.sigma=nan must be a number, not infinite or nan"]),
+        (["fleet=lognormal", "fleet.sigma=-1"], ["fleet.sigma=-1", "at least 0"]),
+        (["local.lr=inf"], ["local.lr=inf", "not infinite"]),
+        (["state.budget=inf"], ["state.budget=inf must be a number or null, not infinite"]),
+        (["method=[fedprox]", "method.fedprox.mu=nan"], ["method.fedprox.mu=nan", "not infinite or nan"]),
+        (["thresholds=[0.5,nan]"], ["thresholds[1]=nan"]),
         (["checkpoint.every=-1"], ["checkpoint.every=-1"]),
         (["summation=0"], ["summation=0"]),
         (["thresholds=[a]"], ["thresholds[0]=a", "a number"]),
@@ -243,7 +249,7 @@ def test_a_target_of_ones_own_needs_permission(tmp_path: Path, monkeypatch: pyte
     words = [*QUICK, "method=[fedprox]", "method.fedprox._target_=mine.Mine"]
     with pytest.raises(Refused, match="--allow mine"):
         build(words)
-    assert type(build(words, allow=["mine"]).recipe.methods[0]).__name__ == "Mine"
+    assert type(build(words, allow=["mine"]).spec.methods[0]).__name__ == "Mine"
 
 
 def test_a_constructor_is_called_with_checked_values_only() -> None:

@@ -20,7 +20,8 @@ from raysim.api.method import Method
 from raysim.methods import dann
 from raysim.methods.dann import DISCRIMINATOR, Dann
 from raysim.simulation.schedule import Synchronous
-from raysim.training.host import Host, build_networks
+from raysim.training.host import Host
+from raysim.training.run_spec import build_networks
 from raysim.training.step import Step
 from raysim.vectors.layout import Vector
 
@@ -64,7 +65,7 @@ class Watch(Method):
 def train(host: Host, number: int = 0, client: int = 0, turn: int = 0) -> Context:
     """One participation from the initial values."""
     job = Job(number, client, turn, 0, -1, 1.0)
-    networks, layout = build_networks(host.recipe)
+    networks, layout = build_networks(host.spec)
     base = Vector(networks, layout, torch.device("cpu"), torch.float32).shared
     return host.trainer.train(job, base, host.vector.counters[: layout.shared_counters].clone(), {}, NOTHING)
 

@@ -24,7 +24,8 @@ from raysim.models import ModelRecipe
 from raysim.models.classifier import Shape
 from raysim.simulation.fleet import Ideal
 from raysim.simulation.schedule import Synchronous
-from raysim.training.host import Host, build_networks
+from raysim.training.host import Host
+from raysim.training.run_spec import build_networks
 from raysim.training.trainer import load
 
 
@@ -201,7 +202,7 @@ def test_swapping_two_clients_normalisation_swaps_their_predictions_and_no_share
         found.coordinator.initial,
     )
     trainer = Host(study(FedBN())).trainer
-    rows = found.coordinator.recipe.data.central
+    rows = found.coordinator.spec.data.central
     inputs, _ = trainer.gather(rows)
 
     def logits(normalisation: int) -> Tensor:
@@ -284,7 +285,7 @@ def test_reestimated_statistics_are_scored_and_leave_training_alone() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"scope": "stats"}, r"method\.fedbn\.scope='stats' is none of .* did you mean 'statistics'"),
+        ({"scope": "stats"}, r"method\.fedbn\.scope='stats' does not exist: .* did you mean 'statistics'"),
         ({"name_rule": ""}, r"method\.fedbn\.name_rule is empty"),
         ({"name_rule": "bn", "layers": "all"}, r"name_rule=bn takes the place of layers=all"),
         ({"reestimate": True, "scope": "affine"}, r"reestimate=true needs statistics .* scope=affine"),

@@ -285,7 +285,7 @@ def test_with_one_model_each_and_every_client_in_every_round_it_is_uniform_fedav
 
 @pytest.mark.parametrize("group", [2, 5])
 def test_a_warm_up_as_long_as_the_run_is_uniform_fedavg_bit_for_bit(group: int) -> None:
-    settings: dict[str, Any] = {"fleet": Ideal(), "group": group} | UNIFORM
+    settings: dict[str, Any] = {"fleet": Ideal(), "summation": group} | UNIFORM
     found, fedavg = (
         run(recipe(*methods, model=NORMED), Synchronous(6), **settings) for methods in ([FedCDA(warmup_rounds=3)], [])
     )

@@ -39,7 +39,8 @@ from raysim.methods.local import LocalTraining
 from raysim.simulation.fleet import Ideal
 from raysim.simulation.schedule import Buffered, Synchronous
 from raysim.simulation.server import Server
-from raysim.training.host import Host, build_networks
+from raysim.training.host import Host
+from raysim.training.run_spec import build_networks
 from raysim.training.trainer import private_state
 from raysim.vectors.layout import Vector
 
@@ -337,7 +338,7 @@ def train(
     download: Mapping[str, Tensor] | None = None,
 ) -> Context:
     """One participation from the initial values, or from a private state."""
-    networks, layout = build_networks(host.recipe)
+    networks, layout = build_networks(host.spec)
     initial = Vector(networks, layout, torch.device("cpu"), torch.float32)
     counters = initial.counters[: layout.shared_counters]
     state = state or private_state(initial, {})
@@ -612,7 +613,7 @@ def test_own_models_are_scored_with_the_mixtures_that_the_next_job_starts_from()
     host, hits = Host(study), []
     for client in range(6):
         host.vector.shared.copy_(server.vector)
-        initial = build_networks(host.recipe)[0]["model"].state_dict()
+        initial = build_networks(host.spec)[0]["model"].state_dict()
         mine = method._rounds[-1][2].get(client, torch.cat([initial["head.weight"].flatten(), initial["head.bias"]]))
         host.vector.personal.copy_(mine)
         inputs, labels = host.trainer.gather(tests.rows(client))

@@ -29,7 +29,7 @@ from raysim.methods.mixup import Mixup
 from raysim.methods.moon import Moon
 from raysim.methods.scaffold import Scaffold
 from raysim.simulation.fleet import Ideal
-from raysim.training.host import build_networks
+from raysim.training.run_spec import build_networks
 
 COUNTS, LABELS = torch.tensor([40, 0, 3, 700, 0]), torch.tensor([0, 2, 2, 3, 3, 0, 3])
 

@@ -8,6 +8,7 @@ import torch
 from studies import NORMED_MLP, Spy, coordinate, ran, recipe
 
 from raysim.api.composition import overrides
+from raysim.api.messages import SingleUpdate
 from raysim.api.method import Method
 from raysim.methods.fedprox import FedProx
 from raysim.methods.fedspeed import FedSpeed, mixed_gradient, updated_correction
@@ -20,7 +21,7 @@ def first_round(*methods: Method) -> dict[int, np.ndarray]:
     spy = Spy(study)
     trained = ran(coordinate(study, Synchronous(6), runtime=spy, rounds=1)).coordinator.layout.trained
     assert all(job.weight == 1 for job, _ in spy.sent)
-    return {update.client: update.delta[:trained] for update in spy.updates if update.delta is not None}
+    return {update.client: update.delta[:trained] for update in spy.updates if isinstance(update, SingleUpdate)}
 
 
 class Single(Method):
@@ -29,7 +30,7 @@ class Single(Method):
     name = "single"
     paper = "a test"
     weighting = "uniform"
-    singly = True
+    needs_single_updates = True
 
 
 def test_in_a_first_participation_with_one_gradient_it_trains_as_fedprox() -> None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributions import Normal, kl_divergence
 
 from raysim.api.composition import check_composition
-from raysim.api.declarations import Finetune, Task
+from raysim.api.declarations import Evaluation, Finetune, Task
 from raysim.api.method import Method
 from raysim.methods import fedsr
 from raysim.methods.dann import Dann
@@ -23,8 +23,7 @@ from raysim.methods.fedopt import FedAdam
 from raysim.methods.fedsr import REFERENCE, FedSR, Gaussian, Reference
 from raysim.methods.mixup import Mixup
 from raysim.models import Classifier, is_stochastic
-from raysim.simulation.evaluator import Evaluation
-from raysim.training.host import build_networks
+from raysim.training.run_spec import build_networks
 
 
 def random(*shape: int, seed: int = 0) -> Tensor:
@@ -241,7 +240,7 @@ def test_it_composes_with_soft_labels_batch_norm_and_a_server_optimiser(schedule
 
 def test_noise_is_of_the_job_and_of_no_host() -> None:
     study = recipe(FedSR())
-    asked = {"rounds": 4, "evaluation": Evaluation(finetune=Finetune(epochs=1))}
+    asked = {"rounds": 4, "evaluate": Evaluation(finetune=Finetune(epochs=1))}
     one, two = (ran(coordinate(study, runtime=runtime, **asked)) for runtime in (several(study, 1), several(study, 2)))
     assert (one.bits, one.history) == (two.bits, two.history)
 

@@ -31,7 +31,8 @@ from raysim.methods.fraug import GENERATOR, NOISE, PROTOTYPES, RTNET, FRAug
 from raysim.models import Classifier
 from raysim.simulation.fleet import Ideal
 from raysim.simulation.schedule import Synchronous
-from raysim.training.host import Host, build_networks
+from raysim.training.host import Host
+from raysim.training.run_spec import build_networks
 from raysim.vectors.layout import Vector
 
 TASK = Task((1, 8, 8), 5, 6)
@@ -235,7 +236,7 @@ class ByHand:
     def __init__(self, study: Any, method: FRAug):
         networks, _ = build_networks(study)
         self.model, self.generator, self.rtnet = (networks[name] for name in ("model", GENERATOR, RTNET))
-        self.method, local = method, study.local
+        self.method, local = method, study.settings.local
         self.prototypes = torch.zeros(5, self.model.feature_dim)  # type: ignore[arg-type]
         self.main = Sgd(self.model, local)
         self.second = Sgd(self.generator, local, method.generator_lr_factor)

@@ -27,7 +27,7 @@ from raysim.models.cct import Cct7
 from raysim.models.classifier import Shape
 from raysim.models.resnet import ResNet
 from raysim.simulation.fleet import Ideal
-from raysim.training.host import build_networks
+from raysim.training.run_spec import build_networks
 
 
 def random(*shape: int, seed: int = 0, scale: float = 1.0) -> Tensor:

@@ -29,7 +29,8 @@ from raysim.methods.partialfed import PartialFed, model_layers
 from raysim.models import ModelRecipe
 from raysim.simulation.fleet import Ideal
 from raysim.simulation.schedule import Buffered, Synchronous
-from raysim.training.host import Host, build_networks
+from raysim.training.host import Host
+from raysim.training.run_spec import build_networks
 from raysim.training.trainer import private_state
 
 EVERYBODY = Synchronous(6)
@@ -226,7 +227,7 @@ def test_an_update_is_the_difference_to_the_shared_model_not_to_the_mixed_start(
     watch = Watch()
     study = recipe(PartialFed("none"), watch, model=NORMED_MLP)
     spy = Spy(study)
-    ran(coordinate(study, EVERYBODY, runtime=spy, rounds=3, group=1))
+    ran(coordinate(study, EVERYBODY, runtime=spy, rounds=3, summation=1))
     published = {job.number: vector.vector for job, vector in spy.sent}
     turns = {job.number: job.participation for job, _ in spy.sent}
     deltas = {update.job: update.delta for update in spy.updates if isinstance(update, SingleUpdate)}

@@ -12,7 +12,7 @@ from studies import BUFFER, LOCAL, NORMED, NORMED_MLP, ROUNDS, SEED, private, re
 
 from raysim.api.composition import check_composition, overrides
 from raysim.api.context import Context, Own
-from raysim.api.declarations import Finetune
+from raysim.api.declarations import Evaluation, Finetune
 from raysim.api.messages import Job, Published, Task
 from raysim.api.method import Method
 from raysim.data.federated import FederatedData, federate
@@ -22,7 +22,6 @@ from raysim.methods.fedbn import FedBN
 from raysim.methods.fedprox import FedProx
 from raysim.methods.local import LocalTraining
 from raysim.methods.pfedavg import PFedAvg
-from raysim.simulation.evaluator import Evaluation
 from raysim.simulation.schedule import Synchronous
 from raysim.training.host import Host
 
@@ -165,7 +164,7 @@ def test_fine_tuned_models_are_scored_in_every_evaluation_or_after_the_last_roun
 def test_fine_tuning_is_that_of_the_evaluation(head: bool) -> None:
     asked = Evaluation(finetune=Finetune(2, head=head))
     by_method = run(study(PFedAvg("finetune", 2, head_only=head))).rows
-    by_setting = run(study(), evaluation=asked).rows
+    by_setting = run(study(), evaluate=asked).rows
     assert [row["accuracy_finetuned"] for row in by_method] == [row["accuracy_finetuned"] for row in by_setting]
     assert any(row["accuracy_finetuned"] != row["accuracy"] for row in by_method)
 

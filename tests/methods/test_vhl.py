@@ -41,7 +41,8 @@ from raysim.methods.moon import Moon
 from raysim.methods.scaffold import Scaffold
 from raysim.methods.vhl import Vhl, alignment_loss, shifted, supervised_contrastive_loss, virtual_images
 from raysim.simulation.fleet import Ideal
-from raysim.training.host import Host, Recipe, build_networks
+from raysim.training.host import Host
+from raysim.training.run_spec import RunSpec, build_networks
 
 SMALL: dict[str, Any] = {"batch": 6, "virtual": 20}
 NONE: dict[str, Any] = SMALL | {"alpha": 0.0, "gamma": 0.0, "kappa": 0.0}
@@ -142,7 +143,7 @@ def test_real_features_come_closer_to_the_virtual_ones_of_their_class() -> None:
 # --- the virtual set ------------------------------------------------------------------------------------------------
 
 
-def constants(method: Method, study: Recipe) -> dict[str, Tensor]:
+def constants(method: Method, study: RunSpec) -> dict[str, Tensor]:
     once = method.send(coordinate(study).server).once
     assert once is not None
     return dict(once())

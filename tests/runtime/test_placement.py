@@ -17,8 +17,9 @@ from typing import Any
 import numpy as np
 import pytest
 from rich.console import Console
-from studies import FOLDERS, NORMED, coordinate, even, ran, recipe, run, several, tiny
+from studies import FOLDERS, NORMED, changed, coordinate, even, ran, recipe, run, several, tiny
 
+from raysim.api.declarations import Evaluation
 from raysim.api.method import Method
 from raysim.data.dataset import copied
 from raysim.experiment.execute import build
@@ -28,8 +29,7 @@ from raysim.models import Mlp
 from raysim.results.progress import Progress
 from raysim.runtime.placement import GIB, RayOptions, Size, demand, fitting, gib, room, share, total, within
 from raysim.runtime.preflight import Need, hosts_per_gpu, measure, only
-from raysim.simulation.coordinator import Finished, Round, Settings, Started, TooManyFailures
-from raysim.simulation.evaluator import Evaluation
+from raysim.simulation.coordinator import Finished, Round, Started, TooManyFailures
 from raysim.simulation.fleet import Lognormal
 from raysim.simulation.schedule import Buffered, Synchronous
 
@@ -85,11 +85,11 @@ def test_a_host_reserves_its_threads_a_gpu_where_it_trains_on_one_and_what_was_a
     ("words", "told"),
     [
         (["runtime.gpus=1.5"], "runtime.gpus=1.5 .* set it to 1 or 2"),
-        (["runtime.resources={slot: -1}"], r"runtime.resources.slot=-1 must not be negative"),
+        (["runtime.resources={slot: -1}"], r"runtime.resources.slot=-1.* must be at least 0"),
         (["runtime.resources={slot: many}"], r"runtime.resources.slot=many must be a number"),
         (["runtime.resources={GPU: 1}"], "set runtime.gpus instead"),
         (["runtime.strategy=pack"], "runtime.strategy=pack must be PACK or SPREAD or STRICT_PACK"),
-        (["runtime.wait=-1"], "runtime.wait=-1 must not be negative"),
+        (["runtime.wait=-1"], "runtime.wait=-1.* must be at least 0"),
     ],
 )
 def test_wrong_settings_of_the_runtime_are_refused(words: list[str], told: str) -> None:
@@ -165,7 +165,7 @@ def test_the_history_says_how_much_hosts_worked_and_what_the_store_holds(methods
 
 def test_a_summed_group_counts_as_one_vector() -> None:
     study = recipe(data=even(), model=Mlp((32,)))
-    coordinator = coordinate(study, Synchronous(6), runtime=several(study, 2), rounds=1, group=3)
+    coordinator = coordinate(study, Synchronous(6), runtime=several(study, 2), rounds=1, summation=3)
     (row,) = ran(coordinator).rows
     assert row["store_bytes"] == 4 * coordinator.layout.shared * (1 + 2), "one version, two sums"
 
@@ -259,9 +259,6 @@ def driver(second_cache: Path) -> Iterator[Call]:
                 call(_stop_cluster)
 
 
-HOW = Lognormal(), Settings(rounds=3)
-
-
 def _silent(_: str) -> None:
     pass
 
@@ -311,8 +308,8 @@ def _on_both_nodes() -> tuple[tuple[str, str], list[dict[str, Any]], dict[str, A
     study = recipe(Scaffold(), model=LARGE, data=data)
     size = on_ray.fit(RayOptions(), study, 8, _silent)
     before = ray.available_resources()["object_store_memory"]
-    settings = Settings(rounds=40, evaluation=Evaluation(every=20), folder="")
-    events = on_ray.run(study, Buffered(concurrency=4, size=2), Lognormal(), settings, size, RayOptions(), _silent)
+    longer = changed(study, rounds=40, evaluate=Evaluation(every=20))
+    events = on_ray.run(longer, Buffered(concurrency=4, size=2), Lognormal(), size, RayOptions(), _silent)
     seen: dict[str, Any] = {"size": size, "used": []}
     rows = []
     for event in events:
@@ -336,7 +333,7 @@ def _where(host: Any) -> tuple[str, str, int]:
     """A host's node, its data, how often it worked."""
     import ray
 
-    return ray.get_runtime_context().get_node_id(), str(host.recipe.data.dataset_path), len(host._resident)
+    return ray.get_runtime_context().get_node_id(), str(host.spec.data.dataset_path), len(host._resident)
 
 
 def test_hosts_on_two_nodes_give_the_bits_of_one_and_a_node_without_the_data_is_sent_it_once(
@@ -344,7 +341,7 @@ def test_hosts_on_two_nodes_give_the_bits_of_one_and_a_node_without_the_data_is_
 ) -> None:
     study = recipe(Scaffold(), model=LARGE, data=even())
     schedule = Buffered(concurrency=4, size=2)
-    here = run(study, schedule, Lognormal(), rounds=40, evaluation=Evaluation(every=20))
+    here = run(study, schedule, Lognormal(), rounds=40, evaluate=Evaluation(every=20))
     bits, rows, seen = driver(_on_both_nodes)
     assert bits == here.bits
     assert [row["accuracy"] for row in rows] == [row["accuracy"] for row in here.rows]
@@ -372,9 +369,9 @@ def _queued_then_failed() -> tuple[list[str], str, str, bool]:
     study, size = recipe(Failing()), Size(1, {"CPU": 1.0})
     other = ray.util.placement_group([{"CPU": 1.0}, {"CPU": 1.0}], name="other")
     assert other.wait(600)
-    settings = Settings(rounds=2, tolerate=0.0)
+    study = changed(study, rounds=2, tolerate=0.0)
     try:
-        list(on_ray.run(study, Synchronous(4), Lognormal(), settings, size, RayOptions(wait=0), _silent))
+        list(on_ray.run(study, Synchronous(4), Lognormal(), size, RayOptions(wait=0), _silent))
     except ValueError as error:
         refused = str(error)
     told: list[str] = []
@@ -384,7 +381,7 @@ def _queued_then_failed() -> tuple[list[str], str, str, bool]:
         ray.util.remove_placement_group(other)  # the others end while this one waits
 
     try:
-        list(on_ray.run(study, Synchronous(4), Lognormal(), settings, size, RayOptions(), say))
+        list(on_ray.run(study, Synchronous(4), Lognormal(), size, RayOptions(), say))
     except TooManyFailures as error:
         failed = str(error)
     return told, refused, failed, _gone(_groups)
@@ -406,7 +403,7 @@ def _side_by_side() -> tuple[list[list[str]], str, bool]:
 
     study, options = recipe(), RayOptions(hosts=1, cpus=0, gpus=1.0, wait=0)
     size = on_ray.fit(options, study, 4, _silent)
-    runs = [on_ray.run(study, Synchronous(4), *HOW, size, options, _silent) for _ in range(3)]
+    runs = [on_ray.run(study, Synchronous(4), Lognormal(), size, options, _silent) for _ in range(3)]
     assert all(isinstance(next(each), Started) for each in runs[:2])
     actors = ray.util.list_named_actors(all_namespaces=True)
     hosts = [ray.get_actor(**each) for each in actors if each["name"].endswith("host-0")]
@@ -511,7 +508,7 @@ def _trial() -> tuple[tuple[str, str], list[str], Size]:
 
     study = recipe(model=NORMED)
     size = on_ray.fit(RayOptions(), study, 4, _silent)
-    *_, last = on_ray.run(study, Synchronous(4), *HOW, size, RayOptions(), _silent)
+    *_, last = on_ray.run(study, Synchronous(4), Lognormal(), size, RayOptions(), _silent)
     return (last.model_sha256, last.state_sha256), _groups(), size
 
 

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from studies import LOCAL, MLP, NORMED, Ran, coordinate, ran, recipe, run, tiny
+from studies import LOCAL, MLP, NORMED, Ran, changed, coordinate, ran, recipe, run, tiny
 
-from raysim.api.declarations import Local
+from raysim.api.declarations import Evaluation, Local
 from raysim.api.method import Method
 from raysim.methods.fedbn import FedBN
 from raysim.methods.fedbss import FedBSS
@@ -20,13 +20,13 @@ from raysim.methods.fedmix import FedMix
 from raysim.methods.scaffold import Scaffold
 from raysim.methods.vhl import Vhl
 from raysim.runtime.placement import RayOptions
-from raysim.simulation.coordinator import Round, Settings
-from raysim.simulation.evaluator import Evaluation
+from raysim.simulation.coordinator import Round
 from raysim.simulation.events import Finished, RunStopped
 from raysim.simulation.fleet import Lognormal
 from raysim.simulation.runtime import HostDied, Runtime
 from raysim.simulation.schedule import Buffered, Schedule, Synchronous
-from raysim.training.host import Host, Recipe
+from raysim.training.host import Host
+from raysim.training.run_spec import RunSpec
 
 SCHEDULES = {"rounds": Synchronous(3), "buffer": Buffered(concurrency=4, size=2)}
 METHODS: dict[str, Callable[[], list[Method]]] = {
@@ -35,10 +35,10 @@ METHODS: dict[str, Callable[[], list[Method]]] = {
     "upload and state": lambda: [Scaffold()],
     "state and personal models": lambda: [FedBN(), FedBSS(warmup_rounds=1, refresh=2)],
 }
-ASKED: dict[str, Any] = {"rounds": 6, "group": 2, "evaluation": Evaluation(every=1)}
+ASKED: dict[str, Any] = {"rounds": 6, "summation": 2, "evaluate": Evaluation(every=1)}
 
 
-def study(name: str) -> Recipe:
+def study(name: str) -> RunSpec:
     return recipe(*METHODS[name](), model=NORMED, local=Local(lr=0.05, batch=8, epochs=2), data=tiny(clients=6))
 
 
@@ -53,7 +53,7 @@ class Ref:
 class Mortal:
     """Some hosts; those of the calls with these numbers (from 1) die in them, and lose what nobody has waited for."""
 
-    def __init__(self, study: Recipe, hosts: int, deaths: set[int]):
+    def __init__(self, study: RunSpec, hosts: int, deaths: set[int]):
         self.study, self.hosts, self.deaths = study, hosts, deaths
         self.members: list[Host | None] = [Host(study, f"host-{index}") for index in range(hosts)]
         self.waiting: list[list[list[Ref]]] = [[] for _ in range(hosts)]  # by host: refs of calls
@@ -141,16 +141,16 @@ class Deadly(Method):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-def on_actors(study: Recipe, schedule: Schedule, **settings: Any) -> Iterator[Any]:
+def on_actors(study: RunSpec, schedule: Schedule, **settings: Any) -> Iterator[Any]:
     from raysim.runtime import ray as on_ray
 
     options = RayOptions(hosts=2)
     size = on_ray.fit(options, study, 3, lambda _: None)
-    return on_ray.run(study, schedule, Lognormal(), Settings(**settings), size, options, lambda _: None)
+    return on_ray.run(changed(study, **settings), schedule, Lognormal(), size, options, lambda _: None)
 
 
 def test_an_actor_that_is_killed_is_replaced_and_the_bits_are_the_same(ray_session: None, tmp_path: Path) -> None:
-    def of(times: int) -> Recipe:
+    def of(times: int) -> RunSpec:
         return recipe(Scaffold(), Deadly(str(tmp_path), times), model=MLP, local=LOCAL, data=tiny(clients=6))
 
     whole = run(of(0), SCHEDULES["buffer"], **ASKED)

@@ -24,7 +24,7 @@ from studies import (
 from torch import Tensor, nn
 
 from raysim.api.context import Own
-from raysim.api.declarations import Finetune
+from raysim.api.declarations import Evaluation, Finetune
 from raysim.api.method import Method
 from raysim.data.federated import FederatedData, federate, pooled
 from raysim.data.partition import IID, Domain
@@ -32,7 +32,6 @@ from raysim.data.sources import Synthetic
 from raysim.experiment.execute import Refused, build
 from raysim.methods.fedbn import FedBN
 from raysim.models.classifier import Shape
-from raysim.simulation.evaluator import Evaluation
 from raysim.simulation.schedule import Buffered, Synchronous
 
 ALL = Evaluation(finetune=Finetune(2), decompose=1)
@@ -76,21 +75,21 @@ class Pooled(Method):
 @pytest.mark.parametrize("methods", [(), (FedBN(),)])
 def test_looking_on_changes_no_bit_of_training(methods: tuple[Method, ...], schedule: Any) -> None:
     study = recipe(*methods, model=NORMED_MLP, data=apart())
-    plain, watched = run(study, schedule), run(study, schedule, evaluation=ALL)
+    plain, watched = run(study, schedule), run(study, schedule, evaluate=ALL)
     assert plain.bits == watched.bits
     assert all(row["accuracy_finetuned"] is not None for row in watched.rows)
 
 
 def test_looking_on_leaves_networks_alone_that_draw_in_training() -> None:
     study = recipe(model=Dropping(), data=apart())
-    assert run(study).bits == run(study, evaluation=ALL).bits
+    assert run(study).bits == run(study, evaluate=ALL).bits
 
 
 @pytest.mark.parametrize("methods", [(), (FedBN(),), (Doubled(),)])
 def test_every_view_has_the_same_bits_on_one_host_and_on_three(methods: tuple[Method, ...]) -> None:
     study = recipe(*methods, model=NORMED_MLP, data=apart())
-    one = run(study, evaluation=ALL)
-    three = ran(coordinate(study, runtime=several(study, 3), evaluation=ALL))
+    one = run(study, evaluate=ALL)
+    three = ran(coordinate(study, runtime=several(study, 3), evaluate=ALL))
     assert one.history == three.history and one.bits == three.bits
 
 
@@ -146,7 +145,7 @@ def test_fine_tuning_may_see_what_training_did_not() -> None:
         kept, left = data.partition.train.rows(client), data.partition.spare.rows(client)
         assert np.array_equal(np.sort(np.concatenate([kept, left])), np.sort(whole.rows(client)))
     own, every = (
-        run(recipe(data=data), evaluation=Evaluation(finetune=Finetune(3, samples=samples)))  # type: ignore[arg-type]
+        run(recipe(data=data), evaluate=Evaluation(finetune=Finetune(3, samples=samples)))  # type: ignore[arg-type]
         for samples in ("own", "all")
     )
     assert own.bits == every.bits
@@ -154,15 +153,15 @@ def test_fine_tuning_may_see_what_training_did_not() -> None:
 
 
 def test_fine_tuning_after_the_last_round_only() -> None:
-    rows = run(recipe(data=apart()), evaluation=Evaluation(finetune=Finetune(1, last=True))).rows
+    rows = run(recipe(data=apart()), evaluate=Evaluation(finetune=Finetune(1, last=True))).rows
     assert ["accuracy_finetuned" in row for row in rows] == [False, False, True]
 
 
 def test_own_models_on_the_central_test_set_are_averaged_over_clients() -> None:
-    rows = run(recipe(FedBN(), model=NORMED_MLP, data=apart()), evaluation=Evaluation(common=True)).rows
+    rows = run(recipe(FedBN(), model=NORMED_MLP, data=apart()), evaluate=Evaluation(common=True)).rows
     assert all(0 <= row["accuracy_common"] <= 1 for row in rows)  # type: ignore[operator]
     with pytest.raises(ValueError, match=r"evaluate\.common=true .* one model for all"):
-        coordinate(recipe(data=apart()), evaluation=Evaluation(common=True))
+        coordinate(recipe(data=apart()), evaluate=Evaluation(common=True))
 
 
 def decomposed(rows: list[Any]) -> list[dict[str, float]]:
@@ -171,7 +170,7 @@ def decomposed(rows: list[Any]) -> list[dict[str, float]]:
 
 def test_the_parts_of_the_loss_add_up_and_each_is_what_it_says() -> None:
     study = recipe(data=apart(), local=replace(LOCAL, lr=0.2))
-    found = run(study, Synchronous(4), evaluation=Evaluation(decompose=2), rounds=4)
+    found = run(study, Synchronous(4), evaluate=Evaluation(decompose=2), rounds=4)
     parts = decomposed(found.rows)
     assert [bool(part) for part in parts] == [False, True, False, True]
     for part in parts[1::2]:
@@ -189,7 +188,7 @@ def test_the_parts_of_the_loss_add_up_and_each_is_what_it_says() -> None:
 
 
 def test_one_participant_has_no_distribution_shift() -> None:
-    (part, *_) = decomposed(run(recipe(data=apart()), Synchronous(1), evaluation=Evaluation(decompose=1)).rows)
+    (part, *_) = decomposed(run(recipe(data=apart()), Synchronous(1), evaluate=Evaluation(decompose=1)).rows)
     assert part["distribution_shift"] == 0.0 and part["aggregation"] == pytest.approx(0.0, abs=1e-6)
 
 
@@ -215,12 +214,12 @@ def test_pooled_data_train_one_model_that_every_client_tests() -> None:
 
 def test_a_pooled_round_processes_what_a_cohort_would() -> None:
     common = ["data=synthetic", "partition=iid", "partition.clients=4", "method=[centralized]", "runtime=inprocess"]
-    whole = build([*common, "schedule.cohort=4", "local.epochs=3"]).recipe.local
-    half = build([*common, "schedule.cohort=2", "local.epochs=4"]).recipe.local
-    odd = build([*common, "schedule.cohort=2", "local.epochs=1", "local.batch=10"]).recipe
-    steps = build([*common, "schedule.cohort=2", "local.epochs=null", "local.steps=5"]).recipe.local
+    whole = build([*common, "schedule.cohort=4", "local.epochs=3"]).spec.settings.local
+    half = build([*common, "schedule.cohort=2", "local.epochs=4"]).spec.settings.local
+    odd = build([*common, "schedule.cohort=2", "local.epochs=1", "local.batch=10"]).spec
+    steps = build([*common, "schedule.cohort=2", "local.epochs=null", "local.steps=5"]).spec.settings.local
     assert (whole.epochs, half.epochs, steps.steps) == (3, 2, 10)
-    assert odd.local.steps == round(len(odd.data.partition.train.indices) / 20)
+    assert odd.settings.local.steps == round(len(odd.data.partition.train.indices) / 20)
     with pytest.raises(Refused, match="schedule=synchronous"):
         build([*common, "schedule=buffered"])
 

@@ -9,11 +9,11 @@ import pytest
 import torch
 from studies import coordinate, even, recipe
 
+from raysim.api.declarations import Evaluation
 from raysim.api.method import Method
 from raysim.methods.scaffold import Scaffold
 from raysim.models import Mlp
 from raysim.simulation.coordinator import Coordinator, Round
-from raysim.simulation.evaluator import Evaluation
 from raysim.simulation.schedule import Buffered, Schedule, Synchronous
 
 
@@ -42,7 +42,7 @@ def test_memory_is_the_same_at_round_200_as_when_every_client_was_seen(
     methods: tuple[Method, ...], schedule: Schedule
 ) -> None:
     study = recipe(*methods, model=Mlp((64,)), data=even())
-    coordinator = coordinate(study, schedule, rounds=200, evaluation=Evaluation(every=50))
+    coordinator = coordinate(study, schedule, rounds=200, evaluate=Evaluation(every=50))
     early, late = held_after(coordinator, (30, 190))
     assert len(coordinator.planner.participations) == 6, "every client was seen"
     assert late <= early * 1.02
@@ -56,9 +56,7 @@ def test_stateless_runs_keep_nothing_per_client() -> None:
 
 def test_clients_that_were_never_sampled_cost_nothing() -> None:
     data = even(clients=50, samples=400)
-    coordinator = coordinate(
-        recipe(Scaffold(), data=data), Synchronous(3), rounds=4, evaluation=Evaluation(every=10**9)
-    )
+    coordinator = coordinate(recipe(Scaffold(), data=data), Synchronous(3), rounds=4, evaluate=Evaluation(every=10**9))
     list(coordinator.run())
     seen = set(coordinator.planner.participations)
     assert len(seen) <= 12

@@ -14,7 +14,7 @@ import torch
 from cluster import Hosts
 from studies import NORMED, coordinate, recipe, run, same, tiny
 
-from raysim.api.declarations import Local
+from raysim.api.declarations import Evaluation, Local
 from raysim.api.private_state import flat, from_named, named
 from raysim.methods.fedbn import FedBN
 from raysim.methods.fedbss import FedBSS
@@ -22,7 +22,6 @@ from raysim.methods.fraug import FRAug
 from raysim.methods.scaffold import Scaffold
 from raysim.simulation import checkpoint
 from raysim.simulation.coordinator import Coordinator, Saved
-from raysim.simulation.evaluator import Evaluation
 from raysim.simulation.schedule import Buffered, Synchronous
 
 LOCAL = Local(lr=0.05, momentum=0.9, batch=8, epochs=3)
@@ -49,7 +48,7 @@ def every_round(
         "checkpoint_every": 1,
         "folder": str(folder),
         "runtime": runtime,
-        "evaluation": Evaluation(every=99),
+        "evaluate": Evaluation(every=99),
     }
     found = list(snapshots(coordinate(study(*methods), SCHEDULES[schedule], **asked)))
     assert len(found) == ROUNDS

@@ -12,15 +12,14 @@ from cluster import Hosts
 from studies import NORMED, coordinate, ran, recipe, run, several, tiny
 
 from raysim import cli
-from raysim.api.declarations import Local
-from raysim.experiment.settings import State
+from raysim.api.declarations import Evaluation, Local
 from raysim.methods.fedbn import FedBN
 from raysim.methods.fedbss import FedBSS
 from raysim.methods.scaffold import Scaffold
 from raysim.simulation.coordinator import Coordinator, Saved
-from raysim.simulation.evaluator import Evaluation
 from raysim.simulation.schedule import Buffered, Synchronous
 from raysim.simulation.spill import Spill
+from raysim.training.run_spec import State
 
 SCHEDULES = {"rounds": Synchronous(2), "buffer": Buffered(concurrency=3, size=2)}
 METHODS: dict[str, Any] = {"fedbn": FedBN, "fedbss": lambda: FedBSS(warmup_rounds=1, refresh=2), "scaffold": Scaffold}
@@ -80,7 +79,7 @@ def test_without_a_budget_a_client_that_moves_leaves_nothing_behind() -> None:
 
 @pytest.mark.parametrize("states", [0, 1.5])
 def test_own_models_are_scored_from_disk(states: float) -> None:
-    asked: dict[str, Any] = {"rounds": 6, "evaluation": Evaluation(every=2, common=True)}
+    asked: dict[str, Any] = {"rounds": 6, "evaluate": Evaluation(every=2, common=True)}
     whole = run(study("fedbn"), SCHEDULES["rounds"], **asked)
     budget = states * size("fedbn")
     runtime = several(study("fedbn"), 3)

@@ -88,7 +88,7 @@ def check(row: Row) -> None:
         host.trainer.gather(data.central),
         start,
         frozenset(e.name for e in (*layout.entries, *layout.counters) if e.personal),
-        study.local,
+        study.settings.local,
         coordinator.server.weighting,
         row.drawn(host) if callable(row.drawn) else row.drawn,
         [_all(host, data.partition.test.rows(client)) for client in range(data.partition.train.counts.size)],
@@ -143,7 +143,7 @@ def _scored(coordinator: Coordinator, host: Host, client: int, names: Mapping[st
     from raysim.api.messages import Task
 
     state, sent = coordinator.private.accepted_job(client), dict(coordinator.private.accepted()).get(client)
-    rows, how = coordinator.recipe.data.partition.test.rows(client), coordinator.evaluator.asked.finetune
+    rows, how = coordinator.spec.data.partition.test.rows(client), coordinator.spec.evaluation.finetune
     task = Task(client, rows, state, coordinator.server.sent_to(client), finetune=how if how.epochs else None)
     host.evaluate([task], coordinator.server.published(), *([sent] if coordinator.private.stateful else []))
     tensors = host.vector.named(host.vector.data, host.vector.counters)

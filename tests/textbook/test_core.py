@@ -16,14 +16,13 @@ from studies import NORMED_MLP, SEED, Ran, recipe, run, silent, tiny
 from torch import Tensor
 
 from raysim.api.context import Own
-from raysim.api.declarations import Finetune
+from raysim.api.declarations import Evaluation, Finetune
 from raysim.api.method import Method
 from raysim.data.federated import federate
 from raysim.data.partition import Dirichlet
 from raysim.data.sources import Synthetic
 from raysim.methods.fedbn import FedBN
 from raysim.primitives.streams import stream
-from raysim.simulation.evaluator import Evaluation
 from raysim.simulation.fleet import Ideal, Lognormal
 from raysim.simulation.schedule import Buffered, Synchronous
 from textbook.check import LOCAL, Row, check
@@ -66,13 +65,13 @@ ROWS = {
     "one batch a pass": Row(core, list, trained(batch=1000)),
     "uniform weights": Row(core, list, trained(True), {"weighting": "uniform"}),
     "BatchNorm that has seen more batches of some": Row(core, list, trained(True, batch=3)),
-    "groups of one": Row(core, list, trained(True), {"group": 1}),
-    "groups of two": Row(core, list, trained(True), {"group": 2}),
+    "groups of one": Row(core, list, trained(True), {"summation": 1}),
+    "groups of two": Row(core, list, trained(True), {"summation": 2}),
     "late": Row(core, list, trained(), **late()),
     "late, a rate that falls": Row(core, list, trained(lr_decay=0.5), **late()),
     "late, BatchNorm": Row(core, list, trained(True, batch=3), **late()),
     "late, BatchNorm, uniform weights": Row(core, list, trained(True), **late(weighting="uniform")),
-    "late, BatchNorm, groups of one": Row(core, list, trained(True), **late(group=1)),
+    "late, BatchNorm, groups of one": Row(core, list, trained(True), **late(summation=1)),
     "late, one by one": Row(core, list, trained(True), schedule=Buffered(3, 1), run={"rounds": 7}),
 }
 
@@ -85,7 +84,7 @@ def test_plain_training_ends_where_its_textbook_does(name: str) -> None:
 @pytest.mark.parametrize("schedule", [Synchronous(6), Buffered(concurrency=6, size=4)], ids=["rounds", "buffer"])
 def test_the_size_of_groups_changes_nothing_beyond_rounding(schedule: Any) -> None:
     study = recipe(model=NORMED_MLP, dtype=torch.float64, local=LOCAL)
-    ways = [run(study, schedule, group=group, rounds=2).tensors for group in (1, 4, 100)]
+    ways = [run(study, schedule, summation=group, rounds=2).tensors for group in (1, 4, 100)]
     assert any((ways[0][name] != other[name]).any() for name in ways[0] for other in ways), "or nothing is tested"
     for other in ways[1:]:
         for name, tensor in ways[0].items():
@@ -267,10 +266,10 @@ def columns(found: Ran) -> dict[str, Any]:
     return {k: v for k, v in row.items() if k.startswith(("accuracy", "loss_")) and v is not None}
 
 
-def scored(*methods: Method, evaluation: Evaluation = EVERYTHING, **others: Any) -> tuple[Ran, dict[int, Params]]:
+def scored(*methods: Method, evaluate: Evaluation = EVERYTHING, **others: Any) -> tuple[Ran, dict[int, Params]]:
     """A run, and every client's model: the shared one with the client's own tensors in it."""
     study = recipe(*methods, model=NORMED_MLP, data=SPREAD, local=LOCAL, dtype=torch.float64, **others)
-    found = run(study, Synchronous(2), rounds=3, evaluation=evaluation)
+    found = run(study, Synchronous(2), rounds=3, evaluate=evaluate)
     layout, coordinator = found.coordinator.layout, found.coordinator
     states = dict(coordinator.private.accepted())
     start = coordinator.initial
@@ -301,14 +300,14 @@ def test_one_model_for_all_is_scored_on_every_clients_rows_and_on_the_central_on
 
 
 def test_models_with_layers_of_their_own_are_scored_each_on_its_rows_and_on_the_central_ones() -> None:
-    found, models = scored(FedBN(), evaluation=replace(EVERYTHING, common=True))
+    found, models = scored(FedBN(), evaluate=replace(EVERYTHING, common=True))
     common = np.mean([hits(model, SPREAD.central).mean() for model in models.values()])
     wanted = own_columns(models) | {"accuracy_common": common} | own_columns(adapted(models, 2), "_finetuned")
     assert columns(found) == pytest.approx(wanted, rel=1e-9)
 
 
 def test_a_method_that_makes_models_of_the_shared_one_is_scored_both_ways() -> None:
-    found, models = scored(Opposite(), evaluation=Evaluation(common=True))
+    found, models = scored(Opposite(), evaluate=Evaluation(common=True))
     shared = models[0]
     turned = {name: t if is_buffer(name) else -t for name, t in shared.items()}
     common = hits(turned, SPREAD.central).mean()
@@ -318,7 +317,7 @@ def test_a_method_that_makes_models_of_the_shared_one_is_scored_both_ways() -> N
 
 
 def test_some_clients_are_drawn_for_every_evaluation() -> None:
-    found, models = scored(evaluation=Evaluation(clients=2, every=2))
+    found, models = scored(evaluate=Evaluation(clients=2, every=2))
     drawn = sorted(stream(SEED, "evaluate", 3).choice(4, size=2, replace=False).tolist())
     wanted = own_columns({client: models[client] for client in drawn}) | central_columns(models[0])
     assert columns(found) == pytest.approx(wanted, rel=1e-9)

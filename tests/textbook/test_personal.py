@@ -13,7 +13,7 @@ import torch
 from studies import NORMED_MLP, SEED, tiny
 from torch import Tensor
 
-from raysim.api.declarations import Finetune, Local
+from raysim.api.declarations import Evaluation, Finetune, Local
 from raysim.data.federated import FederatedData, federate
 from raysim.data.partition import Dirichlet
 from raysim.data.sources import Synthetic
@@ -27,7 +27,6 @@ from raysim.methods.local import LocalTraining
 from raysim.methods.partialfed import PartialFed
 from raysim.methods.pfedavg import PFedAvg
 from raysim.models import Mlp
-from raysim.simulation.evaluator import Evaluation
 from raysim.simulation.schedule import Synchronous
 from textbook.centralized import centralized
 from textbook.check import LOCAL, Row, check
@@ -58,7 +57,7 @@ def samples(data: FederatedData, rows: np.ndarray) -> tuple[Tensor, Tensor]:
 
 
 def adapting(how: Finetune) -> dict[str, Any]:
-    return {"evaluation": Evaluation(finetune=how)}
+    return {"evaluate": Evaluation(finetune=how)}
 
 
 def pooling(asked: Local, **study: Any) -> Row:
@@ -195,15 +194,15 @@ ROWS = {
     "centralized": pooling(replace(LOCAL, epochs=4)),
     "centralized, part of a pass": pooling(replace(LOCAL, epochs=1), **NORMED),
     "centralized, steps": pooling(replace(LOCAL, epochs=None, steps=4)),
-    "loss decomposition": Row(loss_decomposition, list, run={"evaluation": Evaluation(decompose=1)}),
+    "loss decomposition": Row(loss_decomposition, list, run={"evaluate": Evaluation(decompose=1)}),
     "loss decomposition, uniform": Row(
-        loss_decomposition, list, NORMED, {"evaluation": Evaluation(decompose=1), "weighting": "uniform"}
+        loss_decomposition, list, NORMED, {"evaluate": Evaluation(decompose=1), "weighting": "uniform"}
     ),
     "loss decomposition of some samples": Row(
-        partial(loss_decomposition, most=4), list, run={"evaluation": Evaluation(decompose=1, decompose_rows=4)}
+        partial(loss_decomposition, most=4), list, run={"evaluate": Evaluation(decompose=1, decompose_rows=4)}
     ),
     "loss decomposition with personal layers": Row(
-        loss_decomposition, lambda: [FedBN()], NORMED, {"evaluation": Evaluation(decompose=1)}
+        loss_decomposition, lambda: [FedBN()], NORMED, {"evaluate": Evaluation(decompose=1)}
     ),
 }
 

@@ -10,9 +10,9 @@ import pytest
 from probing import make
 from studies import coordinate, recipe, sized
 
+from raysim.api.declarations import Evaluation
 from raysim.api.messages import Probe
 from raysim.results.probes import load_probes, save_probes
-from raysim.simulation.evaluator import Evaluation
 from raysim.training import probe as diagnostics
 
 LABELS = np.array([0, 1, 2, 2])
@@ -193,4 +193,4 @@ def test_a_file_without_probes_is_refused_by_name(tmp_path: Path, content: bytes
 
 def test_probes_without_a_central_test_set_are_refused_before_anything_is_trained() -> None:
     with pytest.raises(ValueError, match=r"evaluate.probe=1 .* set evaluate.probe=0"):
-        coordinate(recipe(data=sized([5] * 4)), evaluation=Evaluation(probe=1))
+        coordinate(recipe(data=sized([5] * 4)), evaluate=Evaluation(probe=1))

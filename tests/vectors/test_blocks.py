@@ -11,12 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from studies import ROUNDS, recipe
+from studies import ROUNDS, changed, recipe
 
 from raysim.runtime import inprocess
-from raysim.simulation.coordinator import Settings
 from raysim.simulation.fleet import Ideal
-from raysim.training.host import openblas
+from raysim.training.determinism import openblas
 from raysim.vectors import blocks
 from raysim.vectors.blocks import compiled, folded, grouped, in_blocks
 
@@ -61,7 +60,7 @@ def test_a_run_in_this_process_multiplies_on_one_thread_and_leaves_numpys_thread
 
     with openblas().limit(limits=2):
         before = threads()
-        during = [threads() for _ in inprocess.run(recipe(), ROUNDS, Ideal(), Settings(rounds=1))]
+        during = [threads() for _ in inprocess.run(changed(recipe(), rounds=1), ROUNDS, Ideal())]
         assert during and all(found == {1} for found in during)
         assert threads() == before
 

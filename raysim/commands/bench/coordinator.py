@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from raysim.api.declarations import Local
+from raysim.api.declarations import Evaluation
 from raysim.api.messages import Job, Published, SingleUpdate, Sum, SummedUpdate, Trained
 from raysim.data.federated import federate
 from raysim.data.partition import CSR, IID, Partition
@@ -26,13 +26,12 @@ from raysim.models import Mlp
 from raysim.primitives.memory import peak_memory
 from raysim.results.history import write_json
 from raysim.runtime.inprocess import InProcess
-from raysim.simulation.coordinator import Coordinator, Settings
-from raysim.simulation.evaluator import Evaluation
+from raysim.simulation.coordinator import Coordinator
 from raysim.simulation.events import Round
 from raysim.simulation.fleet import Ideal, Lognormal
 from raysim.simulation.runtime import Runtime
 from raysim.simulation.schedule import Synchronous
-from raysim.training.host import Recipe, build_networks
+from raysim.training.run_spec import RunSettings, RunSpec, build_networks
 
 HOSTS = 64
 PER_HOST = 4  # groups that each host sums, so that hosts finish together
@@ -84,9 +83,9 @@ def summation(clients: int) -> int:
 class Ready:
     """A host that trains nothing: it returns updates without content and sums that are ready, at once."""
 
-    def __init__(self, recipe: Recipe, name: str = "host-0"):
-        self.name, self._counts = name, recipe.data.partition.train.counts
-        shared = build_networks(recipe)[1].shared
+    def __init__(self, spec: RunSpec, name: str = "host-0"):
+        self.name, self._counts = name, spec.data.partition.train.counts
+        shared = build_networks(spec)[1].shared
         self._arrays = [np.full(shared, 1e-9, np.float32) for _ in range(16)]  # written, and more than a cache holds
         self._next = 0
 
@@ -128,13 +127,13 @@ class Fleet:
 
 
 # --- what is measured -----------------------------------------------------------------------------------------------
-def _recipe(case: Case) -> Recipe:
+def _spec(case: Case, settings: RunSettings) -> RunSpec:
     """Twice as many clients as take part, of 5 to 15 samples that nobody reads."""
     few = federate(Synthetic(shape=[1, 8, 8], samples=100, test_samples=10), IID(clients=2), 0)
     offsets = np.concatenate([[0], np.cumsum(5 + np.arange(2 * case.clients) * 7 % 11)])
     train, test = CSR(np.zeros(offsets[-1], np.int64), offsets), CSR(np.empty(0, np.int64), np.zeros_like(offsets))
     data = replace(few, partition=Partition(train, test), central=np.empty(0, np.int64))
-    return Recipe(Mlp(case.widths), (), Local(epochs=1), data, seed=0)
+    return RunSpec(Mlp(case.widths), (), data, settings)
 
 
 def measure(case: Case, rounds: int) -> Cost:
@@ -142,15 +141,15 @@ def measure(case: Case, rounds: int) -> Cost:
 
     From one aggregation to the next, without the first round, and without the last, after which nothing is dispatched.
     """
-    recipe = _recipe(case)
-    few: Any = InProcess(Ready(recipe))
+    evaluate = Evaluation(every=10**9)
+    spec = _spec(case, RunSettings(rounds=rounds + 2, summation=case.group, evaluate=evaluate))
+    few: Any = InProcess(Ready(spec))
     if case.ray:
         from raysim.runtime.ray import start_hosts
 
-        few = start_hosts(recipe, 2, Ready)
+        few = start_hosts(spec, 2, Ready)
     times = Lognormal() if case.fleet == "lognormal" else Ideal()
-    settings = Settings(rounds=rounds + 2, group=case.group, evaluation=Evaluation(every=10**9))
-    coordinator = Coordinator(recipe, Synchronous(case.clients), times, fleet := Fleet(few), settings)
+    coordinator = Coordinator(spec, Synchronous(case.clients), times, fleet := Fleet(few))
     try:
         marks = [(time.perf_counter(), time.process_time()) for event in coordinator.run() if isinstance(event, Round)]
     finally:

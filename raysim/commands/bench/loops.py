@@ -9,7 +9,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,19 +17,18 @@ import numpy as np
 import torch
 from torch.nn.functional import cross_entropy
 
-from raysim.api.declarations import Local
+from raysim.api.declarations import Evaluation, Local
 from raysim.data.federated import federate
 from raysim.data.partition import DirichletClient
 from raysim.data.sources import FashionMnist, Source, Synthetic
 from raysim.models import Cnn, Mlp, ModelRecipe
 from raysim.primitives.streams import stream
 from raysim.results.history import write_json
-from raysim.simulation.coordinator import Coordinator, Settings
-from raysim.simulation.evaluator import Evaluation
+from raysim.simulation.coordinator import Coordinator
 from raysim.simulation.events import Finished, Round
 from raysim.simulation.fleet import Ideal
 from raysim.simulation.schedule import Synchronous
-from raysim.training.host import Recipe
+from raysim.training.run_spec import RunSettings, RunSpec
 
 METHODS = ("steps", "rules")  # workloads that compare methods instead of loops
 SCALE = "scale"  # the one that measures the coordinator alone
@@ -38,7 +37,7 @@ _SKIP = 3  # rounds at the start of a block that are not timed
 
 @dataclass(frozen=True)
 class Workload:
-    """A study of one local epoch a round. group: clients per host-side sum; limit: the ratio we promise."""
+    """A run of one local epoch a round. group: clients per host-side sum; limit: the ratio we promise."""
 
     clients: int
     samples: int
@@ -68,13 +67,14 @@ class Result:
     limit: float
 
 
-def recipe_of(work: Workload, source: Source) -> Recipe:
-    """The workload as a study: equal clients by Dirichlet(0.5), no local tests."""
+def spec_of(work: Workload, source: Source) -> RunSpec:
+    """The workload as a run: equal clients by Dirichlet(0.5), no local tests."""
     partition = DirichletClient(clients=work.clients, alpha=0.5, test_fraction=0.0, fraction=1.0)
     data = federate(source, partition, 20240)
     assert set(data.partition.train.counts) == {work.samples}
     local = Local(lr=0.01, epochs=1, batch=work.batch)
-    return Recipe(work.model, (), local, data, seed=20240)
+    settings = RunSettings(seed=20240, local=local, evaluate=Evaluation(every=10**9))
+    return RunSpec(work.model, (), data, settings)
 
 
 def source_of(work: Workload, root: str | None) -> Source:
@@ -88,7 +88,7 @@ def source_of(work: Workload, root: str | None) -> Source:
 # --- the bare loop -------------------------------------------------------------------------------------------------
 def _bare_worker(
     index: int,
-    recipe: Recipe,
+    spec: RunSpec,
     work: Workload,
     x: torch.Tensor,
     y: torch.Tensor,
@@ -100,7 +100,7 @@ def _bare_worker(
 ) -> None:
     """What a textbook loop does with the clients that it takes off a shared counter."""
     torch.set_num_threads(1)
-    model = recipe.model.build(recipe.task.shape, recipe.task.num_classes, recipe.seed)
+    model = spec.model.build(spec.task.shape, spec.task.num_classes, spec.settings.seed)
     params = list(model.parameters())
     flat = torch.cat([p.detach().reshape(-1) for p in params])
     position = 0
@@ -112,7 +112,7 @@ def _bare_worker(
         go[index].acquire()
         if todo.value < 0:
             return
-        cohort = stream(recipe.seed, "bare", block).choice(work.clients, work.cohort, replace=False)
+        cohort = stream(spec.settings.seed, "bare", block).choice(work.clients, work.cohort, replace=False)
         block += 1
         sums[index].zero_()
         while True:
@@ -123,7 +123,7 @@ def _bare_worker(
                 break
             start = int(cohort[place]) * work.samples
             flat.copy_(vector)
-            optimizer = torch.optim.SGD(params, lr=recipe.local.lr)
+            optimizer = torch.optim.SGD(params, lr=spec.settings.local.lr)
             model.train()
             for i in range(start, start + work.samples, work.batch):
                 stop = min(i + work.batch, start + work.samples)
@@ -137,20 +137,20 @@ def _bare_worker(
 class Bare:
     """Processes that train in turn with one shared vector and a sum each; no framework."""
 
-    def __init__(self, recipe: Recipe, work: Workload, processes: int):
+    def __init__(self, spec: RunSpec, work: Workload, processes: int):
         import torch.multiprocessing as mp
 
         context = mp.get_context("spawn")
-        data, rows = recipe.data.open(), recipe.data.partition.train.indices
+        data, rows = spec.data.open(), spec.data.partition.train.indices
         pixels = torch.from_numpy(np.ascontiguousarray(data.images[rows]))
-        x = recipe.data.pipeline.normalise(pixels, torch.float32).share_memory_()
+        x = spec.data.pipeline.normalise(pixels, torch.float32).share_memory_()
         y = torch.from_numpy(data.labels[rows].copy()).share_memory_()
-        model = recipe.model.build(recipe.task.shape, recipe.task.num_classes, recipe.seed)
+        model = spec.model.build(spec.task.shape, spec.task.num_classes, spec.settings.seed)
         self.vector = torch.cat([p.detach().reshape(-1) for p in model.parameters()]).share_memory_()
         self.sums = torch.zeros(processes, len(self.vector)).share_memory_()
         self.go = [context.Semaphore(0) for _ in range(processes)]
         self.done, self.todo = context.Semaphore(0), context.Value("i", 0)
-        shared = (recipe, work, x, y, self.vector, self.sums, self.todo, self.go, self.done)
+        shared = (spec, work, x, y, self.vector, self.sums, self.todo, self.go, self.done)
         self.processes = [
             context.Process(target=_bare_worker, args=(i, *shared), daemon=True) for i in range(processes)
         ]
@@ -180,10 +180,10 @@ class Bare:
 
 
 # --- raysim --------------------------------------------------------------------------------------------------------
-def _rounds(recipe: Recipe, work: Workload, runtime: Any, count: int) -> float:
-    settings = Settings(rounds=count + _SKIP, evaluation=Evaluation(every=10**9))
+def _rounds(spec: RunSpec, work: Workload, runtime: Any, count: int) -> float:
+    spec = replace(spec, settings=replace(spec.settings, rounds=count + _SKIP))
     stamps = []
-    for event in Coordinator(recipe, Synchronous(work.cohort), Ideal(), runtime, settings).run():
+    for event in Coordinator(spec, Synchronous(work.cohort), Ideal(), runtime).run():
         if isinstance(event, Round):
             stamps.append(event.row["wall_seconds"])
         assert not isinstance(event, Finished) or event.model_sha256
@@ -195,13 +195,13 @@ def bench(name: str, root: str | None, blocks: int, hosts: int, say: Callable[[s
     from raysim.runtime.ray import start_hosts
 
     work = WORKLOADS[name]
-    recipe = recipe_of(work, source_of(work, root))
-    runtime, bare = start_hosts(recipe, hosts), Bare(recipe, work, hosts)
+    spec = spec_of(work, source_of(work, root))
+    runtime, bare = start_hosts(spec, hosts), Bare(spec, work, hosts)
     pairs = []
     try:
-        _rounds(recipe, work, runtime, 1)
+        _rounds(spec, work, runtime, 1)
         for block in range(blocks):
-            pairs.append((_rounds(recipe, work, runtime, work.rounds), bare.rounds(work.rounds)))
+            pairs.append((_rounds(spec, work, runtime, work.rounds), bare.rounds(work.rounds)))
             say(f"{name} block {block + 1}/{blocks}: raysim {pairs[-1][0]:.4f} s, bare {pairs[-1][1]:.4f} s a round")
     finally:
         bare.close()
@@ -217,10 +217,10 @@ def methods(kind: str, out: Path, blocks: int) -> None:
     from rich.table import Table
 
     from raysim.commands.bench.methods import bench_rules, bench_steps
-    from raysim.training.host import settle
+    from raysim.training.determinism import make_deterministic
     from raysim.vectors.blocks import cores
 
-    settle(1)
+    make_deterministic(1)
     console = Console()
     title, measure = {
         "steps": ("a local step beside FedAvg's, one thread", bench_steps),

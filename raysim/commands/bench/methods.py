@@ -16,7 +16,7 @@ from functools import partial
 import numpy as np
 import torch
 
-from raysim.api.declarations import Local, Task
+from raysim.api.declarations import Evaluation, Local, Task
 from raysim.api.messages import SingleUpdate
 from raysim.api.method import Method
 from raysim.api.server_view import Aggregation
@@ -49,12 +49,12 @@ from raysim.models.cnn import DigitsCnn, MnistCnn
 from raysim.models.resnet import ResNet
 from raysim.primitives.streams import stream
 from raysim.runtime.inprocess import InProcess
-from raysim.simulation.coordinator import Coordinator, Settings
-from raysim.simulation.evaluator import Evaluation
+from raysim.simulation.coordinator import Coordinator
 from raysim.simulation.fleet import Ideal
 from raysim.simulation.schedule import Synchronous
 from raysim.simulation.server import Server
-from raysim.training.host import Host, Recipe
+from raysim.training.host import Host
+from raysim.training.run_spec import RunSettings, RunSpec
 from raysim.vectors.layout import plan_layout
 
 BATCH, STEPS, ROUNDS = 64, 10, 1
@@ -102,22 +102,25 @@ class Measured:
     limit: float | None
 
 
-def step_recipe(*methods: Method) -> Recipe:
+def _settings(local: Local) -> RunSettings:
+    return RunSettings(rounds=1 + ROUNDS, local=local, evaluate=Evaluation(every=10**9))
+
+
+def step_spec(*methods: Method) -> RunSpec:
     """Two clients of FedBR's RotatedMNIST network on noise of 14 x 14 pixels."""
     source = Synthetic(shape=[1, 14, 14], samples=1280, test_samples=100, mean=[0.5], std=[0.5])
     data = federate(source, IID(clients=2), 0)
-    return Recipe(MnistCnn(), methods, Local(lr=0.01, epochs=None, steps=STEPS, batch=BATCH), data, seed=0)
+    return RunSpec(MnistCnn(), methods, data, _settings(Local(lr=0.01, epochs=None, steps=STEPS, batch=BATCH)))
 
 
 def _ran(*methods: Method, local: Local | None = None) -> Coordinator:
     """A few rounds of both clients."""
-    recipe = step_recipe(*methods)
-    return _of(recipe if local is None else replace(recipe, local=local))
+    spec = step_spec(*methods)
+    return _of(spec if local is None else replace(spec, settings=_settings(local)))
 
 
-def _of(recipe: Recipe) -> Coordinator:
-    settings = Settings(rounds=1 + ROUNDS, evaluation=Evaluation(every=10**9))
-    coordinator = Coordinator(recipe, Synchronous(2), Ideal(), InProcess(Host(recipe)), settings)
+def _of(spec: RunSpec) -> Coordinator:
+    coordinator = Coordinator(spec, Synchronous(2), Ideal(), InProcess(Host(spec)))
     for _ in coordinator.run():
         pass
     return coordinator
@@ -141,7 +144,7 @@ def fedbss_and_its_parts() -> tuple[float, float]:
     """Seconds of FedBSS's jobs, and of FedAvg's steps on as many samples with a pass over the data in front."""
     local = Local(lr=0.01, batch=BATCH, epochs=3)
     own, plain = _ran(FedBSS(0), local=local), _ran(local=local)
-    trainer = Host(plain.recipe).trainer
+    trainer = Host(plain.spec).trainer
     trainer.training(False)
     since = time.perf_counter()
     with torch.no_grad():
@@ -160,7 +163,7 @@ def fraug_and_fedbn() -> tuple[float, float]:
     local = Local(lr=0.01, momentum=0.5, epochs=None, steps=STEPS, batch=BATCH)
 
     def seconds(*methods: Method) -> float:
-        return _per_step(_of(Recipe(DigitsCnn(), methods, local, data, seed=0)))
+        return _per_step(_of(RunSpec(DigitsCnn(), methods, data, _settings(local))))
 
     return seconds(FRAug(rounds=1 + ROUNDS)), seconds(FedBN())
 

@@ -16,6 +16,7 @@ from raysim.primitives.files import replace_file
 from raysim.results.history import Row
 from raysim.results.observers import CurrentRun
 from raysim.simulation.events import Event, RunStopped
+from raysim.training.run_spec import Checkpoint
 
 
 class Trial:
@@ -28,8 +29,8 @@ class Trial:
         streams: Sequence[Iterator[Event]],
         metric: str,
     ):
-        self.metric, self.rounds = metric, experiments[0].study.rounds
-        self.checkpoint_every = experiments[0].settings.checkpoint_every
+        settings = experiments[0].spec.settings
+        self.metric, self.rounds, self.checkpoint_every = metric, settings.rounds, settings.checkpoint.every
         self.runs = [
             Follower(CurrentRun(folder, self.rounds), events) for folder, events in zip(folders, streams, strict=True)
         ]
@@ -83,8 +84,8 @@ def folders(folder: Path, seeds: Sequence[int]) -> list[Path]:
 
 def prepared(
     nodes: Sequence[Node], folder: Path, allow: Sequence[str], every: int | None
-) -> list[tuple[Experiment, Path]]:
-    """The experiments of a setting, and their folders, which exist then; each goes on from its last checkpoint, if any.
+) -> list[tuple[Experiment, Path, str]]:
+    """The experiments of a setting, the folder of each (which is made), and its last checkpoint there ("": none).
 
     every: rounds between checkpoints, where not as the configuration says. Raises Refused.
     """
@@ -93,8 +94,8 @@ def prepared(
         experiment = build(node, allow)
         own.mkdir(parents=True, exist_ok=True)
         replace_file(own / "config.yaml", to_yaml(experiment.config).encode())
-        settings = replace(experiment.settings, folder=str(own), resume=last_checkpoint(own))
         if every is not None:
-            settings = replace(settings, checkpoint_every=every)
-        found.append((replace(experiment, settings=settings), own))
+            settings = replace(experiment.spec.settings, checkpoint=Checkpoint(every))
+            experiment = replace(experiment, spec=replace(experiment.spec, settings=settings))
+        found.append((experiment, own, last_checkpoint(own)))
     return found

@@ -111,17 +111,18 @@ class SweepTrial(tune.Trainable):
         nodes = [self._search.node(self._setting, seed) | {"device": self._plan["device"]} for seed in seeds]
         every = self._search.options.interval if self._search.options.scheduler == "pbt" else None
         found = trial.prepared(nodes, self._folder, self._plan["allow"], every)
-        experiments = [experiment for experiment, _ in found]
-        streams = [self._events(experiment) for experiment in experiments]
-        return trial.Trial(experiments, [folder for _, folder in found], streams, self._plan["metric"])
+        experiments, folders = [experiment for experiment, _, _ in found], [folder for _, folder, _ in found]
+        streams = [self._events(*each) for each in found]
+        return trial.Trial(experiments, folders, streams, self._plan["metric"])
 
-    def _events(self, experiment: Experiment) -> Iterator[Event]:
-        hosts, parts = self._search.options.hosts, (experiment.recipe, experiment.schedule, experiment.fleet)
+    def _events(self, experiment: Experiment, folder: Path, resume: str) -> Iterator[Event]:
+        hosts, parts = self._search.options.hosts, (experiment.spec, experiment.schedule, experiment.fleet)
         if not hosts:
             from raysim.runtime import inprocess
 
-            return inprocess.run(*parts, experiment.settings)
-        return cluster.run(*parts, experiment.settings, Size(hosts, self._plan["each"]), say=lambda text: None)
+            return inprocess.run(*parts, str(folder), resume)
+        size = Size(hosts, self._plan["each"])
+        return cluster.run(*parts, size, say=lambda text: None, folder=str(folder), resume=resume)
 
     @property
     def _folder(self) -> Path:
@@ -322,12 +323,12 @@ def run(
     given = words if isinstance(words, Asked) else asked(words)
     search, folder = given.search, given.folder
     experiments = _checked(search, allow)
-    device, study = experiments[0].recipe.device, experiments[0].study
-    options = _cluster_options(study.runtime, given.words)
+    spec = experiments[0].spec
+    options = _cluster_options(experiments[0].execution.runtime, given.words)
     with ExitStack() as session:
         join_ray(options, session)
         with refusing():
-            each, slots = _room(search.options, options, device, study.runtime.threads)
+            each, slots = _room(search.options, options, spec.device, spec.threads)
         if not given.known:
             folder.mkdir(parents=True)
             store(search, folder)
@@ -382,18 +383,19 @@ def _search(
     from raysim.commands.sweep import report as sweep_report
     from raysim.experiment.recorder import say
 
-    study, rounds = experiments[0].study, max(experiment.study.rounds for experiment in experiments)
+    spec, tracking = experiments[0].spec, experiments[0].execution.tracking
+    rounds = max(experiment.spec.settings.rounds for experiment in experiments)
     options = search.options
-    metric = options.metric or ("accuracy_global" if len(experiments[0].recipe.data.central) else "accuracy")
+    metric = options.metric or ("accuracy_global" if len(spec.data.central) else "accuracy")
     points = search.points() if options.search != "optuna" else []
     count = len(points) or search.trials
     slots = max(1, min(slots, options.concurrent or slots, count))
-    tracked = study.tracking.name == "mlflow"
+    tracked = tracking.name == "mlflow"
 
     def tell(text: str) -> None:
         say(console, text)
 
-    records = Records(search, folder, metric, count, tell, tracked, study.tracking.uri or "")
+    records = Records(search, folder, metric, count, tell, tracked, tracking.uri or "")
     _introduce(search, records, experiments, each, slots, tell)
     needs = _times(each, options.seeds * options.hosts if options.hosts else 1)
     free = ray.available_resources()
@@ -406,7 +408,7 @@ def _search(
     status = "KILLED"
     try:
         with Watch(console, quiet) as watch, refusing():
-            _tune(search, records, points, rounds, experiments[0].recipe.device, each, allow, watch)
+            _tune(search, records, points, rounds, spec.device, each, allow, watch)
         status = "FINISHED"
     except KeyboardInterrupt:
         raise Interrupted(
@@ -432,15 +434,15 @@ def _introduce(
     tell: Callable[[str], None],
 ) -> None:
     """A few lines: what is searched, how, on what."""
-    options, study, recipe = search.options, experiments[0].study, experiments[0].recipe
+    options, spec = search.options, experiments[0].spec
     scheduler = {"asha": f", ASHA from round {options.grace}", "pbt": f", PBT every {options.interval} rounds"}
     seeds = f" x {options.seeds} seeds" if options.seeds > 1 else ""
     where = f"{options.hosts} hosts each" if options.hosts else "each in a process"
     lines = {
         "sweep": f"{records.total} trials{seeds}, {options.search}{scheduler.get(options.scheduler, '')}",
         "space": ", ".join(f"{key}: {_described(found)}" for key, found in search.space.items()),
-        "study": f"{study.rounds} rounds of {recipe.data.title}; {options.mode}imum of {records.metric}",
-        "trials": f"{slots} at once, {where} of {amounts(each) or 'nothing reserved'}, device {recipe.device}",
+        "run": f"{spec.settings.rounds} rounds of {spec.data.title}; {options.mode}imum of {records.metric}",
+        "trials": f"{slots} at once, {where} of {amounts(each) or 'nothing reserved'}, device {spec.device}",
         "folder": str(records.folder),
     }
     for key, text in lines.items():

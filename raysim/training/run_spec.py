@@ -1,0 +1,133 @@
+"""What a run is made of: its settings, and the objects that they and the configuration's groups name."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import nn
+
+from raysim.api.composition import owner, owners
+from raysim.api.declarations import Evaluation, Local, Task
+from raysim.api.method import Method
+from raysim.api.server_view import Weighting
+from raysim.data.federated import FederatedData
+from raysim.models import ModelRecipe
+from raysim.primitives.checks import at_least, between
+from raysim.primitives.streams import torch_seed
+from raysim.vectors.layout import Layout, plan_layout
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """How often a checkpoint is written, in rounds; 0: never."""
+
+    every: int = 10
+
+    def __post_init__(self) -> None:
+        at_least("checkpoint.every", self.every, 0)
+
+
+@dataclass(frozen=True)
+class Faults:
+    """The largest share of an aggregation's clients that may fail before the run stops."""
+
+    tolerate: float = 0.1
+
+    def __post_init__(self) -> None:
+        between("faults.tolerate", self.tolerate, 0, 1)
+
+
+@dataclass(frozen=True)
+class State:
+    """How many GiB of clients' accepted private states stay in memory; those idle for longest lie on disk beyond it."""
+
+    budget: float | None = None  # None: no limit
+
+    def __post_init__(self) -> None:
+        if self.budget is not None:
+            at_least("state.budget", self.budget, 0)
+
+    @property
+    def bytes(self) -> float:
+        """The budget; infinite if there is none."""
+        return math.inf if self.budget is None else self.budget * 2**30
+
+
+@dataclass(frozen=True)
+class RunSettings:
+    """The numbers of a run, under the names of the configuration's keys: how it trains, aggregates and evaluates.
+
+    weighting: None: by samples, unless a method asks for uniform. summation: how many consecutive updates are summed as
+    one group. Coordinator and hosts read this very object; nothing is copied out of it under another name.
+    """
+
+    seed: int = 0
+    rounds: int = 60
+    weighting: Weighting | None = None
+    summation: int = 5
+    local: Local = field(default_factory=Local)
+    evaluate: Evaluation = field(default_factory=Evaluation)
+    checkpoint: Checkpoint = field(default_factory=Checkpoint)
+    faults: Faults = field(default_factory=Faults)
+    state: State = field(default_factory=State)
+
+    def __post_init__(self) -> None:
+        at_least("seed", self.seed, 0)
+        at_least("rounds", self.rounds, 1)
+        at_least("summation", self.summation, 1)
+
+
+@dataclass(frozen=True)
+class RunSpec:
+    """All that a host or a coordinator is built from: plain values and NumPy arrays, which travel to other processes.
+
+    device: where this process computes ("cpu", "cuda", "cuda:1", "mps"). score_batch: samples scored at once.
+    """
+
+    model: ModelRecipe
+    methods: tuple[Method, ...]
+    data: FederatedData
+    settings: RunSettings = field(default_factory=RunSettings)
+    device: str = "cpu"
+    threads: int = 1
+    dtype: torch.dtype = torch.float32
+    score_batch: int = 1024
+
+    @property
+    def task(self) -> Task:
+        """What is learnt."""
+        dataset = self.data.open()
+        return Task(dataset.shape, dataset.num_classes, len(self.data.partition.train), self.dtype)
+
+    @property
+    def evaluation(self) -> Evaluation:
+        """What is evaluated: as the settings say, except that a method's own fine-tuning takes the place of theirs."""
+        method = owner(self.methods, "finetuning")
+        finetune = method.finetuning() if method is not None else None
+        return self.settings.evaluate if finetune is None else replace(self.settings.evaluate, finetune=finetune)
+
+
+def build_networks(spec: RunSpec) -> tuple[dict[str, nn.Module], Layout]:
+    """Model and extra networks with their initial values, and the layout; the same in every process."""
+    task, methods = spec.task, spec.methods
+    with torch.random.fork_rng(devices=[]):
+        model: nn.Module = spec.model.build(task.shape, task.num_classes, spec.settings.seed)
+        if (wrapper := owner(methods, "model")) is not None:
+            torch.manual_seed(torch_seed(spec.settings.seed, f"model.{wrapper.name}"))
+            model = wrapper.model(task, model)
+        networks = {"model": model}
+        stays: set[str] = set()
+        for method in owners(methods, "networks"):
+            torch.manual_seed(torch_seed(spec.settings.seed, f"networks.{method.name}"))
+            for name, network in method.networks(task, model).items():
+                if name in networks:
+                    raise ValueError(f"method '{method.name}' adds network '{name}', which exists already; rename one")
+                networks[name] = network.module
+                if network.personal:
+                    stays |= {f"{name}.{leaf}" for leaf, _ in network.module.named_parameters()}
+                    stays |= {f"{name}.{leaf}" for leaf, _ in network.module.named_buffers()}
+    for method in owners(methods, "personal"):
+        stays |= set(method.personal(networks))
+    return networks, plan_layout(networks, stays)

@@ -1,0 +1,70 @@
+"""Checks of what a user gave: what passes comes back, what does not is answered with what is allowed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from raysim.primitives.checks import above, at_least, between, in_range, one_of, require
+from raysim.primitives.errors import Refused, first_line, refusing
+
+RANGES: list[tuple[Callable[[float], float], list[float], list[float], str]] = [
+    (lambda value: at_least("x", value, 1), [1, 1.5], [0, -1], "at least 1"),
+    (lambda value: above("x", value, 0.0), [0.1], [0, -1], "above 0"),
+    (lambda value: between("x", value, 0.0, 0.5), [0, 0.2, 0.5], [-0.1, 0.6], "from 0 to 0.5"),
+    (lambda value: in_range("x", value, above=0, most=1), [0.1, 1], [0, 1.1], "above 0 and at most 1"),
+    (lambda value: in_range("x", value, least=0, below=1), [0, 0.9], [-0.1, 1], "at least 0 and below 1"),
+    (lambda value: in_range("x", value), [-1e9, 0], [], "finite"),
+]
+
+
+@pytest.mark.parametrize(("check", "good", "bad", "words"), RANGES, ids=[row[3] for row in RANGES])
+def test_a_number_in_the_range_comes_back_and_another_is_answered_with_the_range(
+    check: Callable[[float], float], good: list[float], bad: list[float], words: str
+) -> None:
+    assert [check(value) for value in good] == good
+    for value in [*bad, math.nan, -math.inf]:
+        with pytest.raises(ValueError, match=rf"^x={value!r} must be {words}$"):
+            check(value)
+
+
+@pytest.mark.parametrize("row", RANGES, ids=[row[3] for row in RANGES])
+def test_infinity_is_in_no_range(row: tuple[Callable[[float], float], list[float], list[float], str]) -> None:
+    with pytest.raises(ValueError, match=r"^x=inf must be .*(finite|most 1|below 1|to 0.5)( and finite)?$"):
+        row[0](math.inf)
+
+
+def test_the_end_of_the_sentence_says_why() -> None:
+    with pytest.raises(ValueError, match=r"^eps=0 must be above 0: it keeps the divisor away from 0$"):
+        above("eps", 0, 0, "it keeps the divisor away from 0")
+    with pytest.raises(ValueError, match=r"^names=\[\] must be a list of names$"):
+        require("names", [], False, "a list of names")
+    assert require("names", ["a"], True, "a list of names") == ["a"]
+
+
+def test_a_choice_is_answered_with_all_of_them_and_the_nearest() -> None:
+    assert one_of("kind", "cosine", ("cosine", "linear")) == "cosine"
+    for value, end in (("cosin", "; did you mean 'cosine'?"), ("zzz", "")):
+        with pytest.raises(ValueError) as refused:
+            one_of("kind", value, ("cosine", "linear"))
+        assert str(refused.value) == f"kind={value!r} does not exist: use one of 'cosine', 'linear'{end}"
+    with pytest.raises(ValueError, match=r"depth=34 does not exist: use one of 18, 50$"):
+        one_of("depth", 34, (18, 50))
+
+
+def test_the_first_line_of_an_error_is_its_own_or_that_of_its_original() -> None:
+    assert first_line(ValueError("\n one\ntwo")) == "one"
+    assert first_line(KeyError()) == "KeyError"
+    crossed: Any = RuntimeError("a traceback\nof the other side")
+    crossed.cause = ValueError("what happened\nthere")
+    assert first_line(crossed) == "what happened"
+
+
+def test_wrong_settings_are_refused_in_one_line_and_our_own_mistakes_are_not() -> None:
+    with pytest.raises(Refused, match=r"^one two$"), refusing():
+        raise ValueError("one\n  two")
+    with pytest.raises(ZeroDivisionError), refusing():
+        raise ZeroDivisionError
