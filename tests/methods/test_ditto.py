@@ -34,12 +34,12 @@ def test_the_shared_model_is_that_of_the_other_methods_bit_for_bit(
 
 
 def personal(*methods: Method, **others: Any) -> dict[str, np.ndarray]:
-    return run(recipe(*methods, model=NORMED_MLP, **others), rounds=4).coordinator._client_states()
+    return run(recipe(*methods, model=NORMED_MLP, **others), rounds=4).private
 
 
 def test_without_a_pull_a_personal_model_is_trained_by_its_client_alone() -> None:
     free, beside = personal(Ditto(0.0)), personal(Ditto(0.0), FedProx(10.0))
-    assert any("personal" in name for name in free)
+    assert any("/ditto.model." in name for name in free)
     assert same(free, beside), "whatever becomes of the shared model"
     assert not same(personal(Ditto()), personal(Ditto(), FedProx(10.0)))
 
@@ -47,10 +47,10 @@ def test_without_a_pull_a_personal_model_is_trained_by_its_client_alone() -> Non
 def test_a_strong_pull_keeps_the_personal_model_at_the_shared_one() -> None:
     def distance(lam: float) -> float:
         found = run(recipe(Ditto(lam), model=NORMED_MLP), rounds=4)
-        layout = found.coordinator.layout
-        size = layout.trained
-        models = [v[:size] for k, v in found.coordinator._client_states().items() if k.endswith("/personal")]
-        return float(np.mean([np.linalg.norm(m - found.coordinator.server.vector.numpy()[:size]) for m in models]))
+        size = found.coordinator.layout.trained  # of the shared model; its copy begins each personal part
+        shared = found.coordinator.server.vector.numpy()[:size]
+        models = [state.personal[:size] for _, state in found.coordinator.private.accepted()]
+        return float(np.mean([np.linalg.norm(model - shared) for model in models]))
 
     assert distance(10.0) < 0.5 * distance(0.0)
 

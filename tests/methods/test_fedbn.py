@@ -300,10 +300,10 @@ def test_settings_that_mean_nothing_are_refused(settings: dict[str, Any], messag
 def test_a_model_without_such_layers_is_warned_of() -> None:
     here = recipe()
     networks, _ = build_networks(here)
-    (warning,) = FedBN().check(here.task, here.local, networks)
+    (warning,) = FedBN().check(here.task, here.settings.local, networks)
     assert "finds no BatchNorm in the model and runs as FedAvg" in warning
-    (warning,) = FedBN(name_rule="bn").check(here.task, here.local, networks)
+    (warning,) = FedBN(name_rule="bn").check(here.task, here.settings.local, networks)
     assert "finds no 'bn' in the names of the model" in warning
-    assert not FedBN("none").check(here.task, here.local, networks)
+    assert not FedBN("none").check(here.task, here.settings.local, networks)
     normed = {"model": build_networks(recipe(model=NORMED))[0]["model"]}
     assert not FedBN().check(here.task, here.local, normed)

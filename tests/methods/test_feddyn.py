@@ -26,7 +26,7 @@ def test_with_everybody_in_every_round_h_over_alpha_is_minus_the_sum_of_the_mean
 
 def test_h_is_the_mean_over_all_clients_of_what_they_keep() -> None:
     found = run(recipe(FedDyn(0.1), model=NORMED_MLP, dtype=torch.float64), Synchronous(2), rounds=4)
-    states = found.coordinator._client_states()
+    states = found.private
     kept = [value for name, value in states.items() if name.endswith("feddyn.gradient")]
     assert len(kept) > 2
     h = found.coordinator.server.state["feddyn.drift"].numpy()
@@ -37,7 +37,7 @@ def test_a_client_that_sits_out_keeps_its_gradient() -> None:
     kept = []
     for rounds in (1, 2):
         found = run(recipe(FedDyn(0.1), model=NORMED_MLP), Synchronous(1), rounds=rounds)
-        kept.append(found.coordinator._client_states())
+        kept.append(found.private)
     assert len(kept[1]) == 2, "the second round has another client"
     assert all(np.array_equal(kept[1][name], value) for name, value in kept[0].items())
 
@@ -45,7 +45,7 @@ def test_a_client_that_sits_out_keeps_its_gradient() -> None:
 def test_without_regularisation_nothing_is_kept() -> None:
     found, plain = run(recipe(FedDyn(0.0)), weighting="uniform"), run(recipe(), weighting="uniform")
     assert found.bits == plain.bits
-    assert not found.coordinator.server.state and not found.coordinator._client_states()
+    assert not found.coordinator.server.state and not found.private
 
 
 def test_the_functions_are_those_of_the_algorithm() -> None:

@@ -83,8 +83,8 @@ def test_a_job_costs_twice_as_many_samples() -> None:
 
 def test_beside_fedbn_personal_layers_take_part_in_the_shift_and_come_back_from_it() -> None:
     tiny_shift, none = (run(recipe(FedBN(), FedSAM(rho), model=NORMED_MLP)) for rho in (1e-6, 0.0))
-    for name, value in tiny_shift.coordinator._client_states().items():
-        reference = none.coordinator._client_states()[name]
+    for name, value in tiny_shift.private.items():
+        reference = none.private[name]
         assert torch.allclose(torch.from_numpy(value).double(), torch.from_numpy(reference).double(), atol=1e-4), name
     far = run(recipe(FedBN(), FedSAM(0.5), model=NORMED_MLP))
     assert far.bits[1] != none.bits[1]

@@ -19,7 +19,7 @@ TORCH = {"seed", "rand", "randn", "randint", "randperm", "rand_like", "randn_lik
 # The one exception: dropout and initial values draw from torch's generator, which these seed.
 # FedSR's noise, inside a forward pass as dropout's is; a job, and the building of networks, seed torch's generator.
 DRAWERS = {"methods/fedsr.py": {"torch.randn", "torch.randn_like"}}
-SEEDERS = {"training/trainer.py": 2, "training/host.py": 2, "models/classifier.py": 1}
+SEEDERS = {"training/trainer.py": 2, "training/run_spec.py": 2, "models/classifier.py": 1}
 
 
 def test_a_name_gives_the_same_numbers_in_every_process() -> None:
