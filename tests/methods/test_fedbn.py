@@ -306,4 +306,4 @@ def test_a_model_without_such_layers_is_warned_of() -> None:
     assert "finds no 'bn' in the names of the model" in warning
     assert not FedBN("none").check(here.task, here.settings.local, networks)
     normed = {"model": build_networks(recipe(model=NORMED))[0]["model"]}
-    assert not FedBN().check(here.task, here.local, normed)
+    assert not FedBN().check(here.task, here.settings.local, normed)
