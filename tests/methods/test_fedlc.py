@@ -279,3 +279,8 @@ def test_settings_out_of_range_are_refused_by_name(settings: dict[str, Any]) -> 
     (key,) = settings
     with pytest.raises(ValueError, match=rf"method\.fedlc\.{key}="):
         FedLC(**settings)
+
+
+def test_a_floor_of_the_counts_bounds_the_margin_however_small_it_is() -> None:
+    margins = fedlc.calibration_margins(class_counts=torch.tensor([0]), tau=1.0, count_floor=1e-299)
+    assert margins.item() == pytest.approx(10**74.75)

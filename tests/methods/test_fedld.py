@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -341,3 +342,9 @@ def test_settings_without_a_meaning_are_refused(make: Any, says: str) -> None:
     with pytest.raises(ValueError) as refused:
         make()
     assert says in str(refused.value)
+
+
+@pytest.mark.parametrize("function", [revised, aggregate])
+def test_an_unknown_normalization_is_refused_with_the_ones_that_exist(function: Callable[..., Tensor]) -> None:
+    with pytest.raises(ValueError, match="normalization='l1' does not exist: use one of 'l2', 'sum', 'none'"):
+        function(normalization="l1")

@@ -532,3 +532,16 @@ def test_every_client_of_the_tiny_data_keeps_a_model() -> None:
     found = run(recipe(PartialFed("adaptive", policy_steps=2), model=NORMED_MLP), EVERYBODY, rounds=3)
     assert len(states(found, "partialfed.model")) == len(tiny().partition.train) == 6
     assert all(0 <= row["partialfed.loaded"] <= 1 for row in found.rows)  # type: ignore[operator]
+
+
+def test_a_decision_that_is_not_drawn_is_that_of_the_larger_logit_however_little_it_is_larger() -> None:
+    client = Client(PartialFed("adaptive", policy_lr=1e-9))
+    client.train()
+    spoilt = client.state["partialfed.model"].clone()
+    for entry in client.host.layout.entries:
+        if entry.path.startswith("head"):
+            spoilt[entry.start : entry.stop] *= -3
+    ctx = client.train(spoilt)
+    loads, keeps = ctx.state["partialfed.logits"].unbind(1)
+    assert 0 < (keeps - loads).max() < 1e-7
+    assert ctx.report["partialfed.loaded"] == pytest.approx(float((loads >= keeps).double().mean()))

@@ -312,3 +312,18 @@ def test_the_saved_model_is_the_final_shared_model(tmp_path: Path) -> None:
     assert same(saved, found.tensors)
     assert "model.head.weight" in saved
     assert not any("running_mean" in name for name in saved), "personal entries are no part of it"
+
+
+def test_a_folder_is_made_with_those_above_it(tmp_path: Path) -> None:
+    path = checkpoint.write(tmp_path / "runs" / "one", 1, snapshot())
+    assert not checkpoint.damage(path)
+
+
+def test_all_files_are_on_the_disk_before_the_checkpoint_has_its_name_and_its_name_before_the_write_returns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    final, synced = tmp_path / "round-000001", dict[bool, set[int]]()
+    monkeypatch.setattr(os, "fsync", lambda file: synced.setdefault(final.exists(), set()).add(os.fstat(file).st_ino))
+    checkpoint.write(tmp_path, 1, snapshot())
+    draft, folder = {path.stat().st_ino for path in (*final.iterdir(), final)}, {tmp_path.stat().st_ino}
+    assert synced == {False: draft, True: folder}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -229,3 +230,30 @@ def test_one_client_pooled_is_fedavg_with_one_client() -> None:
     ordered = replace(mixed, train=replace(mixed.train, indices=np.sort(mixed.train.indices)))
     alone = run(recipe(data=replace(even(clients=1), partition=ordered)), Synchronous(1))
     assert run(recipe(Pooled(), data=pooled(even(clients=1))), Synchronous(1)).bits == alone.bits
+
+
+def test_the_worst_of_two_domains_has_a_column_and_the_worst_of_one_none() -> None:
+    rows = []
+    for domains in (1, 2):
+        source = Synthetic(samples=120, test_samples=20, classes=5, domains=domains)
+        rows.append(run(recipe(data=federate(source, IID(clients=4), SEED)), rounds=1).rows[-1])
+    one, two = (row.get("accuracy_worst_domain") for row in rows)
+    assert one is None
+    assert isinstance(two, float) and 0 <= two <= float(rows[1]["accuracy_global"] or 0)
+
+
+@pytest.mark.parametrize(
+    ("key", "least"), [("every", 1), ("clients", 1), ("probe", 0), ("probe_rows", 1), ("decompose", 0),
+                       ("decompose_rows", 1)]
+)  # fmt: skip
+def test_the_least_that_can_be_asked_for_is_taken_and_less_is_refused(key: str, least: int) -> None:
+    assert getattr(Evaluation(**{key: least}), key) == least  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=f"evaluate.{key}={least - 1} must be at least {least}"):
+        Evaluation(**{key: least - 1})  # type: ignore[arg-type]
+
+
+def test_a_client_is_scored_with_its_own_state_where_no_host_has_it_though_it_be_the_first_and_alone() -> None:
+    study = recipe(FedBN(), model=NORMED_MLP, data=apart(clients=1))
+    kept, on_disk = (run(study, Synchronous(1), state_budget=budget) for budget in (math.inf, 0.0))
+    assert "accuracy" in kept.history[-1] and on_disk.rows[-1]["spilled_bytes"]
+    assert kept.history == on_disk.history
