@@ -696,3 +696,16 @@ def test_settings_out_of_range_are_refused_by_name(settings: dict[str, Any]) -> 
 def test_local_training_is_refused_beside_it() -> None:
     with pytest.raises(ValueError, match="method 'fedpac' does not combine with method 'local'"):
         check_composition([LocalTraining(), FedPAC()])
+
+
+@pytest.mark.parametrize("seed", [2235, 2447, 3417])
+def test_weights_are_those_of_the_minimum_where_several_clients_leave_a_mixture_at_once(seed: int) -> None:
+    draw = np.random.default_rng(seed)
+    variances = torch.from_numpy(draw.permutation(np.logspace(-6, 2, 20)))
+    weighted = torch.from_numpy(draw.standard_normal((20, 4)) * draw.permutation(np.logspace(-2, 2, 20))[:, None])
+    client = int(variances.argmax())
+    a = classifier_combination_weights(
+        variances=variances, weighted_means=weighted[:, None], client=client, min_weight=0.0
+    )
+    slope = quadratic(variances, weighted[:, None], client) @ a
+    assert float(slope.min()) == pytest.approx(float(a @ slope), rel=1e-3)
