@@ -428,5 +428,5 @@ def test_settings_out_of_range_are_refused(settings: dict[str, Any], message: st
 
 def test_all_of_the_means_may_be_mixed_in_and_no_more() -> None:
     assert FedMix(lam=1.0).lam == 1.0
-    with pytest.raises(ValueError, match=r"lam=1\.05 must lie between 0\.0 and 1\.0"):
+    with pytest.raises(ValueError, match=r"lam=1\.05 must be from 0 to 1"):
         FedMix(lam=1.05)
