@@ -169,7 +169,8 @@ class Map:
             bits = functools.reduce(operator.or_, (m for n, m in by.items() if first <= n <= last), 0)
             if bits:
                 return [test for index, test in enumerate(self.tests) if bits >> index & 1]
-        return []
+        name = f"/test_{Path(mutant.file).stem}.py::"  # of a file of which every line runs at import
+        return [test for test in self.tests if name in test]
 
     def helpings(self, mutant: Mutant, cap: float) -> list[list[str]]:
         """A few quick tests of the files that are most about it; the quickest others within `cap` seconds (0: all)."""
