@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import shutil
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -27,6 +29,7 @@ PATIENCE = {
 def pytest_configure() -> None:
     """For this process and all that it starts."""
     os.environ.update(PATIENCE)
+    os.environ["RAYSIM_CACHE"] = tempfile.mkdtemp(prefix="raysim-tests-")  # some modules make data when imported
     if "PYTEST_XDIST_WORKER" in os.environ:
         torch.set_num_threads(1)  # the other worker has the other core
 
@@ -60,12 +63,11 @@ def shared() -> Path:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def own_cache() -> Iterator[Path]:
     """Data sets that the tests make go into a folder of their own, for subprocesses and Ray's workers too."""
-    with pytest.MonkeyPatch.context() as patch:
-        folder = tmp_path_factory.mktemp("cache")
-        patch.setenv("RAYSIM_CACHE", str(folder))
-        yield folder
+    folder = Path(os.environ["RAYSIM_CACHE"])
+    yield folder
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 @pytest.fixture(autouse=True)
