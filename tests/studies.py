@@ -245,7 +245,8 @@ class Spy(InProcess):
         """See `InProcess`."""
         results = super().call(host, method, *args, returns=returns)
         if method == "train":
-            self.sent += [(job, args[2]) for job in args[0]]
+            published = {each.version: each for each in args[3 : 3 + args[2]]}
+            self.sent += [(job, published[job.version]) for job in args[0]]
             self.trained.append(results[0])
             self.states += results[1:]
         elif method == "keep":

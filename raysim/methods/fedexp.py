@@ -26,7 +26,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from raysim.api.declarations import Cost
+from raysim.api.declarations import Cost, Participation
 from raysim.api.method import Method
 from raysim.methods.fedavg import weight_total, weighted_sum
 from raysim.primitives.checks import above, at_least, in_range, one_of
@@ -113,7 +113,7 @@ class FedExP(Method):
         self.epsilon, self.epsilon_scale, self.epsilon_decay = epsilon, epsilon_scale, epsilon_decay
         self.minimum = at_least("method.fedexp.minimum", minimum, 0.0)
 
-    def cost(self, server: Server, samples: int, trained: float, participation: int) -> Cost:
+    def cost(self, job: Participation) -> Cost:
         """A scalar travels up."""
         return Cost(up=1)
 

@@ -324,6 +324,12 @@ class RayRuntime:
         except (ray.exceptions.RayActorError, ray.exceptions.OutOfMemoryError) as error:
             raise HostDied(first_line(error)) from None
 
+    def ready(self, refs: Sequence[Any]) -> int:
+        """The first that is there, in the order of `refs`."""
+        if len(refs) == 1:
+            return 0  # `get` waits for it
+        return refs.index(ray.wait(list(refs), num_returns=1, fetch_local=False)[0][0])
+
     def revive(self, host: int) -> None:
         """Another actor in the same bundle; Ray moves the bundle where its node is gone and another one has room."""
         ray.kill(self._actors[host])  # it may only have been out of reach

@@ -1,11 +1,14 @@
 """The event loop of a run: look ahead, dispatch, collect, aggregate, evaluate, checkpoint; the same for every schedule.
 
-Virtual time decides every order. Hosts get work as soon as the vector it starts from exists; the loop waits for results
-only when an aggregation needs them, so later events are looked at before earlier work is done.
+The planner decides every order, on virtual time, and is asked for steps that lie ahead. So hosts get a job as soon as
+the vector it starts from exists and it is known that an aggregation will take it; what is lost or discarded is never
+trained.
 """
 
 from __future__ import annotations
 
+import functools
+from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,24 +18,27 @@ import torch
 from safetensors.torch import save_file
 
 from raysim.api.composition import owners
-from raysim.api.messages import Failure, Probe, Published, SingleUpdate, Update
+from raysim.api.messages import Failure, Job, Outcome, Probe, Published, SingleUpdate, Update
 from raysim.primitives.memory import peak_memory
 from raysim.primitives.streams import stream
 from raysim.simulation import checkpoint, snapshot
 from raysim.simulation.dispatcher import Dispatcher, InFlightJob
 from raysim.simulation.evaluator import Evaluator, Scoring
-from raysim.simulation.events import Event, Finished, Round, Row, Saved, Started, TooManyFailures
+from raysim.simulation.events import Event, Finished, JobEnd, Round, Row, Saved, Started, TooManyFailures
 from raysim.simulation.fleet import Fleet
 from raysim.simulation.history_row import RowWriter
-from raysim.simulation.planner import Planner
+from raysim.simulation.load import Loads
+from raysim.simulation.planner import Planner, Step
 from raysim.simulation.private_states import PrivateStates
 from raysim.simulation.runtime import Ref, Runtime
-from raysim.simulation.schedule import Schedule
+from raysim.simulation.schedule import PlannedJob, Schedule
 from raysim.simulation.server import Server, asked_weighting
 from raysim.training.determinism import make_deterministic
 from raysim.training.probe import balanced_rows
-from raysim.training.run_spec import RunSpec, build_networks
+from raysim.training.run_spec import RunSpec, build_networks, sample_flops
 from raysim.vectors.layout import Vector
+
+_AHEAD = 64  # aggregations, at most, by which the planner is ahead of the server
 
 
 @dataclass
@@ -42,6 +48,7 @@ class _Pending:
     row: Row
     failures: tuple[Failure, ...]
     probes: tuple[Probe, ...]
+    jobs: tuple[JobEnd, ...]
     scoring: list[Scoring] = field(default_factory=list)
 
 
@@ -81,7 +88,9 @@ class Coordinator:
         )
         stateful = self.layout.has_personal or bool(owners(spec.methods, "state"))
         self.private = PrivateStates(runtime, self.layout, stateful, settings.state.bytes, folder)
-        self.planner = Planner(spec, schedule, fleet, self.server, self.private)
+        devices = fleet.devices(settings.seed, len(self.counts), functools.partial(sample_flops, spec))
+        load = Loads(spec, self.layout, self.counts)
+        self.planner = Planner(schedule, devices, settings.seed, self.counts, load, fleet.patience)
         if settings.evaluate.probe and not len(spec.data.central):
             raise ValueError(
                 f"evaluate.probe={settings.evaluate.probe} looks at local models on the central test set, of "
@@ -90,9 +99,19 @@ class Coordinator:
         self.dispatcher = Dispatcher(runtime, settings.summation, self.layout.shared, self.private)
         self.evaluator = Evaluator(spec, self.layout, runtime, self.dispatcher, self.private)
         pooled = any(method.pools for method in spec.methods)
-        self.history = RowWriter(self.planner, self.dispatcher, self.private, pooled, spec.dtype.itemsize)
+        self.history = RowWriter(self.dispatcher, self.private, pooled, spec.dtype.itemsize)
         self.rows: list[Row] = []
-        self._published: dict[int, tuple[Published, Ref]] = {}  # the current version, and base versions of jobs
+        self._published: dict[int, Published] = {}  # the current version, and base versions of jobs
+        self._refs: dict[int, Ref] = {}  # where hosts find them
+        self._steps: deque[Step] = deque()  # planned, not yet made
+        self._planned: dict[int, PlannedJob] = {}  # of those steps and what is under way, by number
+        self._takers: dict[int, int] = {}  # by job: the version that it is added to, if that is planned
+        self._dropped: set[int] = set()  # jobs that are planned to be lost or discarded
+        self._undecided: set[int] = set()  # jobs under way of which that is not known yet
+        self._messages: dict[int, Job] = {}  # what the host of each job under way is sent
+        self._jobs: dict[int, InFlightJob] = {}  # under way, known to be taken
+        self._bases: Counter[int] = Counter()  # jobs under way, by base version
+        self._sent = -1  # the last version of which the jobs are under way
         self._pending: list[_Pending] = []
 
     # --- the loop ------------------------------------------------------------------------------------------------
@@ -107,10 +126,11 @@ class Coordinator:
         yield Started(list(self.rows))
         self._publish()
         while self.server.version < self.settings.rounds:
-            taken = self.planner.look_ahead(self._published[self.server.version][0].floats)
+            step = self._look_ahead()
+            taken = [self._jobs[each.number] for each in step.taken]
             self._submit(taken)
             yield from self._report()
-            pending = self._aggregate(taken)
+            pending = self._aggregate(step, taken)
             self._publish()
             self._evaluate(pending)
             version, every = self.server.version, self._checkpoint_every
@@ -131,14 +151,13 @@ class Coordinator:
         shares = np.array_split(self.planner.eligible, self.runtime.hosts)
         calls = [self.dispatcher.call(host, "contribute", share.tolist()) for host, share in enumerate(shares)]
         parts = [part for call in calls for part in self.dispatcher.wait(call)]
-        self.planner.floats["up"] += sum(array.size for part in parts for array in part.values())
+        self.planner.contributed(sum(array.size for part in parts for array in part.values()))
         for method in methods:
             method.assemble({key: [part[key] for part in parts] for key in parts[0]}, self.server)
 
     def _hand_out(self) -> None:
-        """Give every host what its clients receive once, and what is probed; counted at a client's first dispatch."""
+        """Give every host what its clients receive once, and what is probed."""
         once = self.server.sent_once()
-        self.planner.once = sum(array.size for array in once.values())
         if once or self.settings.evaluate.probe:
             self.dispatcher.keep(self.runtime.put(once), self._probed())
 
@@ -153,39 +172,107 @@ class Coordinator:
     def _publish(self) -> None:
         """Store the current version for all hosts; forget versions that no job needs."""
         version = self.server.version
-        published = self.server.published()
         if version not in self._published:
-            self._published[version] = (published, self.runtime.put(published))
-        needed = {job.version for job in self.planner.in_flight.values()} | {version}
-        for old in [v for v in self._published if v not in needed]:
-            del self._published[old]
+            self._published[version] = self.server.published()
+            self._refs[version] = self.runtime.put(self._published[version])
+        for old in [v for v in self._published if v != version and not self._bases[v]]:
+            del self._published[old], self._refs[old], self._bases[old]
+
+    def _look_ahead(self) -> Step:
+        """The step to the next version; later ones are planned until it is known what becomes of the jobs under way."""
+        version = self.server.version
+        if not self._steps:
+            self._plan()
+        step = self._steps[0]
+        if self._sent < version:
+            self._sent = version
+            for job in step.dispatched:
+                self._dispatch(job)
+        while self._undecided and self.planner.version < min(self.settings.rounds, version + _AHEAD):
+            self._plan()
+        return step
+
+    def _plan(self) -> None:
+        """One more step of the planner."""
+        version, step = self.planner.version, self.planner.step()
+        self._steps.append(step)
+        self._planned |= {job.number: job for job in step.dispatched}
+        for number, _ in step.taken:
+            self._takers[number] = version
+            if number in self._undecided:
+                self._will_be_taken(number)
+        for number in (*step.lost, *step.discarded):
+            self._dropped.add(number)
+            if number in self._undecided:
+                self._undecided.discard(number)
+                self._forget(number)
+
+    def _dispatch(self, job: PlannedJob) -> None:
+        """A client is sent off with the current version, unless nothing will come of it."""
+        if job.number in self._dropped:
+            return
+        version, extras = self.server.version, self.server.sent_to(job.client)
+        weight, probe = self.server.weight(job.client), self.settings.evaluate.probes(version + 1)
+        message = Job(job.number, job.client, job.participation, version, -1, weight, probe, extras)
+        self._messages[job.number] = message
+        self._bases[version] += 1
+        self._undecided.add(job.number)
+        if job.number in self._takers:
+            self._will_be_taken(job.number)
+
+    def _will_be_taken(self, number: int) -> None:
+        """A host may train this job."""
+        self._undecided.discard(number)
+        job = self._jobs[number] = InFlightJob(self._planned[number], self._messages[number], self._takers.pop(number))
+        self.dispatcher.offer(job)
+
+    def _forget(self, number: int) -> None:
+        """A job is under way no longer."""
+        self._bases[self._messages.pop(number).version] -= 1
+        self._jobs.pop(number, None)
 
     def _submit(self, taken: Sequence[InFlightJob]) -> None:
-        """Give hosts the jobs of the next aggregation, and then the others that are under way."""
-        refs = {version: ref for version, (_, ref) in self._published.items()}
+        """Give hosts the jobs of the next aggregation, and then others that are under way."""
         summable = self.server.summable and not self.settings.evaluate.decomposes(self.server.version + 1)
-        self.dispatcher.submit(taken, list(self.planner.in_flight.values()), refs, summable)
+        self.dispatcher.submit(taken, self._refs, summable)
 
-    def _aggregate(self, taken: Sequence[InFlightJob]) -> _Pending:
+    def _aggregate(self, step: Step, taken: Sequence[InFlightJob]) -> _Pending:
         """Wait for the updates of these jobs, and make the next version of them."""
-        results = self.dispatcher.floats([*taken, *self.planner.in_flight.values()])
+        results = self.dispatcher.floats(list(self._jobs.values()))
         outcomes, sums = self.dispatcher.collect(taken)
-        versions = {version: published for version, (published, _) in self._published.items()}
-        store_bytes = self.history.store_bytes(versions.values(), results)
+        store_bytes = self.history.store_bytes(self._published.values(), results)
         failures = tuple(outcome for outcome in outcomes if isinstance(outcome, Failure))
         if len(failures) > self.settings.faults.tolerate * len(taken):
             raise self._too_many(failures, taken)
         updates = [outcome if isinstance(outcome, Update) else None for outcome in outcomes]
-        self.server.step(updates, sums, [job.staleness for job in taken], versions)
+        self.server.step(updates, sums, [job.staleness for job in taken], self._published)
         self.private.accept([job.message for job in taken])
         present = [update for update in updates if update is not None]
         scoring = []
         if present and self.settings.evaluate.decomposes(self.server.version):
             singles = [update for update in present if isinstance(update, SingleUpdate)]
-            scoring.append(self.evaluator.decompose(singles, versions, self.server.published()))
-        row = self.history.row(self.server, taken, outcomes, store_bytes)
+            scoring.append(self.evaluator.decompose(singles, self._published, self.server.published()))
+        row = self.history.row(self.server, step, outcomes, store_bytes)
         probes = tuple(update.probe for update in present if update.probe is not None)
-        return _Pending(row, failures, probes, scoring)
+        self._steps.popleft()
+        for job in taken:
+            self._forget(job.number)
+        return _Pending(row, failures, probes, self._ended(step, outcomes), scoring)
+
+    def _ended(self, step: Step, outcomes: Sequence[Outcome]) -> tuple[JobEnd, ...]:
+        """What became of the jobs that this step ended; nothing is known of them afterwards."""
+        fates = [
+            (each.number, "failed" if isinstance(outcome, Failure) else "aggregated", each.staleness)
+            for each, outcome in zip(step.taken, outcomes, strict=True)
+        ]
+        fates += [(number, "lost", 0) for number in step.lost] + [(number, "discarded", 0) for number in step.discarded]
+        self._dropped.difference_update(step.lost, step.discarded)
+        ends = []
+        for number, fate, staleness in fates:
+            job = self._planned.pop(number)
+            span = job.start, job.finish
+            ends.append(JobEnd(job.client, job.participation, job.version, *span, fate, self.server.version, staleness))
+        return tuple(ends)
 
     def _too_many(self, failures: tuple[Failure, ...], taken: Sequence[InFlightJob]) -> TooManyFailures:
         share = len(failures) / len(taken)
@@ -196,7 +283,6 @@ class Coordinator:
             "and go on"
         )
         if self.folder:
-            self.planner.put_back(taken)  # the checkpoint is of the time before the aggregation
             text += f"; resume continues from {self._save().path}"
         return TooManyFailures(text + "\n" + failures[0].traceback)
 
@@ -206,7 +292,7 @@ class Coordinator:
         version = self.server.version
         if not self.settings.evaluate.evaluates(version, self.settings.rounds):
             return
-        published, ref = self._published[version]
+        ref = self._refs[version]
         if (scored := self.server.scored()) is not self.server.vector:
             published = Published(version, scored.numpy(), self.server.counters.numpy(), mark="scored")
             ref = self.runtime.put(published)
@@ -218,22 +304,32 @@ class Coordinator:
             for scoring in pending.scoring:
                 pending.row |= self.evaluator.columns(scoring)
             self.rows.append(pending.row)
-            yield Round(pending.row, pending.failures, pending.probes)
+            yield Round(pending.row, pending.failures, pending.probes, pending.jobs)
         self._pending = []
 
     # --- checkpoints and the end ---------------------------------------------------------------------------------
     def _save(self) -> Saved:
         """Write a checkpoint."""
-        versions = {version: published for version, (published, _) in self._published.items()}
-        now = snapshot.take(self.server, self.planner, self.private, versions, self.rows, self.history.wall_seconds)
+        plan = snapshot.Plan(self.planner, list(self._steps), self._sent, self._planned.values(), self._messages)
+        now = snapshot.take(self.server, plan, self.private, self._published, self.rows, self.history.wall_seconds)
         path = checkpoint.write(Path(self.folder) / "checkpoints", self.server.version, now)
         return Saved(self.server.version, str(path))
 
     def _restore(self) -> None:
         """Go on from a checkpoint."""
         earlier = checkpoint.read(Path(self.resume))
-        versions = snapshot.restore(earlier, self.server, self.planner, self.private)
-        self._published = {version: (published, self.runtime.put(published)) for version, published in versions.items()}
+        plan, self._published = snapshot.restore(earlier, self.server, self.planner, self.private)
+        self._refs = {version: self.runtime.put(published) for version, published in self._published.items()}
+        self._steps, self._sent = deque(plan.steps), plan.sent
+        self._planned, self._messages = {job.number: job for job in plan.jobs}, dict(plan.messages)
+        for step in plan.steps:
+            self._dropped.update(step.lost, step.discarded)
+        self._bases.update(job.version for job in plan.messages.values())
+        first = self.planner.version - len(plan.steps)
+        self._takers = {each.number: first + index for index, step in enumerate(plan.steps) for each in step.taken}
+        self._undecided = set(plan.messages)
+        for number in self._takers.keys() & self._undecided:
+            self._will_be_taken(number)
         self.rows = earlier.numbers["rows"]
         self.history.resume(earlier.numbers["wall"])
 

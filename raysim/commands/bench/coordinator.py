@@ -89,7 +89,9 @@ class Ready:
         self._arrays = [np.full(shared, 1e-9, np.float32) for _ in range(16)]  # written, and more than a cache holds
         self._next = 0
 
-    def train(self, jobs: Sequence[Job], groups: Sequence[tuple[int, ...]], published: Published) -> Trained:
+    def train(
+        self, jobs: Sequence[Job], groups: Sequence[tuple[int, ...]], versions: int, *published: Published
+    ) -> Trained:
         """See `Host`."""
         summed = {number for group in groups for number in group}
         outcomes = tuple(self._update(job, alone=job.number not in summed) for job in jobs)
@@ -117,6 +119,10 @@ class Fleet:
     def call(self, host: int, method: str, *args: object, returns: int = 1) -> list[Any]:
         """See `Runtime`."""
         return self._few.call(host % self._few.hosts, method, *args, returns=returns)
+
+    def ready(self, refs: Sequence[Any]) -> int:
+        """See `Runtime`."""
+        return self._few.ready(refs)
 
     def get(self, ref: Any) -> Any:
         """See `Runtime`."""
