@@ -28,7 +28,9 @@ from raysim.models import Classifier, Mlp, ModelRecipe, SmallCnn
 from raysim.models.classifier import Shape
 from raysim.runtime.inprocess import InProcess
 from raysim.simulation.coordinator import Coordinator, Finished, Round, Row, Runtime
+from raysim.simulation.events import JobEnd
 from raysim.simulation.fleet import Fleet, Ideal, Lognormal
+from raysim.simulation.planner import Step
 from raysim.simulation.schedule import Buffered, Schedule, Synchronous
 from raysim.training.host import Host
 from raysim.training.run_spec import Checkpoint, Faults, RunSettings, RunSpec, State
@@ -167,6 +169,20 @@ class Ran:
     finished: Finished
     rows: list[Row]
     failures: list[Failure] = field(default_factory=list)
+    jobs: list[JobEnd] = field(default_factory=list)
+    steps: list[Step] = field(default_factory=list)  # as they were planned
+
+    @property
+    def participations(self) -> dict[int, int]:
+        """By client that was ever sent off: how often."""
+        counts = self.coordinator.planner.participations
+        return {client: int(counts[client]) for client in np.flatnonzero(counts).tolist()}
+
+    @property
+    def under_way(self) -> set[int]:
+        """Numbers of the jobs that were neither aggregated nor dropped."""
+        planner = self.coordinator.planner
+        return {*planner.running, *(job.number for job in planner.arrived)}
 
     @property
     def bits(self) -> tuple[str, str]:
@@ -218,11 +234,20 @@ def coordinate(
 
 def ran(coordinator: Coordinator) -> Ran:
     """Run to the end."""
+    steps: list[Step] = []
+    make = coordinator.planner.step
+
+    def step() -> Step:
+        steps.append(make())
+        return steps[-1]
+
+    coordinator.planner.step = step  # type: ignore[method-assign]
     events = list(coordinator.run())
     rounds = [event for event in events if isinstance(event, Round)]
     failures = [failure for event in rounds for failure in event.failures]
+    jobs = [job for event in rounds for job in event.jobs]
     assert isinstance(events[-1], Finished)
-    return Ran(coordinator, events[-1], coordinator.rows, failures)
+    return Ran(coordinator, events[-1], coordinator.rows, failures, jobs, steps)
 
 
 def run(spec: RunSpec, schedule: Schedule = ROUNDS, fleet: Fleet | None = None, **settings: Any) -> Ran:

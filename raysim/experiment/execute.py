@@ -57,7 +57,7 @@ __all__ = [
 
 # --- configuration to objects ---------------------------------------------------------------------------------------
 # What the class of a group must have, so that a mistaken _target_ is refused before it is used.
-_NEEDS = {"schedule": "decide", "fleet": "duration", "data": "read", "partition": "split", "model": "build"}
+_NEEDS = {"schedule": "decide", "fleet": "devices", "data": "read", "partition": "split", "model": "build"}
 
 
 def _object(config: Node, group: str, allow: Sequence[str]) -> Any:

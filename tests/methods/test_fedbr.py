@@ -158,8 +158,8 @@ def test_fresh_means_of_single_samples_are_samples_of_the_clients() -> None:
 @pytest.mark.parametrize("schedule", [ROUNDS, BUFFER], ids=["rounds", "buffer"])
 def test_mixture_uploads_no_data_and_its_means_are_counted_whenever_they_are_new(schedule: Any, refresh: Any) -> None:
     _, found, spy = watched(mixture(pseudo_refresh=refresh), schedule, rounds=5)
-    shared, jobs = found.coordinator.layout.shared, len(spy.sent)
-    clients = len({job.client for job, _ in spy.sent})
+    shared, jobs = found.coordinator.layout.shared, found.coordinator.planner.dispatched
+    clients = len(found.participations)
     assert not any(spy.contributed) and clients < jobs
     assert found.rows[-1]["floats_up"] == (jobs - len(found.coordinator.planner.running)) * shared
     times = jobs if refresh == "round" else clients

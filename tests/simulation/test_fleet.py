@@ -19,6 +19,6 @@ def test_what_is_made_without_arguments_is_what_its_file_says(group: str, name: 
 
 
 def test_a_device_may_be_as_slow_as_it_likes() -> None:
-    assert Ideal(speed=0.5).duration(0, 0, 1.0, 0, 0) == 2.0
+    assert Ideal(speed=0.5).devices(0, 1, lambda: 1.0).trip(0, 0, 0.0, 1.0, 0, 0) == (2.0, True)
     slow = Lognormal(speed=0.5, sigma=0.0, bandwidth_down=0.5, bandwidth_up=0.25, bandwidth_sigma=0.0)
-    assert slow.duration(0, 0, 1.0, down=1, up=1) == 2.0 + 8.0 + 16.0
+    assert slow.devices(0, 1, lambda: 1.0).trip(0, 0, 0.0, 1.0, 1, 1) == (2.0 + 8.0 + 16.0, True)
