@@ -15,8 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from raysim.api.composition import SLOTS, owners
 from raysim.api.context import Context, Stage
-from raysim.api.declarations import Evaluation, Local
+from raysim.api.declarations import Evaluation, Local, Participation, RunFacts
 from raysim.api.messages import Failure, Job, Published, SingleUpdate, Trained, Update
 from raysim.api.method import Method
 from raysim.api.private_state import PrivateState, StoredState
@@ -33,7 +34,7 @@ from raysim.simulation.fleet import Fleet, Ideal, Lognormal
 from raysim.simulation.planner import Step
 from raysim.simulation.schedule import Buffered, Schedule, Synchronous
 from raysim.training.host import Host
-from raysim.training.run_spec import Checkpoint, Faults, RunSettings, RunSpec, State
+from raysim.training.run_spec import Checkpoint, Faults, RunSettings, RunSpec, State, build_networks
 
 
 @dataclass(frozen=True)
@@ -253,6 +254,18 @@ def ran(coordinator: Coordinator) -> Ran:
 def run(spec: RunSpec, schedule: Schedule = ROUNDS, fleet: Fleet | None = None, **settings: Any) -> Ran:
     """Run in this process; see `coordinate`."""
     return ran(coordinate(spec, schedule, fleet, **settings))
+
+
+def taking_part(
+    spec: RunSpec | None, samples: int, trained: float, earlier: int = 0, version: int = 0, accepted: int = 0
+) -> Participation:
+    """What a method's `cost` is asked of, in a run (None: in one whose facts do not matter)."""
+    spec = spec or recipe()
+    filled = frozenset(slot for slot in SLOTS if owners(spec.methods, slot))
+    facts = RunFacts(
+        spec.task, build_networks(spec)[1], int(np.count_nonzero(spec.data.partition.train.counts)), filled
+    )
+    return Participation(version, samples, trained, earlier, accepted, facts)
 
 
 class Spy(InProcess):

@@ -123,6 +123,8 @@ class Coordinator:
         else:
             self._contribute()
         self._hand_out()
+        for number in self._takers.keys() & self._undecided:  # of a resumed run
+            self._will_be_taken(number)
         yield Started(list(self.rows))
         self._publish()
         while self.server.version < self.settings.rounds:
@@ -328,8 +330,6 @@ class Coordinator:
         first = self.planner.version - len(plan.steps)
         self._takers = {each.number: first + index for index, step in enumerate(plan.steps) for each in step.taken}
         self._undecided = set(plan.messages)
-        for number in self._takers.keys() & self._undecided:
-            self._will_be_taken(number)
         self.rows = earlier.numbers["rows"]
         self.history.resume(earlier.numbers["wall"])
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from studies import BUFFER, NORMED, NOTHING, ROUNDS, Ran, Spy, coordinate, ran, recipe, run, several, tiny
+from studies import BUFFER, NORMED, NOTHING, ROUNDS, Ran, Spy, coordinate, ran, recipe, run, several, taking_part, tiny
 from torch import Tensor, nn
 
 from raysim.api.context import Batch, Context, Outputs
@@ -189,8 +189,7 @@ def test_fresh_means_upload_nothing_and_are_counted_for_every_client() -> None:
 def test_a_step_costs_a_pass_over_pseudo_data_and_a_forward_of_the_received_model_where_these_change(
     method: FedBR, passes: float
 ) -> None:
-    server: Any = SimpleNamespace(task=TASK)
-    assert method.cost(server, 5, 30.0, 0).samples == pytest.approx(30 * passes)
+    assert method.cost(taking_part(None, 5, 30.0)).samples == pytest.approx(30 * passes)
 
 
 # --- sources ------------------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from studies import MLP, NORMED, ROUNDS, private, recipe, run
+from studies import MLP, NORMED, ROUNDS, private, recipe, run, taking_part
 from torch import Tensor, nn
 
 from raysim.api.context import Batch, Context, Outputs
@@ -225,7 +225,7 @@ def test_settings_out_of_range_are_refused_by_name(settings: dict[str, Any]) -> 
 
 def test_a_job_costs_a_forward_pass_of_the_received_and_of_each_previous_model() -> None:
     def passes(mu: float, turn: int) -> float:
-        return Moon(mu, previous=2).cost(None, 5, 30.0, turn).samples / 10  # type: ignore[arg-type]
+        return Moon(mu, previous=2).cost(taking_part(None, 5, 30.0, turn)).samples / 10
 
     assert [passes(1.0, turn) for turn in range(4)] == [0.0, 2.0, 3.0, 3.0]
     assert passes(0.0, 3) == 0.0

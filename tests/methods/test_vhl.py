@@ -22,6 +22,7 @@ from studies import (
     run,
     same,
     several,
+    taking_part,
     tiny,
 )
 from torch import Tensor
@@ -412,8 +413,7 @@ def test_evaluation_folds_the_extra_outputs() -> None:
 
 def test_virtual_samples_are_counted_as_work_and_a_changed_batch_once_more() -> None:
     for methods, expected in (([Vhl()], 20), ([Vhl(), Mixup()], 40), ([Vhl(**NONE)], 0)):
-        server = coordinate(recipe(*methods)).server
-        assert methods[0].cost(server, 5, 20.0, 0).samples == expected
+        assert methods[0].cost(taking_part(recipe(*methods), 5, 20.0)).samples == expected
 
 
 @pytest.mark.parametrize(
