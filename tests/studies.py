@@ -30,7 +30,7 @@ from raysim.models.classifier import Shape
 from raysim.runtime.inprocess import InProcess
 from raysim.simulation.coordinator import Coordinator, Finished, Round, Row, Runtime
 from raysim.simulation.events import JobEnd
-from raysim.simulation.fleet import Fleet, Ideal, Lognormal
+from raysim.simulation.fleet import Devices, Fixed, Fleet, Ideal, Lognormal, Speeds, Trip
 from raysim.simulation.planner import Step
 from raysim.simulation.schedule import Buffered, Schedule, Synchronous
 from raysim.training.host import Host
@@ -325,6 +325,31 @@ class Silent(InProcess):
         samples = int(self.counts[job.client])
         delta, counters = np.zeros(self.shared, np.float32), np.empty(0, np.int64)
         return SingleUpdate(job.number, job.client, job.version, samples, samples, 1, 0.0, 0.0, counters, delta=delta)
+
+
+@dataclass(frozen=True)
+class Clock(Fleet):
+    """A fleet whose client k needs `seconds[k]`, however much it has to do."""
+
+    seconds: tuple[float, ...] = field(kw_only=False, default=())
+
+    def devices(self, seed: int, clients: int, sample_flops: Callable[[], float]) -> Devices:
+        return Ticking(self.seconds)
+
+
+class Ticking(Fixed):
+    """The devices of a `Clock`."""
+
+    def __init__(self, seconds: Sequence[float]):
+        everything = np.full(len(seconds), np.inf)
+        super().__init__(Speeds(everything, everything, everything), None)
+        self._each = np.asarray(seconds)
+
+    def trip(self, client: int, participation: int, start: float, samples: float, down: int, up: int) -> Trip:
+        return Trip(start + float(self._each[client]), True)
+
+    def seconds(self, samples: np.ndarray, down: int, up: int) -> np.ndarray:
+        return self._each
 
 
 class Ledger(Method):

@@ -17,9 +17,10 @@ import numpy as np
 
 from raysim.primitives.streams import stream
 from raysim.simulation.fleet import Devices
-from raysim.simulation.schedule import Aggregate, Discard, Dispatch, PlannedJob, Schedule, View, Wait
+from raysim.simulation.schedule import Aggregate, Discard, Dispatch, PlannedJob, Schedule, View, Wait, check_concurrency
 
 _TRIES = 16  # draws from the whole population for every client that is wanted, at least, before idle ones are listed
+_IN_VAIN = 10_000  # jobs in a row that are lost before a run gives up
 
 
 class Load(NamedTuple):
@@ -77,6 +78,7 @@ class Planner:
         patience: float = math.inf,
     ):
         self.schedule, self.devices, self.seed, self._load = schedule, devices, seed, load
+        check_concurrency(schedule, counts)
         self.eligible = np.flatnonzero(counts)
         self._members = self._pools(counts)
         self.now, self.version = 0.0, 0
@@ -93,6 +95,7 @@ class Planner:
         self._sent, self._since = 0, 0.0  # jobs of this version, and when the first was sent
         self._step = Step()
         self._patience = patience
+        self._in_vain = 0  # jobs in a row that were lost
 
     def _pools(self, counts: np.ndarray) -> list[np.ndarray]:
         """The clients of each pool, fastest first: by the seconds of a client's first job."""
@@ -105,12 +108,6 @@ class Planner:
         _, down, up = self._load(int(self.eligible[0]), 0, 0, 0)
         seconds = self.devices.seconds(work, down, up)[self.eligible]
         order = self.eligible[np.argsort(seconds, kind="stable")]
-        if len(order) < self.schedule.pools * self.schedule.size:
-            raise ValueError(
-                f"schedule={type(self.schedule).__name__.lower()} wants {self.schedule.pools} tiers of at least "
-                f"{self.schedule.size} clients, and {len(order)} clients have samples: lower schedule.tiers or "
-                "schedule.cohort"
-            )
         return [np.sort(part) for part in np.array_split(order, self.schedule.pools)]
 
     def contributed(self, floats: int) -> None:
@@ -166,8 +163,15 @@ class Planner:
         self._leave_pool(job)
         if job.back:
             self.arrived.append(job)
+            self._in_vain = 0
         else:
             self._step.lost.append(job.number)
+            self._in_vain += 1
+            if self._in_vain == _IN_VAIN:
+                raise ValueError(
+                    f"fleet: {_IN_VAIN:,} jobs in a row were lost, because clients leave or drop out before they are "
+                    "done: lower fleet.dropout, let clients stay longer (fleet.on, fleet.hours), or give them less to do"
+                )
 
     def _leave_pool(self, job: PlannedJob) -> None:
         if job.pool >= 0:
