@@ -79,17 +79,13 @@ def _ranked(found: Ran) -> list[int]:
     return [int(value[0]) for key, value in states.items() if key.endswith("fedbss.version")]
 
 
-@pytest.mark.parametrize(
-    ("methods", "schedule", "count"),
-    [([Scaffold()], "rounds", 2), ([FedBN()], "buffer", 1)],
-    ids=["scaffold in rounds on two hosts", "fedbn with a buffer on one host"],
-)
-def test_the_coordinator_may_be_an_actor_too(methods: list[Any], schedule: str, count: int, ray_session: None) -> None:
+def test_the_coordinator_may_be_an_actor_too(ray_session: None) -> None:
     from raysim.runtime import ray as on_ray
 
-    how = changed(study(methods), rounds=ROUNDS), SCHEDULES[schedule], Lognormal()
-    events = list(on_ray.run(*how, on_ray.Size(count, {"CPU": 0.5})))
-    here = run(study(methods), SCHEDULES[schedule], rounds=ROUNDS)
+    methods: list[Any] = [Scaffold(), FedBN()]  # a buffer, and two hosts: see tests of placement and of deaths
+    how = changed(study(methods), rounds=ROUNDS), SCHEDULES["rounds"], Lognormal()
+    events = list(on_ray.run(*how, on_ray.Size(1, {"CPU": 0.5})))
+    here = run(study(methods), SCHEDULES["rounds"], rounds=ROUNDS)
     assert isinstance(events[-1], Finished)
     assert (events[-1].model_sha256, events[-1].state_sha256) == here.bits
     rows = [event.row for event in events if isinstance(event, Round)]

@@ -325,20 +325,7 @@ def test_mlflow_without_the_run_gets_all_of_it_from_the_history(
 
 
 @pytest.mark.slow
-def test_mlflow_says_nothing_on_the_screen(tmp_path: Path) -> None:
-    code = (
-        "from pathlib import Path; from raysim.results.tracking import Tracker; import sys;"
-        "t = Tracker(Path(sys.argv[1]), patience=600.0); t.start({}, {}); t.log({'round': 1}); t.finish({}, [])"
-    )
-    (tmp_path / "run").mkdir()
-    done = subprocess.run([sys.executable, "-c", code, str(tmp_path / "run")], capture_output=True, check=True)
-    assert (done.stdout, done.stderr) == (b"", b"")
-    assert (tmp_path / "mlflow.db").is_file()
-    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == [RECORD]
-
-
-@pytest.mark.slow
-def test_runs_that_begin_side_by_side_make_one_database(tmp_path: Path) -> None:
+def test_runs_that_begin_side_by_side_make_one_database_and_nothing_is_said_on_the_screen(tmp_path: Path) -> None:
     code = (
         "from pathlib import Path; from raysim.results.tracking import Tracker; import mlflow.tracking, sys;"
         "t = Tracker(Path(sys.argv[1]), patience=600.0); sys.stdin.read();"
@@ -349,7 +336,8 @@ def test_runs_that_begin_side_by_side_make_one_database(tmp_path: Path) -> None:
     for folder in folders:
         folder.mkdir()
         command = [sys.executable, "-c", code, str(folder)]
-        children.append(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True))
+        pipe = subprocess.PIPE
+        children.append(subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=subprocess.STDOUT, text=True))
     for child in children:
         assert child.stdin is not None
         child.stdin.close()
@@ -357,3 +345,5 @@ def test_runs_that_begin_side_by_side_make_one_database(tmp_path: Path) -> None:
         assert child.stdout is not None
         assert child.stdout.read() == "" and child.wait() == 0
     assert len({identity(folder) for folder in folders}) == 2
+    assert (tmp_path / "mlflow.db").is_file()
+    assert all([path.name for path in folder.iterdir()] == [RECORD] for folder in folders)
