@@ -251,6 +251,11 @@ def free_ports(count: int) -> list[int]:
     return found
 
 
+def listens(port: int) -> bool:
+    with socket.socket() as probe:
+        return not probe.connect_ex(("127.0.0.1", port))
+
+
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     folder = tmp_path_factory.mktemp("r")
@@ -271,7 +276,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
             break
     assert started, (folder / "log").read_text()
     try:
-        until(lambda: answers(url, token.read_text()))
+        until(lambda: answers(url, token.read_text()) and listens(agent))  # a job needs both
         yield Cluster(url, env, token)
     finally:
         end(started)

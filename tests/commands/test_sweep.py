@@ -25,6 +25,7 @@ from raysim.commands.sweep.trial import Trial, prepared
 from raysim.experiment.compose import compose, plain
 from raysim.primitives.errors import Refused
 from raysim.results.history import read_history
+from raysim.results.tracking import Tracker
 from raysim.runtime import inprocess
 from raysim.simulation.events import RunStopped
 
@@ -155,6 +156,8 @@ def grid(ray_session: None, tmp_path_factory: pytest.TempPathFactory) -> tuple[P
     printed = io.StringIO()
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(printed):
         patch.chdir(tmp_path_factory.mktemp("grid"))
+        patch.setattr("raysim.commands.sweep.records.PATIENCE", 600.0)  # that of each trial's tracker
+        patch.setitem(Tracker.__init__.__kwdefaults__, "patience", 600.0)
         folder = sweep(*GRID).absolute()
     return folder, printed.getvalue()
 
