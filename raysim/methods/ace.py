@@ -22,7 +22,7 @@ The sum over A is kept in float64; an arrival touches its own row and those that
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
@@ -35,6 +35,7 @@ from raysim.vectors.blocks import in_blocks
 from raysim.vectors.row_store import Place, check_budget, claimed, reserve
 
 if TYPE_CHECKING:
+    from raysim.api.method import Setup
     from raysim.api.server_view import Aggregation, Server
 
 PLACES = ("disk", "memory")
@@ -120,6 +121,10 @@ class ACE(Method):
         one_of("method.ace.cache", cache, PLACES)
         self.max_staleness, self.initialise, self.cache = max_staleness, initialise, cache
         self.budget = at_least("method.ace.budget", budget, 0.0)
+
+    def check(self, setup: Setup) -> Sequence[str]:
+        """SCAFFOLD's control variates correct what the cache corrects."""
+        return setup.warn_of_second_correction("ace", "scaffold")
 
     def start(self, server: Server) -> None:
         """A row for each client seen so far: its id, update, version, and whether it is in the sum."""

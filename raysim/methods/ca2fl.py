@@ -33,6 +33,7 @@ from raysim.vectors.blocks import in_blocks
 from raysim.vectors.row_store import Place, check_budget, claimed, reserve
 
 if TYPE_CHECKING:
+    from raysim.api.method import Setup
     from raysim.api.server_view import Aggregation, Server
 
 AVERAGES, PLACES = ("all", "seen"), ("disk", "memory")
@@ -94,6 +95,10 @@ class CA2FL(Method):
         one_of("method.ca2fl.cache", cache, PLACES)
         self.average, self.cache = average, cache
         self.budget = at_least("method.ca2fl.budget", budget, 0.0)
+
+    def check(self, setup: Setup) -> Sequence[str]:
+        """SCAFFOLD's control variates correct what the cache corrects."""
+        return setup.warn_of_second_correction("ca2fl", "scaffold")
 
     def start(self, server: Server) -> None:
         """A row for each client seen so far: its id and update; and the sum of the rows."""

@@ -22,13 +22,12 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import Tensor, nn
 
-from raysim.api.declarations import Task
 from raysim.api.method import Method
 from raysim.primitives.checks import one_of
 
 if TYPE_CHECKING:
     from raysim.api.context import Own
-    from raysim.api.declarations import Local
+    from raysim.api.method import Setup
 
 STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 AFFINE = ("weight", "bias")
@@ -130,9 +129,9 @@ class FedBN(Method):
     def _in_scope(self, name: str) -> bool:
         return self.scope == "all" or name.rpartition(".")[2] in SCOPES[self.scope]
 
-    def check(self, task: Task, local: Local, networks: Mapping[str, nn.Module]) -> Sequence[str]:
+    def check(self, setup: Setup) -> Sequence[str]:
         """Without such layers it is FedAvg."""
-        if self.scope == "none" or self.personal(networks):
+        if self.scope == "none" or self.personal(setup.networks):
             return ()
         if self.name_rule is not None:
             return (

@@ -42,6 +42,7 @@ from raysim.primitives.checks import above, one_of
 from raysim.vectors.gram import GRANULARITIES, Granularity, combination, gram, stretches
 
 if TYPE_CHECKING:
+    from raysim.api.method import Setup
     from raysim.api.server_view import Aggregation, Server
 
 ConflictTest: TypeAlias = Literal["original", "current"]
@@ -116,6 +117,10 @@ class FedGH(Method):
         one_of("method.fedgh.conflict_test", conflict_test, get_args(ConflictTest))
         one_of("method.fedgh.granularity", granularity, GRANULARITIES)
         self.order, self.conflict_test, self.granularity = order, conflict_test, granularity
+
+    def check(self, setup: Setup) -> Sequence[str]:
+        """A conflict takes two updates."""
+        return setup.warn_if_single("fedgh", "no updates are in conflict")
 
     def combine(self, aggregation: Aggregation, server: Server) -> Tensor:
         """The weighted mean of the harmonised updates; without a conflict FedAvg's, bit for bit."""
@@ -197,6 +202,10 @@ class HierarchicalFedGH(Method):
 
     def __init__(self, eps: float = 1e-7):
         self.eps = above("method.fedgh_hierarchical.eps", eps, 0.0, "it keeps the divisors away from 0")
+
+    def check(self, setup: Setup) -> Sequence[str]:
+        """A conflict takes two updates."""
+        return setup.warn_if_single("fedgh_hierarchical", "no updates are in conflict")
 
     def combine(self, aggregation: Aggregation, server: Server) -> Tensor:
         """The mean in the first round, which r starts from; then the root of every tensor's tree."""

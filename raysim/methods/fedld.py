@@ -30,6 +30,7 @@ Choices where paper and code disagree or are silent
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal, TypeAlias, get_args
 
 import torch
@@ -44,6 +45,7 @@ from raysim.vectors.gram import GRANULARITIES, Granularity, gram
 
 if TYPE_CHECKING:
     from raysim.api.context import Batch, Context, Outputs
+    from raysim.api.method import Setup
     from raysim.api.server_view import Aggregation, Server
 
 Kind: TypeAlias = Literal["marg_log", "batch_softmax", "logit_l2", "threshold"]
@@ -185,6 +187,10 @@ class PrincipalGradient(Method):
         one_of("method.fedld_principal.granularity", granularity, GRANULARITIES)
         self.fraction, self.normalization, self.granularity = fraction, normalization, granularity
         self.tol = at_least("method.fedld_principal.tol", tol, 0.0)
+
+    def check(self, setup: Setup) -> Sequence[str]:
+        """One update is its own principal component."""
+        return setup.warn_if_single("fedld_principal", "the revised update is the update itself")
 
     def combine(self, aggregation: Aggregation, server: Server) -> Tensor:
         """The weighted mean of the revised updates."""

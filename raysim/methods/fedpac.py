@@ -42,14 +42,14 @@ import torch
 from torch import Tensor, nn
 
 from raysim.api.context import Stage
-from raysim.api.declarations import FORWARD, Cost, Download, Task
+from raysim.api.declarations import FORWARD, Cost, Download
 from raysim.api.method import Method
 from raysim.primitives.checks import above, at_least, between
 from raysim.vectors.row_store import extended, reserve, settled
 
 if TYPE_CHECKING:
     from raysim.api.context import Batch, Context, Outputs, Own, Plan
-    from raysim.api.declarations import Local
+    from raysim.api.method import Setup
     from raysim.api.server_view import Aggregation, Server
     from raysim.vectors.layout import Layout, Vector
 
@@ -239,21 +239,22 @@ class FedPAC(Method):
         """The head; it travels on purpose, beside the update."""
         return [f"model.head.{name}" for name, _ in networks["model"].get_submodule("head").named_parameters()]
 
-    def check(self, task: Task, local: Local, networks: Mapping[str, nn.Module]) -> Sequence[str]:
+    def check(self, setup: Setup) -> Sequence[str]:
         """An extractor and a linear head, and a budget that both phases have a part in."""
-        parts = dict(networks["model"].named_children())
+        parts = dict(setup.networks["model"].named_children())
         if not isinstance(parts.get("head"), nn.Linear) or "extractor" not in parts:
             raise ValueError(
                 f"method 'fedpac' needs a model of an extractor and a linear head, and this one has a "
                 f"{type(parts.get('head')).__name__} as its head and the parts {', '.join(parts)}: choose another model"
             )
+        local = setup.local
         key, budget = ("epochs", local.epochs) if local.epochs is not None else ("steps", local.steps or 0)
         if budget <= self.head_epochs:
             raise ValueError(
                 f"local.{key}={budget} leaves nothing for the extractor after method.fedpac.head_epochs="
                 f"{self.head_epochs} for the head: set local.{key}={self.head_epochs + 1} or more"
             )
-        return ()
+        return setup.warn_if_single("fedpac", "every client keeps the head that it trained")
 
     def stages(self, plan: Plan) -> Sequence[tuple[Stage, ...]]:
         """An entry per step: first the head's, then the extractor's."""

@@ -46,7 +46,7 @@ from raysim.primitives.checks import above, at_least, between, one_of
 
 if TYPE_CHECKING:
     from raysim.api.context import Batch, Context, Outputs, Plan
-    from raysim.api.declarations import Local
+    from raysim.api.method import Setup
     from raysim.api.server_view import Server
     from raysim.vectors.layout import Layout
 
@@ -300,7 +300,7 @@ class FRAug(Method):
         shape = next(entry.shape for entry in layout.entries if entry.name == "model.head.weight")
         return {PROTOTYPES: torch.zeros(shape)}
 
-    def check(self, task: Task, local: Local, networks: Mapping[str, nn.Module]) -> Sequence[str]:
+    def check(self, setup: Setup) -> Sequence[str]:
         """A length for the ramps, batches of two, a linear head; without BatchNorm the classifier is all shared."""
         ends = self.ramp in ("exp", "laine_aila")
         if self.rounds is None and (ends or self.prototype_ramp):
@@ -308,16 +308,16 @@ class FRAug(Method):
             raise ValueError(
                 f"method.fraug.rounds=null leaves the end of method.fraug.{which} open: set it to the number of rounds"
             )
-        if local.batch == 1:
+        if setup.local.batch == 1:
             raise ValueError(
                 "local.batch=1 makes batches of one sample, which method 'fraug' leaves out: set local.batch=2 or more"
             )
-        if not isinstance(head := networks["model"].head, nn.Linear):
+        if not isinstance(head := setup.networks["model"].head, nn.Linear):
             raise ValueError(
                 f"method 'fraug' trains the model's head on embeddings, and {type(head).__name__} is no linear layer: "
                 "choose a model with one Linear as its head"
             )
-        if not _normalising("model", networks["model"]):
+        if not _normalising("model", setup.networks["model"]):
             return (
                 "method 'fraug' finds no BatchNorm in the model, so that no layer besides RTNet's stays on the client: "
                 "choose a model.norm=batch",

@@ -35,7 +35,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.functional import cross_entropy
 
-from raysim.api.declarations import Cost, Task
+from raysim.api.declarations import Cost
 from raysim.api.method import Method
 from raysim.primitives.checks import at_least, one_of
 from raysim.vectors.layout import Entry, Layout, plan_layout
@@ -43,7 +43,7 @@ from raysim.vectors.optimizer import Descent, Optimizer
 
 if TYPE_CHECKING:
     from raysim.api.context import Context, Own
-    from raysim.api.declarations import Local
+    from raysim.api.method import Setup
     from raysim.api.server_view import Server
 
 COUNTED = ("bottom_up", "top_down")
@@ -153,10 +153,10 @@ class PartialFed(Method):
         self.temperature, self.decay, self.floor = temperature, decay, floor
         self.sample_decision = sample_decision
 
-    def check(self, task: Task, local: Local, networks: Mapping[str, nn.Module]) -> Sequence[str]:
+    def check(self, setup: Setup) -> Sequence[str]:
         """More layers than the model has are refused; a strategy that keeps none is FedAvg."""
-        paths = model_layers(plan_layout(networks), networks["model"])
-        if self.strategy not in ("adaptive", "all") and bool(self._fixed(paths, networks["model"]).all()):
+        paths = model_layers(plan_layout(setup.networks), setup.networks["model"])
+        if self.strategy not in ("adaptive", "all") and bool(self._fixed(paths, setup.networks["model"]).all()):
             return (
                 f"method 'partialfed' with strategy={self.strategy} keeps no layer of this model and trains as FedAvg: "
                 "choose another strategy or model",

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from studies import NOTHING, Spy, coordinate, ran, recipe, run, several
+from studies import NOTHING, Spy, coordinate, ran, recipe, run, setup, several
 from torch import Tensor, nn
 
 from raysim.api.context import Batch, Context
@@ -247,17 +247,17 @@ def test_a_discriminator_step_saves_the_two_thirds_of_a_step_that_go_backwards(
 
 def test_one_client_is_refused_and_two_with_the_narrowest_discriminator_are_not() -> None:
     with pytest.raises(ValueError, match=r"partition\.clients=1: use at least 2 clients"):
-        Dann().check(Task((1, 8, 8), 5, 1), PLAIN, {})
-    assert Dann(width=1).check(Task((1, 8, 8), 5, 2), PLAIN, {}) == ()
+        Dann().check(setup(Task((1, 8, 8), 5, 1), PLAIN, {}))
+    assert Dann(width=1).check(setup(Task((1, 8, 8), 5, 2), PLAIN, {})) == ()
 
 
 @pytest.mark.parametrize("ratio", [1, 3])
 def test_fewer_steps_than_a_period_are_refused_and_one_period_is_enough(ratio: int) -> None:
     method = Dann(discriminator_steps=ratio)
     with pytest.raises(ValueError, match=rf"local\.steps={ratio} .*set local\.steps={ratio + 1} or more"):
-        method.check(TASK, Local(epochs=None, steps=ratio), {})
-    assert method.check(TASK, Local(epochs=None, steps=ratio + 1), {}) == ()
-    assert Dann(mode="grl").check(TASK, Local(epochs=None, steps=1), {}) == ()
+        method.check(setup(TASK, Local(epochs=None, steps=ratio), {}))
+    assert method.check(setup(TASK, Local(epochs=None, steps=ratio + 1), {})) == ()
+    assert Dann(mode="grl").check(setup(TASK, Local(epochs=None, steps=1), {})) == ()
 
 
 @pytest.mark.parametrize("settings", [{"rate": 0.5}, {"discriminator_steps": 2}], ids=str)

@@ -10,7 +10,22 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from studies import BLOCKS, BUFFER, NORMED, NORMED_MLP, ROUNDS, SEED, Spy, coordinate, ran, recipe, run, same, tiny
+from studies import (
+    BLOCKS,
+    BUFFER,
+    NORMED,
+    NORMED_MLP,
+    ROUNDS,
+    SEED,
+    Spy,
+    coordinate,
+    ran,
+    recipe,
+    run,
+    same,
+    setup,
+    tiny,
+)
 from torch import Tensor, nn
 
 from raysim.api.context import Context, Own
@@ -300,10 +315,10 @@ def test_settings_that_mean_nothing_are_refused(settings: dict[str, Any], messag
 def test_a_model_without_such_layers_is_warned_of() -> None:
     here = recipe()
     networks, _ = build_networks(here)
-    (warning,) = FedBN().check(here.task, here.settings.local, networks)
+    (warning,) = FedBN().check(setup(here.task, here.settings.local, networks))
     assert "finds no BatchNorm in the model and runs as FedAvg" in warning
-    (warning,) = FedBN(name_rule="bn").check(here.task, here.settings.local, networks)
+    (warning,) = FedBN(name_rule="bn").check(setup(here.task, here.settings.local, networks))
     assert "finds no 'bn' in the names of the model" in warning
-    assert not FedBN("none").check(here.task, here.settings.local, networks)
+    assert not FedBN("none").check(setup(here.task, here.settings.local, networks))
     normed = {"model": build_networks(recipe(model=NORMED))[0]["model"]}
-    assert not FedBN().check(here.task, here.settings.local, normed)
+    assert not FedBN().check(setup(here.task, here.settings.local, normed))

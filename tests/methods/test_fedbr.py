@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from studies import BUFFER, NORMED, NOTHING, ROUNDS, Ran, Spy, coordinate, ran, recipe, run, several, tiny
+from studies import BUFFER, NORMED, NOTHING, ROUNDS, Ran, Spy, coordinate, ran, recipe, run, setup, several, tiny
 from torch import Tensor, nn
 
 from raysim.api.context import Batch, Context, Outputs
@@ -442,9 +442,9 @@ def test_the_default_weights_and_temperatures_are_the_papers() -> None:
 
 def test_a_pool_smaller_than_a_batch_is_refused_and_one_as_large_is_not() -> None:
     with pytest.raises(ValueError, match=r"pseudo_batch=13 is more than the pool of 6 clients x means_per_client=2"):
-        FedBR(pseudo_batch=13, means_per_client=2).check(TASK, LOCAL, {})
-    assert FedBR(pseudo_batch=12, means_per_client=2).check(TASK, LOCAL, {}) == ()
-    assert FedBR(pseudo_batch=13).check(TASK, LOCAL, {}) == ()
+        FedBR(pseudo_batch=13, means_per_client=2).check(setup(TASK, LOCAL, {}))
+    assert FedBR(pseudo_batch=12, means_per_client=2).check(setup(TASK, LOCAL, {})) == ()
+    assert FedBR(pseudo_batch=13).check(setup(TASK, LOCAL, {})) == ()
 
 
 @pytest.mark.parametrize("shape", [[1, 4, 4], [3, 8, 8]], ids=str)
@@ -453,9 +453,9 @@ def test_a_proxy_set_of_other_images_is_refused_with_the_settings_that_would_fit
     sizes = " x ".join(map(str, shape))
     match = rf"has images of {sizes} .* the data has 1 x 8 x 8: set .*proxy\.size=8 and .*proxy\.channels=1"
     with pytest.raises(ValueError, match=match):
-        mixture(proxy=proxy).check(TASK, LOCAL, {})
+        mixture(proxy=proxy).check(setup(TASK, LOCAL, {}))
     fitting = Synthetic(samples=10, test_samples=5, shape=shape, size=8, channels=1)
-    assert mixture(proxy=fitting).check(TASK, LOCAL, {}) == ()
+    assert mixture(proxy=fitting).check(setup(TASK, LOCAL, {})) == ()
 
 
 @pytest.mark.parametrize("proxy", [None, Source()], ids=["none", "a source of nothing"])

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from studies import BUFFER, MLP, NORMED, NOTHING, ROUNDS, SEED, Ran, recipe, run, tiny
+from studies import BUFFER, MLP, NORMED, NOTHING, ROUNDS, SEED, Ran, recipe, run, setup, tiny
 from torch import Tensor
 
 from raysim.api.context import Batch, Context
@@ -272,8 +272,8 @@ def test_fedbrs_projector_follows_its_direction_with_the_sign_of_its_movement() 
 def test_adam_is_refused() -> None:
     task = Task((1, 8, 8), 5, 6)
     with pytest.raises(ValueError, match=r"'fedcm' needs SGD, not local\.optimizer=adam"):
-        FedCM().check(task, Local(optimizer="adam"), {})
-    assert FedCM().check(task, replace(WHOLE, momentum=0.9), {}) == ()
+        FedCM().check(setup(task, Local(optimizer="adam"), {}))
+    assert FedCM().check(setup(task, replace(WHOLE, momentum=0.9), {})) == ()
 
 
 @pytest.mark.parametrize("alpha", [-0.1, 1.01])

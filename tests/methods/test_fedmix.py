@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from studies import BUFFER, LOCAL, NORMED, ROUNDS, Spy, coordinate, ran, recipe, run, same, tiny
+from studies import BUFFER, LOCAL, NORMED, ROUNDS, Spy, coordinate, ran, recipe, run, same, setup, tiny
 from torch import Tensor, nn
 
 from raysim.api.composition import check_composition
@@ -309,9 +309,9 @@ def test_the_pool_is_sent_to_each_client_once() -> None:
 def test_a_batch_larger_than_the_pool_is_refused_with_the_number_that_works() -> None:
     task, local = Task((1, 8, 8), 5, clients=6), Local(batch=32)
     with pytest.raises(ValueError, match=r"local\.batch=32 .* pool of 30 .* set method\.fedmix\.means=6 \(now 5\)"):
-        FedMix(means=5).check(task, local, {})
+        FedMix(means=5).check(setup(task, local, {}))
     for fitting in (FedMix(means=6), FedMix(means=5, pairs="one"), FedMix(means=5, fresh=True), FedMix(0.0, means=1)):
-        assert not fitting.check(task, local, {})
+        assert not fitting.check(setup(task, local, {}))
 
 
 def test_clients_without_samples_leave_a_smaller_pool() -> None:

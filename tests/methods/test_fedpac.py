@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from studies import MLP, NORMED_MLP, SEED, Ran, Spy, coordinate, ran, recipe, run, tiny
+from studies import MLP, NORMED_MLP, SEED, Ran, Spy, coordinate, ran, recipe, run, setup, tiny
 from torch import Tensor, nn
 
 from raysim.api.composition import check_composition
@@ -668,10 +668,10 @@ def test_what_it_costs() -> None:
 @pytest.mark.parametrize("head", [nn.Sequential(nn.Linear(12, 5)), nn.Conv2d(1, 5, 1)], ids=["sequence", "conv"])
 def test_a_head_that_is_not_linear_is_refused(head: nn.Module) -> None:
     model = MLP.build((1, 8, 8), 5, 0)
-    assert FedPAC().check(TASK, TWO, {"model": model}) == ()
+    assert FedPAC().check(setup(TASK, TWO, {"model": model})) == ()
     model.head = head  # type: ignore[assignment]
     with pytest.raises(ValueError, match=f"needs a model of an extractor and a linear head.*{type(head).__name__}"):
-        FedPAC().check(TASK, TWO, {"model": model})
+        FedPAC().check(setup(TASK, TWO, {"model": model}))
 
 
 @pytest.mark.parametrize("key", ["epochs", "steps"])
@@ -680,8 +680,8 @@ def test_a_budget_that_the_head_uses_up_is_refused(key: str) -> None:
     for budget in (1, 2):
         local = Local(**({"epochs": None, key: budget}))  # type: ignore[arg-type]
         with pytest.raises(ValueError, match=rf"local\.{key}={budget} .* set local\.{key}=3 or more"):
-            FedPAC(head_epochs=2).check(TASK, local, networks)
-    assert FedPAC(head_epochs=2).check(TASK, Local(**({"epochs": None, key: 3})), networks) == ()  # type: ignore[arg-type]
+            FedPAC(head_epochs=2).check(setup(TASK, local, networks))
+    assert FedPAC(head_epochs=2).check(setup(TASK, Local(**({"epochs": None, key: 3})), networks)) == ()  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

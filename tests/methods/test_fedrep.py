@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from studies import LOCAL, NORMED_MLP, recipe, run
+from studies import LOCAL, NORMED_MLP, recipe, run, setup
 from torch import Tensor
 
 from raysim.api.context import Context
@@ -70,8 +70,8 @@ def test_the_paper_spends_ten_epochs_on_the_head_and_one_on_the_extractor() -> N
 def test_a_budget_that_is_not_the_sum_of_both_phases_is_refused(local: Any, message: str) -> None:
     nothing: Any = SimpleNamespace()
     with pytest.raises(ValueError, match=message):
-        FedRep().check(nothing, local, {})
-    assert FedRep("joint").check(nothing, local, {}) == ()
+        FedRep().check(setup(nothing, local, {}))
+    assert FedRep("joint").check(setup(nothing, local, {})) == ()
 
 
 def test_an_unknown_mode_is_refused() -> None:

@@ -14,7 +14,23 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from studies import BUFFER, LOCAL, MLP, NORMED, NORMED_MLP, ROUNDS, Bare, Spy, coordinate, ran, recipe, run, same, tiny
+from studies import (
+    BUFFER,
+    LOCAL,
+    MLP,
+    NORMED,
+    NORMED_MLP,
+    ROUNDS,
+    Bare,
+    Spy,
+    coordinate,
+    ran,
+    recipe,
+    run,
+    same,
+    setup,
+    tiny,
+)
 from torch import Tensor, nn
 
 from raysim.api.context import Batch, Context, Outputs
@@ -801,9 +817,9 @@ def networks_of(model: Any) -> dict[str, nn.Module]:
 
 
 def test_a_model_without_batchnorm_is_warned_of() -> None:
-    (sentence,) = small().check(TASK, LOCAL, networks_of(MLP))
+    (sentence,) = small().check(setup(TASK, LOCAL, networks_of(MLP)))
     assert "no BatchNorm" in sentence and "RTNet" in sentence
-    assert small().check(TASK, LOCAL, networks_of(NORMED)) == ()
+    assert small().check(setup(TASK, LOCAL, networks_of(NORMED))) == ()
     assert not run(recipe(small(), model=MLP)).failures
 
 
@@ -811,19 +827,19 @@ def test_a_head_of_more_than_one_layer_is_refused() -> None:
     networks = networks_of(NORMED)
     cast(Classifier, networks["model"]).head = nn.Sequential(nn.Linear(64, 5))  # type: ignore[assignment]
     with pytest.raises(ValueError, match=r"Sequential is no linear layer: choose a model"):
-        small().check(TASK, LOCAL, networks)
+        small().check(setup(TASK, LOCAL, networks))
 
 
 def test_ramps_that_end_need_the_number_of_rounds() -> None:
     for settings in ({}, {"ramp": "laine_aila"}, {"ramp": "constant", "prototype_ramp": True}):
         with pytest.raises(ValueError, match=r"method\.fraug\.rounds=null .*set it to the number of rounds"):
-            small(None, **settings).check(TASK, LOCAL, networks_of(NORMED))
-    assert small(None, ramp="constant").check(TASK, LOCAL, networks_of(NORMED)) == ()
+            small(None, **settings).check(setup(TASK, LOCAL, networks_of(NORMED)))
+    assert small(None, ramp="constant").check(setup(TASK, LOCAL, networks_of(NORMED))) == ()
 
 
 def test_batches_of_one_sample_are_refused() -> None:
     with pytest.raises(ValueError, match=r"local\.batch=1 .*set local\.batch=2"):
-        small().check(TASK, replace(LOCAL, batch=1), networks_of(NORMED))
+        small().check(setup(TASK, replace(LOCAL, batch=1), networks_of(NORMED)))
 
 
 @pytest.mark.parametrize(

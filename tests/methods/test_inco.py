@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from studies import BLOCKS, BUFFER, LOCAL, MLP, NORMED, NORMED_MLP, ROUNDS, Ran, recipe, run, same
+from studies import BLOCKS, BUFFER, LOCAL, MLP, NORMED, NORMED_MLP, ROUNDS, Ran, recipe, run, same, setup
 from torch import Tensor
 
 from raysim.api.composition import check_composition
@@ -159,9 +159,9 @@ def test_in_bottlenecks_the_last_two_convolutions_have_their_like() -> None:
 def test_models_without_repeated_blocks_have_no_pairs_and_the_user_is_told(model: ModelRecipe) -> None:
     assert paired(model) == {}
     network = {"model": model.build((3, 32, 32), 10, 0)}
-    (sentence,) = InCo().check(recipe().task, LOCAL, network)
+    (sentence,) = InCo().check(setup(recipe().task, LOCAL, network))
     assert "method 'inco' finds no two blocks to mix in the model and runs as FedAvg" in sentence
-    assert InCo().check(recipe().task, LOCAL, {"model": BLOCKS.build((1, 8, 8), 5, 0)}) == ()
+    assert InCo().check(setup(recipe().task, LOCAL, {"model": BLOCKS.build((1, 8, 8), 5, 0)})) == ()
 
 
 def test_a_prefix_and_the_norms_of_a_transformer() -> None:

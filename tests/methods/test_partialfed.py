@@ -9,7 +9,23 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from studies import BUFFER, LOCAL, MLP, NORMED, NORMED_MLP, ROUNDS, SEED, Spy, coordinate, ran, recipe, run, same, tiny
+from studies import (
+    BUFFER,
+    LOCAL,
+    MLP,
+    NORMED,
+    NORMED_MLP,
+    ROUNDS,
+    SEED,
+    Spy,
+    coordinate,
+    ran,
+    recipe,
+    run,
+    same,
+    setup,
+    tiny,
+)
 from torch import Tensor
 from torch.func import functional_call
 
@@ -521,11 +537,11 @@ def test_a_strategy_is_checked_against_the_model() -> None:
     study = recipe(model=MLP)
     networks, _ = build_networks(study)
     with pytest.raises(ValueError, match="num_loaded=9 does not fit a model of 2 layers"):
-        PartialFed("bottom_up", 9).check(study.task, LOCAL, networks)
-    (warning,) = PartialFed("no_bn").check(study.task, LOCAL, networks)
+        PartialFed("bottom_up", 9).check(setup(study.task, LOCAL, networks))
+    (warning,) = PartialFed("no_bn").check(setup(study.task, LOCAL, networks))
     assert "keeps no layer of this model and trains as FedAvg" in warning
     for method in (PartialFed(), PartialFed("all"), PartialFed("adaptive"), PartialFed("none")):
-        assert not method.check(study.task, LOCAL, networks)
+        assert not method.check(setup(study.task, LOCAL, networks))
 
 
 def test_every_client_of_the_tiny_data_keeps_a_model() -> None:

@@ -21,6 +21,7 @@ from studies import (
     recipe,
     run,
     same,
+    setup,
     several,
     tiny,
 )
@@ -235,9 +236,9 @@ def test_the_virtual_set_is_the_same_after_a_resume(tmp_path: Any) -> None:
 def test_a_virtual_set_that_is_too_small_is_refused(settings: dict[str, int], message: str) -> None:
     task = Task((1, 8, 8), CLASSES, clients=6)
     with pytest.raises(ValueError, match=message):
-        Vhl(**settings).check(task, LOCAL, {})
-    assert not Vhl(**(NONE | settings)).check(task, LOCAL, {})
-    assert not Vhl(batch=5, virtual=5).check(task, LOCAL, {})
+        Vhl(**settings).check(setup(task, LOCAL, {}))
+    assert not Vhl(**(NONE | settings)).check(setup(task, LOCAL, {}))
+    assert not Vhl(batch=5, virtual=5).check(setup(task, LOCAL, {}))
 
 
 # --- the step -------------------------------------------------------------------------------------------------------
