@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from omegaconf import DictConfig
 
-from raysim.api.composition import check_composition
+from raysim.api.composition import check_composition, check_private_names
 from raysim.api.declarations import Local
 from raysim.api.method import Method, Setup
 from raysim.data.federated import FederatedData, federate, pooled
@@ -146,7 +146,8 @@ def build(config: DictConfig | Mapping[str, Any] | Sequence[str] = (), allow: Se
             settings = replace(settings, local=local)
         check_concurrency(schedule, data.partition.train.counts)
         spec = RunSpec(model, methods, data, settings, device, execution.runtime.threads)
-        networks, _ = build_networks(spec)
+        networks, layout = build_networks(spec)
+        check_private_names(methods, layout)
         setup = Setup(spec.task, settings.local, networks, methods, schedule.size, _may_be_stale(schedule))
         warnings = tuple(text for method in methods for text in method.check(setup))
     return Experiment(node, spec, schedule, fleet, execution, warnings)

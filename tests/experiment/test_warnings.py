@@ -6,8 +6,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+import torch
 
 from raysim.experiment.execute import build
+from raysim.primitives.errors import Refused
 
 DATA = ["runtime=inprocess", "tracking=none", "data=synthetic", "partition=iid", "partition.clients=6", "model=mlp"]
 ROUNDS = ["schedule=synchronous", "schedule.cohort=3"]
@@ -66,3 +68,15 @@ def test_a_method_sees_the_whole_list_and_what_the_schedule_aggregates(monkeypat
         warnings("method=[fedprox,mixup]", *schedule)
     assert [(setup.size, setup.stale) for setup in seen] == [(3, False), (3, True), (1, True), (1, False)]
     assert [method.name for method in seen[0].methods] == ["fedprox", "mixup"]
+
+
+def test_a_run_whose_private_state_has_the_name_of_a_personal_tensor_does_not_start(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from raysim.methods.fedbn import FedBN
+    from raysim.methods.fedprox import FedProx
+
+    monkeypatch.setattr(FedBN, "personal", lambda self, networks: ["model.head.bias"])
+    monkeypatch.setattr(FedProx, "state", lambda self, layout, samples: {"model.head.bias": torch.zeros(1)})
+    with pytest.raises(Refused, match="method 'fedprox' keeps 'model.head.bias', a name that a personal tensor"):
+        build([*DATA, *ROUNDS, "method=[fedbn,fedprox]"])
