@@ -229,8 +229,7 @@ def _on_ray(experiment: Experiment, where: Place, console: Console) -> Iterator[
         say(console, f"{'':<10}{text}")
 
     options, spec = experiment.execution.runtime, experiment.spec
-    mine = ray.connect(options)
-    try:
+    with ray.connected(options):
         size = ray.fit(options, spec, experiment.schedule.concurrency, tell)
         if options.hosts is None:
             tell(f"{size} fit")
@@ -238,9 +237,6 @@ def _on_ray(experiment: Experiment, where: Place, console: Console) -> Iterator[
             tell("device=auto is the CPU because this process sees no GPU, but the cluster has some: set device=cuda")
         folder = str(where.folder.absolute())
         yield from ray.run(spec, experiment.schedule, experiment.fleet, size, options, tell, folder, where.resume)
-    finally:
-        if mine:
-            ray.disconnect()
 
 
 def _make_folder(experiment: Experiment, where: Place) -> None:

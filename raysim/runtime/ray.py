@@ -50,6 +50,7 @@ __all__ = [
     "RayRuntime",
     "Size",
     "connect",
+    "connected",
     "disconnect",
     "fit",
     "run",
@@ -88,6 +89,17 @@ def connect(options: RayOptions) -> bool:
         # `ray job stop` is a Ctrl-C: Ray's own handler prints its stack and may abort.
         signal.signal(signal.SIGTERM, signal.default_int_handler)
     return True
+
+
+@contextmanager
+def connected(options: RayOptions) -> Iterator[None]:
+    """`connect`; in the end only what it started or joined is left."""
+    mine = connect(options)
+    try:
+        yield
+    finally:
+        if mine:
+            disconnect()
 
 
 def address() -> str:

@@ -78,5 +78,5 @@ def test_a_run_whose_private_state_has_the_name_of_a_personal_tensor_does_not_st
 
     monkeypatch.setattr(FedBN, "personal", lambda self, networks: ["model.head.bias"])
     monkeypatch.setattr(FedProx, "state", lambda self, layout, samples: {"model.head.bias": torch.zeros(1)})
-    with pytest.raises(Refused, match="method 'fedprox' keeps 'model.head.bias', a name that a personal tensor"):
+    with pytest.raises(Refused, match=r"method 'fedprox' keeps 'model\.head\.bias', a name that a personal tensor"):
         build([*DATA, *ROUNDS, "method=[fedbn,fedprox]"])

@@ -265,7 +265,7 @@ def test_private_state_of_two_methods_under_one_name_is_refused_before_the_start
     methods = [Keeps("mine", "some.state"), Keeps("yours", "some.state")]
     _, layout = build_networks(recipe(*methods, model=NORMED_MLP))
     with pytest.raises(
-        ValueError, match="method 'yours' keeps 'some.state', a name that method 'mine' has given already: rename"
+        ValueError, match=r"'yours' keeps 'some\.state', a name that method 'mine' has given already: re"
     ):
         check_private_names(methods, layout)
     check_private_names([Keeps("mine", "mine.state"), FedBN(), Keeps("yours", "yours.state")], layout)
