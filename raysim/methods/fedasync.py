@@ -78,30 +78,12 @@ def arrival_rates(
     return rates
 
 
-def apply_arrivals(
-    *,
-    params: Tensor,
-    client_params: Tensor,
-    base_versions: Tensor,
-    version: int,
-    alpha: float,
-    kind: str = "polynomial",
-    a: float = 0.5,
-    b: float = 4.0,
-    max_staleness: int | None = None,
-    factors: Tensor | None = None,
-) -> dict[str, Any]:
-    """Mix ``client_params`` [M, D] into ``params`` [D], in the order of the rows: {"params", "version"}."""
-    rates = arrival_rates(
-        base_versions=base_versions,
-        version=version,
-        alpha=alpha,
-        kind=kind,
-        a=a,
-        b=b,
-        max_staleness=max_staleness,
-        factors=factors,
-    )
+def apply_arrivals(*, params: Tensor, client_params: Tensor, version: int, **arrivals: Any) -> dict[str, Any]:
+    """Mix ``client_params`` [M, D] into ``params`` [D], in the order of the rows: {"params", "version"}.
+
+    ``arrivals``: what else `arrival_rates` takes.
+    """
+    rates = arrival_rates(version=version, **arrivals)
     for own, rate in zip(client_params, rates, strict=True):
         params = mixed_params(params=params, client_params=own, rate=rate)
     return {"params": params, "version": version + len(rates)}

@@ -18,6 +18,7 @@ from raysim.commands.sweep.words import sweeping
 from raysim.experiment.compose import Node, draft, groups, settled
 from raysim.experiment.instantiate import build, shown
 from raysim.experiment.many_runs import asked_to_continue, check_free, dated_folder, not_a_folder_of
+from raysim.primitives.checks import above, at_least
 from raysim.primitives.errors import Refused
 from raysim.primitives.streams import stream
 from raysim.results.history import write_json
@@ -63,15 +64,11 @@ class Options:
 
     def __post_init__(self) -> None:
         for key, least in (("trials", 1), ("seeds", 1), ("concurrent", 1), ("hosts", 0), ("grace", 1), ("interval", 1)):
-            value = getattr(self, key)
-            if value is not None and value < least:
-                raise ValueError(f"sweep.{key}={value} must be at least {least}")
-        if self.reduction <= 1:
-            raise ValueError(
-                f"sweep.reduction={self.reduction:g} must be above 1: 3 lets a third of the trials through"
-            )
-        if self.minutes is not None and self.minutes <= 0:
-            raise ValueError(f"sweep.minutes={self.minutes:g} must be above 0")
+            if (value := getattr(self, key)) is not None:
+                at_least(f"sweep.{key}", value, least)
+        above("sweep.reduction", self.reduction, 1, "3 lets a third of the trials through")
+        if self.minutes is not None:
+            above("sweep.minutes", self.minutes, 0)
         if self.scheduler == "pbt" and self.search == "optuna":
             raise ValueError("sweep.scheduler=pbt changes values itself, so optuna has no say: set sweep.search=random")
 
