@@ -84,8 +84,8 @@ def apply_arrivals(*, params: Tensor, client_params: Tensor, version: int, **arr
     ``arrivals``: what else `arrival_rates` takes.
     """
     rates = arrival_rates(version=version, **arrivals)
-    for own, rate in zip(client_params, rates, strict=True):
-        params = mixed_params(params=params, client_params=own, rate=rate)
+    for model, rate in zip(client_params, rates, strict=True):
+        params = mixed_params(params=params, client_params=model, rate=rate)
     return {"params": params, "version": version + len(rates)}
 
 

@@ -120,11 +120,11 @@ class FedBN(Method):
         model, kinds = networks["model"], BATCHNORM if self.layers == "batch" else NORMS
         names = [name for name, tensor in (*model.named_parameters(), *model.named_buffers())]
         if self.name_rule is not None:
-            found = [name for name in names if self.name_rule in name and self._in_scope(name)]
+            personal = [name for name in names if self.name_rule in name and self._in_scope(name)]
         else:
             norms = [name for name, module in model.named_modules() if isinstance(module, kinds)]
-            found = split_parameter_names(names=names, norm_modules=norms, scope=self.scope)["personal"]
-        return [f"model.{name}" for name in found]
+            personal = split_parameter_names(names=names, norm_modules=norms, scope=self.scope)["personal"]
+        return [f"model.{name}" for name in personal]
 
     def _in_scope(self, name: str) -> bool:
         return self.scope == "all" or name.rpartition(".")[2] in SCOPES[self.scope]

@@ -152,8 +152,8 @@ class _Chosen:
                 continue
             part = slice(int(batch[0]), int(batch[-1]) + 1)
             choice = self._search(models[part], losses[part], smoothness)
-            for own, own_losses, index in zip(models[part], losses[part], choice, strict=True):
-                self.add(own[index], own_losses[index])
+            for candidates, candidate_losses, index in zip(models[part], losses[part], choice, strict=True):
+                self.add(candidates[index], candidate_losses[index])
             choices += choice
         return choices
 
@@ -161,13 +161,13 @@ class _Chosen:
         self, models: Sequence[Sequence[Tensor]], losses: Sequence[Sequence[float]], smoothness: float
     ) -> list[int]:
         """The best of all combinations; they grow client by client, the first client's choice being the slowest."""
-        gram, products = self._gram([model for own in models for model in own])
+        gram, products = self._gram([model for candidates in models for model in candidates])
         loss, square = (torch.tensor([value], dtype=torch.float64) for value in (self.loss, self.square))
         norm = self.total[: self.trained].square().sum()[None]  # |sum of S|^2 of each combination so far
         cross = products[None]  # its products with the candidates of the clients to come
-        for own in losses:
-            many, norms = len(own), gram.diagonal()[: len(own)]
-            loss = (loss[:, None] + torch.tensor(own, dtype=torch.float64)).flatten()
+        for client_losses in losses:
+            many, norms = len(client_losses), gram.diagonal()[: len(client_losses)]
+            loss = (loss[:, None] + torch.tensor(client_losses, dtype=torch.float64)).flatten()
             square = (square[:, None] + norms).flatten()
             norm = (norm[:, None] + 2 * cross[:, :many] + norms).flatten()
             cross = (cross[:, None, many:] + gram[:many, many:]).flatten(0, 1)
@@ -176,7 +176,7 @@ class _Chosen:
         objective = loss / count + smoothness / 2 * (square / count - norm / count**2)
         best = objective.min()
         first = int((objective <= best + _TIE * best.abs()).nonzero()[0])
-        return [int(index) for index in np.unravel_index(first, [len(own) for own in losses])]
+        return [int(index) for index in np.unravel_index(first, [len(client_losses) for client_losses in losses])]
 
     def _gram(self, rows: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         """Inner products of the models [T, T], and with the sum of the set [T]."""
@@ -301,13 +301,13 @@ class FedCDA(Method):
                 chosen.add(models[row, place], float(losses[row, place]))
         places = [_newest_first(int(state["fedcda.pushes"][row]), self.memory) for row in rows]
         choices = chosen.extend(
-            [[models[row, place] for place in own] for row, own in zip(rows, places, strict=True)],
-            [[float(losses[row, place]) for place in own] for row, own in zip(rows, places, strict=True)],
+            [[models[row, place] for place in newest] for row, newest in zip(rows, places, strict=True)],
+            [[float(losses[row, place]) for place in newest] for row, newest in zip(rows, places, strict=True)],
             self.smoothness,
             self.batches,
         )
-        for row, own, choice in zip(rows, places, choices, strict=True):
-            selected[row] = own[choice]
+        for row, newest, choice in zip(rows, places, choices, strict=True):
+            selected[row] = newest[choice]
         return chosen.mean()
 
 

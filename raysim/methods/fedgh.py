@@ -68,10 +68,10 @@ def _harmonized(products: np.ndarray, order: Pairs | None, conflict_test: str, t
         if not current and not products[i, j] < 0:
             continue
         made = 0
-        for own, other in ((i, j), (j, i)):
-            inner = mixture[own] @ products[other]
+        for changed_row, other in ((i, j), (j, i)):
+            inner = mixture[changed_row] @ products[other]
             if products[other, other] > 0 and (inner < 0 or not current):
-                mixture[own, other] -= inner / products[other, other]
+                mixture[changed_row, other] -= inner / products[other, other]
                 made += 1
         tally.conflicts += made > 0
         tally.projections += made
@@ -85,9 +85,9 @@ def harmonized_gradients(*, gradients: Tensor, order: Pairs | None = None, confl
     """
     mixture = _harmonized(gram(gradients.unbind()).numpy(), order, conflict_test, _Tally())
     changed = torch.from_numpy((mixture != np.eye(len(mixture))).any(axis=1))
-    found = gradients.clone()
-    found[changed] = torch.from_numpy(mixture).to(gradients.dtype)[changed] @ gradients
-    return found
+    harmonized = gradients.clone()
+    harmonized[changed] = torch.from_numpy(mixture).to(gradients.dtype)[changed] @ gradients
+    return harmonized
 
 
 def harmonized_aggregate(
@@ -218,9 +218,9 @@ class HierarchicalFedGH(Method):
             factors = np.array(weights) / mean
             direction = torch.empty_like(reference)
             for part in stretches(server.layout, "tensor"):
-                own = [row[part] for row in rows]
-                coefficients = _tree(gram([*own, reference[part]]).numpy(), factors, self.eps, tally)
-                direction[part] = combination(own, (coefficients * mean).tolist(), server.group)
+                blocks = [row[part] for row in rows]
+                coefficients = _tree(gram([*blocks, reference[part]]).numpy(), factors, self.eps, tally)
+                direction[part] = combination(blocks, (coefficients * mean).tolist(), server.group)
         direction.div_(aggregation.divisor)
         new = direction.clone() if reference is None else _KEPT * reference + (1 - _KEPT) * direction
         server.state[REFERENCE] = new

@@ -154,8 +154,8 @@ class FedMix(Method):
             return {}
         size = (self.means, self.samples_per_mean)
         indices = torch.from_numpy(client.generator.integers(len(client.inputs), size=size)).to(client.inputs.device)
-        found = mean_pairs(client.inputs, client.labels, client.num_classes, indices)
-        return {f"fedmix.{key}": value.cpu().numpy() for key, value in found.items()}
+        means = mean_pairs(client.inputs, client.labels, client.num_classes, indices)
+        return {f"fedmix.{key}": value.cpu().numpy() for key, value in means.items()}
 
     def assemble(self, parts: Mapping[str, Sequence[np.ndarray]], server: Server) -> None:
         """All clients' pairs, one after another."""

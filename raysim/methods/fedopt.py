@@ -123,8 +123,8 @@ def _adapt(
     """
     if step is not None and beta2 is not None:
         server_lr *= math.sqrt(1.0 - beta2**step) / (1.0 - beta1**step)
-    kept, gain = (1.0, 1.0) if beta2 is None else (1.0 if yogi else beta2, 1.0 - beta2)
-    run_compiled(_adaptive, arrays, [server_lr, beta1, 1.0 - beta1, kept, gain, tau], yogi)
+    decay, gain = (1.0, 1.0) if beta2 is None else (1.0 if yogi else beta2, 1.0 - beta2)
+    run_compiled(_adaptive, arrays, [server_lr, beta1, 1.0 - beta1, decay, gain, tau], yogi)
 
 
 # --- compiled: every array [d]; the first one is written, states change in place --------------------------------------
@@ -152,7 +152,7 @@ def _adaptive(
     rate: float,
     beta1: float,
     weight: float,
-    kept: float,
+    decay: float,
     gain: float,
     tau: float,
     yogi: bool,
@@ -161,7 +161,7 @@ def _adaptive(
         square = delta[i] * delta[i]
         if yogi:
             square *= np.sign(square - second[i])
-        second[i] = kept * second[i] + gain * square
+        second[i] = decay * second[i] + gain * square
         first[i] = beta1 * first[i] + weight * delta[i]
         into[i] = params[i] + rate * (first[i] / (np.sqrt(second[i]) + tau))
 

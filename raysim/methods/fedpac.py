@@ -141,8 +141,8 @@ def _coordinates(weighted_means: Tensor) -> Tensor:
 def _combination(variances: Tensor, points: Tensor, client: int, min_weight: float) -> Tensor:
     away = points[client] - points
     weights = _simplex_minimum(variances.diag() + away @ away.T, client)
-    kept = torch.where(weights > min_weight, weights, 0.0)
-    return kept / kept.sum() if bool(kept.any()) else weights
+    large = torch.where(weights > min_weight, weights, 0.0)
+    return large / large.sum() if bool(large.any()) else weights
 
 
 def _simplex_minimum(matrix: Tensor, preferred: int) -> Tensor:
@@ -279,12 +279,12 @@ class FedPAC(Method):
         """Take the combined head, and measure the client with the received extractor."""
         if HEAD in ctx.download:
             _load_head(ctx.vector, ctx.download[HEAD])
-        found = self._measure(ctx)
-        ctx.kept |= {LOCAL: found["class_means"].to(ctx.vector.data), HELD: found["class_counts"] > 0}
+        statistics = self._measure(ctx)
+        ctx.kept |= {LOCAL: statistics["class_means"].to(ctx.vector.data), HELD: statistics["class_counts"] > 0}
         ctx.upload |= {
-            WEIGHTED: found["weighted_means"].to(ctx.vector.data),
-            COUNTS: found["class_counts"],
-            VARIANCE: ctx.vector.data.new_tensor([found["variance"]]),
+            WEIGHTED: statistics["weighted_means"].to(ctx.vector.data),
+            COUNTS: statistics["class_counts"],
+            VARIANCE: ctx.vector.data.new_tensor([statistics["variance"]]),
         }
 
     def term(self, ctx: Context, out: Outputs, batch: Batch) -> Tensor:
@@ -314,9 +314,9 @@ class FedPAC(Method):
         ctx.model.eval()
         with torch.no_grad():
             batches = ((ctx.model.features(inputs), labels) for inputs, labels in ctx.data())
-            found = _statistics(batches, ctx.trainer.task.num_classes)
+            statistics = _statistics(batches, ctx.trainer.task.num_classes)
         ctx.model.train()
-        return found
+        return statistics
 
     @staticmethod
     def _alignment(ctx: Context, features: Tensor, labels: Tensor) -> Tensor:
@@ -357,8 +357,8 @@ class FedPAC(Method):
         def sent(name: str) -> Tensor:
             return torch.from_numpy(np.stack([update.extras[name] for update in latest.values()]))
 
-        found = aggregate_prototypes(class_means=sent(MEANS), class_counts=sent(COUNTS))
-        server.state |= {PROTOTYPES: found["prototypes"], PRESENT: found["present"]}
+        aggregated = aggregate_prototypes(class_means=sent(MEANS), class_counts=sent(COUNTS))
+        server.state |= {PROTOTYPES: aggregated["prototypes"], PRESENT: aggregated["present"]}
         variances, points = sent(VARIANCE).double().flatten(), _coordinates(sent(WEIGHTED))
         weights = torch.stack([_combination(variances, points, i, self.min_weight) for i in range(len(latest))])
         server.report["fedpac.own_weight"] = float(weights.diagonal().mean())
@@ -374,6 +374,6 @@ class FedPAC(Method):
             if rows[client] < 0:
                 rows[client], seen = seen, seen + 1
         room = settled(state[HEADS], int(np.count_nonzero(server.counts)), "memory")  # it may be a checkpoint's
-        kept = extended(room, seen)
-        kept[rows[list(clients)]] = heads.to(kept.dtype)
-        server.state |= {ROWS: rows, HEADS: kept}
+        all_heads = extended(room, seen)
+        all_heads[rows[list(clients)]] = heads.to(all_heads.dtype)
+        server.state |= {ROWS: rows, HEADS: all_heads}

@@ -281,14 +281,14 @@ class FRAug(Method):
     def networks(self, task: Task, model: nn.Module) -> Mapping[str, Network]:
         """G, which travels, and H, which does not."""
         size, classes = int(model.feature_dim), task.num_classes  # type: ignore[arg-type]
-        found = {}
+        networks = {}
         if self.use_generator:
-            found[GENERATOR] = Network(make_generator(size, self.noise_dim, classes))
+            networks[GENERATOR] = Network(make_generator(size, self.noise_dim, classes))
         if self.use_rtnet:
             source = size if self.use_generator else self.noise_dim
             rtnet = make_rtnet(source, size, self.noise_dim, classes, self.rtnet_norm)
-            found[RTNET] = Network(rtnet, personal=True)
-        return found
+            networks[RTNET] = Network(rtnet, personal=True)
+        return networks
 
     def personal(self, networks: Mapping[str, nn.Module]) -> Sequence[str]:
         """BatchNorm of the model, as in FedBN, and that of the generator where it is local."""
@@ -326,8 +326,8 @@ class FRAug(Method):
 
     def stages(self, plan: Plan) -> Sequence[tuple[Stage, ...]]:
         """Classifier, generator, RTNet; nothing on a batch of one sample."""
-        own = [name for name, used in ((GENERATOR, self.use_generator), (RTNET, self.use_rtnet)) if used]
-        fixed = dict.fromkeys(("model", *own), False)
+        extra_networks = [name for name, used in ((GENERATOR, self.use_generator), (RTNET, self.use_rtnet)) if used]
+        fixed = dict.fromkeys(("model", *extra_networks), False)
         stages = [Stage(modes={**fixed, "model": True})]
         if self.use_generator:
             factor = self.generator_lr_factor
@@ -351,8 +351,8 @@ class FRAug(Method):
         """
         size = {name: _floats(server.layout, name) for name in ("model", GENERATOR, RTNET)}
         first, last = 2 * bool(self.weight), 2 * self.use_rtnet  # rows per sample in the first and the third step
-        own = size[GENERATOR] * (FORWARD * (first + last) + 1) + size[RTNET] * (FORWARD * first + last)
-        return Cost(samples=(FORWARD * self._looks + own / max(1, size["model"])) * trained)
+        extra_passes = size[GENERATOR] * (FORWARD * (first + last) + 1) + size[RTNET] * (FORWARD * first + last)
+        return Cost(samples=(FORWARD * self._looks + extra_passes / max(1, size["model"])) * trained)
 
     @property
     def _looks(self) -> bool:
@@ -363,8 +363,8 @@ class FRAug(Method):
     def receive(self, ctx: Context) -> None:
         """Let the optimisers go on where they were."""
         if self.keep_optimizer:
-            kept = {key.removeprefix(_OPTIMIZER): v for key, v in ctx.state.items() if key.startswith(_OPTIMIZER)}
-            ctx.trainer.step.resume(kept)
+            buffers = {key.removeprefix(_OPTIMIZER): v for key, v in ctx.state.items() if key.startswith(_OPTIMIZER)}
+            ctx.trainer.step.resume(buffers)
 
     def finish(self, ctx: Context) -> None:
         """Keep the optimisers' buffers."""
@@ -451,8 +451,8 @@ class FRAug(Method):
             size = len(out.batch.inputs)
             network = ctx.networks[GENERATOR if self.use_generator else RTNET]
             classes, step = cast(Conditional, network).num_classes, ctx.version * ctx.plan.steps + ctx.step
-            found = balanced_labels(batch_size=size, num_classes=classes, step=step)
-            return found.to(out.batch.inputs.device)
+            drawn = balanced_labels(batch_size=size, num_classes=classes, step=step)
+            return drawn.to(out.batch.inputs.device)
 
         return out.once("fraug.labels", compute)
 

@@ -107,12 +107,12 @@ def _mix(rows: np.ndarray, sources: np.ndarray, clamp_max: float, clip: float, e
 def source_parameters(*, names: list[str], shapes: list[list[int]]) -> dict[str, str]:
     """The source of every target among parameters of these ``names`` (with any prefix) and ``shapes``."""
     known = {name: tuple(shape) for name, shape in zip(names, shapes, strict=True)}
-    found: dict[str, str] = {}
+    sources: dict[str, str] = {}
     for name, shape in known.items():
         source = next((each for each in _candidates(name) if known.get(each) == shape), None)
         if source is not None:
-            found[name] = source
-    return found
+            sources[name] = source
+    return sources
 
 
 def _candidates(name: str) -> Sequence[str]:

@@ -165,14 +165,14 @@ class PartialFed(Method):
 
     def state(self, layout: Layout, samples: int) -> Mapping[str, Tensor]:
         """No model yet; all logits 0, which loads."""
-        kept = {
+        state = {
             "partialfed.model": torch.empty(0),
             "partialfed.counters": torch.empty(0, dtype=torch.int64),
             "partialfed.version": torch.full((1,), -1),
         }
         if self.strategy == "adaptive":
-            kept["partialfed.logits"] = torch.zeros(len(_owning(layout)), 2)
-        return kept
+            state["partialfed.logits"] = torch.zeros(len(_owning(layout)), 2)
+        return state
 
     def cost(self, server: Server, samples: int, trained: float, participation: int) -> Cost:
         """The steps of the policy, from the second participation on."""
@@ -216,13 +216,13 @@ class PartialFed(Method):
         if self.num_loaded is not None:
             return fixed_loading_mask(num_layers=len(paths), strategy=self.strategy, num_loaded=self.num_loaded)
         bn, classifier = (kind in self.strategy for kind in ("no_bn", "no_classifier"))
-        kept = [
+        stays = [
             self.strategy == "none"
             or (bn and isinstance(model.get_submodule(path), nn.modules.batchnorm._BatchNorm))
             or (classifier and path.partition(".")[0] == "head")
             for path in paths
         ]
-        return ~torch.tensor(kept, dtype=torch.bool)
+        return ~torch.tensor(stays, dtype=torch.bool)
 
     # --- the learnt policy ---------------------------------------------------------------------------------------
     def _adapted(self, ctx: Context, paths: Sequence[str]) -> Tensor:
@@ -264,10 +264,10 @@ def _places(entries: Sequence[Entry], paths: Sequence[str]) -> list[int]:
     return [place[_layer(entry)] if entry.network == "model" else len(paths) for entry in entries]
 
 
-def _mixed(entries: Sequence[Entry], paths: Sequence[str], loads: Tensor, received: Tensor, kept: Tensor) -> Tensor:
+def _mixed(entries: Sequence[Entry], paths: Sequence[str], loads: Tensor, received: Tensor, previous: Tensor) -> Tensor:
     """A flat tensor laid out as `entries`, which cover it: by layer the received values or the kept ones."""
     each = torch.cat([loads.cpu(), torch.ones(1, dtype=torch.bool)])[_places(entries, paths)]
-    new, old = ([flat[entry.start : entry.stop] for entry in entries] for flat in (received, kept))
+    new, old = ([flat[entry.start : entry.stop] for entry in entries] for flat in (received, previous))
     return torch.cat(partial_initialize(global_layers=new, local_layers=old, load_global=each))
 
 

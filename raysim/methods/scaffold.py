@@ -115,12 +115,12 @@ class Scaffold(Method):
 
     def finish(self, ctx: Context) -> None:
         """Option II, for each group with the number of steps that it made."""
-        own, server = ctx.state["scaffold.control"], ctx.download["scaffold.control"]
-        control, momentum = own.clone(), ctx.trainer.local.momentum
+        old, server = ctx.state["scaffold.control"], ctx.download["scaffold.control"]
+        control, momentum = old.clone(), ctx.trainer.local.momentum
         for part, steps, factor in ctx.trainer.step.movements():
             y, rate = ctx.vector.data[part], ctx.rate * factor
-            control[part] = updated_control_variate(own[part], server[part], ctx.base[part], y, rate, steps, momentum)
-        ctx.upload["scaffold.control"] = control - own
+            control[part] = updated_control_variate(old[part], server[part], ctx.base[part], y, rate, steps, momentum)
+        ctx.upload["scaffold.control"] = control - old
         ctx.state["scaffold.control"] = control
 
     def absorb(self, aggregation: Aggregation, server: Server) -> None:

@@ -38,8 +38,8 @@ class Entry:
     @property
     def values(self) -> list[float]:
         """Ours, one of each run that measured it."""
-        found = [self.score.summary(run.rows, self.score.column) for run in self.runs]
-        return [value * self.score.factor for value in found if value is not None]
+        scores = [self.score.summary(run.rows, self.score.column) for run in self.runs]
+        return [value * self.score.factor for value in scores if value is not None]
 
     @property
     def spread(self) -> float | None:
@@ -78,8 +78,8 @@ def _said(table: Table, entries: Sequence[Entry], study: Study) -> list[str]:
     ours = (
         ["our ± is the standard deviation over runs, divisor n - 1"] if any(len(e.values) > 1 for e in entries) else []
     )
-    own = [study.notes[table.name]] if table.name in study.notes else []
-    return [*theirs, *ours, *table.notes, *own]
+    notes = [study.notes[table.name]] if table.name in study.notes else []
+    return [*theirs, *ours, *table.notes, *notes]
 
 
 # --- which run belongs to which cell --------------------------------------------------------------------------------
@@ -88,7 +88,7 @@ def _match(study: Study, name: str, entries: Sequence[Entry], runs: Sequence[Run
     telling = _telling(study, name.partition("/")[0])
     presets: dict[tuple[str, tuple[str, ...]], dict[str, str]] = {}
     for run in runs:
-        found: dict[str, list[str]] = {}
+        labels: dict[str, list[str]] = {}
         for entry in entries:
             command = entry.command
             if not _same_choices(run, command):
@@ -100,8 +100,8 @@ def _match(study: Study, name: str, entries: Sequence[Entry], runs: Sequence[Run
             if not telling & set(different):
                 entry.runs.append(run)
                 entry.changed |= bool(different)
-                found.setdefault("; ".join(different.values()), []).append(entry.cell.label)
-        yield from _told(run, found)
+                labels.setdefault("; ".join(different.values()), []).append(entry.cell.label)
+        yield from _told(run, labels)
 
 
 def _telling(study: Study, paper: str) -> set[str]:
@@ -130,12 +130,12 @@ def _flat(config: Mapping[str, object]) -> dict[str, str]:
 def _different(run: Run, preset: Mapping[str, str], command: Command, telling: set[str]) -> dict[str, str]:
     """What the run has otherwise than the command says. Other keys that only one has follow from a named option."""
     # A run from before a method had a switch is a run at its default.
-    found = {key: preset[key] for key in telling if key in preset} | _flat(run.config)
+    settings = {key: preset[key] for key in telling if key in preset} | _flat(run.config)
     expected = {**preset, **{key: str(value) for key, value in command.overrides.items()}}
     return {
-        key: f"{key}={found[key]} instead of {value}"
+        key: f"{key}={settings[key]} instead of {value}"
         for key, value in expected.items()
-        if key in found and not _equal(found[key], value) and not _is_free(key)
+        if key in settings and not _equal(settings[key], value) and not _is_free(key)
     }
 
 
@@ -150,12 +150,12 @@ def _equal(one: str, other: str) -> bool:
         return one == other
 
 
-def _told(run: Run, found: Mapping[str, Sequence[str]]) -> Iterator[str]:
+def _told(run: Run, labels: Mapping[str, Sequence[str]]) -> Iterator[str]:
     """Where a run stands and how it differs from the paper's setting."""
-    if not found:
+    if not labels:
         what = f"experiment={choice(run.config, 'experiment')}, method {choice(run.config, 'method')}"
         yield f"{run.folder} belongs to no row of this table (it has {what})"
-    for different, rows in found.items():
+    for different, rows in labels.items():
         state = [] if run.finished else ["it has not finished"]
         said = [f"it has {different}", *state] if different else state
         yield f"{run.folder}: {', '.join(dict.fromkeys(rows))}; {'; '.join(said) or 'as in the preset'}"
@@ -229,9 +229,9 @@ def _rounds(key: str, entry: Entry, entries: Sequence[Entry]) -> str:
     """Mean over the runs of a cell; a dash where one of them never got there."""
     if (threshold := _threshold(key, entry, entries)) is None:
         return NOTHING
-    found = [_round(run, entry.score.column, threshold) for run in entry.runs]
-    reached = [number for number in found if number is not None]
-    return f"{statistics.fmean(reached):.0f}" if reached and len(reached) == len(found) else NOTHING
+    rounds = [_round(run, entry.score.column, threshold) for run in entry.runs]
+    reached = [number for number in rounds if number is not None]
+    return f"{statistics.fmean(reached):.0f}" if reached and len(reached) == len(rounds) else NOTHING
 
 
 # --- text -----------------------------------------------------------------------------------------------------------

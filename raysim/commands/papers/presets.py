@@ -25,8 +25,8 @@ class Command:
 
     def words(self) -> list[str]:
         """As `raysim run` takes them."""
-        own = [f"{key}={_shown(value)}" for key, value in self.overrides.items()]
-        return [f"experiment={self.experiment}", f"method=[{','.join(self.methods)}]", *own, *self.places]
+        settings = [f"{key}={_shown(value)}" for key, value in self.overrides.items()]
+        return [f"experiment={self.experiment}", f"method=[{','.join(self.methods)}]", *settings, *self.places]
 
     def __str__(self) -> str:
         return f"raysim run {' '.join(self.words())}"

@@ -198,12 +198,12 @@ def store(search: Search, folder: Path) -> None:
 def load(folder: Path) -> Search:
     """Read sweep.json. Raises Refused where there is none, or a broken one."""
     try:
-        kept: dict[str, Any] = json.loads((folder / FILE).read_text())
+        stored: dict[str, Any] = json.loads((folder / FILE).read_text())
         space: dict[str, Range] = {}
-        for key, values in kept["space"].items():
+        for key, values in stored["space"].items():
             kind = values.pop("kind")
             space[key] = Interval(**values) if kind == "Interval" else Choice(tuple(values["values"]))
-        return Search(Options(**kept["options"]), space, kept["drafts"], kept["inactive"], tuple(kept["words"]))
+        return Search(Options(**stored["options"]), space, stored["drafts"], stored["inactive"], tuple(stored["words"]))
     except FileNotFoundError:
         raise not_a_folder_of("search", folder, FILE) from None
     except (OSError, ValueError, KeyError, TypeError) as error:

@@ -110,9 +110,9 @@ class SweepTrial(tune.Trainable):
         seeds = self._search.seeds()
         nodes = [self._search.node(self._setting, seed) | {"device": self._plan["device"]} for seed in seeds]
         every = self._search.options.interval if self._search.options.scheduler == "pbt" else None
-        found = trial.prepared(nodes, self._folder, self._plan["allow"], every)
-        experiments, folders = [experiment for experiment, _, _ in found], [folder for _, folder, _ in found]
-        streams = [self._events(*each) for each in found]
+        runs = trial.prepared(nodes, self._folder, self._plan["allow"], every)
+        experiments, folders = [experiment for experiment, _, _ in runs], [folder for _, folder, _ in runs]
+        streams = [self._events(*each) for each in runs]
         return trial.Trial(experiments, folders, streams, self._plan["metric"])
 
     def _events(self, experiment: Experiment, folder: Path, resume: str) -> Iterator[Event]:
@@ -205,9 +205,9 @@ def _trainable(search: Search, records: Records, device: str, each: Resources, a
         "each": dict(each),
         "folder": str(records.folder.absolute() / "trials"),
     }
-    own: dict[str, float] = {"memory": 1} if search.options.hosts else dict(each)  # a byte: next to nothing
+    trial_bundle: dict[str, float] = {"memory": 1} if search.options.hosts else dict(each)  # a byte: next to nothing
     hosts = [_times(each, search.options.seeds)] * search.options.hosts
-    group = tune.PlacementGroupFactory([own, *hosts])
+    group = tune.PlacementGroupFactory([trial_bundle, *hosts])
     return tune.with_resources(tune.with_parameters(SweepTrial, search=search, plan=shared), group)
 
 
@@ -284,15 +284,15 @@ def _distributions(space: Space) -> dict[str, Any]:
     """Optuna's own; lists go by their index, because it takes no lists as values."""
     from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 
-    found: dict[str, Any] = {}
+    distributions: dict[str, Any] = {}
     for key, each in space.items():
         if isinstance(each, Choice):
-            found[key] = CategoricalDistribution(list(range(len(each.values))))
+            distributions[key] = CategoricalDistribution(list(range(len(each.values))))
         elif each.whole:
-            found[key] = IntDistribution(int(each.low), int(each.high), log=each.log)
+            distributions[key] = IntDistribution(int(each.low), int(each.high), log=each.log)
         else:
-            found[key] = FloatDistribution(each.low, each.high, log=each.log)
-    return found
+            distributions[key] = FloatDistribution(each.low, each.high, log=each.log)
+    return distributions
 
 
 def _decoded(space: Space, params: Mapping[str, Any]) -> Point:
