@@ -23,8 +23,8 @@ Choices where paper and code disagree or are silent
 - A class that nobody holds has no prototype; its samples are drawn to the client's own mean of the received extractor's
   features, and R is 0 in the first round. The code fails there.
 - Prototypes and mixtures are over the participants of one aggregation (of a single one its own); others keep their last
-  head, and a client that never took part the initial one. A client that is twice in a buffer counts with its last
-  update, and one that is sent off before its update is aggregated starts from the mixture before.
+  head, and a client that never took part the initial one. Of a client that is twice in a buffer only the last
+  update counts. A client that is sent off again before its update was aggregated starts from its previous mixture.
 - P has no negative eigenvalue, so nothing is repaired (the code drops eigenvalues below 0.01 and may give up).
 - Weights up to min_weight are cut off (code), unless all of them are.
 - With Mixup, R is the mean of the two labels' R with Mixup's weights.

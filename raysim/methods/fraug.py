@@ -146,9 +146,10 @@ def rtnet_loss(
     lam: float,
     metric: str = "mmd",
 ) -> Tensor:
-    """Embeddings [B, D] that the head doubts, ``lam`` times their distances from what they lie around added.
+    """Low where the head is unsure of both kinds of embeddings [B, D] and they stay close to what they imitate.
 
-    Those of the domain lie around ``real_embeddings`` [B, D], the others around ``anchors`` [B, D]; both count alike.
+    ``lam`` times the mean of two distances, of ``domain_embeddings`` from ``real_embeddings`` [B, D] and of
+    ``proto_embeddings`` from ``anchors`` [B, D], less the mean of both kinds' entropy under the head.
     """
     doubt = sum(_entropy(F.linear(each, head_weight, head_bias)) for each in (domain_embeddings, proto_embeddings))
     distance = _distance(domain_embeddings, real_embeddings, metric) + _distance(proto_embeddings, anchors, metric)

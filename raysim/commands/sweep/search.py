@@ -223,7 +223,7 @@ def continued(folder: Path, words: Sequence[str]) -> Search:
 
 
 @dataclass(frozen=True)
-class Asked:
+class SweepRequest:
     """A search, the folder that it writes, and whether that folder holds a part of it already."""
 
     search: Search
@@ -232,12 +232,12 @@ class Asked:
     words: tuple[str, ...]
 
 
-def asked(words: Sequence[str], conf: Sequence[str] = ()) -> Asked:
+def read_request(words: Sequence[str], conf: Sequence[str] = ()) -> SweepRequest:
     """What the words of `raysim sweep` mean. Raises Refused."""
     if asked_to_continue(words, "search"):
         out = dict(word.split("=", 1) for word in words if word.startswith("out="))["out"]
         folder = Path(out).expanduser()
-        return Asked(continued(folder, words), folder, True, tuple(words))
+        return SweepRequest(continued(folder, words), folder, True, tuple(words))
     search = plan(words, conf)
     check_free(folder := folder_of(search))
-    return Asked(search, folder, False, tuple(words))
+    return SweepRequest(search, folder, False, tuple(words))

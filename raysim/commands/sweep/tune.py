@@ -29,7 +29,7 @@ from ray.tune.search import Searcher
 
 from raysim.commands.sweep import trial
 from raysim.commands.sweep.records import ENDED, Records, Watch
-from raysim.commands.sweep.search import Asked, Options, Search, asked, store
+from raysim.commands.sweep.search import Options, Search, SweepRequest, read_request, store
 from raysim.commands.sweep.space import Choice, Point, Space, nearest
 from raysim.experiment.many_runs import how_to_go_on, join_ray, last_score, value_label
 from raysim.experiment.settings import Experiment, Interrupted, RuntimeOptions
@@ -306,13 +306,14 @@ def _encoded(space: Space, point: Point) -> dict[str, Any]:
 
 # --- the search -----------------------------------------------------------------------------------------------------
 def run(
-    words: Sequence[str] | Asked,
+    words: Sequence[str] | SweepRequest,
     *,
     quiet: bool = False,
     allow: Sequence[str] = (),
     console: Console | None = None,
 ) -> Path:
-    """Search to the end; the folder of the results. words: as on the command line after `raysim sweep`, or `asked`.
+    """Search to the end; the folder of the results. words: those after `raysim sweep` on
+    the command line, or what `read_request` made of them.
 
     Raises Refused (nothing was written), Interrupted.
     """
@@ -320,16 +321,16 @@ def run(
 
     since = time.monotonic()
     console = console or Console(quiet=quiet)
-    given = words if isinstance(words, Asked) else asked(words)
-    search, folder = given.search, given.folder
+    request = words if isinstance(words, SweepRequest) else read_request(words)
+    search, folder = request.search, request.folder
     experiments = _checked(search, allow)
     spec = experiments[0].spec
-    options = _cluster_options(experiments[0].execution.runtime, given.words)
+    options = _cluster_options(experiments[0].execution.runtime, request.words)
     with ExitStack() as session:
         join_ray(options, session)
         with refusing():
             each, slots = _room(search.options, options, spec.device, spec.threads)
-        if not given.known:
+        if not request.known:
             folder.mkdir(parents=True)
             store(search, folder)
         return _search(search, folder, experiments, each, slots, allow, console, quiet, since)
