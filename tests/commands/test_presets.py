@@ -284,9 +284,7 @@ def test_every_printed_number_of_fraug_has_a_command_and_a_column(name: str) -> 
 def test_the_ablation_of_fraug_lacks_a_part_in_every_row_but_the_last() -> None:
     fraug = PAPER_RUNS["fraug"]
     found = {
-        cell.variant["row"]: composed(*PAPER_RUNS["fraug"].command(FRAUG["fraug/table3"], cell).words())["method"][
-            "fraug"
-        ]
+        cell.variant["row"]: composed(*fraug.command(FRAUG["fraug/table3"], cell).words())["method"]["fraug"]
         for cell in FRAUG["fraug/table3"].cells
     }
     whole = composed("experiment=fraug/office_home")["method"]["fraug"]

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from studies import LOCAL, setup
+from tiny_runs import LOCAL, setup
 
 from raysim.methods.fedbss import FedBSS
 

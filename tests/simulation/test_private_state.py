@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from cluster import Hosts
-from studies import NORMED, NORMED_MLP, coordinate, recipe, run, same, tiny
+from tiny_runs import NORMED, NORMED_MLP, coordinate, run, run_spec, same, tiny
 
 from raysim.api.composition import check_private_names
 from raysim.api.declarations import Evaluation, Local
@@ -34,7 +34,7 @@ ROUNDS = 7
 
 
 def study(*methods: Any) -> Any:
-    return recipe(*methods, model=NORMED, local=LOCAL, data=tiny(clients=5))
+    return run_spec(*methods, model=NORMED, local=LOCAL, data=tiny(clients=5))
 
 
 def snapshots(coordinator: Coordinator) -> Iterator[checkpoint.Snapshot]:
@@ -256,14 +256,14 @@ class Keeps(FedProx):
 @pytest.mark.parametrize("kept", ["model.extractor.2.weight", "personal", "personal.counters"])
 def test_private_state_under_the_name_of_a_personal_tensor_is_refused_before_the_start(kept: str) -> None:
     methods = [FedBN(), Keeps("mine", kept)]
-    _, layout = build_networks(recipe(*methods, model=NORMED_MLP))
+    _, layout = build_networks(run_spec(*methods, model=NORMED_MLP))
     with pytest.raises(ValueError, match=rf"method 'mine' keeps '{kept}', .*: rename"):
         check_private_names(methods, layout)
 
 
 def test_private_state_of_two_methods_under_one_name_is_refused_before_the_start() -> None:
     methods = [Keeps("mine", "some.state"), Keeps("yours", "some.state")]
-    _, layout = build_networks(recipe(*methods, model=NORMED_MLP))
+    _, layout = build_networks(run_spec(*methods, model=NORMED_MLP))
     with pytest.raises(ValueError, match=r"'yours' keeps 'some\.state', a name that method 'mine' has given already"):
         check_private_names(methods, layout)
     check_private_names([Keeps("mine", "mine.state"), FedBN(), Keeps("yours", "yours.state")], layout)

@@ -116,7 +116,7 @@ def sized(counts: Sequence[int]) -> FederatedData:
     return replace(tiny(), partition=Partition(train, test), central=np.empty(0, np.int64))
 
 
-def recipe(
+def run_spec(
     *methods: Method,
     model: ModelRecipe = MLP,
     local: Local = LOCAL,
@@ -337,7 +337,7 @@ def silent(
 ) -> tuple[Coordinator, Ledger, Silent]:
     """A coordinator whose clients learn nothing, and what it combined and dispatched."""
     ledger = Ledger()
-    spec = recipe(ledger, model=Mlp((1,)), data=sized(counts), seed=seed)
+    spec = run_spec(ledger, model=Mlp((1,)), data=sized(counts), seed=seed)
     runtime = Silent(0, np.asarray(counts))
     settings = {"evaluate": Evaluation(every=10**9)} | settings
     coordinator = coordinate(spec, schedule, fleet or Ideal(), runtime, **settings)
