@@ -34,8 +34,8 @@ EXACT = 1e-9  # float64 end to end
 class Row:
     """What a textbook is checked at: four clients of unequal size, three in each of three rounds, unless said.
 
-    methods: fresh ones, for the run. study: of `tiny_runs.run_spec`; run: of `tiny_runs.coordinate`; drawn: handed over in
-    `World.drawn`, or how to find that on the host. skips: entries of private or server state that are raysim's own
+    methods: fresh ones, for the run. study: of `tiny_runs.run_spec`; run: of `tiny_runs.coordinate`; drawn: handed over
+    in `World.drawn`, or how to find that on the host. skips: entries of private or server state that are raysim's own
     book-keeping, with the reason.
     """
 

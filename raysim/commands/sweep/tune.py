@@ -312,9 +312,9 @@ def run(
     allow: Sequence[str] = (),
     console: Console | None = None,
 ) -> Path:
-    """Search to the end; the folder of the results. words: those after `raysim sweep` on
-    the command line, or what `read_request` made of them.
+    """Search to the end; the folder of the results.
 
+    words: those after `raysim sweep` on the command line, or what `read_request` made of them.
     Raises Refused (nothing was written), Interrupted.
     """
     from rich.console import Console
