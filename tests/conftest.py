@@ -29,6 +29,8 @@ PATIENCE = {
 def pytest_configure() -> None:
     """For this process and all that it starts."""
     os.environ.update(PATIENCE)
+    # Where byte code is not kept, each process compiles torch and Ray anew: half of the time of a slow test.
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     os.environ["RAYSIM_CACHE"] = tempfile.mkdtemp(prefix="raysim-tests-")  # some modules make data when imported
     if "PYTEST_XDIST_WORKER" in os.environ:
         torch.set_num_threads(1)  # the other worker has the other core
@@ -84,7 +86,7 @@ def torch_as_it_was() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def ray_session() -> Iterator[None]:
     """The one Ray of the whole suite, of two (declared) cores, whose workers find the modules of the tests."""
-    from studies import FOLDERS
+    from tiny_runs import FOLDERS
 
     from raysim.runtime.ray import ray
 

@@ -68,8 +68,8 @@ def _files(folder: Path, split: str) -> list[Path]:
 def _meta(path: Path) -> tuple[int | None, list[str] | None]:
     """Height of one image, and the names of the classes, as far as the file says."""
     try:
-        found = json.loads(path.read_text()) if path.is_file() else {}
-        return found.get("height"), found.get("classes")
+        meta = json.loads(path.read_text()) if path.is_file() else {}
+        return meta.get("height"), meta.get("classes")
     except (ValueError, AttributeError) as error:
         raise ValueError(f"{path} is no readable JSON mapping ({error}): fetch it again.") from error
 

@@ -100,9 +100,9 @@ def train_first(test: NDArray[np.bool_]) -> tuple[Ints, int]:
 def numbered(values: NDArray[np.generic], names: list[str] | None, place: str) -> tuple[Ints, list[str]]:
     """Labels as numbers 0..C-1 and the names of the C classes; text is numbered by `names`, or alphabetically."""
     if values.dtype.kind in "OU":
-        found = sorted(set(values.tolist()))
-        names = names or found
-        if unknown := sorted(set(found) - set(names)):
+        present = sorted(set(values.tolist()))
+        names = names or present
+        if unknown := sorted(set(present) - set(names)):
             raise ValueError(
                 f"{place} has the label {unknown[0]}, its class names are {', '.join(names)}: correct one."
             )

@@ -229,9 +229,9 @@ def _half(folder: Path, kind: str, split: str, download: bool) -> tuple[NDArray[
     import torchvision
 
     which = {"split": split} if kind == "SVHN" else {"train": split == "train"}
-    found = getattr(torchvision.datasets, kind)(str(folder), download=download, **which)
-    labels = np.asarray(found.labels if kind == "SVHN" else found.targets, dtype=np.int64)
-    return np.asarray(found.data), labels, list(getattr(found, "classes", "0123456789"))
+    dataset = getattr(torchvision.datasets, kind)(str(folder), download=download, **which)
+    labels = np.asarray(dataset.labels if kind == "SVHN" else dataset.targets, dtype=np.int64)
+    return np.asarray(dataset.data), labels, list(getattr(dataset, "classes", "0123456789"))
 
 
 @dataclass(frozen=True)

@@ -310,13 +310,13 @@ def _schema(path: Path) -> pa.Schema:
 
 def _class_names(paths: list[Path], label_column: str) -> list[str] | None:
     """The class names that the files' metadata give, ours or Hugging Face's; all files must agree."""
-    found: list[str] | None = None
+    earlier: list[str] | None = None
     for path in paths:
         metadata = _schema(path).metadata or {}
         names = json.loads(metadata.get(b"class_names", b"null"))
         features = json.loads(metadata.get(b"huggingface", b"{}")).get("info", {}).get("features", {})
         names = names or features.get(label_column, {}).get("names")
-        if names and found and names != found:
-            raise ValueError(f"{path} names the classes {', '.join(names)}, the files before it {', '.join(found)}.")
-        found = found or names
-    return found
+        if names and earlier and names != earlier:
+            raise ValueError(f"{path} names the classes {', '.join(names)}, the files before it {', '.join(earlier)}.")
+        earlier = earlier or names
+    return earlier

@@ -170,7 +170,7 @@ class Planner:
             if self._in_vain == _IN_VAIN:
                 raise ValueError(
                     f"fleet: {_IN_VAIN:,} jobs in a row were lost, because clients leave or drop out before they are "
-                    "done: lower fleet.dropout, let clients stay longer (fleet.on, fleet.hours), or give them less to do"
+                    "done: let them stay longer (fleet.on, fleet.hours), give them less to do, or lower fleet.dropout"
                 )
 
     def _leave_pool(self, job: PlannedJob) -> None:

@@ -31,8 +31,7 @@ from raysim.primitives.errors import Refused
 
 ROOT = Path(__file__).parents[2]
 BIN = Path(sys.executable).parent
-RUN = (
-    "runtime.hosts=1",
+ALONE = (
     "rounds=2",
     "tracking=none",
     "data=synthetic",
@@ -43,7 +42,8 @@ RUN = (
     "model=mlp",
     "local.epochs=1",
 )
-BROKEN = """
+RUN = ("runtime.hosts=1", *ALONE)
+MINE = """
 from raysim.api.method import Method
 
 
@@ -53,6 +53,11 @@ class Broken(Method):
 
     def gradient(self, ctx, grad, run):
         raise ValueError("no gradient today")
+
+
+class Harmless(Method):
+    name = "harmless"
+    paper = "a test"
 """
 
 
@@ -246,6 +251,11 @@ def free_ports(count: int) -> list[int]:
     return found
 
 
+def listens(port: int) -> bool:
+    with socket.socket() as probe:
+        return not probe.connect_ex(("127.0.0.1", port))
+
+
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     folder = tmp_path_factory.mktemp("r")
@@ -266,7 +276,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
             break
     assert started, (folder / "log").read_text()
     try:
-        until(lambda: answers(url, token.read_text()))
+        until(lambda: answers(url, token.read_text()) and listens(agent))  # a job needs both
         yield Cluster(url, env, token)
     finally:
         end(started)
@@ -312,9 +322,19 @@ def answers(url: str, token: str) -> bool:
         return False
 
 
+@pytest.fixture
+def mine(tmp_path: Path) -> tuple[str, ...]:
+    """The options that pack two methods of a user's own."""
+    (methods := tmp_path / "mine" / "conf" / "method").mkdir(parents=True)
+    (tmp_path / "mine" / "__init__.py").write_text(MINE)
+    for name in ("broken", "harmless"):
+        (methods / f"{name}.yaml").write_text(f"{name}:\n  _target_: mine.{name.capitalize()}\n")
+    return "--with", str(tmp_path / "mine"), "run", "--allow", "mine", "--conf", "mine/conf"
+
+
 def test_ray_job_submit_carries_a_run_to_its_result(cluster: Cluster, tmp_path: Path) -> None:
     out = tmp_path / "run"
-    run = shlex.join(["raysim", "run", "runtime=cluster", *RUN, f"out={out}"])
+    run = shlex.join(["raysim", "run", "runtime=inprocess", *ALONE, f"out={out}"])
     words = ["job", "submit", "--address", cluster.url, "--working-dir", ".", "--", "sh", "-c", f"ls && exec {run}"]
     ran = cluster.ran("ray", *words)
     assert ran.returncode == 0, ran.stdout + ran.stderr
@@ -323,8 +343,10 @@ def test_ray_job_submit_carries_a_run_to_its_result(cluster: Cluster, tmp_path: 
     assert {"raysim", "conf", "pyproject.toml"} <= listed and not {"tests", "jobs", "notebooks"} & listed, ran.stdout
 
 
-def test_the_helper_shows_a_run_and_returns_its_status(cluster: Cluster, tmp_path: Path) -> None:
-    ran = cluster.submit("run", *RUN, f"out={tmp_path / 'run'}")
+def test_the_helper_shows_a_run_with_the_users_own_code_on_every_node_and_returns_its_status(
+    cluster: Cluster, tmp_path: Path, mine: tuple[str, ...]
+) -> None:
+    ran = cluster.submit(*mine, *RUN, "method=[harmless]", f"out={tmp_path / 'run'}")
     assert ran.returncode == 0, ran.stdout + ran.stderr
     lines = ran.stdout.splitlines()
     assert lines[0].startswith("to upload: ") and " MB (raysim " in lines[0]
@@ -338,12 +360,8 @@ def test_a_run_that_the_cluster_refuses_ends_with_2(cluster: Cluster, tmp_path: 
     assert not (tmp_path / "run").exists()
 
 
-def test_a_run_that_fails_ends_with_1_and_sees_the_users_own_code(cluster: Cluster, tmp_path: Path) -> None:
-    (tmp_path / "mine" / "conf" / "method").mkdir(parents=True)
-    (tmp_path / "mine" / "__init__.py").write_text(BROKEN)
-    (tmp_path / "mine" / "conf" / "method" / "broken.yaml").write_text("broken:\n  _target_: mine.Broken\n")
-    words = ["run", *RUN, "method=[broken]", f"out={tmp_path / 'run'}", "--allow", "mine", "--conf", "mine/conf"]
-    ran = cluster.submit("--with", str(tmp_path / "mine"), *words)
+def test_a_run_that_fails_ends_with_1(cluster: Cluster, tmp_path: Path, mine: tuple[str, ...]) -> None:
+    ran = cluster.submit(*mine, "runtime=inprocess", *ALONE, "method=[broken]", f"out={tmp_path / 'run'}")
     assert ran.returncode == 1 and "no gradient today" in ran.stdout, ran.stdout + ran.stderr
 
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import math
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -19,15 +21,20 @@ import pytest
 
 from raysim import cli
 from raysim.commands.sweep.search import load, plan
+from raysim.commands.sweep.trial import Trial, prepared
 from raysim.experiment.compose import compose, plain
 from raysim.primitives.errors import Refused
 from raysim.results.history import read_history
+from raysim.results.tracking import Tracker
+from raysim.runtime import inprocess
+from raysim.simulation.events import RunStopped
 
 STUDY = (
     *("runtime=local", "tracking=none", "data=synthetic", "partition=iid", "partition.clients=6"),
     *("schedule.cohort=2", "local.epochs=1", "rounds=4", "checkpoint.every=2", "model=mlp"),
 )
 LRS = "local.lr=0.01,0.1"
+ALONE = ("runtime=inprocess", "tracking=none")
 
 
 @pytest.fixture(autouse=True)
@@ -44,6 +51,15 @@ def trials(folder: Path) -> list[dict[str, Any]]:
     """The table, in order of numbers."""
     rows: list[dict[str, Any]] = pq.read_table(folder / "trials.parquet").to_pylist()
     return sorted(rows, key=lambda row: int(row["trial"]))
+
+
+def alone(config: Path) -> float:
+    """The final accuracy of a run of its own."""
+    out = config.parent.name
+    assert cli.call(["run", "--config", str(config), *ALONE, f"out={out}", "--quiet"]) == 0
+    accuracy = read_history(Path(out, "history.parquet"))[-1]["accuracy_global"]
+    shutil.rmtree(out)
+    return float(str(accuracy))
 
 
 def refusal(words: Sequence[str]) -> str:
@@ -128,57 +144,84 @@ def test_every_space_that_is_shipped_names_keys_that_exist() -> None:
 
 
 # --- searching ----------------------------------------------------------------------------------------------------
-def test_a_grid_leaves_a_table_pictures_and_a_configuration_that_a_run_takes(
-    ray_session: None, capsys: pytest.CaptureFixture[str]
-) -> None:
-    folder = sweep("method=[],[fedprox]", LRS, "sweep.search=grid")
-    shown = capsys.readouterr().out
+GRID = (
+    *("method=[],[fedprox]", "local.lr=0.01,0.1,1e30", "sweep.search=grid", "sweep.concurrent=1"),
+    *("faults.tolerate=0", "tracking=mlflow"),
+)
+
+
+@pytest.fixture(scope="module")
+def grid(ray_session: None, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """The folder of a search of six trials, two of which fail, and what it printed; several tests look at it."""
+    printed = io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(printed):
+        patch.chdir(tmp_path_factory.mktemp("grid"))
+        patch.setattr("raysim.commands.sweep.records.PATIENCE", 600.0)  # that of each trial's tracker
+        patch.setitem(Tracker.__init__.__kwdefaults__, "patience", 600.0)
+        folder = sweep(*GRID).absolute()
+    return folder, printed.getvalue()
+
+
+def test_a_grid_leaves_a_table_pictures_and_a_configuration_that_a_run_takes(grid: tuple[Path, str]) -> None:
+    folder, shown = grid
     rows = trials(folder)
     assert [(row["method"], row["local.lr"]) for row in rows] == [
-        ("fedavg", 0.01), ("fedavg", 0.1), ("fedprox", 0.01), ("fedprox", 0.1),
+        ("fedavg", 0.01), ("fedavg", 0.1), ("fedavg", 1e30), ("fedprox", 0.01), ("fedprox", 0.1), ("fedprox", 1e30),
     ]  # fmt: skip
-    assert all(row["status"] == "done" and row["rounds"] == 4 for row in rows)
-    assert len(re.findall(r"^trial \d", shown, re.MULTILINE)) == 4
+    assert len(re.findall(r"^trial \d", shown, re.MULTILINE)) == 6
     assert {"parallel.png", "slices.png", "trials.csv", "best.yaml", "summary.json"} <= set(os.listdir(folder))
     assert not (folder / ".tune").exists()
-    best = max(rows, key=lambda row: float(row["accuracy_global"]))
-    words = ["run", "--config", str(folder / "best.yaml"), "runtime=inprocess", "out=again"]
-    assert cli.call(words) == 0
-    assert read_history(Path("again/history.parquet"))[-1]["accuracy_global"] == best["accuracy_global"]
-    report = ["report", *(str(folder / row["folder"]) for row in rows)]
-    assert cli.call(report) == 0
+    done = [row for row in rows if row["status"] == "done"]
+    assert len(done) == 4 and all(row["rounds"] == 4 for row in done)
+    best = max(done, key=lambda row: float(row["accuracy_global"]))
+    assert alone(folder / "best.yaml") == best["accuracy_global"]
+    assert cli.call(["report", *(str(folder / row["folder"]) for row in done), "--out", "page"]) == 0
 
 
-def test_several_seeds_are_one_number_with_its_deviation(ray_session: None) -> None:
-    folder = sweep("local.lr=0.1,0.2", "sweep.search=grid", "sweep.seeds=2", "seed=5")
-    for row in trials(folder):
-        runs = []
-        for seed in (5, 6):
-            own = folder / row["folder"] / f"seed-{seed}" / "config.yaml"
-            out = f"{row['trial']}-{seed}"
-            assert cli.call(["run", "--config", str(own), "runtime=inprocess", f"out={out}", "--quiet"]) == 0
-            runs.append(float(str(read_history(Path(out, "history.parquet"))[-1]["accuracy_global"])))
+def test_a_trial_that_fails_says_why_and_the_others_go_on(grid: tuple[Path, str]) -> None:
+    folder, shown = grid
+    rows = trials(folder)
+    assert [row["status"] for row in rows] == 2 * ["done", "done", "failed"]
+    assert "clients failed in round" in rows[2]["error"]
+    assert "failed: " in shown
+
+
+def test_a_search_is_one_tracked_run_with_a_child_for_each_trial(grid: tuple[Path, str]) -> None:
+    from mlflow.tracking import MlflowClient
+
+    client = MlflowClient(tracking_uri=f"sqlite:///{grid[0].parent / 'mlflow.db'}")
+    experiment = client.get_experiment_by_name("raysim")
+    assert experiment is not None
+    runs = client.search_runs([experiment.experiment_id])
+    (parent,) = [run for run in runs if run.data.tags.get("kind") == "sweep"]
+    children = [run for run in runs if run.data.tags.get("mlflow.parentRunId") == parent.info.run_id]
+    assert len(children) == 6
+    whole = [run for run in children if run.info.status == "FINISHED"]
+    assert [run.data.params["local.lr"] for run in children if run not in whole] == 2 * ["1e+30"]
+    assert {run.data.params["local.lr"] for run in whole} == {"0.01", "0.1"}
+    assert all(run.data.metrics["round"] == 4 for run in whole)
+    assert parent.data.metrics["best"] == max(run.data.metrics["accuracy_global"] for run in whole)
+
+
+def test_a_search_that_goes_on_keeps_its_settings(grid: tuple[Path, str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.call(["sweep", f"out={grid[0]}", "resume=latest", "rounds=9"]) == 2
+    assert "rounds=9 cannot change a search that has begun" in capsys.readouterr().err
+    assert cli.call(["sweep", "out=elsewhere", "resume=latest"]) == 2
+    assert "is not the folder of a search" in capsys.readouterr().err
+
+
+def test_several_seeds_are_one_number_with_its_deviation_and_more_trials_leave_it(ray_session: None) -> None:
+    words = ("local.lr=tag(log,interval(0.01,0.5))", "sweep.trials=2", "sweep.seeds=2", "seed=5", "rounds=2")
+    folder = sweep(*words, "sweep.concurrent=1")
+    first = trials(folder)
+    for row in first:
+        runs = [alone(folder / row["folder"] / f"seed-{seed}" / "config.yaml") for seed in (5, 6)]
         assert math.isclose(row["accuracy_global"], sum(runs) / 2)
         assert math.isclose(row["accuracy_global_std"], abs(runs[0] - runs[1]) / math.sqrt(2))
-
-
-def test_asha_stops_the_worse_trials_early(ray_session: None) -> None:
-    words = ("local.lr=0.3,0.2,0.1,0.00001,0.000001,0.0000001", "sweep.search=grid", "rounds=8")
-    folder = sweep(*words, "sweep.scheduler=asha", "sweep.grace=2", "sweep.reduction=2", "sweep.concurrent=1")
+    assert cli.call(["sweep", "out=s", "resume=latest", "sweep.trials=3"]) == 0
     rows = trials(folder)
-    stopped = [row for row in rows if row["status"] == "stopped"]
-    assert stopped
-    assert all(row["rounds"] < 8 for row in stopped)
-    assert any(row["status"] == "done" and row["rounds"] == 8 for row in rows)
-
-
-def test_optuna_searches_lists_whole_numbers_and_ranges(ray_session: None) -> None:
-    pytest.importorskip("optuna")
-    space = ("method=[],[fedprox]", "local.epochs=int(interval(1,3))", "local.lr=tag(log,interval(0.01,0.5))")
-    rows = trials(sweep(*space, "sweep.search=optuna", "sweep.trials=5", "rounds=2"))
-    assert len(rows) == 5
-    assert all(row["status"] == "done" and row["local.epochs"] in (1, 2, 3) for row in rows)
-    assert {row["method"] for row in rows} <= {"fedavg", "fedprox"}
+    assert rows[:2] == first
+    assert len(rows) == 3
 
 
 def test_pbt_takes_over_states_and_changes_values(ray_session: None) -> None:
@@ -192,12 +235,9 @@ def test_pbt_takes_over_states_and_changes_values(ray_session: None) -> None:
 
 
 def test_a_trial_with_hosts_of_its_own_has_the_same_bits(ray_session: None) -> None:
-    folder = sweep("local.lr=0.1,0.2", "sweep.search=grid", "sweep.hosts=2")
-    for row in trials(folder):
-        own = folder / row["folder"] / "config.yaml"
-        assert cli.call(["run", "--config", str(own), "runtime=inprocess", f"out=r{row['trial']}", "--quiet"]) == 0
-        alone = read_history(Path(f"r{row['trial']}", "history.parquet"))[-1]
-        assert row["accuracy_global"] == alone["accuracy_global"]
+    folder = sweep("local.lr=tag(log,interval(0.01,0.5))", "sweep.trials=1", "sweep.hosts=2")
+    (row,) = trials(folder)
+    assert row["accuracy_global"] == alone(folder / row["folder"] / "config.yaml")
 
 
 def test_a_trial_that_does_not_fit_is_refused_with_numbers(
@@ -210,84 +250,74 @@ def test_a_trial_that_does_not_fit_is_refused_with_numbers(
     assert not Path("s").exists()
 
 
-def test_a_trial_that_fails_says_why_and_the_others_go_on(
-    ray_session: None, capsys: pytest.CaptureFixture[str]
-) -> None:
-    rows = trials(sweep("local.lr=0.1,1e30", "sweep.search=grid", "faults.tolerate=0"))
-    assert [row["status"] for row in rows] == ["done", "failed"]
-    assert "clients failed in round" in rows[1]["error"]
-    assert "failed: " in capsys.readouterr().out
-
-
-def test_a_metric_that_is_not_measured_is_named(ray_session: None) -> None:
-    rows = trials(sweep("local.lr=0.1,0.2", "sweep.search=grid", "sweep.metric=accuracy_globe"))
-    assert {row["status"] for row in rows} == {"failed"}
-    assert "set sweep.metric to one of accuracy, accuracy_global" in rows[0]["error"]
-
-
-def test_a_search_is_one_tracked_run_with_a_child_for_each_trial(ray_session: None) -> None:
-    from mlflow.tracking import MlflowClient
-
-    sweep("local.lr=0.1,0.2", "sweep.search=grid", "tracking=mlflow")
-    client = MlflowClient(tracking_uri=f"sqlite:///{Path('mlflow.db').resolve()}")
-    experiment = client.get_experiment_by_name("raysim")
-    assert experiment is not None
-    runs = client.search_runs([experiment.experiment_id])
-    parents = [run for run in runs if run.data.tags.get("kind") == "sweep"]
-    children = [run for run in runs if run.data.tags.get("mlflow.parentRunId") == parents[0].info.run_id]
-    assert len(parents) == 1
-    assert len(children) == 2
-    assert {run.data.params["local.lr"] for run in children} == {"0.1", "0.2"}
-    assert all(run.data.metrics["round"] == 4 and run.info.status == "FINISHED" for run in children)
-    assert parents[0].data.metrics["best"] == max(run.data.metrics["accuracy_global"] for run in children)
+def test_a_metric_that_is_not_measured_is_named(tmp_path: Path) -> None:
+    found = prepared([plain(compose([*STUDY, "rounds=1"]))], tmp_path, (), None)
+    (experiment, folder, _), *_ = found
+    events = inprocess.run(experiment.spec, experiment.schedule, experiment.fleet)
+    with pytest.raises(RunStopped, match=r"set sweep\.metric to one of accuracy, accuracy_global"):
+        Trial([experiment], [folder], [events], "accuracy_globe").advance()
 
 
 # --- going on -----------------------------------------------------------------------------------------------------
-def kill_after(words: Sequence[str], ended: int) -> None:
-    """Start a search in a process of its own, and kill that as soon as so many trials have ended."""
-    with Path("log").open("w") as log:
-        process = subprocess.Popen([sys.executable, "-m", "raysim", "sweep", *STUDY, "out=s", *words], stdout=log)
-        while process.poll() is None:
-            if len(re.findall(r"^trial \d", Path("log").read_text(), re.MULTILINE)) >= ended:
-                process.send_signal(signal.SIGKILL)
-            time.sleep(0.05)
-    assert process.returncode == -signal.SIGKILL, "the search was over before it could be killed"
+KILLED = """
+import os, signal, sys
+from raysim import cli
+from raysim.commands.sweep.records import Records
+
+ended = Records.ended
+
+def last(self, number):
+    ended(self, number)
+    if sum(record.status != "running" for record in self.all.values()) == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+Records.ended = last
+cli.call(sys.argv[1:])
+"""
+ASHA = ("sweep.scheduler=asha", "sweep.grace=2", "sweep.reduction=2", "sweep.concurrent=1", "rounds=8")
+SEARCHES = {
+    "grid": ("local.lr=0.3,0.2,0.1,0.00001,0.000001,0.0000001", "sweep.search=grid"),
+    "optuna": (
+        *("method=[],[fedprox]", "local.epochs=int(interval(1,3))", "local.lr=tag(log,interval(0.01,0.5))"),
+        *("sweep.search=optuna", "sweep.trials=6"),
+    ),
+}
 
 
-@pytest.mark.parametrize("search", ["random", "optuna"])
-def test_a_search_goes_on_after_its_driver_was_killed(ray_session: None, search: str) -> None:
-    if search == "optuna":
-        pytest.importorskip("optuna")
-    words = ("local.lr=tag(log,interval(0.01,0.5))", f"sweep.search={search}", "sweep.trials=5", "rounds=30")
-    kill_after([*words, "sweep.concurrent=1", "sweep.scheduler=asha", "sweep.grace=10"], ended=2)
+def killed_and_continued(search: str) -> list[dict[str, Any]]:
+    """The trials of a search that goes on after its driver, a process of its own, was killed at the second of six."""
+    import ray
+
+    joins = ("runtime=cluster", f"runtime.address={ray.get_runtime_context().gcs_address}")
+    words = ["sweep", *STUDY, *ASHA, *SEARCHES[search], *joins, "out=s"]
+    command = [sys.executable, "-c", KILLED, *words]
+    assert subprocess.run(command, stdout=subprocess.DEVNULL, check=False).returncode == -signal.SIGKILL
     kept = {path: path.read_bytes() for path in Path("s/trials").glob("*/*") if path.name == "trial.json"}
     over = {path: text for path, text in kept.items() if json.loads(text)["status"] in ("done", "stopped")}
-    assert len(over) >= 2
+    assert len(over) == 2
     assert cli.call(["sweep", "out=s", "resume=latest"]) == 0
-    rows = trials(Path("s"))
-    assert len(rows) == 5
-    assert all(row["status"] in ("done", "stopped") for row in rows)
     for path, text in over.items():
         assert path.read_bytes() == text  # what had ended stays as it was
     for path, text in kept.items():
         assert json.loads(path.read_text())["point"] == json.loads(text)["point"]
-
-
-def test_a_finished_search_can_be_given_more_trials(ray_session: None) -> None:
-    words = ("local.lr=tag(log,interval(0.01,0.5))", "rounds=2")
-    first = trials(sweep(*words, "sweep.trials=2"))
-    assert cli.call(["sweep", "out=s", "resume=latest", "sweep.trials=3"]) == 0
     rows = trials(Path("s"))
-    assert rows[:2] == first
-    assert len(rows) == 3
+    assert len(rows) == 6
+    assert all(row["status"] in ("done", "stopped") for row in rows)
+    return rows
 
 
-def test_a_search_that_goes_on_keeps_its_settings(ray_session: None, capsys: pytest.CaptureFixture[str]) -> None:
-    sweep("local.lr=0.1,0.2", "sweep.search=grid", "rounds=1", "checkpoint.every=0")
-    assert cli.call(["sweep", "out=s", "resume=latest", "rounds=9"]) == 2
-    assert "rounds=9 cannot change a search that has begun" in capsys.readouterr().err
-    assert cli.call(["sweep", "out=elsewhere", "resume=latest"]) == 2
-    assert "is not the folder of a search" in capsys.readouterr().err
+def test_asha_stops_the_worse_trials_early_on_both_sides_of_a_kill(ray_session: None) -> None:
+    rows = killed_and_continued("grid")
+    assert [row["rounds"] == 8 for row in rows] == [row["status"] == "done" for row in rows]
+    assert rows[0]["status"] == "done"
+    assert any(row["status"] == "stopped" for row in rows[3:]), "worse than what ended before"
+
+
+def test_optuna_searches_lists_whole_numbers_and_ranges_and_goes_on_after_a_kill(ray_session: None) -> None:
+    pytest.importorskip("optuna")
+    rows = killed_and_continued("optuna")
+    assert all(row["local.epochs"] in (1, 2, 3) and 0.01 <= row["local.lr"] <= 0.5 for row in rows)
+    assert {row["method"] for row in rows} <= {"fedavg", "fedprox"}
 
 
 def test_a_stored_configuration_can_be_changed_in_a_run() -> None:

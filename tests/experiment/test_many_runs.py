@@ -97,7 +97,9 @@ def test_the_first_line_of_an_error_is_that_of_its_cause_in_another_process() ->
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("module", ["raysim.experiment.many_runs", "raysim.commands.sweep.search"])
+@pytest.mark.parametrize(
+    "module", ["raysim.experiment.many_runs", "raysim.commands.sweep.search", "raysim.commands.submit.job_server"]
+)
 def test_words_are_read_without_torch(module: str) -> None:
     program = f"import {module}, sys; print('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True).stdout.strip() == "False"

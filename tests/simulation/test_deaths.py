@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import re
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from studies import LOCAL, MLP, NORMED, Ran, changed, coordinate, ran, recipe, run, tiny
+from tiny_runs import LOCAL, MLP, NORMED, Ran, changed, coordinate, ran, run, run_spec, tiny
 
 from raysim.api.declarations import Evaluation, Local
 from raysim.api.method import Method
@@ -24,7 +24,7 @@ from raysim.simulation.coordinator import Round
 from raysim.simulation.events import Finished, RunStopped
 from raysim.simulation.fleet import Lognormal
 from raysim.simulation.runtime import HostDied, Runtime
-from raysim.simulation.schedule import Buffered, Schedule, Synchronous
+from raysim.simulation.schedule import Buffered, Synchronous
 from raysim.training.host import Host
 from raysim.training.run_spec import RunSpec
 
@@ -39,7 +39,7 @@ ASKED: dict[str, Any] = {"rounds": 6, "summation": 2, "evaluate": Evaluation(eve
 
 
 def study(name: str) -> RunSpec:
-    return recipe(*METHODS[name](), model=NORMED, local=Local(lr=0.05, batch=8, epochs=2), data=tiny(clients=6))
+    return run_spec(*METHODS[name](), model=NORMED, local=Local(lr=0.05, batch=8, epochs=2), data=tiny(clients=6))
 
 
 # --- hosts in this process that die on command ----------------------------------------------------------------------
@@ -144,30 +144,30 @@ class Deadly(Method):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-def on_actors(study: RunSpec, schedule: Schedule, **settings: Any) -> Iterator[Any]:
+def test_an_actor_that_is_killed_is_replaced_and_the_bits_are_the_same(ray_session: None, tmp_path: Path) -> None:
     from raysim.runtime import ray as on_ray
 
-    options = RayOptions(hosts=2)
-    size = on_ray.fit(options, study, 3, lambda _: None)
-    return on_ray.run(changed(study, **settings), schedule, Lognormal(), size, options, lambda _: None)
-
-
-def test_an_actor_that_is_killed_is_replaced_and_the_bits_are_the_same(ray_session: None, tmp_path: Path) -> None:
     def of(times: int) -> RunSpec:
-        return recipe(Scaffold(), Deadly(str(tmp_path), times), model=MLP, local=LOCAL, data=tiny(clients=6))
+        return run_spec(Scaffold(), Deadly(str(tmp_path), times), model=MLP, local=LOCAL, data=tiny(clients=6))
 
     whole = run(of(0), SCHEDULES["buffer"], **ASKED)
-    events = list(on_actors(of(2), SCHEDULES["buffer"], **ASKED))
-    assert len(list(tmp_path.iterdir())) == 2
+    study = changed(of(1), **ASKED)
+    size = on_ray.fit(RayOptions(hosts=2), study, 3, lambda _: None)
+    events = list(on_ray.run(study, SCHEDULES["buffer"], Lognormal(), size, say=lambda _: None))
+    assert len(list(tmp_path.iterdir())) == 1
     last = events[-1]
     assert isinstance(last, Finished) and (last.model_sha256, last.state_sha256) == whole.bits
     rows = [event.row for event in events if isinstance(event, Round)]
-    assert sum(int(row["host_deaths"] or 0) for row in rows) == 2
+    assert sum(int(row["host_deaths"] or 0) for row in rows) == 1
     assert [row["accuracy"] for row in rows] == [row["accuracy"] for row in whole.rows]
 
 
 def test_a_job_that_always_kills_its_actor_ends_the_run(ray_session: None, tmp_path: Path) -> None:
-    study = recipe(Deadly(str(tmp_path), 99), model=MLP, local=LOCAL, data=tiny(clients=6))
+    from raysim.runtime import ray as on_ray
+
+    study = run_spec(Deadly(str(tmp_path), 99), model=MLP, local=LOCAL, data=tiny(clients=6))
+    runtime = on_ray.start_hosts(study, 1)
     with pytest.raises(RunStopped, match=r"died 3 times in a row .*the last time with \[.*2.*\] in hand"):
-        list(on_actors(study, Synchronous(6), **ASKED))
+        ran(coordinate(study, Synchronous(6), runtime=runtime, **ASKED))
+    runtime.stop()
     assert len(list(tmp_path.iterdir())) == 3

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
-from studies import Clock, ran, silent
+from tiny_runs import Clock, ran, silent
 
 from raysim.simulation.fleet import Fleet, Ideal, Lognormal
 from raysim.simulation.planner import Load, Planner, Step

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from studies import Clock, even, ran, recipe, run, silent
+from tiny_runs import Clock, even, ran, run, run_spec, silent
 
 from raysim.api.declarations import Evaluation
 from raysim.methods.scaffold import Scaffold
@@ -275,8 +275,8 @@ def test_every_arrival_is_in_exactly_one_aggregation() -> None:
 
 def test_with_the_cohort_as_its_buffer_and_equal_clients_it_is_in_rounds_bit_for_bit() -> None:
     settings = {"rounds": 4, "weighting": "uniform"}
-    rounds = run(recipe(data=even()), Synchronous(3), Ideal(), **settings)
-    buffered = run(recipe(data=even()), Buffered(concurrency=3, size=3), Ideal(), **settings)
+    rounds = run(run_spec(data=even()), Synchronous(3), Ideal(), **settings)
+    buffered = run(run_spec(data=even()), Buffered(concurrency=3, size=3), Ideal(), **settings)
     assert rounds.bits == buffered.bits
 
 
@@ -304,7 +304,7 @@ def test_only_the_idle_client_can_be_drawn_when_all_others_are_busy() -> None:
 def test_the_cohorts_do_not_depend_on_the_method() -> None:
     ways = []
     for methods in ([], [Scaffold()]):
-        found = run(recipe(*methods, data=even()), Synchronous(2), Ideal(), rounds=4, evaluate=Evaluation(every=9))
+        found = run(run_spec(*methods, data=even()), Synchronous(2), Ideal(), rounds=4, evaluate=Evaluation(every=9))
         ways.append(found.participations)
     assert ways[0] == ways[1]
     assert len(ways[0]) > 2

@@ -19,8 +19,6 @@ if "ray" not in sys.modules:  # which reads it when it is imported
 from ray.exceptions import AuthenticationError
 from ray.job_submission import JobStatus, JobSubmissionClient
 
-from raysim.simulation.events import RunStopped
-
 PORT = 8265  # where Ray's dashboard and job server listen
 PATIENCE = 5.0  # seconds until a machine that does not answer is given up
 
@@ -107,6 +105,8 @@ def follow(client: JobSubmissionClient, job: str, write: Callable[[str], object]
     try:
         asyncio.run(pass_on())
     except (OSError, RuntimeError) as error:
+        from raysim.simulation.events import RunStopped  # here, because it brings torch along
+
         raise RunStopped(
             f"the connection to {client.get_address()} broke ({_first(error)}), but the job goes on: "
             f"{again(client.get_address(), job)}"

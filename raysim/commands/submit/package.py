@@ -62,14 +62,14 @@ def pieces(extra: Sequence[str | Path] = ()) -> list[Piece]:
 
 
 def _below(root: Path) -> list[Piece]:
-    found = []
+    pieces = []
     for folder, folders, files in os.walk(root):
         folders[:] = sorted(name for name in folders if not _left_out(name))
         for name in sorted(files):
             path = Path(folder, name)
             if not _left_out(name) and path.is_file():
-                found.append(_piece(path, str(path.relative_to(root.parent))))
-    return found
+                pieces.append(_piece(path, str(path.relative_to(root.parent))))
+    return pieces
 
 
 def _left_out(name: str) -> bool:

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 from raysim.api.composition import SLOTS, owners
 from raysim.api.context import Context, Stage
-from raysim.api.declarations import Evaluation, Local, Participation, RunFacts
+from raysim.api.declarations import Evaluation, Local, Participation, RunFacts, Task
 from raysim.api.messages import Failure, Job, Published, SingleUpdate, Trained, Update
-from raysim.api.method import Method
+from raysim.api.method import Method, Setup
 from raysim.api.private_state import PrivateState, StoredState
 from raysim.api.server_view import Aggregation
 from raysim.data.federated import FederatedData, federate
@@ -119,7 +119,7 @@ def sized(counts: Sequence[int]) -> FederatedData:
     return replace(tiny(), partition=Partition(train, test), central=np.empty(0, np.int64))
 
 
-def recipe(
+def run_spec(
     *methods: Method,
     model: ModelRecipe = MLP,
     local: Local = LOCAL,
@@ -130,6 +130,18 @@ def recipe(
     """A tiny run: 3 rounds, without checkpoints. others: fields of `RunSpec`; `changed` gives it other settings."""
     settings = RunSettings(seed, rounds=3, local=local, checkpoint=Checkpoint(0))
     return RunSpec(model, methods, data or tiny(), settings, **others)
+
+
+def setup(
+    task: Task,
+    local: Local,
+    networks: Mapping[str, nn.Module],
+    methods: Sequence[Method] = (),
+    size: int = 4,
+    stale: bool = False,
+) -> Setup:
+    """What `Method.check` is given: by default in rounds of 4."""
+    return Setup(task, local, networks, methods, size, stale)
 
 
 def changed(
@@ -260,7 +272,7 @@ def taking_part(
     spec: RunSpec | None, samples: int, trained: float, earlier: int = 0, version: int = 0, accepted: int = 0
 ) -> Participation:
     """What a method's `cost` is asked of, in a run (None: in one whose facts do not matter)."""
-    spec = spec or recipe()
+    spec = spec or run_spec()
     filled = frozenset(slot for slot in SLOTS if owners(spec.methods, slot))
     facts = RunFacts(
         spec.task, build_networks(spec)[1], int(np.count_nonzero(spec.data.partition.train.counts)), filled
@@ -389,7 +401,7 @@ def silent(
 ) -> tuple[Coordinator, Ledger, Silent]:
     """A coordinator whose clients learn nothing, and what it combined and dispatched."""
     ledger = Ledger()
-    spec = recipe(ledger, model=Mlp((1,)), data=sized(counts), seed=seed)
+    spec = run_spec(ledger, model=Mlp((1,)), data=sized(counts), seed=seed)
     runtime = Silent(0, np.asarray(counts))
     settings = {"evaluate": Evaluation(every=10**9)} | settings
     coordinator = coordinate(spec, schedule, fleet or Ideal(), runtime, **settings)
