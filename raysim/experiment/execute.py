@@ -32,7 +32,7 @@ from raysim.primitives.files import replace_file
 from raysim.results.observers import Observer, ObserverFailed
 from raysim.simulation.events import Event, TooManyFailures
 from raysim.simulation.fleet import Fleet
-from raysim.simulation.schedule import Buffered, Schedule, Synchronous, check_concurrency
+from raysim.simulation.schedule import Schedule, Synchronous, check_concurrency
 from raysim.simulation.server import asked_weighting
 from raysim.training.run_spec import RunSettings, RunSpec, build_networks
 
@@ -148,14 +148,9 @@ def build(config: DictConfig | Mapping[str, Any] | Sequence[str] = (), allow: Se
         spec = RunSpec(model, methods, data, settings, device, execution.runtime.threads)
         networks, layout = build_networks(spec)
         check_private_names(methods, layout)
-        setup = Setup(spec.task, settings.local, networks, methods, schedule.size, _may_be_stale(schedule))
+        setup = Setup(spec.task, settings.local, networks, methods, schedule.size, schedule.stale)
         warnings = tuple(text for method in methods for text in method.check(setup))
     return Experiment(node, spec, schedule, fleet, execution, warnings)
-
-
-def _may_be_stale(schedule: Schedule) -> bool:
-    """Whether a result may arrive that started from an earlier version than the current one."""
-    return schedule.concurrency > (1 if isinstance(schedule, Buffered) else schedule.size)
 
 
 def _pooled(data: FederatedData, schedule: Schedule, local: Local) -> tuple[FederatedData, Schedule, Local]:

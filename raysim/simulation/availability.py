@@ -27,6 +27,12 @@ class Availability(Protocol):
         ...
 
 
+def _place(now: float, length: float) -> int:
+    """In which stretch of this length `now` lies; the quotient alone may be rounded to below the start of one."""
+    place = math.floor(now / length)
+    return place + 1 if (place + 1) * length <= now else place
+
+
 class Diurnal:
     """There for so many hours of every day, from midnight of the client's own time zone.
 
@@ -39,12 +45,13 @@ class Diurnal:
 
     def available(self, client: int, now: float) -> bool:
         """See `Availability`."""
-        return (now - self._midnight[client]) % DAY < self._length
+        midnight = self._midnight[client]
+        return now < midnight + (_place(now - midnight, DAY) * DAY + self._length)
 
     def next_change(self, client: int, now: float, until: float) -> float:
         """See `Availability`."""
         midnight = self._midnight[client]
-        days = math.floor((now - midnight) / DAY)
+        days = _place(now - midnight, DAY)
         ends = (days * DAY + self._length, (days + 1) * DAY, (days + 1) * DAY + self._length)
         return min(next(midnight + end for end in ends if midnight + end > now), until)
 
@@ -67,7 +74,7 @@ class Markov:
 
     def available(self, client: int, now: float) -> bool:
         """See `Availability`."""
-        return self._at(client, math.floor(now / self._step))
+        return self._at(client, _place(now, self._step))
 
     def _at(self, client: int, step: int) -> bool:
         # Steps below 0 are drawn as well: the chain is stationary from the start.
@@ -77,7 +84,7 @@ class Markov:
 
     def next_change(self, client: int, now: float, until: float) -> float:
         """See `Availability`."""
-        step = math.floor(now / self._step)
+        step = _place(now, self._step)
         state = self._at(client, step)
         while (at := (step := step + 1) * self._step) < until:
             if self._decides(client, step) not in (None, state):

@@ -229,11 +229,14 @@ class Planner:
         have = {job.number: job for job in self.arrived}
         self._drop(set(numbers), "aggregate")
         jobs = [have[number] for number in numbers]
-        waiting: dict[int, int] = {}
-        for job in [*self.arrived, *reversed(jobs)]:
-            if job.number > waiting.get(job.client, job.number):
+        left: dict[int, int] = {}  # by client: its first job that goes on waiting
+        before: dict[int, int] = {}  # by client: its job in front of the one that is looked at
+        for job in self.arrived:
+            left.setdefault(job.client, job.number)
+        for job in jobs:
+            if not before.get(job.client, -1) < job.number < left.get(job.client, self.dispatched):
                 raise RuntimeError(f"{self._name} lets client {job.client}'s job {job.number} overtake an earlier one")
-            waiting[job.client] = job.number
+            before[job.client] = job.number
         return jobs
 
     # --- dispatch ------------------------------------------------------------------------------------------------

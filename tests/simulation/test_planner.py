@@ -6,11 +6,12 @@ import json
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, reject, settings, strategies as st
 from tiny_runs import Clock, ran, silent
 
 from raysim.simulation.fleet import Fleet, Ideal, Lognormal
@@ -44,8 +45,8 @@ SCHEDULES: st.SearchStrategy[Schedule] = st.one_of(
 CONDITIONS = {
     "availability": st.sampled_from(["always", "diurnal", "markov"]),
     "hours": st.floats(1, 24),
-    "on": st.floats(0.1, 100),
-    "off": st.floats(0.1, 100),
+    "on": st.floats(1, 100),
+    "off": st.floats(1, 100),
     "dropout": st.sampled_from([0.0, 0.3, 0.8]),
 }
 FLEETS: st.SearchStrategy[Fleet] = st.one_of(
@@ -63,7 +64,12 @@ def planner(schedule: Schedule, fleet: Fleet, seed: int, counts: Sequence[int]) 
 
 
 def steps(plan: Planner, count: int) -> list[Step]:
-    return [plan.step() for _ in range(count)]
+    """Random fleets may be such that no job ever comes back; those show nothing here."""
+    try:
+        return [plan.step() for _ in range(count)]
+    except ValueError as error:
+        assert "jobs in a row were lost" in str(error)
+        reject()
 
 
 @settings(deadline=None, max_examples=150)
@@ -98,7 +104,7 @@ def test_every_job_ends_once_and_nothing_goes_back(
 
     for client in range(len(counts)):
         own = sorted((job for job in jobs.values() if job.client == client), key=lambda job: job.number)
-        assert all(before.finish <= after.start for before, after in zip(own, own[1:], strict=False)), "never twice"
+        assert all(before.finish <= after.start for before, after in pairwise(own)), "never twice"
         assert [job.participation for job in own] == list(range(len(own)))
     assert found[-1].down == sum(job.down for job in jobs.values())
     assert found[-1].up == sum(job.up for job in jobs.values() if job.back and job.finish <= found[-1].now)
@@ -126,11 +132,9 @@ def test_a_plan_that_is_stored_goes_on_as_it_was(
 def test_a_run_follows_the_plan(schedule: Schedule, fleet: Fleet, seed: int) -> None:
     counts = [3 + client for client in range(CLIENTS)]
     coordinator, ledger, runtime = silent(counts, schedule, fleet, seed=seed, rounds=6)
+    devices = fleet.devices(seed, CLIENTS, lambda: 1.0)
+    expected = steps(Planner(schedule, devices, seed, np.asarray(counts), coordinator.planner._load), 6)
     found = ran(coordinator)
-    alone = Planner(
-        schedule, fleet.devices(seed, CLIENTS, lambda: 1.0), seed, np.asarray(counts), coordinator.planner._load
-    )
-    expected = steps(alone, 6)
     assert found.steps == expected
     jobs = {job.number: job for step in expected for job in step.dispatched}
     assert ledger.cohorts == [[jobs[each.number].client for each in step.taken] for step in expected]
@@ -169,9 +173,8 @@ def test_a_round_takes_as_many_as_are_there() -> None:
     plan = planner(Synchronous(12), fleet, 3, [5] * 12)
     first = plan.step()
     devices = fleet.devices(3, 12, lambda: 1.0)
-    assert [job.client for job in first.dispatched] == [
-        c for c in range(12) if devices.available(c, first.dispatched[0].start)
-    ]
+    there = [client for client in range(12) if devices.available(client, first.dispatched[0].start)]
+    assert [job.client for job in first.dispatched] == there
     assert 0 < len(first.taken) < 12
 
 
