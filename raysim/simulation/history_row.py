@@ -83,11 +83,7 @@ class RowWriter:
 
         results: floats that were under way. What is not known yet counts as what a job uploads, or as other states.
         """
-        published = [
-            version.vector.nbytes + version.counters.nbytes + sum(array.nbytes for array in version.extras.values())
-            for version in versions
-        ]
-        return sum(published) + results * self.itemsize + self.private.bytes
+        return sum(version.nbytes for version in versions) + results * self.itemsize + self.private.bytes
 
     def _busy(self) -> Row:
         """The share of wall time since the last row that hosts worked: their mean, and the one that worked least.
