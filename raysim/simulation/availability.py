@@ -95,12 +95,12 @@ class Markov:
 class Intervals:
     """There in given intervals, which repeat after the client's period if they wrap.
 
-    bounds: float64, starts and ends in turn, of one row after the other; first: int [rows + 1], where each row begins
+    bounds: starts and ends in turn, of one row after the other; first: int [rows + 1], where each row begins
     in `bounds`; periods: float64 [rows] seconds; row_of: int [clients]. At a start a client is there, at an end not.
     """
 
-    def __init__(self, bounds: np.ndarray, first: np.ndarray, periods: np.ndarray, row_of: np.ndarray, wrap: bool):
-        self._bounds = array("d", np.asarray(bounds, np.float64).tobytes())
+    def __init__(self, bounds: array[float], first: np.ndarray, periods: np.ndarray, row_of: np.ndarray, wrap: bool):
+        self._bounds = bounds
         self._first = array("q", np.asarray(first, np.int64).tobytes())
         self._period = array("d", np.asarray(periods, np.float64).tobytes())
         self._row_of, self._wrap = array("i", np.asarray(row_of, np.int32).tobytes()), wrap

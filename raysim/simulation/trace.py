@@ -17,6 +17,7 @@ and what is kept are arrays: 32 bytes a client, 48 a row and 16 an interval. `ra
 from __future__ import annotations
 
 import math
+from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,7 +45,7 @@ _ROWS = 1 << 16  # read at once
 class Recorded(NamedTuple):
     """What a trace says, row by row; bounds and first as in `Intervals`."""
 
-    bounds: np.ndarray
+    bounds: array[float]
     first: np.ndarray
     period: np.ndarray
     down: np.ndarray
@@ -97,9 +98,11 @@ def read(file: str) -> Recorded:
     try:
         with pq.ParquetFile(file) as parquet:
             by = _columns(file, parquet.schema_arrow)
-            names, parts, rows = [], [], 0
+            names, parts, rows, bounds = [], [], 0, array("d")
             for batch in parquet.iter_batches(_ROWS, columns=["client", *LISTS, *NUMBERS, by]):
-                parts.append(_part(file, batch, by, rows))
+                more, *numbers = _part(file, batch, by, rows)
+                bounds.frombytes(more.tobytes())
+                parts.append(numbers)
                 names.append(batch.column("client"))
                 rows += len(batch)
     except (OSError, pa.ArrowInvalid) as error:
@@ -107,14 +110,16 @@ def read(file: str) -> Recorded:
     if not rows:
         raise ValueError(f"{file} has no rows: a trace has one for each client")
     _refuse_twice(file, pa.chunked_array(names))
-    bounds, counts, period, down, up, rate = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
+    pa.default_memory_pool().release_unused()  # some 200 MB of a trace of a million clients
+    counts, period, down, up, rate = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
     return Recorded(bounds, np.concatenate([[0], np.cumsum(counts)]), period, down, up, rate, by)
 
 
 def summary(file: str) -> str:
     """How much a trace holds, in a sentence. Raises ValueError as `read` does."""
     trace = read(file)
-    there = (trace.bounds[1::2] - trace.bounds[::2]).sum() / trace.period.sum()
+    bounds = np.frombuffer(trace.bounds)
+    there = (bounds[1::2] - bounds[::2]).sum() / trace.period.sum()
     return (
         f"{file}: {len(trace.rate):,} clients in {len(trace.bounds) // 2:,} intervals, {there:.0%} of the time there, "
         f"{trace.period.max():,.0f} s long, median {trace.by} {np.median(trace.rate):,.4g}"

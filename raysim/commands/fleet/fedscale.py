@@ -16,6 +16,7 @@ from __future__ import annotations
 import itertools
 import math
 import pickle
+from collections import OrderedDict
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -27,8 +28,9 @@ from raysim.simulation.trace import fault, write
 
 TRAINING = 3.0  # times inference
 BANDWIDTH = 1024 / 8  # bytes a second
-# What a pickled dictionary of numbers is made of, besides Python's own containers and numbers, which need no name.
+# Containers and numbers that a pickle names; Python's own need no name.
 _ALLOWED = {
+    ("collections", "OrderedDict"): OrderedDict,
     ("numpy", "dtype"): np.dtype,
     ("numpy.core.multiarray", "scalar"): np.float64(0).__reduce__()[0],
     ("numpy._core.multiarray", "scalar"): np.float64(0).__reduce__()[0],
