@@ -11,7 +11,7 @@
 | `down`, `up` | number            | bytes a second                                                                |
 
 Between its intervals, and without any, a client is absent. Other columns are left alone. The file is read in pieces,
-and what is kept are arrays: 32 bytes a client, 48 a row and 16 an interval. `raysim fleet check FILE` checks one.
+and what is kept are arrays: 28 bytes a client, 16 a row and 16 an interval. `raysim fleet check FILE` checks one.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
-from studies import ran, silent
+from tiny_runs import ran, silent
 
 from raysim.simulation.availability import DAY, HOUR, Availability, Diurnal, Intervals, Markov
 from raysim.simulation.fleet import Fleet, Ideal

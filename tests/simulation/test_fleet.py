@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
-from studies import recipe
+from tiny_runs import run_spec
 
 from raysim.experiment.compose import compose, groups
 from raysim.experiment.execute import build as build_run
@@ -62,7 +62,7 @@ def test_the_time_on_a_class_of_devices_follows_from_the_flops_of_the_model() ->
 
 
 def test_the_flops_of_a_model_are_those_of_its_forward_and_backward_pass() -> None:
-    spec = recipe(model=Mlp((16,)))
+    spec = run_spec(model=Mlp((16,)))
     inputs, classes = math.prod(spec.task.shape), spec.task.num_classes
     first, second = 2 * inputs * 16, 2 * 16 * classes  # a multiplication and an addition for each weight
     # Forward; gradients of the weights; and of the second layer's inputs: the first one's need none.

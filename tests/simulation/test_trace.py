@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings, strategies as st
-from studies import ran, silent
+from tiny_runs import ran, silent
 
 import raysim
 from raysim import cli
