@@ -30,7 +30,7 @@ from raysim.models.classifier import Shape
 from raysim.runtime.inprocess import InProcess
 from raysim.simulation.coordinator import Coordinator, Finished, Round, Row, Runtime
 from raysim.simulation.events import JobEnd
-from raysim.simulation.fleet import Devices, Fixed, Fleet, Ideal, Lognormal, Speeds, Trip
+from raysim.simulation.fleet import Devices, Fate, Fixed, Fleet, Ideal, Lognormal, Speeds, Trip
 from raysim.simulation.planner import Step
 from raysim.simulation.schedule import Buffered, Schedule, Synchronous
 from raysim.training.host import Host
@@ -354,7 +354,7 @@ class Ticking(Fixed):
 
     def __init__(self, seconds: Sequence[float]):
         everything = np.full(len(seconds), np.inf)
-        super().__init__(Speeds(everything, everything, everything), None)
+        super().__init__(Speeds(everything, everything, everything), Fate())
         self._each = np.asarray(seconds)
 
     def trip(self, client: int, participation: int, start: float, samples: float, down: int, up: int) -> Trip:

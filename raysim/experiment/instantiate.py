@@ -59,7 +59,7 @@ def arguments(cls: Callable[..., object], node: Mapping[str, Any], path: str) ->
     given = {key: value for key, value in node.items() if key != TARGET}
     for key in given:
         if key not in parameters:
-            has = instead(key, parameters, f"{path or 'a run'} has")
+            has = instead(str(key), parameters, f"{path or 'a run'} has")
             raise Refused(f"{_join(path, key)} does not exist: {has}")
     for key, parameter in parameters.items():
         if given.get(key, MISSING if parameter.default is parameter.empty else None) == MISSING:
@@ -184,6 +184,13 @@ def _default(parameter: inspect.Parameter, cls: Callable[..., object]) -> Any:
     for field in dataclasses.fields(cls) if dataclasses.is_dataclass(cls) else ():
         if field.name == parameter.name and field.default_factory is not dataclasses.MISSING:
             value = field.default_factory()
+    return _plain(value)
+
+
+def _plain(value: Any) -> Any:
+    """A value as a file has it."""
+    if isinstance(value, dict):
+        return {key: _plain(each) for key, each in value.items()}
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return dataclasses.asdict(value)
     return list(value) if isinstance(value, tuple) else value

@@ -1,16 +1,16 @@
-"""When clients are there: functions of (seed, client, virtual time), so that nothing has to be kept or stored."""
+"""When clients are there: functions of (seed, client, virtual time), so that a run keeps and stores nothing of it."""
 
 from __future__ import annotations
 
 import math
 from array import array
+from bisect import bisect_right
 from typing import Protocol
 
 import numpy as np
 
 from raysim.primitives.streams import uniform
 
-AVAILABILITIES = ("always", "diurnal", "markov")
 HOUR = 3600.0
 DAY = 24 * HOUR
 
@@ -90,3 +90,43 @@ class Markov:
             if self._decides(client, step) not in (None, state):
                 return at
         return until
+
+
+class Intervals:
+    """There in given intervals, which repeat after the client's period if they wrap.
+
+    bounds: starts and ends in turn, of one row after the other; first: int [rows + 1], where each row begins
+    in `bounds`; periods: float64 [rows] seconds; row_of: int [clients]. At a start a client is there, at an end not.
+    """
+
+    def __init__(self, bounds: array[float], first: np.ndarray, periods: np.ndarray, row_of: np.ndarray, wrap: bool):
+        self._bounds = bounds
+        self._first = array("q", np.asarray(first, np.int64).tobytes())
+        self._period = array("d", np.asarray(periods, np.float64).tobytes())
+        self._row_of, self._wrap = array("i", np.asarray(row_of, np.int32).tobytes()), wrap
+
+    def available(self, client: int, now: float) -> bool:
+        """See `Availability`."""
+        row = self._row_of[client]
+        first, at = self._first[row], now % self._period[row] if self._wrap else now
+        return (bisect_right(self._bounds, at, first, self._first[row + 1]) - first) % 2 == 1
+
+    def next_change(self, client: int, now: float, until: float) -> float:
+        """See `Availability`."""
+        row = self._row_of[client]
+        at, period = (now % self._period[row], self._period[row]) if self._wrap else (now, math.inf)
+        change = self._after(row, at, period)
+        # Rounding must not stop the clock just before a bound.
+        return until if change == math.inf else min(max(now - at + change, math.nextafter(now, math.inf)), until)
+
+    def _after(self, row: int, at: float, period: float) -> float:
+        """The next change after `at`, which lies in the first period."""
+        first, last = self._first[row], self._first[row + 1]
+        place = bisect_right(self._bounds, at, first, last)
+        if place < last and self._bounds[place] < period:
+            return self._bounds[place]
+        if period == math.inf or first == last:
+            return math.inf
+        if place < last and self._bounds[first] == 0:  # there to the period's end, and still there after it
+            return period + self._bounds[first + 1] if last - first > 2 else math.inf
+        return period + self._bounds[first] if place == last else period

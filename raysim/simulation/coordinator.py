@@ -28,7 +28,7 @@ from raysim.simulation.events import Event, Finished, JobEnd, Round, Row, Saved,
 from raysim.simulation.fleet import Fleet
 from raysim.simulation.history_row import RowWriter
 from raysim.simulation.load import Loads
-from raysim.simulation.planner import Planner, Step
+from raysim.simulation.planner import Deserted, Planner, Step
 from raysim.simulation.private_states import PrivateStates
 from raysim.simulation.runtime import Ref, Runtime
 from raysim.simulation.schedule import PlannedJob, Schedule
@@ -116,19 +116,26 @@ class Coordinator:
 
     # --- the loop ------------------------------------------------------------------------------------------------
     def run(self) -> Iterator[Event]:
-        """Run to the last round. Raises TooManyFailures after writing a checkpoint."""
+        """Run to the last round. Raises TooManyFailures or Deserted after writing a checkpoint."""
         self.history.start()
         if self.resume:
             self._restore()
         else:
             self._contribute()
+            self._plan()  # what no fleet or schedule can do is refused before anything is written
         self._hand_out()
         for number in self._takers.keys() & self._undecided:  # of a resumed run
             self._will_be_taken(number)
         yield Started(list(self.rows))
         self._publish()
         while self.server.version < self.settings.rounds:
-            step = self._look_ahead()
+            try:
+                step = self._look_ahead()
+            except Deserted:
+                yield from self._report()
+                if self._checkpoint_every:
+                    yield self._save()
+                raise
             taken = [self._jobs[each.number] for each in step.taken]
             self._submit(taken)
             yield from self._report()
@@ -191,7 +198,10 @@ class Coordinator:
             for job in step.dispatched:
                 self._dispatch(job)
         while self._undecided and self.planner.version < min(self.settings.rounds, version + _AHEAD):
-            self._plan()
+            try:
+                self._plan()
+            except Deserted:
+                break  # again, once the steps before it are done
         return step
 
     def _plan(self) -> None:

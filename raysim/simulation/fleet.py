@@ -8,13 +8,13 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import ClassVar, NamedTuple, Protocol
 
 import numpy as np
 
 from raysim.primitives.checks import above, at_least, in_range, one_of
 from raysim.primitives.streams import key, stream, uniform
-from raysim.simulation.availability import AVAILABILITIES, Availability, Diurnal, Markov
+from raysim.simulation.availability import Availability, Diurnal, Markov
 
 FLOAT_BYTES = 4
 DAY = 86_400.0  # seconds
@@ -61,6 +61,13 @@ class Speeds:
     up: np.ndarray
 
 
+class Labels(NamedTuple):
+    """What kind of device each client has."""
+
+    names: tuple[str, ...]
+    kinds: np.ndarray  # [clients] int: an index into `names`
+
+
 @dataclass(frozen=True, kw_only=True)
 class Fleet:
     """A kind of devices; a class of your own overrides `speeds`, or `devices` altogether.
@@ -70,6 +77,8 @@ class Fleet:
     is lost for another reason, at any moment of it. patience: most seconds that a run waits for its first client.
     """
 
+    AVAILABILITIES: ClassVar[tuple[str, ...]] = ("always", "diurnal", "markov")
+
     availability: str = "always"
     hours: float = 8.0
     on: float = 3600.0
@@ -78,7 +87,7 @@ class Fleet:
     patience: float = DAY
 
     def __post_init__(self) -> None:
-        one_of("fleet.availability", self.availability, AVAILABILITIES)
+        one_of("fleet.availability", self.availability, self.AVAILABILITIES)
         in_range("fleet.hours", self.hours, above=0, most=24)
         above("fleet.on", self.on, 0)
         above("fleet.off", self.off, 0)
@@ -97,38 +106,46 @@ class Fleet:
             return Markov(key(seed, "fleet.markov"), self.on, self.off)
         return None
 
+    def labels(self, seed: int, clients: int) -> Labels:
+        """What kind of device each client has, for reports."""
+        return Labels((type(self).__name__.lower(),), np.zeros(clients, np.int16))
+
     def devices(self, seed: int, clients: int, sample_flops: Callable[[], float]) -> Devices:
         """The devices of a run's clients."""
-        lost = key(seed, "fleet.dropout")
-        return Fixed(self.speeds(seed, clients, sample_flops), self.presence(seed, clients), self.dropout, lost)
+        fate = Fate(self.presence(seed, clients), self.dropout, key(seed, "fleet.dropout"))
+        return Fixed(self.speeds(seed, clients, sample_flops), fate)
 
 
-class Fixed:
-    """Devices whose speed stays what it is."""
+@dataclass(frozen=True)
+class Fate:
+    """When clients are there, and what becomes of their jobs. lost: the key of drop-outs."""
 
-    def __init__(self, speeds: Speeds, presence: Availability | None, dropout: float = 0.0, lost: int = 0):
-        self._samples, self._down, self._up = (  # a Python float of an array.array costs half of NumPy's
-            array("d", np.asarray(each, np.float64).tobytes()) for each in (speeds.samples, speeds.down, speeds.up)
-        )
-        self._presence, self._dropout, self._lost = presence, dropout, lost
+    presence: Availability | None = None
+    dropout: float = 0.0
+    lost: int = 0
+
+    def trip(self, client: int, participation: int, start: float, seconds: float) -> Trip:
+        """Of a job that takes so long if nothing happens to it."""
+        finish, back = start + seconds, True
+        if self.dropout and uniform(self.lost, client, participation, 0) < self.dropout:
+            finish, back = start + seconds * uniform(self.lost, client, participation, 1), False
+        if self.presence is not None:
+            leaves = self.presence.next_change(client, start, finish)
+            if leaves < finish:
+                finish, back = leaves, False
+        return Trip(finish, back)
+
+
+class Present:
+    """Devices of which it is known when they are there."""
+
+    def __init__(self, fate: Fate):
+        self._fate, self._presence = fate, fate.presence
 
     @property
     def always(self) -> bool:
         """See `Devices`."""
         return self._presence is None
-
-    def trip(self, client: int, participation: int, start: float, samples: float, down: int, up: int) -> Trip:
-        """See `Devices`."""
-        network = down * FLOAT_BYTES / self._down[client] + up * FLOAT_BYTES / self._up[client]
-        seconds = network + samples / self._samples[client]
-        finish, back = start + seconds, True
-        if self._dropout and uniform(self._lost, client, participation, 0) < self._dropout:
-            finish, back = start + seconds * uniform(self._lost, client, participation, 1), False
-        if self._presence is not None:
-            leaves = self._presence.next_change(client, start, finish)
-            if leaves < finish:
-                finish, back = leaves, False
-        return Trip(finish, back)
 
     def available(self, client: int, now: float) -> bool:
         """See `Devices`."""
@@ -137,6 +154,21 @@ class Fixed:
     def next_change(self, client: int, now: float) -> float:
         """See `Devices`."""
         return np.inf if self._presence is None else self._presence.next_change(client, now, np.inf)
+
+
+class Fixed(Present):
+    """Devices whose speed stays what it is."""
+
+    def __init__(self, speeds: Speeds, fate: Fate):
+        super().__init__(fate)
+        self._samples, self._down, self._up = (  # a Python float of an array.array costs half of NumPy's
+            array("d", np.asarray(each, np.float64).tobytes()) for each in (speeds.samples, speeds.down, speeds.up)
+        )
+
+    def trip(self, client: int, participation: int, start: float, samples: float, down: int, up: int) -> Trip:
+        """See `Devices`."""
+        network = down * FLOAT_BYTES / self._down[client] + up * FLOAT_BYTES / self._up[client]
+        return self._fate.trip(client, participation, start, network + samples / self._samples[client])
 
     def seconds(self, samples: np.ndarray, down: int, up: int) -> np.ndarray:
         """See `Devices`."""

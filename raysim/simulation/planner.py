@@ -16,11 +16,16 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from raysim.primitives.streams import stream
+from raysim.simulation.events import RunStopped
 from raysim.simulation.fleet import Devices
 from raysim.simulation.schedule import Aggregate, Discard, Dispatch, PlannedJob, Schedule, View, Wait, check_concurrency
 
 _TRIES = 16  # draws from the whole population for every client that is wanted, at least, before idle ones are listed
 _IN_VAIN = 10_000  # jobs in a row that are lost before a run gives up
+
+
+class Deserted(RunStopped):
+    """No client will be available any more."""
 
 
 class Load(NamedTuple):
@@ -116,7 +121,11 @@ class Planner:
 
     # --- steps ---------------------------------------------------------------------------------------------------
     def step(self) -> Step:
-        """Go on until the schedule aggregates. Raises RuntimeError where a schedule contradicts itself."""
+        """Go on until the schedule aggregates.
+
+        Raises RuntimeError where a schedule contradicts itself, Deserted where clients have gone for good, and
+        ValueError where the first of them does not come soon enough.
+        """
         while True:
             action = self.schedule.decide(self._view())
             if isinstance(action, Aggregate):
@@ -311,6 +320,12 @@ class Planner:
             raise ValueError(
                 f"fleet: nobody is available at the start, and {never if at == math.inf else f'for {at:,.0f} s'}: "
                 "choose fleet.availability=always, or raise fleet.patience"
+            )
+        if at == math.inf and not self._events:
+            raise Deserted(
+                f"fleet: no client will be available any more after {self.now:,.0f} s of virtual time and "
+                f"{self.version} aggregations: let its trace begin again with fleet.wrap=true, or set "
+                f"rounds={self.version}"
             )
         return at
 
