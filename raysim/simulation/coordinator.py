@@ -269,12 +269,8 @@ class Coordinator:
         ]
         fates += [(number, "lost", 0) for number in step.lost] + [(number, "discarded", 0) for number in step.discarded]
         self._dropped.difference_update(step.lost, step.discarded)
-        ends = []
-        for number, fate, staleness in fates:
-            job = self._planned.pop(number)
-            span = job.start, job.finish
-            ends.append(JobEnd(job.client, job.participation, job.version, *span, fate, self.server.version, staleness))
-        return tuple(ends)
+        version = self.server.version
+        return tuple(_end(self._planned.pop(number), fate, version, staleness) for number, fate, staleness in fates)
 
     def _too_many(self, failures: tuple[Failure, ...], taken: Sequence[InFlightJob]) -> TooManyFailures:
         share = len(failures) / len(taken)
@@ -340,4 +336,9 @@ class Coordinator:
             path = Path(self.folder) / "model.safetensors"
             save_file({name: tensor.clone() for name, tensor in shared.items()}, path)
         model, state = snapshot.model_sha256(self.server), snapshot.state_sha256(self.server, self.private)
-        return Finished(model, state, peak_memory())
+        unfinished = tuple(_end(job, "under way", self.server.version + 1) for job in self._planned.values())
+        return Finished(model, state, peak_memory(), unfinished)
+
+
+def _end(job: PlannedJob, fate: str, version: int, staleness: int = 0) -> JobEnd:
+    return JobEnd(job.client, job.participation, job.version, job.start, job.finish, fate, version, staleness)

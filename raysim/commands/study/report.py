@@ -21,8 +21,9 @@ from raysim.primitives.checks import known
 from raysim.primitives.errors import Refused, instead
 from raysim.primitives.files import replace_file
 from raysim.results.history import COLUMNS, write_json
-from raysim.results.report import DARK, LIGHT, NOTHING, Column, Run, Section, aligned, compare, load_run, theme
+from raysim.results.report import NOTHING, Column, Run, Section, aligned, compare, load_run
 from raysim.results.significance import Difference, holm, mean_deviation, paired
+from raysim.results.theme import DARK, LIGHT, theme
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
