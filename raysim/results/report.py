@@ -408,15 +408,15 @@ def compare(runs: Sequence[Run], out_folder: Path, title: str = "", sections: Se
             light, dark = (_draw(curves, about, key.replace("_", " "), dark=dark) for dark in (False, True))
             replace_file(out_folder / f"comparison_{key}.png", light)
             figures.append(_picture(f"{about} against rounds, bytes, virtual time and wall time", light, dark))
-    figures += [_timeline(name, run) for name, run in zip(names, runs, strict=True)]
+    timelines = "".join(_timeline(name, run) for name, run in zip(names, runs, strict=True))
     page = out_folder / "report.html"
-    replace_file(page, _page(runs, figures, title, sections).encode())
+    replace_file(page, _page(runs, figures, timelines, title, sections).encode())
     return page
 
 
 def _timeline(name: str, run: Run) -> str:
     """A run on virtual time, as in its own folder; "" where that says nothing, or is not known."""
-    jobs = read_jobs(run.folder)
+    jobs = None if run.folder == Path() else read_jobs(run.folder)  # a mean of runs has no folder
     if jobs is None or not eventful(jobs):
         return ""
     light, dark = (timeline_png(jobs, run.rows, name, dark=dark) for dark in (False, True))
@@ -457,7 +457,9 @@ def _section(section: Section) -> str:
     return f"<h2>{html.escape(section.title)}</h2>{text}{_cells(section.columns, False)}{picture}"
 
 
-def _page(runs: Sequence[Run], figures: Sequence[str], title: str = "", sections: Sequence[Section] = ()) -> str:
+def _page(
+    runs: Sequence[Run], figures: Sequence[str], timelines: str = "", title: str = "", sections: Sequence[Section] = ()
+) -> str:
     different = differences(runs) if len(runs) > 1 else {}
     columns = [Column("run", labels(runs)), *(Column(key, values) for key, values in different.items())]
     title = title or (f"{len(runs)} runs compared" if len(runs) > 1 else runs[0].name)
@@ -469,6 +471,7 @@ def _page(runs: Sequence[Run], figures: Sequence[str], title: str = "", sections
         table=_cells(_columns(runs, limit=4), True),
         settings=settings_table,
         figures="".join(figures) or "<p>No run has measured anything yet.</p>",
+        timelines=f'<h2>On virtual time</h2><div class="figures whole">{timelines}</div>' if timelines else "",
     )
 
 
@@ -499,6 +502,7 @@ td i {{ display: inline-block; width: .7rem; height: .7rem; border-radius: 3px; 
   background: var(--day); }}
 .figures {{ display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 560px), 1fr)); gap: 1rem; }}
 .wide + .figures {{ max-width: 900px; margin-top: 1rem; }}
+.whole {{ grid-template-columns: 1fr; }}
 .figures img {{ display: block; width: 100%; border: 1px solid var(--line); border-radius: 10px; }}
 @media print {{ body {{ background: none; }} .figures {{ display: block; }} }}
 </style></head><body>
@@ -509,6 +513,7 @@ td i {{ display: inline-block; width: .7rem; height: .7rem; border-radius: 3px; 
 {settings}
 <h2>Curves</h2>
 <div class="figures">{figures}</div>
+{timelines}
 <h2>How to read the table</h2>
 <p>Accuracies are fractions. <em>Best 5</em> is the mean of the five best rounds, <em>last 10</em> mean and standard
 deviation over the last ten evaluated rounds, <em>final</em> the last one: of the mean over the clients' own tests, or

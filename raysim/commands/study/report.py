@@ -133,7 +133,9 @@ def averaged(campaign: Campaign, scores: Sequence[Scores]) -> list[Run]:
 
 def _one(name: str, runs: Sequence[Run]) -> Run:
     rows = [cast(dict[str, int | float | None], _mean(at)) for at in zip(*(run.rows for run in runs), strict=False)]
-    return replace(runs[0], name=name, rows=rows, summary=cast(Any, _mean([run.summary for run in runs])))
+    return replace(
+        runs[0], name=name, folder=Path(), rows=rows, summary=cast(Any, _mean([run.summary for run in runs]))
+    )
 
 
 def _mean(values: Sequence[object]) -> object:
