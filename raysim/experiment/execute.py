@@ -197,7 +197,9 @@ def run(
     if where.finished:
         say(console, where.note)
         return finished(experiment, where.folder, console)
-    for text in (overview(experiment, where.folder), where.note, *experiment.warnings):
+    with refusing():
+        plan = overview(experiment, where.folder)
+    for text in (plan, where.note, *experiment.warnings):
         say(console, text)
     with closing(_events(experiment, where, console)) as events:
         with refusing():

@@ -7,7 +7,6 @@ trained.
 
 from __future__ import annotations
 
-import functools
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -27,15 +26,15 @@ from raysim.simulation.evaluator import Evaluator, Scoring
 from raysim.simulation.events import Event, Finished, JobEnd, Round, Row, Saved, Started, TooManyFailures
 from raysim.simulation.fleet import Fleet
 from raysim.simulation.history_row import RowWriter
-from raysim.simulation.load import Loads
-from raysim.simulation.planner import Deserted, Planner, Step
+from raysim.simulation.load import make_planner
+from raysim.simulation.planner import Deserted, Step
 from raysim.simulation.private_states import PrivateStates
 from raysim.simulation.runtime import Ref, Runtime
 from raysim.simulation.schedule import PlannedJob, Schedule
 from raysim.simulation.server import Server, asked_weighting
 from raysim.training.determinism import make_deterministic
 from raysim.training.probe import balanced_rows
-from raysim.training.run_spec import RunSpec, build_networks, sample_flops
+from raysim.training.run_spec import RunSpec, build_networks
 from raysim.vectors.layout import Vector
 
 _AHEAD = 64  # aggregations, at most, by which the planner is ahead of the server
@@ -88,9 +87,7 @@ class Coordinator:
         )
         stateful = self.layout.has_personal or bool(owners(spec.methods, "state"))
         self.private = PrivateStates(runtime, self.layout, stateful, settings.state.bytes, folder)
-        devices = fleet.devices(settings.seed, len(self.counts), functools.partial(sample_flops, spec))
-        load = Loads(spec, self.layout, self.counts)
-        self.planner = Planner(schedule, devices, settings.seed, self.counts, load, fleet.patience)
+        self.planner = make_planner(spec, self.layout, schedule, fleet)
         if settings.evaluate.probe and not len(spec.data.central):
             raise ValueError(
                 f"evaluate.probe={settings.evaluate.probe} looks at local models on the central test set, of "
@@ -279,12 +276,8 @@ class Coordinator:
         ]
         fates += [(number, "lost", 0) for number in step.lost] + [(number, "discarded", 0) for number in step.discarded]
         self._dropped.difference_update(step.lost, step.discarded)
-        ends = []
-        for number, fate, staleness in fates:
-            job = self._planned.pop(number)
-            span = job.start, job.finish
-            ends.append(JobEnd(job.client, job.participation, job.version, *span, fate, self.server.version, staleness))
-        return tuple(ends)
+        version = self.server.version
+        return tuple(_end(self._planned.pop(number), fate, version, staleness) for number, fate, staleness in fates)
 
     def _too_many(self, failures: tuple[Failure, ...], taken: Sequence[InFlightJob]) -> TooManyFailures:
         share = len(failures) / len(taken)
@@ -350,4 +343,9 @@ class Coordinator:
             path = Path(self.folder) / "model.safetensors"
             save_file({name: tensor.clone() for name, tensor in shared.items()}, path)
         model, state = snapshot.model_sha256(self.server), snapshot.state_sha256(self.server, self.private)
-        return Finished(model, state, peak_memory())
+        unfinished = tuple(_end(job, "under way", self.server.version + 1) for job in self._planned.values())
+        return Finished(model, state, peak_memory(), unfinished)
+
+
+def _end(job: PlannedJob, fate: str, version: int, staleness: int = 0) -> JobEnd:
+    return JobEnd(job.client, job.participation, job.version, job.start, job.finish, fate, version, staleness)

@@ -16,8 +16,8 @@ class JobEnd(NamedTuple):
     version: int  # that it started from
     start: float  # virtual seconds
     finish: float
-    fate: str  # "aggregated", "failed", "discarded" or "lost"
-    round: int  # the aggregation that took it, or the next one after it was lost or discarded
+    fate: str  # "aggregated", "failed", "discarded", "lost", or "under way" when the run ended
+    round: int  # the aggregation that took it, or the next one after it was lost, discarded or still under way
     staleness: int  # of what was taken; 0 otherwise
 
 
@@ -56,6 +56,7 @@ class Finished:
     model_sha256: str
     state_sha256: str
     peak_memory_bytes: int
+    jobs: tuple[JobEnd, ...] = ()  # that no aggregation took, because there was none any more
 
 
 Event: TypeAlias = Started | Round | Saved | Finished

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import functools
+
 import numpy as np
 
 from raysim.api.composition import SLOTS, owners
 from raysim.api.declarations import Participation, RunFacts
-from raysim.simulation.planner import Load
-from raysim.training.run_spec import RunSpec
+from raysim.simulation.fleet import Fleet
+from raysim.simulation.planner import Load, Planner
+from raysim.simulation.schedule import Schedule
+from raysim.training.run_spec import RunSpec, sample_flops
 from raysim.vectors.layout import Layout
 
 
@@ -36,3 +40,10 @@ class Loads:
             if not self._costers:
                 self._plain[samples] = load
         return load
+
+
+def make_planner(spec: RunSpec, layout: Layout, schedule: Schedule, fleet: Fleet) -> Planner:
+    """The planner of a run, at its start."""
+    counts, seed = spec.data.partition.train.counts, spec.settings.seed
+    devices = fleet.devices(seed, len(counts), functools.partial(sample_flops, spec))
+    return Planner(schedule, devices, seed, counts, Loads(spec, layout, counts), fleet.patience)
