@@ -7,7 +7,6 @@ trained.
 
 from __future__ import annotations
 
-from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,7 +16,7 @@ import torch
 from safetensors.torch import save_file
 
 from raysim.api.composition import owners
-from raysim.api.messages import Failure, Job, Outcome, Probe, Published, SingleUpdate, Update
+from raysim.api.messages import Failure, Probe, Published, SingleUpdate, Update
 from raysim.primitives.memory import peak_memory
 from raysim.primitives.streams import stream
 from raysim.simulation import checkpoint, snapshot
@@ -30,14 +29,13 @@ from raysim.simulation.load import make_planner
 from raysim.simulation.planner import Deserted, Step
 from raysim.simulation.private_states import PrivateStates
 from raysim.simulation.runtime import Ref, Runtime
-from raysim.simulation.schedule import PlannedJob, Schedule
+from raysim.simulation.schedule import Schedule
 from raysim.simulation.server import Server, asked_weighting
+from raysim.simulation.under_way import UnderWay
 from raysim.training.determinism import make_deterministic
 from raysim.training.probe import balanced_rows
 from raysim.training.run_spec import RunSpec, build_networks
 from raysim.vectors.layout import Vector
-
-_AHEAD = 64  # aggregations, at most, by which the planner is ahead of the server
 
 
 @dataclass
@@ -100,15 +98,7 @@ class Coordinator:
         self.rows: list[Row] = []
         self._published: dict[int, Published] = {}  # the current version, and base versions of jobs
         self._refs: dict[int, Ref] = {}  # where hosts find them
-        self._steps: deque[Step] = deque()  # planned, not yet made
-        self._planned: dict[int, PlannedJob] = {}  # of those steps and what is under way, by number
-        self._takers: dict[int, int] = {}  # by job: the version that it is added to, if that is planned
-        self._dropped: set[int] = set()  # jobs that are planned to be lost or discarded
-        self._undecided: set[int] = set()  # jobs under way of which that is not known yet
-        self._messages: dict[int, Job] = {}  # what the host of each job under way is sent
-        self._jobs: dict[int, InFlightJob] = {}  # under way, known to be taken
-        self._bases: Counter[int] = Counter()  # jobs under way, by base version
-        self._sent = -1  # the last version of which the jobs are under way
+        self.under_way = UnderWay(self.planner, self.server, self.dispatcher, settings)
         self._pending: list[_Pending] = []
 
     # --- the loop ------------------------------------------------------------------------------------------------
@@ -119,21 +109,20 @@ class Coordinator:
             self._restore()
         else:
             self._contribute()
-            self._plan()  # what no fleet or schedule can do is refused before anything is written
+            self.under_way.plan()  # what no fleet or schedule can do is refused before anything is written
         self._hand_out()
-        for number in self._takers.keys() & self._undecided:  # of a resumed run
-            self._will_be_taken(number)
+        self.under_way.offer()
         yield Started(list(self.rows))
         self._publish()
         while self.server.version < self.settings.rounds:
             try:
-                step = self._look_ahead()
+                step = self.under_way.next_step()
             except Deserted:
                 yield from self._report()
                 if self._checkpoint_every:
                     yield self._save()
                 raise
-            taken = [self._jobs[each.number] for each in step.taken]
+            taken = self.under_way.taken(step)
             self._submit(taken)
             yield from self._report()
             pending = self._aggregate(step, taken)
@@ -181,64 +170,8 @@ class Coordinator:
         if version not in self._published:
             self._published[version] = self.server.published()
             self._refs[version] = self.runtime.put(self._published[version])
-        for old in [v for v in self._published if v != version and not self._bases[v]]:
-            del self._published[old], self._refs[old], self._bases[old]
-
-    def _look_ahead(self) -> Step:
-        """The step to the next version; later ones are planned until it is known what becomes of the jobs under way."""
-        version = self.server.version
-        if not self._steps:
-            self._plan()
-        step = self._steps[0]
-        if self._sent < version:
-            self._sent = version
-            for job in step.dispatched:
-                self._dispatch(job)
-        while self._undecided and self.planner.version < min(self.settings.rounds, version + _AHEAD):
-            try:
-                self._plan()
-            except Deserted:
-                break  # again, once the steps before it are done
-        return step
-
-    def _plan(self) -> None:
-        """One more step of the planner."""
-        version, step = self.planner.version, self.planner.step()
-        self._steps.append(step)
-        self._planned |= {job.number: job for job in step.dispatched}
-        for number, _ in step.taken:
-            self._takers[number] = version
-            if number in self._undecided:
-                self._will_be_taken(number)
-        for number in (*step.lost, *step.discarded):
-            self._dropped.add(number)
-            if number in self._undecided:
-                self._undecided.discard(number)
-                self._forget(number)
-
-    def _dispatch(self, job: PlannedJob) -> None:
-        """A client is sent off with the current version, unless nothing will come of it."""
-        if job.number in self._dropped:
-            return
-        version, extras = self.server.version, self.server.sent_to(job.client)
-        weight, probe = self.server.weight(job.client), self.settings.evaluate.probes(version + 1)
-        message = Job(job.number, job.client, job.participation, version, -1, weight, probe, extras)
-        self._messages[job.number] = message
-        self._bases[version] += 1
-        self._undecided.add(job.number)
-        if job.number in self._takers:
-            self._will_be_taken(job.number)
-
-    def _will_be_taken(self, number: int) -> None:
-        """A host may train this job."""
-        self._undecided.discard(number)
-        job = self._jobs[number] = InFlightJob(self._planned[number], self._messages[number], self._takers.pop(number))
-        self.dispatcher.offer(job)
-
-    def _forget(self, number: int) -> None:
-        """A job is under way no longer."""
-        self._bases[self._messages.pop(number).version] -= 1
-        self._jobs.pop(number, None)
+        for old in [v for v in self._published if v != version and not self.under_way.needs(v)]:
+            del self._published[old], self._refs[old]
 
     def _submit(self, taken: Sequence[InFlightJob]) -> None:
         """Give hosts the jobs of the next aggregation, and then others that are under way."""
@@ -247,7 +180,7 @@ class Coordinator:
 
     def _aggregate(self, step: Step, taken: Sequence[InFlightJob]) -> _Pending:
         """Wait for the updates of these jobs, and make the next version of them."""
-        results = self.dispatcher.floats(list(self._jobs.values()))
+        results = self.dispatcher.floats(self.under_way.jobs)
         outcomes, sums = self.dispatcher.collect(taken)
         store_bytes = self.history.store_bytes(self._published.values(), results)
         failures = tuple(outcome for outcome in outcomes if isinstance(outcome, Failure))
@@ -263,21 +196,7 @@ class Coordinator:
             scoring.append(self.evaluator.decompose(singles, self._published, self.server.published()))
         row = self.history.row(self.server, step, outcomes, store_bytes)
         probes = tuple(update.probe for update in present if update.probe is not None)
-        self._steps.popleft()
-        for job in taken:
-            self._forget(job.number)
-        return _Pending(row, failures, probes, self._ended(step, outcomes), scoring)
-
-    def _ended(self, step: Step, outcomes: Sequence[Outcome]) -> tuple[JobEnd, ...]:
-        """What became of the jobs that this step ended; nothing is known of them afterwards."""
-        fates = [
-            (each.number, "failed" if isinstance(outcome, Failure) else "aggregated", each.staleness)
-            for each, outcome in zip(step.taken, outcomes, strict=True)
-        ]
-        fates += [(number, "lost", 0) for number in step.lost] + [(number, "discarded", 0) for number in step.discarded]
-        self._dropped.difference_update(step.lost, step.discarded)
-        version = self.server.version
-        return tuple(_end(self._planned.pop(number), fate, version, staleness) for number, fate, staleness in fates)
+        return _Pending(row, failures, probes, self.under_way.made(step, outcomes), scoring)
 
     def _too_many(self, failures: tuple[Failure, ...], taken: Sequence[InFlightJob]) -> TooManyFailures:
         share = len(failures) / len(taken)
@@ -315,8 +234,9 @@ class Coordinator:
     # --- checkpoints and the end ---------------------------------------------------------------------------------
     def _save(self) -> Saved:
         """Write a checkpoint."""
-        plan = snapshot.Plan(self.planner, list(self._steps), self._sent, self._planned.values(), self._messages)
-        now = snapshot.take(self.server, plan, self.private, self._published, self.rows, self.history.wall_seconds)
+        now = snapshot.take(
+            self.server, self.under_way.state(), self.private, self._published, self.rows, self.history.wall_seconds
+        )
         path = checkpoint.write(Path(self.folder) / "checkpoints", self.server.version, now)
         return Saved(self.server.version, str(path))
 
@@ -325,14 +245,7 @@ class Coordinator:
         earlier = checkpoint.read(Path(self.resume))
         plan, self._published = snapshot.restore(earlier, self.server, self.planner, self.private)
         self._refs = {version: self.runtime.put(published) for version, published in self._published.items()}
-        self._steps, self._sent = deque(plan.steps), plan.sent
-        self._planned, self._messages = {job.number: job for job in plan.jobs}, dict(plan.messages)
-        for step in plan.steps:
-            self._dropped.update(step.lost, step.discarded)
-        self._bases.update(job.version for job in plan.messages.values())
-        first = self.planner.version - len(plan.steps)
-        self._takers = {each.number: first + index for index, step in enumerate(plan.steps) for each in step.taken}
-        self._undecided = set(plan.messages)
+        self.under_way.restore(plan)
         self.rows = earlier.numbers["rows"]
         self.history.resume(earlier.numbers["wall"])
 
@@ -343,9 +256,4 @@ class Coordinator:
             path = Path(self.folder) / "model.safetensors"
             save_file({name: tensor.clone() for name, tensor in shared.items()}, path)
         model, state = snapshot.model_sha256(self.server), snapshot.state_sha256(self.server, self.private)
-        unfinished = tuple(_end(job, "under way", self.server.version + 1) for job in self._planned.values())
-        return Finished(model, state, peak_memory(), unfinished)
-
-
-def _end(job: PlannedJob, fate: str, version: int, staleness: int = 0) -> JobEnd:
-    return JobEnd(job.client, job.participation, job.version, job.start, job.finish, fate, version, staleness)
+        return Finished(model, state, peak_memory(), self.under_way.unfinished())
