@@ -1,4 +1,4 @@
-"""The jobs of a run between their dispatch and their aggregation, and the part of the plan that lies ahead of the server.
+"""The jobs of a run between dispatch and aggregation, and the part of the plan that lies ahead of the server.
 
 What becomes of a job is known as soon as the plan has come so far; only what an aggregation will take goes to a host.
 """

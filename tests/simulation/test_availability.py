@@ -93,7 +93,8 @@ def test_nothing_changes_before_the_next_change_and_then_it_does(presence: Avail
     there, change = presence.available(0, now), presence.next_change(0, now, until)
     assert now < change <= until
     for part in range(parts):
-        assert presence.available(0, now + (change - now) * part / parts) == there
+        between = now + (change - now) * part / parts  # which rounding may push to the end
+        assert between >= change or presence.available(0, between) == there
     if change < until:
         assert presence.available(0, math.nextafter(change, math.inf)) != there
 
