@@ -135,6 +135,6 @@ def test_a_checkpoint_in_rounds_of_an_earlier_version_goes_on_to_the_same_bits(n
 def test_one_of_an_asynchronous_run_is_refused_with_the_reason(tmp_path: Path) -> None:
     found = run(small("stateless"), Synchronous(4), Ideal(), **ASKED, checkpoint_every=9, folder=str(tmp_path))
     old = earlier(checkpoint.read(tmp_path / "checkpoints" / "round-000009"), [{"number": 3}])
-    with pytest.raises(ValueError, match="asynchronous run of an earlier version .* start the run anew"):
+    with pytest.raises(ValueError, match=r"asynchronous run of an earlier version .* start the run anew"):
         snapshot.restore(old, found.coordinator.server, found.coordinator.planner, found.coordinator.private)
     assert torch.isfinite(found.coordinator.server.vector).all()
