@@ -4,6 +4,7 @@ The only reader of configurations; below it there are objects."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import fields, replace
@@ -34,7 +35,7 @@ from raysim.simulation.events import Event, TooManyFailures
 from raysim.simulation.fleet import Fleet
 from raysim.simulation.schedule import Schedule, Synchronous, check_concurrency
 from raysim.simulation.server import asked_weighting
-from raysim.training.run_spec import RunSettings, RunSpec, build_networks
+from raysim.training.run_spec import RunSettings, RunSpec, build_networks, sample_flops
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -146,6 +147,8 @@ def build(config: DictConfig | Mapping[str, Any] | Sequence[str] = (), allow: Se
             settings = replace(settings, local=local)
         check_concurrency(schedule, data.partition.train.counts)
         spec = RunSpec(model, methods, data, settings, device, execution.runtime.threads)
+        # What a fleet cannot be, such as a damaged trace, is found here and not in another process.
+        fleet.devices(settings.seed, len(data.partition.train.counts), functools.partial(sample_flops, spec))
         networks, layout = build_networks(spec)
         check_private_names(methods, layout)
         setup = Setup(spec.task, settings.local, networks, methods, schedule.size, schedule.stale)
