@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from raysim.simulation.events import RunStopped
 from raysim.simulation.planner import Planner, Step
 
 BUSY = 8  # clients at work for each host, from which on hosts seldom wait for a client to be sent off
@@ -27,7 +28,12 @@ def forecast(planner: Planner, rounds: int) -> Forecast:
     """Of a run of so many rounds; uses up the planner. Raises ValueError where the fleet lets no run begin."""
     steps: list[Step] = []
     while len(steps) < rounds and planner.dispatched < _TURNS * planner.schedule.concurrency:
-        steps.append(planner.step())
+        try:
+            steps.append(planner.step())
+        except RunStopped:  # by devices that end
+            if not steps:
+                raise
+            break
     half = len(steps) // 2
     begin, end = steps[half - 1].now if half else 0.0, steps[-1].now
     jobs = [job for step in steps for job in step.dispatched]
