@@ -113,12 +113,12 @@ def _taken(coordinator: Coordinator) -> list[list[tuple[int, int, int, int]]]:
     taken: list[list[tuple[int, int, int, int]]] = []
     aggregate = coordinator._aggregate
 
-    def watched(in_flight: Any) -> Any:
+    def watched(step: Any, in_flight: Any) -> Any:
         jobs = [each.message for each in in_flight]
         taken.append(
             [(job.client, job.participation, job.version, int(coordinator.counts[job.client])) for job in jobs]
         )
-        return aggregate(in_flight)
+        return aggregate(step, in_flight)
 
     coordinator._aggregate = watched  # type: ignore[method-assign]
     return taken
