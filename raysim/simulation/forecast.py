@@ -10,7 +10,7 @@ from raysim.simulation.events import RunStopped
 from raysim.simulation.planner import Planner, Step
 
 BUSY = 8  # clients at work for each host, from which on hosts seldom wait for a client to be sent off
-_TURNS = 4  # how often each place of a client at work is filled
+_TURNS, _JOBS = 4, 400  # planned at least: how often each place of a client at work is filled; jobs
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,8 @@ class Forecast:
 def forecast(planner: Planner, rounds: int) -> Forecast:
     """Of a run of so many rounds; uses up the planner. Raises ValueError where the fleet lets no run begin."""
     steps: list[Step] = []
-    while len(steps) < rounds and planner.dispatched < _TURNS * planner.schedule.concurrency:
+    enough = max(_JOBS, _TURNS * planner.schedule.concurrency)
+    while len(steps) < rounds and planner.dispatched < enough:
         try:
             steps.append(planner.step())
         except RunStopped:  # by devices that end

@@ -31,8 +31,8 @@ def test_work_that_is_thrown_away_keeps_clients_busy() -> None:
 
 
 def test_clients_that_come_together_are_stale_by_those_before_them() -> None:
-    found = forecast(planner(Immediate(3), Clock((1.0,) * 3), 3), 100)
-    # Ten steps, of which the last five take from 2 s to 4 s: staleness 2, 0, 1, 2, 0.
+    found = forecast(planner(Immediate(3), Clock((1.0,) * 3), 3), 10)
+    # Of ten steps the last five take from 2 s to 4 s: staleness 2, 0, 1, 2, 0.
     assert found == Forecast(at_work=3.0, seconds=0.4, staleness=1.0, lost=0.0, discarded=0.0)
 
 
