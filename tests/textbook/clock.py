@@ -1,9 +1,9 @@
 """The virtual clock with pencil and paper: who is sent off and when, who arrives, and what is aggregated.
 
 Rounds, or a buffer of `size` with `concurrency` clients at work (Nguyen et al. 2022, Algorithm 1). No heap, no look
-ahead: at every instant all clients are gone through. Who is drawn while others are at work: random places in the list of
-all, in blocks of 2, 4, 8, ... times as many as are wanted, of which the busy ones and repetitions do not count; if too
-many do not count, the rest is drawn from the idle ones.
+ahead: at every instant all clients are gone through. While others are at work, clients are drawn by random places in
+the list of all, in blocks of 2, 4, 8, ... times as many as are wanted, of which the busy ones and repetitions do not count;
+if too many do not count, the rest is drawn from the idle ones.
 """
 
 from __future__ import annotations
@@ -101,8 +101,8 @@ def draw(generator: np.random.Generator, able: Sequence[int], idle: Sequence[int
     return sorted([*drawn, *generator.choice(rest, size=count - len(drawn), replace=False).tolist()])
 
 
-def lognormal_seconds(seed: int, clients: int, client: int, samples: float, floats: int, speed: float, down: float, up: float,
-                      sigma: float, network_sigma: float) -> float:  # fmt: skip
+def lognormal_seconds(seed: int, clients: int, client: int, samples: float, floats: int, speed: float,
+                      down: float, up: float, sigma: float, network_sigma: float) -> float:  # fmt: skip
     """Receive, train, send; a float has four bytes; the client's two normals are for its speed and its network."""
     of_speed, of_network = stream(seed, "fleet").standard_normal((clients, 2))[client]
     network = np.exp(network_sigma * of_network)
