@@ -75,7 +75,8 @@ def test_processes_that_ask_at_once_get_one_file_and_one_of_them_builds_it(cache
         thread.start()
     for thread in threads:
         thread.join()
-    assert len(built) == 1 and [path.suffix for path in cache.iterdir() if path.name != ".lock"] == [".arrow"]
+    (made,) = cache.glob("one-*.arrow")
+    assert len(built) == 1 and {path.name for path in cache.iterdir()} == {".lock", ".verified", made.name}
 
 
 def test_a_write_that_fails_leaves_no_file(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,6 +94,52 @@ def test_a_damaged_file_is_named(cache: Path) -> None:
     path.write_bytes(path.read_bytes()[:500])
     with pytest.raises(ValueError, match=rf"{path} is not a readable data set .* delete it"):
         Dataset(path)
+
+
+def flip(path: Path, place: int) -> None:
+    """Another byte at one place of a file."""
+    content = bytearray(path.read_bytes())
+    content[place] ^= 0xFF
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("array", ["images", "labels", "domains"])
+def test_a_flipped_byte_of_any_array_is_noticed(array: str) -> None:
+    built = Synthetic(samples=50, test_samples=0).build()
+    flip(built.path, built.path.read_bytes().find(getattr(built, array)[20:40].tobytes()))
+    with pytest.raises(ValueError, match=rf"{built.path} is not .* \(its checksum is another\): delete it"):
+        Synthetic(samples=50, test_samples=0).build()
+
+
+def test_no_damaged_byte_of_a_file_gives_other_data() -> None:
+    path = Synthetic(shape=[1, 2, 2], classes=2, samples=4, test_samples=0).build().path
+    content = path.read_bytes()
+    good = Dataset(path)
+    names, images = [good.class_names, good.domain_names], good.images.copy()
+    for place in range(0, len(content), 3):
+        flip(path, place)
+        try:
+            found = Dataset(path)
+        except ValueError as error:
+            assert str(path) in str(error)
+        else:  # padding, or what the reader has twice
+            assert np.array_equal(found.images, images) and [found.class_names, found.domain_names] == names
+        path.write_bytes(content)
+
+
+def test_a_file_is_verified_once_on_a_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    from raysim.data import dataset
+
+    verified: list[object] = []
+    original = dataset._checksum
+    monkeypatch.setattr(dataset, "_checksum", lambda *parts: (verified.append(1), original(*parts))[1])
+    path = Synthetic().build().path
+    Synthetic().build()
+    Dataset(path)
+    assert len(verified) == 2, "written, and opened for the first time"
+    monkeypatch.setattr(dataset.socket, "gethostname", lambda: "another")
+    Dataset(path)
+    assert len(verified) == 3
 
 
 # ---- named data sets -----------------------------------------------------------------------------------------------
