@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 from tiny import DIGITS, picture, write_mnist, write_picture, write_strips
 
@@ -202,6 +203,40 @@ def test_a_damaged_mnist_file_is_named(tmp_path: Path) -> None:
     write_mnist(tmp_path)
     (tmp_path / "MNIST/raw/t10k-images-idx3-ubyte").write_bytes(b"\0" * 20)
     with pytest.raises(ValueError, match=rf"data.root={tmp_path}: MNIST cannot be read there"):
+        Mnist(root=str(tmp_path)).build()
+
+
+def test_an_idx_label_file_must_have_a_label_for_every_image_of_its_split(tmp_path: Path) -> None:
+    write_mnist(tmp_path, train=6, test=5)
+    file = tmp_path / "MNIST/raw/train-labels-idx1-ubyte"
+    content = file.read_bytes()
+    file.write_bytes(np.array([2049, 5], ">i4").tobytes() + content[8:13])
+    with pytest.raises(ValueError, match=rf"data.root={tmp_path}: MNIST has 6 images and 5 labels for training"):
+        Mnist(root=str(tmp_path)).build()
+    file.write_bytes(content[:-1] + b"\xc8")
+    with pytest.raises(ValueError, match=rf"{tmp_path}.*MNIST.* has the label 200, its classes are 0 to 9"):
+        Mnist(root=str(tmp_path)).build()
+
+
+def test_images_of_training_and_testing_must_be_of_one_size(tmp_path: Path) -> None:
+    images = write_mnist(tmp_path, train=6, test=3)
+    header = np.array([2051, 3, 14, 56], ">i4").tobytes()
+    (tmp_path / "MNIST/raw/t10k-images-idx3-ubyte").write_bytes(header + images[6:].tobytes())
+    with pytest.raises(ValueError, match=r"MNIST has images of 28 x 28 pixels for training and of 14 x 56 for testing"):
+        Mnist(root=str(tmp_path)).build()
+
+
+def test_a_cache_of_an_old_torchvision_beside_the_files_is_not_read(tmp_path: Path) -> None:
+    images = write_mnist(tmp_path)
+    other = (torch.zeros(2, 28, 28, dtype=torch.uint8), torch.zeros(2, dtype=torch.int64))
+    (tmp_path / "MNIST/processed").mkdir()
+    for name in ("training.pt", "test.pt"):
+        torch.save(other, tmp_path / "MNIST/processed" / name)
+    built = Mnist(root=str(tmp_path)).build()
+    assert np.array_equal(built.images[:, 0], images) and built.train_rows == 6
+    for file in (tmp_path / "MNIST/raw").iterdir():
+        file.unlink()
+    with pytest.raises(ValueError, match=r"MNIST/processed .* remove it"):
         Mnist(root=str(tmp_path)).build()
 
 
