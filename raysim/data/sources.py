@@ -237,9 +237,9 @@ def _half(folder: Path, kind: str, split: str) -> tuple[NDArray[np.uint8], Ints,
     if kind in IDX_SETS:  # its class would rather read what an old version of itself pickled beside these files
         from torchvision.datasets import mnist
 
-        images, labels = (folder / name for name in TORCHVISION[kind][0 if split == "train" else 2 :][:2])
-        pixels = mnist.read_image_file(images).numpy()[:, None]
-        return pixels, mnist.read_label_file(labels).numpy(), list(getattr(mnist, kind).classes)
+        files = [str(folder / name) for name in TORCHVISION[kind][0 if split == "train" else 2 :][:2]]
+        pixels = mnist.read_image_file(files[0]).numpy()[:, None]
+        return pixels, mnist.read_label_file(files[1]).numpy(), list(getattr(mnist, kind).classes)
     found = _opened(folder, kind, split, download=False)
     pixels = np.asarray(found.data)
     pixels = pixels[:, None] if pixels.ndim == 3 else pixels if kind == "SVHN" else pixels.transpose(0, 3, 1, 2)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 
 @contextlib.contextmanager
@@ -28,6 +29,24 @@ def replace_file(path: Path, content: bytes) -> None:
     """Write a `whole` file."""
     with whole(path) as file:
         file.write(content)
+
+
+def regular(path: Path) -> Path:
+    """The path of a file that can be read to its end: no folder, pipe or device, and no link to one.
+
+    Raises ValueError for any other.
+    """
+    if not path.is_file():
+        raise ValueError(f"{path} is no regular file: remove it, or put the file there.")
+    return path
+
+
+def from_json(text: str | bytes) -> Any:
+    """What JSON says. Raises ValueError, also for what Python cannot nest so deeply."""
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
 
 
 @contextlib.contextmanager
