@@ -16,7 +16,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from raysim.primitives.files import alone, replace_file, whole
+from raysim.primitives.files import alone, replace_file, user_path, whole
 
 FORMAT = 2  # raise it when the same settings give other bytes
 
@@ -64,7 +64,7 @@ class Dataset:
 
 def cache_folder(cache: str | None) -> Path:
     """The setting, else the environment variable RAYSIM_CACHE, else ~/.cache/raysim."""
-    return Path(cache or os.environ.get("RAYSIM_CACHE") or "~/.cache/raysim").expanduser()
+    return user_path(cache or os.environ.get("RAYSIM_CACHE") or "~/.cache/raysim")
 
 
 def cached(cache: str | None, name: str, content: Mapping[str, object], make: Callable[[], Samples]) -> Dataset:

@@ -12,7 +12,7 @@ from raysim.data.partition import Ints
 from raysim.data.pictures import Picture, are_names, numbered
 from raysim.data.raw import Raw, Source
 from raysim.primitives.checks import require
-from raysim.primitives.files import from_json
+from raysim.primitives.files import from_json, user_path
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Strips(Source):
 
     def folder(self) -> Path:
         """Where the files are. Raises ValueError when they are not there."""
-        folder = Path(self.root or "").expanduser()
+        folder = user_path(self.root or "")
         folder = folder / self.name if self.name and (folder / self.name).is_dir() else folder
         for split in ("train", "test"):
             if not self.root or not all(path.is_file() for path in _files(folder, split)):

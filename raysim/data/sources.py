@@ -7,6 +7,7 @@ data: the pixels (size, channels), the corruptions (`federated.py` applies them)
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -21,7 +22,8 @@ from raysim.data.pictures import numbered, spread_test, train_first
 from raysim.data.raw import Raw, Source
 from raysim.data.stored import ImageFolder, Parquet, Stored, holds_images, named_folder
 from raysim.primitives.checks import at_least, require
-from raysim.primitives.files import alone
+from raysim.primitives.files import alone, user_path
+from raysim.primitives.memory import must_fit
 from raysim.primitives.streams import stream
 
 __all__ = [
@@ -186,7 +188,7 @@ def _read(source: Downloadable, kind: str) -> Raw:
 
 
 def _root(source: Downloadable) -> Path:
-    return Path(source.root).expanduser() if source.root else cache_folder(source.cache)
+    return user_path(source.root) if source.root else cache_folder(source.cache)
 
 
 def _complete(root: Path, kind: str) -> Path | None:
@@ -275,6 +277,10 @@ class Synthetic(Source):
             at_least(f"data.{key}", getattr(self, key), 1)
         for key in ("test_samples", "noise", "shift", "seed"):
             at_least(f"data.{key}", getattr(self, key), 0)
+        images, patterns, size = self.samples + self.test_samples, self.classes + self.domains, math.prod(self.shape)
+        must_fit(f"data.samples={self.samples} and data.test_samples={self.test_samples}", images * 40)
+        must_fit(f"data.classes={self.classes} and data.domains={self.domains}", patterns * 200)
+        must_fit(f"{images} images of data.shape={self.shape}", (images + 4 * patterns) * size)
 
     def read(self) -> Raw:
         rng = stream(self.seed, "synthetic")

@@ -19,7 +19,7 @@ from raysim.data.packed import Strips, are_strips
 from raysim.data.pictures import Picture, are_names, numbered, spread_test, train_first
 from raysim.data.raw import Raw, Source, numbered_domains
 from raysim.primitives.checks import in_range, require
-from raysim.primitives.files import from_json, regular
+from raysim.primitives.files import from_json, regular, user_path
 
 PICTURES = frozenset((".jpg", ".jpeg", ".png", ".bmp", ".webp", ".gif", ".tif", ".tiff", ".ppm", ".pgm"))
 
@@ -78,14 +78,14 @@ class Parquet(Source):
                 "data.root is empty: name a folder with train.parquet and test.parquet, or a list of them."
             )
         if isinstance(self.root, list):
-            folders = [Path(root).expanduser() for root in self.root]
+            folders = [user_path(root) for root in self.root]
             names = [folder.name for folder in folders]
             if len(set(names)) < len(names):
                 raise ValueError(
                     f"data.root={self.root} has two folders of one name, and a domain is named by its folder."
                 )
         else:
-            root = Path(self.root).expanduser()
+            root = user_path(self.root)
             inner = [] if _parts(root, "train") or not root.is_dir() else sorted(root.iterdir())
             folders = [folder for folder in inner if _parts(folder, "train")] or [root]
         for folder in folders:
@@ -175,7 +175,7 @@ class ImageFolder(Source):
         return Raw(pictures, classes[order], train_rows, class_names, domains[order], domain_names)
 
     def _root(self) -> Path:
-        root = Path(self.root or "").expanduser()
+        root = user_path(self.root or "")
         if not self.root or not root.is_dir():
             raise ValueError(f"data.root={self.root} is no folder: name one with a subfolder of pictures per class.")
         return root
@@ -214,7 +214,7 @@ class Stored(Source):
         try:
             return self.form().files()
         except ValueError as error:
-            root = Path(self.root or "").expanduser()
+            root = user_path(self.root or "")
             if not self.name or not root.is_dir() or named_folder(root, self.name):
                 raise
             raise ValueError(f"data.root={root} has no folder {self.name} and is none itself: {error}") from error
@@ -224,7 +224,7 @@ class Stored(Source):
 
     def form(self) -> Strips | Parquet | ImageFolder:
         """The source that reads what is there. Raises ValueError when nothing is."""
-        root = Path(self.root or "").expanduser()
+        root = user_path(self.root or "")
         if not self.root or not root.is_dir():
             raise ValueError(
                 f"data.root={self.root} is no folder: name the one with {self.name or 'the images'} as strips, Parquet "

@@ -61,7 +61,7 @@ _NEEDS = {"schedule": "decide", "fleet": "duration", "data": "read", "partition"
 
 
 def _object(config: Node, group: str, allow: Sequence[str]) -> Any:
-    node = config[group]
+    node = config.get(group)
     if not isinstance(node, Mapping) or TARGET not in node:
         raise Refused(f"{group}={shown(node)} names no class: choose an option of the group {group}")
     cls = resolve(node[TARGET], group, allow)
@@ -72,6 +72,8 @@ def _object(config: Node, group: str, allow: Sequence[str]) -> Any:
 
 def _methods(config: Node, allow: Sequence[str]) -> tuple[Method, ...]:
     parts = []
+    if not isinstance(config.get("method"), Mapping):
+        raise Refused(f"method={shown(config.get('method'))} is no mapping: name each part of the method in it")
     for name, node in config["method"].items():
         path = f"method.{name}"
         if not isinstance(node, Mapping) or TARGET not in node:
@@ -89,12 +91,14 @@ def _device(asked: str, elsewhere: bool) -> str:
     if asked == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     kind, _, index = asked.partition(":")
-    if kind not in ("cpu", "cuda", "mps") or (index and not index.isdigit()):
+    if kind not in ("cpu", "cuda", "mps") or (index and not (index.isdecimal() and len(index) < 4)):
         raise Refused(f"device={asked} does not exist: {instead(asked, ('auto', 'cpu', 'cuda', 'mps'))}")
     if kind == "cuda" and not elsewhere and int(index or 0) >= torch.cuda.device_count():
         raise Refused(
             f"device={asked} needs a GPU that torch does not see (it sees {torch.cuda.device_count()}): set device=cpu"
         )
+    if kind != "cuda" and index not in ("", "0"):
+        raise Refused(f"device={asked} does not exist, there is one: set device={kind}")
     if kind == "mps" and not torch.backends.mps.is_available():
         raise Refused("device=mps needs a Mac with Metal: set device=cpu")
     return asked

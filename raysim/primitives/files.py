@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from raysim.primitives.errors import Refused
+
 
 @contextlib.contextmanager
 def whole(path: Path) -> Iterator[BinaryIO]:
@@ -29,6 +31,16 @@ def replace_file(path: Path, content: bytes) -> None:
     """Write a `whole` file."""
     with whole(path) as file:
         file.write(content)
+
+
+def user_path(text: str | Path) -> Path:
+    """The path that a user wrote, ~ being the home folder. Raises Refused for what cannot be a path."""
+    if "\0" in str(text):
+        raise Refused(f"{str(text)!r} is no path: it contains a NUL")
+    try:
+        return Path(text).expanduser()
+    except RuntimeError:
+        raise Refused(f"{text} names a user whose home folder is not known: write the path in full") from None
 
 
 def regular(path: Path) -> Path:

@@ -14,7 +14,7 @@ from raysim.api.method import Method
 from raysim.api.server_view import Weighting
 from raysim.data.federated import FederatedData
 from raysim.models import ModelRecipe
-from raysim.primitives.checks import at_least, between
+from raysim.primitives.checks import at_least, between, in_range
 from raysim.primitives.streams import torch_seed
 from raysim.vectors.layout import Layout, plan_layout
 
@@ -74,7 +74,7 @@ class RunSettings:
     state: State = field(default_factory=State)
 
     def __post_init__(self) -> None:
-        at_least("seed", self.seed, 0)
+        in_range("seed", self.seed, least=0, below=2**63)
         at_least("rounds", self.rounds, 1)
         at_least("summation", self.summation, 1)
 

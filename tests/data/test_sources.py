@@ -296,7 +296,7 @@ def test_noise_free_synthetic_classes_differ_and_domains_shift_them() -> None:
 @pytest.mark.parametrize(
     ("settings", "sentence"),
     [
-        ({"size": 0}, r"data.size=0 .* at least 1"),
+        ({"size": 0}, r"data.size=0 .* from 1 to 32768"),
         ({"channels": 2}, r"data.channels=2 .* 1, 3 or null"),
         ({"label_noise": 1.5}, r"data.label_noise=1.5 .* from 0 to 1"),
         ({"pool": 0}, r"data.pool=0"),

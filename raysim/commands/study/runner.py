@@ -42,7 +42,7 @@ from raysim.experiment.many_runs import (
 from raysim.experiment.run_folder import place
 from raysim.experiment.settings import Interrupted
 from raysim.primitives.errors import Refused, first_line, refusing
-from raysim.primitives.files import replace_file
+from raysim.primitives.files import replace_file, user_path
 from raysim.results.progress import duration
 from raysim.results.tracking import default_uri
 from raysim.simulation.events import RunStopped
@@ -101,7 +101,7 @@ def plan(words: Sequence[str], conf: Sequence[str] = ()) -> Campaign:
     """
     given = {key: tuple(each) for key, each in map(spread, words)}
     out, _ = (given.pop(key, ()) for key in ("out", "resume"))
-    campaign = Campaign(_folder(out), tuple(str(Path(root).expanduser().resolve()) for root in conf), given)
+    campaign = Campaign(_folder(out), tuple(str(user_path(root).absolute()) for root in conf), given)
     if asked_to_continue(words, "study"):
         campaign = _continued(campaign)
     else:
@@ -118,7 +118,7 @@ def _folder(out: Sequence[str]) -> Path:
         return dated_folder(Path("studies"))
     if len(out) > 1:
         raise Refused(f"{' and '.join(out)} are two folders, but a study has one: name one")
-    return Path(str(plain(compose(out))["out"])).expanduser()
+    return user_path(str(plain(compose(out))["out"]))
 
 
 def _continued(campaign: Campaign) -> Campaign:
