@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from raysim.primitives.errors import Refused, instead, refusing
+from raysim.primitives.files import held
 
 RUN = """\
 examples:
@@ -266,10 +267,15 @@ def _study(given: argparse.Namespace) -> int:
     campaign = check(campaign, given.allow, given.parallel)
     print(campaign, flush=True)
     with refusing():
-        store(campaign)
-    failed = carry_out(campaign, parallel=given.parallel, allow=given.allow, say=lambda text: print(text, flush=True))
-    with refusing():
-        print(f"\n{report(campaign, given.metric, failed)}")
+        campaign.folder.mkdir(parents=True, exist_ok=True)
+    with held(campaign.folder):
+        with refusing():
+            store(campaign)
+        failed = carry_out(
+            campaign, parallel=given.parallel, allow=given.allow, say=lambda text: print(text, flush=True)
+        )
+        with refusing():
+            print(f"\n{report(campaign, given.metric, failed)}")
     for name, sentence in failed.items():
         sys.stderr.write(f"raysim: run {name} failed: {sentence}\n")
     return 1 if failed else 0

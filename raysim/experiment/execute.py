@@ -5,7 +5,7 @@ The only reader of configurations; below it there are objects."""
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator, Mapping, Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import fields, replace
 from itertools import chain
 from typing import TYPE_CHECKING, Any
@@ -28,7 +28,7 @@ from raysim.experiment.run_folder import Place, place
 from raysim.experiment.settings import ExecutionOptions, Experiment, Interrupted, Result
 from raysim.models import ModelRecipe
 from raysim.primitives.errors import Refused, instead, refusing
-from raysim.primitives.files import replace_file
+from raysim.primitives.files import held, replace_file
 from raysim.results.observers import Observer, ObserverFailed
 from raysim.simulation.events import Event, TooManyFailures
 from raysim.simulation.fleet import Fleet
@@ -199,12 +199,17 @@ def run(
     if where.finished:
         say(console, where.note)
         return finished(experiment, where.folder, console)
-    for text in (overview(experiment, where.folder), where.note, *experiment.warnings):
-        say(console, text)
-    with closing(_events(experiment, where, console)) as events:
+    with ExitStack() as stack:
+        if where.exists:
+            stack.enter_context(held(where.folder))
+        for text in (overview(experiment, where.folder), where.note, *experiment.warnings):
+            say(console, text)
+        events = stack.enter_context(closing(_events(experiment, where, console)))
         with refusing():
             started = next(events)  # only now hosts are known to fit
             _make_folder(experiment, where)
+        if not where.exists:
+            stack.enter_context(held(where.folder))
         return record(experiment, where.folder, chain([started], events), console, quiet, users)
 
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import socket
+import sys
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TextIO
 
 from raysim.primitives.errors import Refused
 
@@ -63,18 +65,54 @@ def from_json(text: str | bytes) -> Any:
 
 @contextlib.contextmanager
 def alone(folder: Path, setting: str) -> Iterator[None]:
-    """One process at a time per folder, which is made if need be; `setting` names it.
+    """One process at a time per folder, which is made if need be; `setting` names it. Says so where it has to wait.
 
     Raises ValueError if the folder cannot be written.
     """
-    import fcntl
-
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        handle = (folder / ".lock").open("a")
+        handle = (folder / ".lock").open("a+")
     except OSError as error:
         raise ValueError(f"{folder} cannot be written ({error}): name another folder in {setting}") from error
     with handle:
-        with contextlib.suppress(OSError):  # some network file systems have no locks
-            fcntl.flock(handle, fcntl.LOCK_EX)
+        if not _locked(handle):
+            print(f"raysim: waiting for {_owner(handle)}, which writes {folder}", file=sys.stderr, flush=True)
+            _locked(handle, wait=True)
+        _sign(handle)
         yield
+
+
+@contextlib.contextmanager
+def held(folder: Path) -> Iterator[None]:
+    """The folder of a run for this process alone, as long as it works there. Raises Refused where another one does."""
+    with (folder / ".held").open("a+") as handle:
+        if not _locked(handle):
+            raise Refused(f"out={folder} is in use by {_owner(handle)}: wait for its end, or choose another out")
+        _sign(handle)
+        yield
+
+
+def _locked(handle: TextIO, wait: bool = False) -> bool:
+    """Lock a file until it is closed; False where another process has it. Some network file systems have no locks."""
+    import fcntl
+
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+    except BlockingIOError:
+        return False
+    except OSError:
+        pass
+    return True
+
+
+def _sign(handle: TextIO) -> None:
+    """Leave in a locked file who has it."""
+    with contextlib.suppress(OSError):  # a full disk is the next one's to tell
+        handle.truncate(0)
+        handle.write(f"process {os.getpid()} on {socket.gethostname()}")
+        handle.flush()
+
+
+def _owner(handle: TextIO) -> str:
+    handle.seek(0)
+    return handle.read() or "another process"
