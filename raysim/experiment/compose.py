@@ -23,7 +23,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from raysim.primitives.errors import Refused, first_line, instead, nearest
-from raysim.primitives.files import regular, user_path
+from raysim.primitives.files import regular, user_path, without_password
 
 Node: TypeAlias = dict[str, Any]
 
@@ -409,8 +409,8 @@ def plain(config: DictConfig | Mapping[str, Any]) -> Node:
 
 
 def to_yaml(config: Node) -> str:
-    """As it is stored in a run folder."""
-    return str(OmegaConf.to_yaml(OmegaConf.create(config)))
+    """As it is stored in a run folder: without the passwords of addresses."""
+    return without_password(str(OmegaConf.to_yaml(OmegaConf.create(config))))
 
 
 def load_yaml(path: Path) -> Node:

@@ -12,7 +12,7 @@ from raysim.experiment.instantiate import shown
 from raysim.experiment.many_runs import check_free, dated_folder
 from raysim.experiment.settings import Experiment
 from raysim.primitives.errors import Refused
-from raysim.primitives.files import user_path
+from raysim.primitives.files import user_path, without_password
 from raysim.results.tracking import flatten
 from raysim.simulation import checkpoint
 
@@ -113,7 +113,7 @@ def _check_writable(folder: Path) -> None:
 
 def _check_same(stored: Node, config: Node, folder: Path) -> None:
     """Refuse to resume a run with other settings than the folder's."""
-    before, now = flatten(stored), flatten(config)
+    before, now = flatten(stored), {key: _as_stored(value) for key, value in flatten(config).items()}
     for key in dict.fromkeys([*before, *now]):
         head = key.partition(".")[0]
         free = head in FREE or key in FREE or (head == "runtime" and key.partition(".")[2] in FREE_RUNTIME)
@@ -122,6 +122,11 @@ def _check_same(stored: Node, config: Node, folder: Path) -> None:
             raise Refused(
                 f"{key}={new} differs from {key}={old} of the run in {folder}: set it back, or choose another out"
             )
+
+
+def _as_stored(value: object) -> object:
+    """As the folder's configuration has it."""
+    return without_password(value) if isinstance(value, str) else value
 
 
 def _rounds_done(folder: Path) -> int:

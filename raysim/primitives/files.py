@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import socket
 import sys
 import uuid
@@ -43,6 +44,12 @@ def user_path(text: str | Path) -> Path:
         return Path(text).expanduser()
     except RuntimeError:
         raise Refused(f"{text} names a user whose home folder is not known: write the path in full") from None
+
+
+def without_password(text: str) -> str:
+    """The same text with users, passwords and tokens taken out of every address in it."""
+    bare = re.sub(r"://[^/\s\"']*@", "://", text)
+    return re.sub(r"([?&](?:user|password|passwd|pwd|token)=)[^&\s\"']*", r"\1", bare)
 
 
 def regular(path: Path) -> Path:

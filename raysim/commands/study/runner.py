@@ -355,7 +355,7 @@ def _start(cell: Cell, log: Path, address: str, allow: Sequence[str]) -> subproc
             start_new_session=True,  # an interrupt at the terminal reaches it through us, once
         )
     assert started.stdin is not None
-    started.stdin.write(json.dumps([to_yaml(cell.config), str(log), address, list(allow)]) + "\n")
+    started.stdin.write(json.dumps([cell.config, str(log), address, list(allow)]) + "\n")
     started.stdin.flush()
     return started
 
@@ -374,17 +374,15 @@ def _answer(child: subprocess.Popen[str], log: Path) -> str:
 
 def child() -> None:
     """A run's own process: the first line of stdin says what to do; when stdin ends, the study has, and so do we."""
-    from omegaconf import OmegaConf
-
     answer = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what libraries print is no answer
-    text, log, address, allow = json.loads(sys.stdin.readline())
+    config, log, address, allow = json.loads(sys.stdin.readline())
     threading.Thread(target=_stop_with_parent, daemon=True).start()
     try:
         with ExitStack() as session:
             if address:
                 _join({"name": "cluster", "address": address}, session)
-            sentence = attempt(plain(OmegaConf.create(text)), Path(log), allow)
+            sentence = attempt(config, Path(log), allow)
     except KeyboardInterrupt:
         sys.exit(130)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # stdin may end from here on
