@@ -14,7 +14,7 @@ from raysim.api.method import Method
 from raysim.api.server_view import Weighting
 from raysim.data.federated import FederatedData
 from raysim.models import ModelRecipe
-from raysim.primitives.checks import at_least, between, in_range
+from raysim.primitives.checks import above, at_least, between, in_range
 from raysim.primitives.streams import torch_seed
 from raysim.vectors.layout import Layout, plan_layout
 
@@ -31,12 +31,18 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class Faults:
-    """The largest share of an aggregation's clients that may fail before the run stops."""
+    """The largest share of an aggregation's clients that may fail before the run stops, and when a client has failed.
+
+    norm: the largest norm that the update of a client's parameters may have; None: any.
+    """
 
     tolerate: float = 0.1
+    norm: float | None = None
 
     def __post_init__(self) -> None:
         between("faults.tolerate", self.tolerate, 0, 1)
+        if self.norm is not None:
+            above("faults.norm", self.norm, 0)
 
 
 @dataclass(frozen=True)
