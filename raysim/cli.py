@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from raysim.primitives.errors import Refused, instead, refusing
-from raysim.primitives.files import held
+from raysim.primitives.files import held, is_full
 
 RUN = """\
 examples:
@@ -155,7 +155,9 @@ def _parsed(words: Sequence[str]) -> argparse.Namespace:
 def _guarded(command: Callable[[], int]) -> int:
     """What ends a command early, as a sentence and a status."""
     try:
-        return command()
+        status = command()
+        sys.stdout.flush()
+        return status
     except Refused as error:
         return _say(str(error), 2)
     except KeyboardInterrupt as error:
@@ -169,6 +171,11 @@ def _guarded(command: Callable[[], int]) -> int:
     except BrokenPipeError:  # the reader of our output has left
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except OSError as error:
+        if not is_full(error):
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the rest of it fails at the end
+        return _say(f"the output cannot be written: {error.strerror}", 1)
 
 
 def _say(sentence: str, status: int) -> int:

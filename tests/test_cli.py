@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import signal
@@ -15,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from safetensors import SafetensorError
 
 from raysim import cli
 from raysim.data.dataset import Samples, cached
@@ -23,6 +25,7 @@ from raysim.primitives.errors import Refused
 from raysim.primitives.files import held
 from raysim.results.history import read_history
 from raysim.results.progress import Progress
+from raysim.simulation import checkpoint, coordinator
 from raysim.simulation.checkpoint import available
 
 QUICK = (
@@ -279,6 +282,58 @@ def test_a_checkpoint_is_continued_in_a_new_folder() -> None:
     run("out=a")
     run("out=b", "resume=a/checkpoints/round-000002")
     assert bits("a") == bits("b")
+
+
+NoRoom = SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+
+# --- disks without room ---------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("full", ["fsync", "save_file", "model", "write_text"])
+@pytest.mark.parametrize("nth", [1, 2, 5, 9])
+def test_a_full_disk_ends_a_run_in_a_sentence_and_the_run_goes_on_when_there_is_room(
+    full: str, nth: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    places = {
+        "fsync": (os, "fsync"),
+        "save_file": (checkpoint, "save_file"),
+        "model": (coordinator, "save_file"),
+        "write_text": (Path, "write_text"),
+    }
+    place, name = places[full]
+    original, calls = getattr(place, name), []
+
+    def write(*given: Any, **named: Any) -> Any:
+        calls.append(1)
+        if len(calls) >= nth:
+            raise OSError(errno.ENOSPC, "No space left on device") if full != "model" else NoRoom
+        return original(*given, **named)
+
+    run("out=whole", "method=[scaffold]")
+    with monkeypatch.context() as patch:
+        patch.setattr(place, name, write)
+        status = cli.call(["run", *QUICK, "out=a", "method=[scaffold]"])
+    if len(calls) < nth:
+        assert status == 0
+        return
+    text = one_sentence(capsys.readouterr().err)
+    assert status in (1, 2) and ("disk is full" in text or "No space left" in text)
+    if status == 1:
+        assert "out=a and resume=latest goes on from the last checkpoint" in text
+    run("out=a", "method=[scaffold]", "resume=latest")
+    assert bits("a") == bits("whole")
+    assert not [path for path in Path("a").rglob(".*") if path.name != ".held"], "nothing unfinished is left"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("words", [["methods"], ["methods", "--json"], ["run", *QUICK], ["report", "a"], ["partition"]])
+def test_an_output_that_cannot_be_written_is_one_sentence(words: list[str]) -> None:
+    if words == ["report", "a"]:
+        run("out=a")
+    with open("/dev/full", "w") as full:
+        command = [sys.executable, "-m", "raysim", *words]
+        ended = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=600)
+    assert "No space left on device" in one_sentence(ended.stderr)
+    assert ended.returncode in (1, 2)
 
 
 # --- failures -----------------------------------------------------------------------------------------------------

@@ -5,9 +5,10 @@ The only reader of configurations; below it there are objects."""
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import fields, replace
 from itertools import chain
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -27,10 +28,10 @@ from raysim.experiment.recorder import OnRound, finished, record, say, users_obs
 from raysim.experiment.run_folder import Place, place
 from raysim.experiment.settings import ExecutionOptions, Experiment, Interrupted, Result
 from raysim.models import ModelRecipe
-from raysim.primitives.errors import Refused, instead, refusing
-from raysim.primitives.files import held, replace_file
+from raysim.primitives.errors import Refused, first_line, instead, refusing
+from raysim.primitives.files import held, is_full, replace_file
 from raysim.results.observers import Observer, ObserverFailed
-from raysim.simulation.events import Event, TooManyFailures
+from raysim.simulation.events import Event, RunStopped, TooManyFailures
 from raysim.simulation.fleet import Fleet
 from raysim.simulation.schedule import Schedule, Synchronous, check_concurrency
 from raysim.simulation.server import asked_weighting
@@ -200,6 +201,7 @@ def run(
         say(console, where.note)
         return finished(experiment, where.folder, console)
     with ExitStack() as stack:
+        stack.enter_context(_full_disks(where.folder))
         if where.exists:
             stack.enter_context(held(where.folder))
         for text in (overview(experiment, where.folder), where.note, *experiment.warnings):
@@ -211,6 +213,19 @@ def run(
         if not where.exists:
             stack.enter_context(held(where.folder))
         return record(experiment, where.folder, chain([started], events), console, quiet, users)
+
+
+@contextmanager
+def _full_disks(folder: Path) -> Iterator[None]:
+    """A disk without room ends a run in one sentence."""
+    try:
+        yield
+    except Exception as error:
+        if not is_full(error):
+            raise
+        what = getattr(error, "strerror", None) or first_line(error)
+        again = f"out={folder} and resume=latest" if folder.is_dir() else "the same command"
+        raise RunStopped(f"{what}; make room, then {again} goes on from the last checkpoint") from error
 
 
 def _events(experiment: Experiment, where: Place, console: Console) -> Generator[Event, None, None]:

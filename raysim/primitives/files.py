@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import re
+import shutil
 import socket
 import sys
 import uuid
@@ -32,8 +34,27 @@ def whole(path: Path) -> Iterator[BinaryIO]:
 
 def replace_file(path: Path, content: bytes) -> None:
     """Write a `whole` file."""
-    with whole(path) as file:
+    with room_for(path, len(content)), whole(path) as file:
         file.write(content)
+
+
+@contextlib.contextmanager
+def room_for(path: Path, needed: int) -> Iterator[None]:
+    """Where the disk is full, an OSError of its own kind says what was to be written and what is free, in bytes."""
+    try:
+        yield
+    except Exception as error:
+        if not is_full(error):
+            raise
+        free = shutil.disk_usage(path.parent).free
+        text = f"the disk is full: {path} takes {needed:,} bytes, of which {free:,} are free"
+        raise OSError(errno.ENOSPC, text) from error
+
+
+def is_full(error: BaseException) -> bool:
+    """Whether something could not be written for want of room, or of leave to take it."""
+    known = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+    return known or "No space left on device" in str(error)  # libraries have errors of their own
 
 
 def user_path(text: str | Path) -> Path:

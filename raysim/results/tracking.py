@@ -378,11 +378,15 @@ class Tracker:
                 )
 
     def _append(self, rows: Sequence[Row], anew: bool = False) -> None:
-        if rows:
+        if not rows:
+            return
+        try:
             with (self._folder / BACKLOG).open("w" if anew else "a") as stream:
                 stream.writelines(json.dumps(_numbers(row)) + "\n" for row in rows)
                 stream.flush()
                 os.fsync(stream.fileno())
+        except OSError as problem:
+            self._say(f"{self._folder / BACKLOG} cannot be written ({problem}): the rows are in history.parquet alone.")
 
 
 def replay(

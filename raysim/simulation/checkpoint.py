@@ -21,7 +21,7 @@ import numpy as np
 from safetensors.numpy import save_file
 from safetensors.torch import load_file as map_file
 
-from raysim.primitives.files import from_json, regular
+from raysim.primitives.files import from_json, regular, room_for
 
 MANIFEST = "manifest.json"
 _NEEDED = {"run.json", "server.safetensors", "clients.safetensors"}
@@ -55,9 +55,26 @@ def write(folder: Path, version: int, snapshot: Snapshot) -> Path:
     """Write a checkpoint below `folder`, then delete all but the newest two. Returns its path."""
     folder.mkdir(parents=True, exist_ok=True)
     final = folder / f"round-{version:06d}"
-    draft = folder / f".{final.name}.{os.getpid()}"
     for unfinished in folder.glob(".round-*"):  # of a process that was killed while it wrote
         shutil.rmtree(unfinished)
+    draft = folder / f".{final.name}.{os.getpid()}"
+    arrays = (*snapshot.server.values(), *snapshot.clients.values())
+    with room_for(final, sum(array.nbytes for array in arrays)):
+        try:
+            _write(draft, snapshot)
+        except Exception:
+            shutil.rmtree(draft, ignore_errors=True)
+            raise
+    shutil.rmtree(final, ignore_errors=True)
+    draft.rename(final)
+    _sync(folder)
+    for old in available(folder)[:-_KEEP]:
+        shutil.rmtree(old)
+    return final
+
+
+def _write(draft: Path, snapshot: Snapshot) -> None:
+    """All files, complete on the disk."""
     draft.mkdir()
     (draft / "run.json").write_text(json.dumps(snapshot.numbers))
     for name, arrays in (("server", snapshot.server), ("clients", snapshot.clients)):
@@ -68,12 +85,6 @@ def write(folder: Path, version: int, snapshot: Snapshot) -> Path:
     (draft / MANIFEST).write_text(json.dumps({**digests, MANIFEST: _own_digest(digests)}))
     for path in (*draft.iterdir(), draft):
         _sync(path)
-    shutil.rmtree(final, ignore_errors=True)
-    draft.rename(final)
-    _sync(folder)
-    for old in available(folder)[:-_KEEP]:
-        shutil.rmtree(old)
-    return final
 
 
 def _parts(arrays: Mapping[str, np.ndarray]) -> Iterator[dict[str, np.ndarray]]:

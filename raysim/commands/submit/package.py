@@ -52,7 +52,7 @@ def pieces(extra: Sequence[str | Path] = ()) -> list[Piece]:
         found += [_piece(path, path.name) for name in PROJECT if (path := package.parent / name).is_file()]
     taken = {piece.name.partition("/")[0] for piece in found}
     for given in extra:
-        path = user_path(given).resolve()
+        path = Path(os.path.realpath(user_path(given)))
         if not path.exists():
             raise Refused(f"--with {given} does not exist: name a file or a folder that does")
         if path.name in taken:
@@ -66,9 +66,16 @@ def _below(root: Path) -> list[Piece]:
     found = []
     for folder, folders, files in os.walk(root):
         folders[:] = sorted(name for name in folders if not _left_out(name))
+        for name in folders:
+            if Path(folder, name).is_symlink():
+                raise Refused(f"{Path(folder, name)} links to a folder: put the folder there, or name it with --with")
         for name in sorted(files):
             path = Path(folder, name)
             if not _left_out(name) and path.is_file():
+                if not path.resolve().is_relative_to(root):
+                    raise Refused(
+                        f"{path} links out of {root}, to {path.resolve()}: put the file there, or leave it out"
+                    )
                 found.append(_piece(path, str(path.relative_to(root.parent))))
     return found
 
@@ -167,7 +174,7 @@ def runtime_env(path: str | None) -> dict[str, Any]:
         raise Refused(f"--runtime-env {path} is no file: name a YAML file such as jobs/runtime_env.yaml")
     try:
         node = yaml.safe_load(user_path(path).read_text())
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except Exception as error:  # the YAML reader fails in many ways
         raise Refused(f"--runtime-env {path} is no YAML: see jobs/runtime_env.yaml") from error
     if not isinstance(node, Mapping):
         raise Refused(f"--runtime-env {path} holds no keys and values: see jobs/runtime_env.yaml")
