@@ -289,9 +289,9 @@ def _study(given: argparse.Namespace) -> int:
 
 
 def _sweep(given: argparse.Namespace) -> int:
-    from raysim.commands.sweep.search import asked
+    from raysim.commands.sweep.search import read_request
 
-    search = asked(given.overrides, given.conf)  # before torch and Ray are imported
+    search = read_request(given.overrides, given.conf)  # before torch and Ray are imported
     if given.allow:
         sys.path.insert(0, os.getcwd())
     from raysim.commands.sweep.tune import run

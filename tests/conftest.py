@@ -86,7 +86,7 @@ def torch_as_it_was() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def ray_session() -> Iterator[None]:
     """The one Ray of the whole suite, of two (declared) cores, whose workers find the modules of the tests."""
-    from studies import FOLDERS
+    from tiny_runs import FOLDERS
 
     from raysim.runtime.ray import ray
 

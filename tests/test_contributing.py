@@ -9,7 +9,7 @@ from types import FrameType
 from typing import Any
 
 import pytest
-from studies import recipe, run
+from tiny_runs import run, run_spec
 
 import raysim
 from raysim import cli
@@ -31,7 +31,7 @@ def test_a_round_passes_the_files_in_the_order_of_the_walk() -> None:
     assert len(STOPS) == 10
     sys.setprofile(watch)
     try:
-        run(recipe(), rounds=1)
+        run(run_spec(), rounds=1)
     finally:
         sys.setprofile(None)
     assert [stop for stop in dict.fromkeys(seen) if stop in STOPS] == STOPS
@@ -47,8 +47,8 @@ def lasso() -> type[Method]:
 
 def test_the_method_from_nothing_does_what_it_says() -> None:
     cls: Any = lasso()
-    size = {lam: abs(run(recipe(cls(lam))).coordinator.server.vector.numpy()).sum() for lam in (0.0, 0.05)}
-    assert run(recipe(cls(0.0))).bits == run(recipe()).bits
+    size = {lam: abs(run(run_spec(cls(lam))).coordinator.server.vector.numpy()).sum() for lam in (0.0, 0.05)}
+    assert run(run_spec(cls(0.0))).bits == run(run_spec()).bits
     assert size[0.05] < 0.8 * size[0.0]
     with pytest.raises(ValueError, match=r"method\.lasso\.lam"):
         cls(-1.0)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from cluster import Hosts
-from studies import MLP, NORMED, NORMED_MLP, SEED, Ran, changed, coordinate, even, ran, recipe, run, several, tiny
+from tiny_runs import MLP, NORMED, NORMED_MLP, SEED, Ran, changed, coordinate, even, ran, run, run_spec, several, tiny
 
 from raysim.api.declarations import Evaluation, Local
 from raysim.methods.fedbn import FedBN
@@ -35,7 +35,7 @@ ROUNDS = 5
 
 
 def study(methods: list[Any]) -> Any:
-    return recipe(*methods, model=NORMED, local=LOCAL, data=tiny(clients=8, samples=160))
+    return run_spec(*methods, model=NORMED, local=LOCAL, data=tiny(clients=8, samples=160))
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=SCHEDULES)
@@ -57,8 +57,8 @@ def test_in_process_and_on_one_or_two_hosts_a_study_has_the_same_bits_and_histor
 
 def test_hosts_sum_their_own_groups_and_the_bits_stay(hosts: Hosts, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = {"data": even(), "model": NORMED, "local": LOCAL}
-    here = run(recipe(**asked), SCHEDULES["rounds"], rounds=3, summation=3)
-    runtime = hosts.runtime(recipe(**asked), 2)
+    here = run(run_spec(**asked), SCHEDULES["rounds"], rounds=3, summation=3)
+    runtime = hosts.runtime(run_spec(**asked), 2)
     summing: set[tuple[int, int]] = set()
     call = runtime.call
 
@@ -68,7 +68,7 @@ def test_hosts_sum_their_own_groups_and_the_bits_stay(hosts: Hosts, monkeypatch:
         return call(host, method, *args, returns=returns)
 
     monkeypatch.setattr(runtime, "call", watched)
-    there = ran(coordinate(recipe(**asked), SCHEDULES["rounds"], runtime=runtime, rounds=3, summation=3))
+    there = ran(coordinate(run_spec(**asked), SCHEDULES["rounds"], runtime=runtime, rounds=3, summation=3))
     assert summing == {(0, 3), (1, 3)}
     assert (there.bits, there.history) == (here.bits, here.history)
 
@@ -102,7 +102,7 @@ def test_clients_may_move_between_hosts_and_runs_be_resumed_on_another_number_of
     schedule, asked = Buffered(concurrency=5, size=size), {"rounds": 8, "summation": 2, "evaluate": Evaluation(every=3)}
 
     def small() -> Any:
-        return recipe(*methods, model=NORMED_MLP)
+        return run_spec(*methods, model=NORMED_MLP)
 
     straight = run(small(), schedule, **asked)
     runtime = several(small(), count)
@@ -114,17 +114,17 @@ def test_clients_may_move_between_hosts_and_runs_be_resumed_on_another_number_of
 
 
 def test_another_seed_gives_other_bits() -> None:
-    bits = {run(recipe(model=MLP, seed=seed), rounds=1).bits for seed in (SEED, SEED, SEED + 1)}
+    bits = {run(run_spec(model=MLP, seed=seed), rounds=1).bits for seed in (SEED, SEED, SEED + 1)}
     assert len(bits) == 2
 
 
 def test_the_checksum_of_states_covers_private_states_personal_parts_and_the_server() -> None:
-    empty = run(recipe(model=NORMED), rounds=1).finished.state_sha256
+    empty = run(run_spec(model=NORMED), rounds=1).finished.state_sha256
     for methods in ([FedBN()], [FedBSS()], [FedAdam()], [Scaffold()]):
-        assert run(recipe(*methods, model=NORMED), rounds=1).finished.state_sha256 != empty
+        assert run(run_spec(*methods, model=NORMED), rounds=1).finished.state_sha256 != empty
 
 
 def test_groups_summed_on_three_hosts_are_those_of_one() -> None:
-    study = recipe(data=even(clients=30, samples=600))
+    study = run_spec(data=even(clients=30, samples=600))
     alone = run(study, Synchronous(24), Ideal(), summation=2)
     assert ran(coordinate(study, Synchronous(24), Ideal(), several(study, 3), summation=2)).bits == alone.bits

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from raysim.api.method import Method
+from raysim.api.private_state import reserved_names
+from raysim.vectors.layout import Layout
 
 EXCLUSIVE = (
     *("model", "stages", "select", "logits", "loss", "perturb", "predict", "finetuning"),  # on clients
@@ -98,3 +100,13 @@ def check_composition(methods: Sequence[Method]) -> None:
                 raise ValueError(
                     f"method '{method.name}' does not combine with method '{other}': {why}; keep one of them"
                 )
+
+
+def check_private_names(methods: Sequence[Method], layout: Layout) -> None:
+    """Refuse private state under a name that another method, or a tensor that stays on the client, has already."""
+    taken = dict.fromkeys(reserved_names(layout), "a personal tensor of the run's networks has")
+    for method in owners(methods, "state"):
+        for name in method.state(layout, 1):
+            if name in taken:
+                raise ValueError(f"method '{method.name}' keeps '{name}', a name that {taken[name]} already: rename it")
+            taken[name] = f"method '{method.name}' has given"

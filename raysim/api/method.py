@@ -8,6 +8,7 @@ Constructors store their arguments under their own names, after checking them.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 import numpy as np
@@ -75,7 +76,7 @@ class Method:
         """
         return Cost()
 
-    def check(self, task: Task, local: Local, networks: Mapping[str, nn.Module]) -> Sequence[str]:
+    def check(self, setup: Setup) -> Sequence[str]:
         """Sentences to warn with before the run starts; raises ValueError to refuse it."""
         return ()
 
@@ -183,6 +184,37 @@ class Method:
     def scored(self, server: Server) -> Tensor:
         """Exclusive. The shared vector [layout.shared] that evaluation uses."""
         return server.vector
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What a run is made of, as a method sees it before the start.
+
+    methods: all of the list. size: most results in one aggregation. stale: whether results may arrive that started from
+    an earlier version than the current one.
+    """
+
+    task: Task
+    local: Local
+    networks: Mapping[str, nn.Module]
+    methods: Sequence[Method]
+    size: int
+    stale: bool
+
+    def warn_of_second_correction(self, name: str, other: str) -> tuple[str, ...]:
+        """For a method that corrects the same bias as another one: a warning where both are in the list."""
+        if all(method.name != other for method in self.methods):
+            return ()
+        return (f"methods '{other}' and '{name}' correct the same bias, so it is corrected twice: leave one out",)
+
+    def warn_if_single(self, name: str, effect: str) -> tuple[str, ...]:
+        """For a method that compares the results of an aggregation: a warning where each has only one."""
+        if self.size > 1:
+            return ()
+        return (
+            f"method '{name}' compares the results of an aggregation, and each has only one, so that {effect}: choose "
+            "a schedule that aggregates two or more at once, or leave the method out",
+        )
 
 
 def parameters(method: Method) -> dict[str, object]:

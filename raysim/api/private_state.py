@@ -48,9 +48,15 @@ def named(state: StoredState, layout: Layout) -> dict[str, np.ndarray]:
     floating, integer = layout.personal_entries
     personal = {e.name: _part(state.personal, e, layout.shared).reshape(e.shape) for e in floating}
     personal |= {e.name: _part(state.counters, e, layout.shared_counters).reshape(e.shape) for e in integer}
-    if both := personal.keys() & state.methods.keys():
-        raise ValueError(f"a personal tensor and a method's private state have the same name: {sorted(both)}")
+    if both := personal.keys() & state.methods.keys():  # what a method declares has been checked before the start
+        raise ValueError(f"a method keeps private state under the names of personal tensors: {sorted(both)}")
     return personal | dict(state.methods)
+
+
+def reserved_names(layout: Layout) -> set[str]:
+    """Names that no method may give to what it keeps: those of the personal tensors, and of the buffers they lie in."""
+    floating, integer = layout.personal_entries
+    return {_PERSONAL, _COUNTERS, *(entry.name for entry in (*floating, *integer))}
 
 
 def from_named(arrays: Mapping[str, np.ndarray], layout: Layout) -> StoredState:

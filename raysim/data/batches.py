@@ -84,10 +84,10 @@ class Pipeline:
             grid = np.take_along_axis(grid.reshape(batch, -1), places, axis=1)
         index = torch.from_numpy(grid.reshape(batch, 1, -1)).to(images.device)
         padded = functional.pad(images, (padding,) * 4).flatten(2)
-        found = padded.gather(2, index.expand(batch, channels, height * width))
+        moved = padded.gather(2, index.expand(batch, channels, height * width))
         if inside is not None:
-            found = found * torch.from_numpy(inside[:, None, :]).to(images.device)
-        return found.reshape(images.shape)
+            moved = moved * torch.from_numpy(inside[:, None, :]).to(images.device)
+        return moved.reshape(images.shape)
 
 
 def _turned(height: int, width: int, degrees: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

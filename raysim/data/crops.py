@@ -32,10 +32,10 @@ def crop_boxes(*, height: int, width: int, area: tuple[float, float], uniforms: 
     first = fits.argmax(axis=0)[None]
     drawn = [np.take_along_axis(each, first, axis=0)[0] for each in (heights, widths, uniforms[2], uniforms[3])]
     tops, lefts = np.floor(drawn[2] * (height - drawn[0] + 1)), np.floor(drawn[3] * (width - drawn[1] + 1))
-    found = np.stack([tops.astype(np.int64), lefts.astype(np.int64), drawn[0], drawn[1]])
+    boxes = np.stack([tops.astype(np.int64), lefts.astype(np.int64), drawn[0], drawn[1]])
     tall, wide = min(height, round(width / ASPECT[0])), min(width, round(height * ASPECT[1]))
     centre = np.array([(height - tall) // 2, (width - wide) // 2, tall, wide])
-    return np.where(fits.any(axis=0), found, centre[:, None])
+    return np.where(fits.any(axis=0), boxes, centre[:, None])
 
 
 def resized_crops(images: Tensor, boxes: Ints) -> Tensor:
@@ -46,8 +46,8 @@ def resized_crops(images: Tensor, boxes: Ints) -> Tensor:
     grid = np.empty((len(images), height, width, 2), dtype=np.float32)
     grid[..., 0], grid[..., 1] = columns[:, None, :], rows[:, :, None]
     where = torch.from_numpy(grid).to(images.device)
-    found = functional.grid_sample(images.float(), where, "bilinear", "border", align_corners=False)
-    return found.round_().clamp_(0, 255).to(torch.uint8)
+    crops = functional.grid_sample(images.float(), where, "bilinear", "border", align_corners=False)
+    return crops.round_().clamp_(0, 255).to(torch.uint8)
 
 
 def _places(start: Ints, length: Ints, size: int) -> NDArray[np.float64]:

@@ -69,8 +69,8 @@ def _files(folder: Path, split: str) -> list[Path]:
 def _meta(path: Path) -> tuple[int | None, list[str] | None]:
     """Height of one image, and the names of the classes, as far as the file says."""
     try:
-        found = from_json(path.read_bytes()) if path.is_file() else {}
-        height, names = found.get("height"), found.get("classes")
+        meta = from_json(path.read_bytes()) if path.is_file() else {}
+        height, names = meta.get("height"), meta.get("classes")
     except (OSError, ValueError, AttributeError) as error:
         raise ValueError(f"{path} is no readable JSON mapping ({error}): fetch it again.") from error
     require(f"{path}: height", height, height is None or (type(height) is int and height > 0), "a number of pixels")

@@ -111,9 +111,9 @@ def numbered(values: NDArray[np.generic], names: list[str] | None, place: str) -
     Without names there are as many classes as the largest label says, but no more than samples.
     """
     if values.dtype.kind in "OU":
-        found = sorted(set(values.tolist()))
-        names = names or found
-        if unknown := sorted(set(found) - set(names)):
+        present = sorted(set(values.tolist()))
+        names = names or present
+        if unknown := sorted(set(present) - set(names)):
             raise ValueError(
                 f"{place} has the label {unknown[0]}, its class names are {', '.join(names)}: correct one."
             )

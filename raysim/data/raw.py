@@ -148,8 +148,8 @@ def _only(raw: Raw, classes: Sequence[str]) -> Raw:
     numbers = np.full(len(raw.class_names), -1)
     numbers[[raw.class_names.index(name) for name in classes]] = np.arange(len(classes))
     labels = numbers[raw.labels]
-    kept = labels >= 0
-    images = raw.images[kept] if isinstance(raw.images, np.ndarray) else itertools.compress(raw.images, kept)
-    domains = None if raw.domains is None else raw.domains[kept]
-    train_rows = int(np.count_nonzero(kept[: raw.train_rows]))
-    return Raw(images, labels[kept], train_rows, list(classes), domains, raw.domain_names)
+    labelled = labels >= 0
+    images = raw.images[labelled] if isinstance(raw.images, np.ndarray) else itertools.compress(raw.images, labelled)
+    domains = None if raw.domains is None else raw.domains[labelled]
+    train_rows = int(np.count_nonzero(labelled[: raw.train_rows]))
+    return Raw(images, labels[labelled], train_rows, list(classes), domains, raw.domain_names)

@@ -357,13 +357,13 @@ def _same_kind(paths: list[Path], name: str) -> None:
 
 def _class_names(paths: list[Path], label_column: str) -> list[str] | None:
     """The class names that the files' metadata give, ours or Hugging Face's; all files must agree."""
-    found: list[str] | None = None
+    earlier: list[str] | None = None
     for path in paths:
         names = _named(path, label_column)
-        if names and found and names != found:
-            raise ValueError(f"{path} names the classes {', '.join(names)}, the files before it {', '.join(found)}.")
-        found = found or names
-    return found
+        if names and earlier and names != earlier:
+            raise ValueError(f"{path} names the classes {', '.join(names)}, the files before it {', '.join(earlier)}.")
+        earlier = earlier or names
+    return earlier
 
 
 def _named(path: Path, label_column: str) -> list[str] | None:

@@ -150,12 +150,12 @@ def _is_complete(node: Node) -> bool:
 
 def _chosen_before(stored: Node | None, known: Groups) -> dict[str, list[str]]:
     """The options that a stored configuration was made of, as far as they still exist; presets are in its values."""
-    found = {}
+    chosen = {}
     for group, choice in (stored or {}).get("choices", {}).items():
         names = choice if isinstance(choice, list) else [choice]
         if group in known.files and group != "experiment" and all(name in known.files[group] for name in names):
-            found[group] = names
-    return found
+            chosen[group] = names
+    return chosen
 
 
 # --- searches -------------------------------------------------------------------------------------------------------
@@ -323,15 +323,15 @@ def _parts(words: Sequence[str], roots: Sequence[Path]) -> tuple[list[tuple[str,
     files = CachingConfigRepository(ConfigRepository(places))
     overrides = OverridesParser.create().parse_overrides(list(words))
     listed = create_defaults_list(files, "config", overrides, prepend_hydra=False, skip_missing=False)
-    found = []
+    parts = []
     for each in listed.defaults:
         path = str(each.config_path)
         values: Any = cast(Any, files.load_config(path)).config
         values.pop("defaults", None)
         for name in reversed(each.package.split(".") if each.package else ()):
             values = OmegaConf.create({name: values})
-        found.append((path, values))
-    return found, {group: name for group, name in listed.overrides.known_choices.items() if "/" not in group}
+        parts.append((path, values))
+    return parts, {group: name for group, name in listed.overrides.known_choices.items() if "/" not in group}
 
 
 def _merged(parts: Sequence[tuple[str, DictConfig]]) -> DictConfig:

@@ -89,7 +89,7 @@ def _several(count: int, thing: str) -> str:
 
 def _batchnorm(networks: Mapping[str, nn.Module], personal: set[str]) -> str:
     """What happens to the running statistics and the weights of BatchNorm; "" without such layers."""
-    found: dict[str, list[str]] = {}  # networks by what happens there
+    networks_by_text: dict[str, list[str]] = {}  # networks by what happens there
     for network, module in networks.items():
         kinds: dict[str, list[str]] = {"parameters": [], "statistics": []}
         for path, layer in module.named_modules():
@@ -102,10 +102,10 @@ def _batchnorm(networks: Mapping[str, nn.Module], personal: set[str]) -> str:
             f"{kind} {'personal' if set(names) <= personal else 'shared'}" for kind, names in kinds.items() if names
         )
         if text:
-            found.setdefault(text, []).append(network)
-    if len(found) == 1:
-        return next(iter(found))
-    return "; ".join(f"{', '.join(names)}: {text}" for text, names in found.items())
+            networks_by_text.setdefault(text, []).append(network)
+    if len(networks_by_text) == 1:
+        return next(iter(networks_by_text))
+    return "; ".join(f"{', '.join(names)}: {text}" for text, names in networks_by_text.items())
 
 
 def identity(experiment: Experiment) -> dict[str, object]:

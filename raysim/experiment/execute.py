@@ -15,9 +15,9 @@ import numpy as np
 import torch
 from omegaconf import DictConfig
 
-from raysim.api.composition import check_composition
+from raysim.api.composition import check_composition, check_private_names
 from raysim.api.declarations import Local
-from raysim.api.method import Method
+from raysim.api.method import Method, Setup
 from raysim.data.federated import FederatedData, federate, pooled
 from raysim.data.partition import Partitioner
 from raysim.data.sources import Source
@@ -33,7 +33,7 @@ from raysim.primitives.files import held, is_full, replace_file
 from raysim.results.observers import Observer, ObserverFailed
 from raysim.simulation.events import Event, RunStopped, TooManyFailures
 from raysim.simulation.fleet import Fleet
-from raysim.simulation.schedule import Schedule, Synchronous, check_concurrency
+from raysim.simulation.schedule import Buffered, Schedule, Synchronous, check_concurrency
 from raysim.simulation.server import asked_weighting
 from raysim.training.run_spec import RunSettings, RunSpec, build_networks
 
@@ -151,9 +151,16 @@ def build(config: DictConfig | Mapping[str, Any] | Sequence[str] = (), allow: Se
             settings = replace(settings, local=local)
         check_concurrency(schedule, data.partition.train.counts)
         spec = RunSpec(model, methods, data, settings, device, execution.runtime.threads)
-        networks, _ = build_networks(spec)
-        warnings = tuple(text for method in methods for text in method.check(spec.task, settings.local, networks))
+        networks, layout = build_networks(spec)
+        check_private_names(methods, layout)
+        setup = Setup(spec.task, settings.local, networks, methods, schedule.size, _may_be_stale(schedule))
+        warnings = tuple(text for method in methods for text in method.check(setup))
     return Experiment(node, spec, schedule, fleet, execution, warnings)
+
+
+def _may_be_stale(schedule: Schedule) -> bool:
+    """Whether a result may arrive that started from an earlier version than the current one."""
+    return schedule.concurrency > (1 if isinstance(schedule, Buffered) else schedule.size)
 
 
 def _pooled(data: FederatedData, schedule: Schedule, local: Local) -> tuple[FederatedData, Schedule, Local]:
@@ -246,8 +253,7 @@ def _on_ray(experiment: Experiment, where: Place, console: Console) -> Iterator[
         say(console, f"{'':<10}{text}")
 
     options, spec = experiment.execution.runtime, experiment.spec
-    mine = ray.connect(options)
-    try:
+    with ray.connected(options):
         size = ray.fit(options, spec, experiment.schedule.concurrency, tell)
         if options.hosts is None:
             tell(f"{size} fit")
@@ -255,9 +261,6 @@ def _on_ray(experiment: Experiment, where: Place, console: Console) -> Iterator[
             tell("device=auto is the CPU because this process sees no GPU, but the cluster has some: set device=cuda")
         folder = str(where.folder.absolute())
         yield from ray.run(spec, experiment.schedule, experiment.fleet, size, options, tell, folder, where.resume)
-    finally:
-        if mine:
-            ray.disconnect()
 
 
 def _make_folder(experiment: Experiment, where: Place) -> None:

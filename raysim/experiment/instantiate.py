@@ -35,12 +35,12 @@ def resolve(target: object, path: str, allow: Sequence[str] = ()) -> type:
         raise Refused(f"{place} lies outside raysim: allow its code to run with --allow {package}, if you trust it")
     module, _, name = target.rpartition(".")
     try:
-        found = getattr(importlib.import_module(MOVED.get(module, module)), name, None)
+        cls = getattr(importlib.import_module(MOVED.get(module, module)), name, None)
     except ImportError as error:
         raise Refused(f"{place} cannot be imported ({error}): correct the name, or install what is missing") from error
-    if not isinstance(found, type):
+    if not isinstance(cls, type):
         raise Refused(f"{place} is no class: name one, such as raysim.methods.fedprox.FedProx")
-    return found
+    return cls
 
 
 def build(cls: Callable[..., T], node: Mapping[str, Any], path: str) -> T:

@@ -86,8 +86,7 @@ def join_ray(options: RayOptions, session: ExitStack) -> None:
     from raysim.runtime import ray
 
     with refusing():
-        if ray.connect(options):
-            session.callback(ray.disconnect)
+        session.enter_context(ray.connected(options))
 
 
 # --- scores ---------------------------------------------------------------------------------------------------------

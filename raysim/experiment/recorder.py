@@ -175,10 +175,10 @@ def _observers(experiment: Experiment, folder: Path, console: Console, quiet: bo
 
 
 def _tracking(experiment: Experiment, folder: Path, console: Console) -> list[Observer]:
-    asked = experiment.execution.tracking
-    if asked.name == "none":
+    options = experiment.execution.tracking
+    if options.name == "none":
         return []
-    tracker = Tracker(folder, asked.uri or "", name=folder.resolve().name, say=lambda text: say(console, text))
+    tracker = Tracker(folder, options.uri or "", name=folder.resolve().name, say=lambda text: say(console, text))
     tags = {
         "methods": experiment.title,
         "data": experiment.spec.data.title,
@@ -189,17 +189,17 @@ def _tracking(experiment: Experiment, folder: Path, console: Console) -> list[Ob
 
 def users_observers(on_round: OnRound | None, observers: Sequence[Observer]) -> list[Observer]:
     """The user's own observers, each of which is named if it fails. Raises Refused for what cannot be one."""
-    found: list[Observer] = []
+    wrapped: list[Observer] = []
     if on_round is not None:
         if not callable(on_round):
             raise Refused(f"on_round={on_round!r} cannot be called: give a function that takes the row of a round")
         name = getattr(on_round, "__qualname__", type(on_round).__qualname__)
-        found.append(UserObserver(RoundCallback(on_round), f"on_round={name}"))
+        wrapped.append(UserObserver(RoundCallback(on_round), f"on_round={name}"))
     for observer in observers:
         if not isinstance(observer, Observer):
             raise Refused(f"observers={observer!r} is no observer: give an object of a subclass of raysim.Observer")
-        found.append(UserObserver(observer, type(observer).__qualname__))
-    return found
+        wrapped.append(UserObserver(observer, type(observer).__qualname__))
+    return wrapped
 
 
 def finished(experiment: Experiment, folder: Path, console: Console) -> Result:

@@ -64,9 +64,9 @@ def place(experiment: Experiment) -> Place:
         _check_same(load_yaml(folder / "config.yaml"), experiment.config, folder)
     if (done := _rounds_done(folder)) >= rounds:
         return Place(folder, True, finished=True, note=f"{folder} has finished its {done} rounds: nothing to do")
-    if not (found := last_checkpoint(folder)):
+    if not (checkpoint := last_checkpoint(folder)):
         return Place(folder, folder.exists(), note=f"{folder} has no checkpoint yet: starting at round 0")
-    return _from(Path(found), Place(folder, True), rounds)
+    return _from(Path(checkpoint), Place(folder, True), rounds)
 
 
 def last_checkpoint(folder: Path) -> str:

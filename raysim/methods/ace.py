@@ -22,22 +22,21 @@ The sum over A is kept in float64; an arrival touches its own row and those that
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, ClassVar
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from raysim.api.method import Method
+from raysim.methods.client_rows import PLACES, most_rows, padded, refuse_sample_weights, rows_of, start_rows
 from raysim.primitives.checks import at_least, one_of
 from raysim.vectors.blocks import in_blocks
-from raysim.vectors.row_store import Place, check_budget, claimed, reserve
+from raysim.vectors.row_store import Place, check_budget
 
 if TYPE_CHECKING:
+    from raysim.api.method import Setup
     from raysim.api.server_view import Aggregation, Server
-
-PLACES = ("disk", "memory")
 
 
 def active_clients(*, dispatch_versions: Tensor, version: int, max_staleness: int | None = None) -> Tensor:
@@ -121,30 +120,27 @@ class ACE(Method):
         self.max_staleness, self.initialise, self.cache = max_staleness, initialise, cache
         self.budget = at_least("method.ace.budget", budget, 0.0)
 
+    def check(self, setup: Setup) -> Sequence[str]:
+        """SCAFFOLD's control variates correct what the cache corrects."""
+        return setup.warn_of_second_correction("ace", "scaffold")
+
     def start(self, server: Server) -> None:
         """A row for each client seen so far: its id, update, version, and whether it is in the sum."""
-        if server.weighting == "samples":
-            raise ValueError(
-                "weighting=samples has no effect on method 'ace', in whose mean all clients count alike: "
-                "set weighting=uniform"
-            )
-        clients, params = int(np.count_nonzero(server.counts)), server.params
-        check_budget("method.ace", clients, params, self.budget)
+        refuse_sample_weights(self.name, server)
+        check_budget("method.ace", most_rows(server), server.params.nbytes, self.budget)
+        start_rows(self.name, server, server.params.shape, self.cache)
         server.state |= {
-            "ace.clients": torch.empty(0, dtype=torch.int64),
             "ace.versions": torch.empty(0, dtype=torch.int64),
             "ace.counted": torch.empty(0, dtype=torch.bool),
-            "ace.cache": reserve((clients, len(params)), params.dtype, self.cache),
-            "ace.total": torch.zeros(len(params), dtype=torch.float64),
+            "ace.total": torch.zeros(len(server.params), dtype=torch.float64),
         }
 
     def combine(self, aggregation: Aggregation, server: Server) -> Tensor:
         """eta times the mean of the entries that count, after those that arrived were replaced."""
-        state, clients, trained = server.state, int(np.count_nonzero(server.counts)), server.layout.trained
-        rows = claimed(state, "ace", [update.client for update in aggregation.updates], clients, self.cache)
-        new = len(state["ace.clients"]) - len(state["ace.versions"])
-        versions = torch.cat([state["ace.versions"], torch.zeros(new, dtype=torch.int64)])
-        counted = torch.cat([state["ace.counted"], torch.zeros(new, dtype=torch.bool)])
+        state, trained = server.state, server.layout.trained
+        rows = rows_of(self.name, aggregation, server, self.cache)
+        versions = padded(state["ace.versions"], len(state["ace.clients"]))
+        counted = padded(state["ace.counted"], len(versions))
         for row, update in zip(rows, aggregation.updates, strict=True):
             versions[row] = update.version
         active = active_clients(dispatch_versions=versions, version=server.version, max_staleness=self.max_staleness)
@@ -154,6 +150,6 @@ class ACE(Method):
         ages = (server.version - versions[active]).double()
         server.report["ace.active"] = float(len(ages))
         server.report["ace.age"] = float(ages.mean()) if len(ages) else 0.0
-        if not len(ages) or (self.initialise and len(versions) < clients):
+        if not len(ages) or (self.initialise and len(versions) < most_rows(server)):
             return torch.zeros_like(server.vector)  # with a place for buffers: they stay, too
         return _direction(state["ace.total"], active, self.server_lr).to(server.vector.dtype)

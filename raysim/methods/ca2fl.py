@@ -23,19 +23,20 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from raysim.api.method import Method
+from raysim.methods.client_rows import PLACES, most_rows, refuse_sample_weights, rows_of, start_rows
 from raysim.primitives.checks import at_least, one_of
 from raysim.vectors.blocks import in_blocks
-from raysim.vectors.row_store import Place, check_budget, claimed, reserve
+from raysim.vectors.row_store import Place, check_budget
 
 if TYPE_CHECKING:
+    from raysim.api.method import Setup
     from raysim.api.server_view import Aggregation, Server
 
-AVERAGES, PLACES = ("all", "seen"), ("disk", "memory")
+AVERAGES = ("all", "seen")
 
 
 def calibrated_step(
@@ -95,26 +96,22 @@ class CA2FL(Method):
         self.average, self.cache = average, cache
         self.budget = at_least("method.ca2fl.budget", budget, 0.0)
 
+    def check(self, setup: Setup) -> Sequence[str]:
+        """SCAFFOLD's control variates correct what the cache corrects."""
+        return setup.warn_of_second_correction("ca2fl", "scaffold")
+
     def start(self, server: Server) -> None:
         """A row for each client seen so far: its id and update; and the sum of the rows."""
-        if server.weighting == "samples":
-            raise ValueError(
-                "weighting=samples has no effect on method 'ca2fl', in whose means all clients count alike: "
-                "set weighting=uniform"
-            )
-        clients, params = int(np.count_nonzero(server.counts)), server.params
-        check_budget("method.ca2fl", clients, params, self.budget)
-        server.state |= {
-            "ca2fl.clients": torch.empty(0, dtype=torch.int64),
-            "ca2fl.cache": reserve((clients, len(params)), params.dtype, self.cache),
-            "ca2fl.total": torch.zeros(len(params), dtype=torch.float64),
-        }
+        refuse_sample_weights(self.name, server)
+        check_budget("method.ca2fl", most_rows(server), server.params.nbytes, self.budget)
+        start_rows(self.name, server, server.params.shape, self.cache)
+        server.state["ca2fl.total"] = torch.zeros(len(server.params), dtype=torch.float64)
 
     def combine(self, aggregation: Aggregation, server: Server) -> Tensor:
         """eta v."""
-        state, clients = server.state, int(np.count_nonzero(server.counts))
+        state, clients = server.state, most_rows(server)
         seen = len(state["ca2fl.clients"])  # before this flush, as h is
-        rows = claimed(state, "ca2fl", [update.client for update in aggregation.updates], clients, self.cache)
+        rows = rows_of(self.name, aggregation, server, self.cache)
         server.report["ca2fl.seen"] = len(state["ca2fl.clients"]) / clients
         deltas = [delta[: server.layout.trained] for delta in aggregation.deltas]
         count = clients if self.average == "all" else max(1, seen)

@@ -30,7 +30,7 @@ from raysim.primitives.checks import above, at_least
 
 if TYPE_CHECKING:
     from raysim.api.context import Batch, Context, Outputs, Plan
-    from raysim.api.declarations import Local
+    from raysim.api.method import Setup
     from raysim.api.server_view import Server
 
 DISCRIMINATOR = "dann.discriminator"
@@ -104,17 +104,17 @@ class Dann(Method):
         layers = nn.Linear(size, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, task.clients)
         return {DISCRIMINATOR: Network(nn.Sequential(*layers))}
 
-    def check(self, task: Task, local: Local, networks: Mapping[str, nn.Module]) -> Sequence[str]:
+    def check(self, setup: Setup) -> Sequence[str]:
         """There has to be something to tell apart, and a step left for the classifier."""
-        if task.clients < 2:
+        if setup.task.clients < 2:
             raise ValueError(
-                f"method 'dann' tells clients apart, and partition.clients={task.clients}: use at least 2 clients"
+                f"method 'dann' tells clients apart, and partition.clients={setup.task.clients}: use at least 2 clients"
             )
         period = 1 + self.discriminator_steps
-        if self.mode == "alternate" and local.steps is not None and local.steps < period:
+        if self.mode == "alternate" and setup.local.steps is not None and setup.local.steps < period:
             raise ValueError(
                 f"method.dann.discriminator_steps={self.discriminator_steps} makes a turn of {period} local steps, of "
-                f"which local.steps={local.steps} is only a part: set local.steps={period} or more"
+                f"which local.steps={setup.local.steps} is only a part: set local.steps={period} or more"
             )
         return ()
 

@@ -30,7 +30,7 @@ from torch import Tensor
 from raysim.api.method import Method
 from raysim.methods.fedexp import squared_norm
 from raysim.primitives.checks import above, at_least, in_range, one_of
-from raysim.vectors.blocks import compiled, in_blocks
+from raysim.vectors.blocks import run_compiled
 
 if TYPE_CHECKING:
     from raysim.api.server_view import Aggregation, Server
@@ -61,20 +61,17 @@ def amsgrad_step(
 ) -> dict[str, Tensor]:
     """One step, all [D], of the CPU; ``step`` (counted from 1) asks for bias correction."""
     moments = [moment.clone() for moment in (first_moment, second_moment, max_second_moment)]
-    following = torch.empty_like(params)
-    _step([following, params, delta, *moments], server_lr, beta1, beta2, eps, step)
+    into = torch.empty_like(params)
+    _step([into, params, delta, *moments], server_lr, beta1, beta2, eps, step)
     names = ("first_moment", "second_moment", "max_second_moment")
-    return {"params": following} | dict(zip(names, moments, strict=True))
+    return {"params": into} | dict(zip(names, moments, strict=True))
 
 
 def _step(arrays: Sequence[Tensor], server_lr: float, beta1: float, beta2: float, eps: float, step: int | None) -> None:
     """Write the next parameters into ``arrays[0]``; the rest: parameters, their update, and the moments, in place."""
     growth, growth2 = (1.0, 1.0) if step is None else (1.0 / (1.0 - beta1**step), 1.0 / (1.0 - beta2**step))
-    views = [array.detach().numpy() for array in arrays]
     settings = (server_lr * growth, beta1, 1.0 - beta1, beta2, 1.0 - beta2, growth2, eps)
-    numbers = [views[0].dtype.type(setting) for setting in settings]
-    run = compiled(_amsgrad)
-    in_blocks(len(views[0]), lambda part: run(*(view[part] for view in views), *numbers))
+    run_compiled(_amsgrad, arrays, settings)
 
 
 def _amsgrad(

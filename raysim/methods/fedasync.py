@@ -24,7 +24,7 @@ Choices where paper and code disagree or are silent
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
@@ -35,6 +35,7 @@ from raysim.primitives.checks import at_least, between, in_range, one_of
 from raysim.vectors.blocks import in_blocks
 
 if TYPE_CHECKING:
+    from raysim.api.method import Setup
     from raysim.api.server_view import Aggregation, Server
 
 KINDS = ("polynomial", "hinge", "constant")
@@ -77,32 +78,14 @@ def arrival_rates(
     return rates
 
 
-def apply_arrivals(
-    *,
-    params: Tensor,
-    client_params: Tensor,
-    base_versions: Tensor,
-    version: int,
-    alpha: float,
-    kind: str = "polynomial",
-    a: float = 0.5,
-    b: float = 4.0,
-    max_staleness: int | None = None,
-    factors: Tensor | None = None,
-) -> dict[str, Any]:
-    """Mix ``client_params`` [M, D] into ``params`` [D], in the order of the rows: {"params", "version"}."""
-    rates = arrival_rates(
-        base_versions=base_versions,
-        version=version,
-        alpha=alpha,
-        kind=kind,
-        a=a,
-        b=b,
-        max_staleness=max_staleness,
-        factors=factors,
-    )
-    for own, rate in zip(client_params, rates, strict=True):
-        params = mixed_params(params=params, client_params=own, rate=rate)
+def apply_arrivals(*, params: Tensor, client_params: Tensor, version: int, **arrivals: Any) -> dict[str, Any]:
+    """Mix ``client_params`` [M, D] into ``params`` [D], in the order of the rows: {"params", "version"}.
+
+    ``arrivals``: what else `arrival_rates` takes.
+    """
+    rates = arrival_rates(version=version, **arrivals)
+    for model, rate in zip(client_params, rates, strict=True):
+        params = mixed_params(params=params, client_params=model, rate=rate)
     return {"params": params, "version": version + len(rates)}
 
 
@@ -138,6 +121,15 @@ class FedAsync(Method):
             at_least("method.fedasync.max_staleness", max_staleness, 0)
         in_range("method.fedasync.alpha_decay", alpha_decay, above=0.0, most=1.0)
         self.max_staleness, self.alpha_decay = max_staleness, alpha_decay
+
+    def check(self, setup: Setup) -> Sequence[str]:
+        """In rounds the result that is mixed last counts most."""
+        if setup.stale or setup.size == 1:
+            return ()
+        return (
+            f"method 'fedasync' mixes the up to {setup.size} models of a round one after the other, so that the last "
+            "one counts most, which is not FedAvg: choose a schedule that aggregates each result as it arrives",
+        )
 
     def combine(self, aggregation: Aggregation, server: Server) -> Tensor:
         """From x to the mixed model, buffers included: mixing what clients moved away from x, starting from 0."""

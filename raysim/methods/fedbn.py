@@ -22,13 +22,12 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import Tensor, nn
 
-from raysim.api.declarations import Task
 from raysim.api.method import Method
 from raysim.primitives.checks import one_of
 
 if TYPE_CHECKING:
     from raysim.api.context import Own
-    from raysim.api.declarations import Local
+    from raysim.api.method import Setup
 
 STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 AFFINE = ("weight", "bias")
@@ -121,18 +120,18 @@ class FedBN(Method):
         model, kinds = networks["model"], BATCHNORM if self.layers == "batch" else NORMS
         names = [name for name, tensor in (*model.named_parameters(), *model.named_buffers())]
         if self.name_rule is not None:
-            found = [name for name in names if self.name_rule in name and self._in_scope(name)]
+            personal = [name for name in names if self.name_rule in name and self._in_scope(name)]
         else:
             norms = [name for name, module in model.named_modules() if isinstance(module, kinds)]
-            found = split_parameter_names(names=names, norm_modules=norms, scope=self.scope)["personal"]
-        return [f"model.{name}" for name in found]
+            personal = split_parameter_names(names=names, norm_modules=norms, scope=self.scope)["personal"]
+        return [f"model.{name}" for name in personal]
 
     def _in_scope(self, name: str) -> bool:
         return self.scope == "all" or name.rpartition(".")[2] in SCOPES[self.scope]
 
-    def check(self, task: Task, local: Local, networks: Mapping[str, nn.Module]) -> Sequence[str]:
+    def check(self, setup: Setup) -> Sequence[str]:
         """Without such layers it is FedAvg."""
-        if self.scope == "none" or self.personal(networks):
+        if self.scope == "none" or self.personal(setup.networks):
             return ()
         if self.name_rule is not None:
             return (

@@ -42,7 +42,7 @@ from raysim.primitives.streams import stream
 
 if TYPE_CHECKING:
     from raysim.api.context import Batch, Context, Contribution, Outputs, Plan
-    from raysim.api.declarations import Local
+    from raysim.api.method import Setup
     from raysim.api.server_view import Server
     from raysim.models import Classifier
 
@@ -189,30 +189,30 @@ class FedBR(Method):
         layers = nn.Linear(features, hidden), nn.ReLU(), nn.Linear(hidden, hidden), nn.ReLU(), nn.Linear(hidden, out)
         return {PROJECTOR: Network(nn.Sequential(*layers))}
 
-    def check(self, task: Task, local: Local, networks: Mapping[str, nn.Module]) -> Sequence[str]:
+    def check(self, setup: Setup) -> Sequence[str]:
         """Enough means for a batch of them, and a proxy set of the data's image size."""
         if not self._active:
             return ()
-        pool = self.means_per_client * task.clients
+        pool = self.means_per_client * setup.task.clients
         if self.pseudo == "rsm" and not self.fresh and self.pseudo_batch > pool:
             raise ValueError(
-                f"method.fedbr.pseudo_batch={self.pseudo_batch} is more than the pool of {task.clients} clients x "
-                f"means_per_client={self.means_per_client}: set pseudo_batch={pool} or less"
+                f"method.fedbr.pseudo_batch={self.pseudo_batch} is more than the pool of {setup.task.clients} clients "
+                f"x means_per_client={self.means_per_client}: set pseudo_batch={pool} or less"
             )
         if (public := _public(self)) is None:
             return ()
         proxy, dataset = public
-        if (shape := dataset.shape) != task.shape:
-            sizes = [" x ".join(map(str, each)) for each in (shape, task.shape)]
+        if (shape := dataset.shape) != setup.task.shape:
+            sizes = [" x ".join(map(str, each)) for each in (shape, setup.task.shape)]
             raise ValueError(
                 f"method.fedbr.proxy has images of {sizes[0]} (channels, height, width), the data has {sizes[1]}: set "
-                f"method.fedbr.proxy.size={task.shape[1]} and method.fedbr.proxy.channels={task.shape[0]}"
+                f"method.fedbr.proxy.size={setup.task.shape[1]} and method.fedbr.proxy.channels={setup.task.shape[0]}"
             )
         for key, values in (("mean", proxy.mean), ("std", proxy.std)):
-            if values is not None and len(values) not in (1, task.shape[0]):
+            if values is not None and len(values) not in (1, setup.task.shape[0]):
                 raise ValueError(
-                    f"method.fedbr.proxy.{key}={values} has {len(values)} values, its images have {task.shape[0]} "
-                    "channels: give one each"
+                    f"method.fedbr.proxy.{key}={values} has {len(values)} values, its images have "
+                    f"{setup.task.shape[0]} channels: give one each"
                 )
         return ()
 

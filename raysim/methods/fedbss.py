@@ -24,16 +24,16 @@ from typing import TYPE_CHECKING, Literal, TypedDict
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from raysim.api.declarations import FORWARD, Cost, Task
+from raysim.api.declarations import FORWARD, Cost
 from raysim.api.method import Method
 from raysim.primitives.checks import at_least, one_of
 
 if TYPE_CHECKING:
     from raysim.api.context import Context
-    from raysim.api.declarations import Local
+    from raysim.api.method import Setup
     from raysim.api.server_view import Server
     from raysim.vectors.layout import Layout
 
@@ -115,8 +115,9 @@ class FedBSS(Method):
         inclusion_fraction(epoch=1, total_epochs=1, kind=kind)
         self.kind = kind
 
-    def check(self, task: Task, local: Local, networks: Mapping[str, nn.Module]) -> Sequence[str]:
+    def check(self, setup: Setup) -> Sequence[str]:
         """With one epoch (or phase) the last one, which sees every sample, is the only one."""
+        local = setup.local
         key, parts = ("epochs", local.epochs) if local.epochs else ("phases", min(local.phases, local.steps or 1))
         if parts == 1 and self.kind != "filter":
             return (f"method 'fedbss' with local.{key}=1 trains on every sample, as FedAvg does: raise local.{key}",)

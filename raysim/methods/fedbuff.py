@@ -22,11 +22,13 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import Tensor
 
+from raysim.api.composition import overrides
 from raysim.api.method import Method
 from raysim.methods.fedavg import weight_total, weighted_sum
 from raysim.primitives.checks import at_least, one_of
 
 if TYPE_CHECKING:
+    from raysim.api.method import Setup
     from raysim.api.server_view import Aggregation, Server
 
 NORMALIZATIONS = ("count", "weights", "none")
@@ -96,6 +98,17 @@ class FedBuff(Method):
         self.exponent = at_least("method.fedbuff.exponent", exponent, 0.0)
         buffer_divisor(weights=torch.ones(1), normalization=normalization)
         self.normalization = normalization
+
+    def check(self, setup: Setup) -> Sequence[str]:
+        """Weights that another method changes only make sense where they are divided out again."""
+        weighing = [m.name for m in setup.methods if m is not self and overrides(m, "weigh")]
+        if not weighing or self.normalization == "weights":
+            return ()
+        return (
+            f"method '{weighing[0]}' changes weights by whose sum method 'fedbuff' does not divide, so that they also "
+            f"change the length of the server's step (normalization={self.normalization}): set "
+            "method.fedbuff.normalization=weights",
+        )
 
     def start(self, server: Server) -> None:
         """Sample counts only make sense where they are divided out again."""

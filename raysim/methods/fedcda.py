@@ -23,7 +23,6 @@ participants and 2.3 million parameters on one core.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, ClassVar, Literal
 
@@ -33,10 +32,11 @@ from torch import Tensor
 
 from raysim.api.declarations import Cost
 from raysim.api.method import Method
+from raysim.methods.client_rows import most_rows, padded, refuse_sample_weights, rows_of, start_rows
 from raysim.primitives.checks import at_least, between
 from raysim.primitives.errors import Refused
 from raysim.vectors.blocks import parts
-from raysim.vectors.row_store import GIB, extended, reserve, settled
+from raysim.vectors.row_store import GIB, check_budget
 
 if TYPE_CHECKING:
     from raysim.api.context import Context
@@ -152,8 +152,8 @@ class _Chosen:
                 continue
             part = slice(int(batch[0]), int(batch[-1]) + 1)
             choice = self._search(models[part], losses[part], smoothness)
-            for own, own_losses, index in zip(models[part], losses[part], choice, strict=True):
-                self.add(own[index], own_losses[index])
+            for candidates, candidate_losses, index in zip(models[part], losses[part], choice, strict=True):
+                self.add(candidates[index], candidate_losses[index])
             choices += choice
         return choices
 
@@ -161,13 +161,13 @@ class _Chosen:
         self, models: Sequence[Sequence[Tensor]], losses: Sequence[Sequence[float]], smoothness: float
     ) -> list[int]:
         """The best of all combinations; they grow client by client, the first client's choice being the slowest."""
-        gram, products = self._gram([model for own in models for model in own])
+        gram, products = self._gram([model for candidates in models for model in candidates])
         loss, square = (torch.tensor([value], dtype=torch.float64) for value in (self.loss, self.square))
         norm = self.total[: self.trained].square().sum()[None]  # |sum of S|^2 of each combination so far
         cross = products[None]  # its products with the candidates of the clients to come
-        for own in losses:
-            many, norms = len(own), gram.diagonal()[: len(own)]
-            loss = (loss[:, None] + torch.tensor(own, dtype=torch.float64)).flatten()
+        for client_losses in losses:
+            many, norms = len(client_losses), gram.diagonal()[: len(client_losses)]
+            loss = (loss[:, None] + torch.tensor(client_losses, dtype=torch.float64)).flatten()
             square = (square[:, None] + norms).flatten()
             norm = (norm[:, None] + 2 * cross[:, :many] + norms).flatten()
             cross = (cross[:, None, many:] + gram[:many, many:]).flatten(0, 1)
@@ -176,7 +176,7 @@ class _Chosen:
         objective = loss / count + smoothness / 2 * (square / count - norm / count**2)
         best = objective.min()
         first = int((objective <= best + _TIE * best.abs()).nonzero()[0])
-        return [int(index) for index in np.unravel_index(first, [len(own) for own in losses])]
+        return [int(index) for index in np.unravel_index(first, [len(client_losses) for client_losses in losses])]
 
     def _gram(self, rows: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         """Inner products of the models [T, T], and with the sum of the set [T]."""
@@ -195,17 +195,6 @@ def _check_search(memory: int, batches: int, participants: int) -> None:
         raise Refused(
             f"method.fedcda.batches={batches} makes {combinations:.2g} combinations of {memory} models of "
             f"{-(-participants // batches)} clients to try, more than {LIMIT}: set it to {-(-participants // most)}"
-        )
-
-
-def _check_budget(memory: int, budget: float, clients: int, size: int) -> None:
-    """Refuse a cache that may outgrow its budget [GiB], with what would fit; size: bytes of a model."""
-    each = clients * size / GIB
-    if memory * each > budget:
-        less = f"set method.fedcda.memory={int(budget / each)}, or " if budget >= each else "set "
-        raise ValueError(
-            f"method.fedcda.memory={memory} may keep {memory * each:.3g} GiB of models of {clients} clients, more than "
-            f"method.fedcda.budget={budget:g}: {less}method.fedcda.budget={math.ceil(100 * memory * each) / 100:g}"
         )
 
 
@@ -258,50 +247,40 @@ class FedCDA(Method):
 
     def start(self, server: Server) -> None:
         """A row for each client seen so far: its id, models, losses and rounds (a ring), pushes, selected place."""
-        if server.weighting == "samples":
-            raise ValueError(
-                "weighting=samples has no effect on method 'fedcda', in whose means all clients count alike: "
-                "set weighting=uniform"
-            )
-        clients, vector = int(np.count_nonzero(server.counts)), server.vector
-        _check_budget(self.memory, self.budget, clients, vector.nbytes)
+        refuse_sample_weights(self.name, server)
+        clients, size = most_rows(server), server.vector.nbytes
+        fits = int(self.budget * GIB // max(1, clients * size))
+        less = f"method.fedcda.memory={fits}" if fits else ""
+        check_budget("method.fedcda", clients, self.memory * size, self.budget, f"models (memory={self.memory})", less)
         _check_search(self.memory, self.batches, min(clients, server.size))
+        start_rows(self.name, server, (self.memory, len(server.vector)), self.cache, "models")
         server.state |= {
-            "fedcda.clients": torch.empty(0, dtype=torch.int64),
             "fedcda.pushes": torch.empty(0, dtype=torch.int64),
             "fedcda.selected": torch.empty(0, dtype=torch.int64),
             "fedcda.losses": torch.empty(0, self.memory, dtype=torch.float64),
             "fedcda.rounds": torch.empty(0, self.memory, dtype=torch.int64),
-            "fedcda.models": reserve((clients, self.memory, len(vector)), vector.dtype, self.cache),
         }
 
     def combine(self, aggregation: Aggregation, server: Server) -> Tensor:
         """From x to the mean of the selected models, buffers included."""
-        state, clients = server.state, sorted({update.client for update in aggregation.updates})
-        capacity = int(np.count_nonzero(server.counts))
-        state["fedcda.models"] = settled(state["fedcda.models"], capacity, self.cache)  # it may be a checkpoint's
-        for update, delta in zip(aggregation.updates, aggregation.deltas, strict=True):
-            torch.add(aggregation.base(update), delta, out=self._pushed(update, server))
+        state, rows = server.state, rows_of(self.name, aggregation, server, self.cache, "models")
+        for name in ("pushes", "selected", "losses", "rounds"):
+            state[f"fedcda.{name}"] = padded(state[f"fedcda.{name}"], len(state["fedcda.clients"]))
+        for row, update, delta in zip(rows, aggregation.updates, aggregation.deltas, strict=True):
+            torch.add(aggregation.base(update), delta, out=self._pushed(row, update, server))
         warm = server.version < self.warmup_rounds
         if warm and self.warmup == "fedavg":
             direction = _mean_movement(aggregation, server)
         else:
-            direction = self._select([] if warm else clients, server).to(server.vector.dtype)
+            direction = self._select([] if warm else rows, server).to(server.vector.dtype)
         places = torch.arange(len(state["fedcda.clients"])), state["fedcda.selected"]
         ages = server.version - state["fedcda.rounds"][places]
         server.report["fedcda.age"] = float(ages.double().mean())
         return direction
 
-    def _pushed(self, update: Update, server: Server) -> Tensor:
+    def _pushed(self, row: int, update: Update, server: Server) -> Tensor:
         """The place [layout.shared] of the client's oldest model, for this one, which is the selected one for now."""
         state = server.state
-        row = _row(state["fedcda.clients"], update.client)
-        if row == len(state["fedcda.clients"]):
-            state["fedcda.models"] = extended(state["fedcda.models"], row + 1)
-            state["fedcda.clients"] = torch.cat([state["fedcda.clients"], torch.tensor([update.client])])
-            for name in ("pushes", "selected", "losses", "rounds"):
-                column = state[f"fedcda.{name}"]
-                state[f"fedcda.{name}"] = torch.cat([column, column.new_zeros(1, *column.shape[1:])])
         place = int(state["fedcda.pushes"][row]) % self.memory
         state["fedcda.pushes"][row] += 1
         state["fedcda.selected"][row] = place
@@ -309,11 +288,11 @@ class FedCDA(Method):
         state["fedcda.rounds"][row, place] = server.version
         return state["fedcda.models"][row, place]
 
-    def _select(self, clients: Sequence[int], server: Server) -> Tensor:
-        """Let these clients choose anew: [layout.shared] float64 from x to the mean of all selected models."""
+    def _select(self, participants: Sequence[int], server: Server) -> Tensor:
+        """Let these rows' clients choose anew: [layout.shared] float64 from x to the mean of all selected models."""
         state = server.state
         models, losses, selected = (state[f"fedcda.{name}"] for name in ("models", "losses", "selected"))
-        rows = [_row(state["fedcda.clients"], client) for client in clients]
+        rows = sorted(set(participants), key=state["fedcda.clients"].tolist().__getitem__)
         rows = [rows[index] for index in server.stream("fedcda.batches").permutation(len(rows))]
         chosen, choosing = _Chosen(server.vector, server.layout.trained), set(rows)
         for row in range(len(models)):
@@ -322,20 +301,14 @@ class FedCDA(Method):
                 chosen.add(models[row, place], float(losses[row, place]))
         places = [_newest_first(int(state["fedcda.pushes"][row]), self.memory) for row in rows]
         choices = chosen.extend(
-            [[models[row, place] for place in own] for row, own in zip(rows, places, strict=True)],
-            [[float(losses[row, place]) for place in own] for row, own in zip(rows, places, strict=True)],
+            [[models[row, place] for place in newest] for row, newest in zip(rows, places, strict=True)],
+            [[float(losses[row, place]) for place in newest] for row, newest in zip(rows, places, strict=True)],
             self.smoothness,
             self.batches,
         )
-        for row, own, choice in zip(rows, places, choices, strict=True):
-            selected[row] = own[choice]
+        for row, newest, choice in zip(rows, places, choices, strict=True):
+            selected[row] = newest[choice]
         return chosen.mean()
-
-
-def _row(clients: Tensor, client: int) -> int:
-    """Where a client's row is, or would be."""
-    found = (clients == client).nonzero()
-    return int(found[0]) if len(found) else len(clients)
 
 
 def _newest_first(pushes: int, memory: int) -> list[int]:

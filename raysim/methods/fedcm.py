@@ -17,19 +17,19 @@ Choices where the sources differ or are silent
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from raysim.api.declarations import Download, Task
+from raysim.api.declarations import Download
 from raysim.api.method import Method
 from raysim.primitives.checks import between
 
 if TYPE_CHECKING:
     from raysim.api.context import Context
-    from raysim.api.declarations import Local
+    from raysim.api.method import Setup
     from raysim.api.server_view import Aggregation, Server
 
 
@@ -65,11 +65,11 @@ class FedCM(Method):
     def __init__(self, alpha: float = 0.1, warm_start: bool = False):
         self.alpha, self.warm_start = between("method.fedcm.alpha", alpha, 0.0, 1.0), warm_start
 
-    def check(self, task: Task, local: Local, networks: Mapping[str, nn.Module]) -> Sequence[str]:
+    def check(self, setup: Setup) -> Sequence[str]:
         """Delta is read off the movement, which only SGD allows."""
-        if local.optimizer != "sgd":
+        if setup.local.optimizer != "sgd":
             raise ValueError(
-                f"method 'fedcm' needs SGD, not local.optimizer={local.optimizer}: set local.optimizer=sgd"
+                f"method 'fedcm' needs SGD, not local.optimizer={setup.local.optimizer}: set local.optimizer=sgd"
             )
         return ()
 

@@ -39,14 +39,14 @@ GRADIENT, DRIFT = "feddyn.gradient", "feddyn.drift"
 _OTHERS = "FedDyn's server needs the plain mean of this round's updates, and it takes another step"
 
 
-def regularised_gradient(grad: Tensor, params: Tensor, received: Tensor, own: Tensor, alpha: float) -> Tensor:
+def regularised_gradient(grad: Tensor, params: Tensor, received: Tensor, correction: Tensor, alpha: float) -> Tensor:
     """grad - g_k + alpha (params - received), all [d]."""
-    return grad - own + alpha * (params - received)
+    return grad - correction + alpha * (params - received)
 
 
-def updated_gradient(own: Tensor, trained: Tensor, received: Tensor, alpha: float) -> Tensor:
+def updated_gradient(correction: Tensor, trained: Tensor, received: Tensor, alpha: float) -> Tensor:
     """g_k - alpha (trained - received), all [d]."""
-    return own - alpha * (trained - received)
+    return correction - alpha * (trained - received)
 
 
 def updated_drift(drift: Tensor, mean_change: Tensor, participants: int, clients: int, alpha: float) -> Tensor:
@@ -82,13 +82,13 @@ class FedDyn(Method):
 
     def gradient(self, ctx: Context, grad: Tensor, part: slice) -> None:
         """`regularised_gradient`, in place."""
-        params, received, own = ctx.vector.data[part], ctx.received[part], ctx.state[GRADIENT][part]
-        grad.copy_(regularised_gradient(grad, params, received, own, self.alpha))
+        params, received, correction = ctx.vector.data[part], ctx.received[part], ctx.state[GRADIENT][part]
+        grad.copy_(regularised_gradient(grad, params, received, correction, self.alpha))
 
     def finish(self, ctx: Context) -> None:
         """Move g_k on."""
-        own, received = ctx.state[GRADIENT], ctx.received[: ctx.vector.layout.trained]
-        ctx.state[GRADIENT] = updated_gradient(own, ctx.vector.data[: len(own)], received, self.alpha)
+        correction, received = ctx.state[GRADIENT], ctx.received[: ctx.vector.layout.trained]
+        ctx.state[GRADIENT] = updated_gradient(correction, ctx.vector.data[: len(correction)], received, self.alpha)
 
     def apply(self, direction: Tensor, out: Tensor, aggregation: Aggregation, server: Server) -> None:
         """The mean, from which h / alpha is taken; h moves first."""

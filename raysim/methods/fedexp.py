@@ -20,6 +20,7 @@ Choices where paper and code disagree or are silent
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
@@ -33,6 +34,7 @@ from raysim.primitives.checks import above, at_least, in_range, one_of
 
 if TYPE_CHECKING:
     from raysim.api.context import Context
+    from raysim.api.method import Setup
     from raysim.api.server_view import Aggregation, Server
 
 SCALES = ("one", "count")
@@ -112,6 +114,10 @@ class FedExP(Method):
         one_of("method.fedexp.epsilon_scale", epsilon_scale, SCALES)
         self.epsilon, self.epsilon_scale, self.epsilon_decay = epsilon, epsilon_scale, epsilon_decay
         self.minimum = at_least("method.fedexp.minimum", minimum, 0.0)
+
+    def check(self, setup: Setup) -> Sequence[str]:
+        """One update has no spread, from which the step is taken."""
+        return setup.warn_if_single("fedexp", "the server's step is FedAvg's")
 
     def cost(self, server: Server, samples: int, trained: float, participation: int) -> Cost:
         """A scalar travels up."""

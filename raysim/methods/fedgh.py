@@ -42,6 +42,7 @@ from raysim.primitives.checks import above, one_of
 from raysim.vectors.gram import GRANULARITIES, Granularity, combination, gram, stretches
 
 if TYPE_CHECKING:
+    from raysim.api.method import Setup
     from raysim.api.server_view import Aggregation, Server
 
 ConflictTest: TypeAlias = Literal["original", "current"]
@@ -67,10 +68,10 @@ def _harmonized(products: np.ndarray, order: Pairs | None, conflict_test: str, t
         if not current and not products[i, j] < 0:
             continue
         made = 0
-        for own, other in ((i, j), (j, i)):
-            inner = mixture[own] @ products[other]
+        for changed_row, other in ((i, j), (j, i)):
+            inner = mixture[changed_row] @ products[other]
             if products[other, other] > 0 and (inner < 0 or not current):
-                mixture[own, other] -= inner / products[other, other]
+                mixture[changed_row, other] -= inner / products[other, other]
                 made += 1
         tally.conflicts += made > 0
         tally.projections += made
@@ -84,9 +85,9 @@ def harmonized_gradients(*, gradients: Tensor, order: Pairs | None = None, confl
     """
     mixture = _harmonized(gram(gradients.unbind()).numpy(), order, conflict_test, _Tally())
     changed = torch.from_numpy((mixture != np.eye(len(mixture))).any(axis=1))
-    found = gradients.clone()
-    found[changed] = torch.from_numpy(mixture).to(gradients.dtype)[changed] @ gradients
-    return found
+    harmonized = gradients.clone()
+    harmonized[changed] = torch.from_numpy(mixture).to(gradients.dtype)[changed] @ gradients
+    return harmonized
 
 
 def harmonized_aggregate(
@@ -116,6 +117,10 @@ class FedGH(Method):
         one_of("method.fedgh.conflict_test", conflict_test, get_args(ConflictTest))
         one_of("method.fedgh.granularity", granularity, GRANULARITIES)
         self.order, self.conflict_test, self.granularity = order, conflict_test, granularity
+
+    def check(self, setup: Setup) -> Sequence[str]:
+        """A conflict takes two updates."""
+        return setup.warn_if_single("fedgh", "no updates are in conflict")
 
     def combine(self, aggregation: Aggregation, server: Server) -> Tensor:
         """The weighted mean of the harmonised updates; without a conflict FedAvg's, bit for bit."""
@@ -198,6 +203,10 @@ class HierarchicalFedGH(Method):
     def __init__(self, eps: float = 1e-7):
         self.eps = above("method.fedgh_hierarchical.eps", eps, 0.0, "it keeps the divisors away from 0")
 
+    def check(self, setup: Setup) -> Sequence[str]:
+        """A conflict takes two updates."""
+        return setup.warn_if_single("fedgh_hierarchical", "no updates are in conflict")
+
     def combine(self, aggregation: Aggregation, server: Server) -> Tensor:
         """The mean in the first round, which r starts from; then the root of every tensor's tree."""
         rows, weights = parameters_of(aggregation, server), aggregation.weights
@@ -209,9 +218,9 @@ class HierarchicalFedGH(Method):
             factors = np.array(weights) / mean
             direction = torch.empty_like(reference)
             for part in stretches(server.layout, "tensor"):
-                own = [row[part] for row in rows]
-                coefficients = _tree(gram([*own, reference[part]]).numpy(), factors, self.eps, tally)
-                direction[part] = combination(own, (coefficients * mean).tolist(), server.group)
+                blocks = [row[part] for row in rows]
+                coefficients = _tree(gram([*blocks, reference[part]]).numpy(), factors, self.eps, tally)
+                direction[part] = combination(blocks, (coefficients * mean).tolist(), server.group)
         direction.div_(aggregation.divisor)
         new = direction.clone() if reference is None else _KEPT * reference + (1 - _KEPT) * direction
         server.state[REFERENCE] = new

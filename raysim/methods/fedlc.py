@@ -35,7 +35,7 @@ DENOMINATORS = ("all", "others")
 def calibration_margins(*, class_counts: Tensor, tau: float, count_floor: float = 0.0) -> Tensor:
     """m_c of ``class_counts`` [C], at least ``count_floor`` each: float64 [C], infinite where that leaves 0."""
     counts = class_counts.double().clamp(min=count_floor)
-    return torch.where(counts > 0, tau * counts.clamp(min=1e-300).pow(-0.25), torch.inf)
+    return torch.where(counts > 0, tau * counts.pow(-0.25), torch.inf)
 
 
 def shifts(margins: Tensor, dtype: torch.dtype) -> Tensor:

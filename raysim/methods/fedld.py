@@ -30,6 +30,7 @@ Choices where paper and code disagree or are silent
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal, TypeAlias, get_args
 
 import torch
@@ -44,6 +45,7 @@ from raysim.vectors.gram import GRANULARITIES, Granularity, gram
 
 if TYPE_CHECKING:
     from raysim.api.context import Batch, Context, Outputs
+    from raysim.api.method import Setup
     from raysim.api.server_view import Aggregation, Server
 
 Kind: TypeAlias = Literal["marg_log", "batch_softmax", "logit_l2", "threshold"]
@@ -53,8 +55,8 @@ Normalization: TypeAlias = Literal["l2", "sum", "none"]
 # --- client ---------------------------------------------------------------------------------------------------------
 def margins(logits: Tensor, labels: Tensor) -> Tensor:
     """rho_b = f_b[y_b] - max_c!=y_b f_b[c] of ``logits`` (B, C), C >= 2, and ``labels`` int64 (B,): (B,)."""
-    own = F.one_hot(labels, logits.shape[1]).bool()
-    others = logits.masked_fill(own, -torch.inf).amax(dim=1)
+    is_label = F.one_hot(labels, logits.shape[1]).bool()
+    others = logits.masked_fill(is_label, -torch.inf).amax(dim=1)
     return logits.gather(1, labels.unsqueeze(1)).squeeze(1) - others
 
 
@@ -140,14 +142,14 @@ def _coefficients(products: Tensor, components: int, normalization: str, tol: fl
     """Of the revised updates (rows) in the original ones, float64 [m, m], of their Gram matrix [m, m]."""
     one_of("method.fedld_principal.normalization", normalization, get_args(Normalization))
     values, vectors = torch.linalg.eigh(products)  # of G G^T: m lambda_l, ascending
-    kept = (values > tol * values[-1]) & (torch.arange(len(values), 0, -1) <= components)
-    own, directions = values[kept], vectors[:, kept]
-    lengths, norms = own.sqrt(), products.diagonal().sqrt()
-    shares = own / {"l2": own.norm(), "sum": values.sum(), "none": own}[normalization]
+    principal = (values > tol * values[-1]) & (torch.arange(len(values), 0, -1) <= components)
+    eigenvalues, directions = values[principal], vectors[:, principal]
+    lengths, norms = eigenvalues.sqrt(), products.diagonal().sqrt()
+    shares = eigenvalues / {"l2": eigenvalues.norm(), "sum": values.sum(), "none": eigenvalues}[normalization]
     projections = directions * lengths
     signs = torch.where(projections.abs() > tol * norms[:, None], projections.sign(), 0.0)
-    found: Tensor = (norms[:, None] * signs * shares / lengths) @ directions.T
-    return found
+    coefficients: Tensor = (norms[:, None] * signs * shares / lengths) @ directions.T
+    return coefficients
 
 
 def revise_gradients(*, gradients: Tensor, num_components: int, normalization: str = "l2", tol: float = 1e-8) -> Tensor:
@@ -185,6 +187,10 @@ class PrincipalGradient(Method):
         one_of("method.fedld_principal.granularity", granularity, GRANULARITIES)
         self.fraction, self.normalization, self.granularity = fraction, normalization, granularity
         self.tol = at_least("method.fedld_principal.tol", tol, 0.0)
+
+    def check(self, setup: Setup) -> Sequence[str]:
+        """One update is its own principal component."""
+        return setup.warn_if_single("fedld_principal", "the revised update is the update itself")
 
     def combine(self, aggregation: Aggregation, server: Server) -> Tensor:
         """The weighted mean of the revised updates."""

@@ -29,9 +29,9 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
-from raysim.api.declarations import Cost, Download, Task
+from raysim.api.declarations import Cost, Download
 from raysim.api.method import Method
 from raysim.data.partition import CSR
 from raysim.methods.mixup import soft_targets
@@ -39,7 +39,7 @@ from raysim.primitives.checks import at_least, between
 
 if TYPE_CHECKING:
     from raysim.api.context import Batch, Context, Contribution, Outputs
-    from raysim.api.declarations import Local
+    from raysim.api.method import Setup
     from raysim.api.server_view import Server
 
 
@@ -126,10 +126,10 @@ class FedMix(Method):
     def _pooled(self) -> bool:
         return self.lam > 0 and not self.fresh
 
-    def check(self, task: Task, local: Local, networks: Mapping[str, nn.Module]) -> Sequence[str]:
+    def check(self, setup: Setup) -> Sequence[str]:
         """Enough pairs for a batch."""
         if self._pooled and self.pairs == "each":
-            self._require(local.batch, self.means * task.clients, task.clients)
+            self._require(setup.local.batch, self.means * setup.task.clients, setup.task.clients)
         return ()
 
     def _require(self, rows: int, pool: int, clients: int) -> None:
@@ -154,8 +154,8 @@ class FedMix(Method):
             return {}
         size = (self.means, self.samples_per_mean)
         indices = torch.from_numpy(client.generator.integers(len(client.inputs), size=size)).to(client.inputs.device)
-        found = mean_pairs(client.inputs, client.labels, client.num_classes, indices)
-        return {f"fedmix.{key}": value.cpu().numpy() for key, value in found.items()}
+        means = mean_pairs(client.inputs, client.labels, client.num_classes, indices)
+        return {f"fedmix.{key}": value.cpu().numpy() for key, value in means.items()}
 
     def assemble(self, parts: Mapping[str, Sequence[np.ndarray]], server: Server) -> None:
         """All clients' pairs, one after another."""

@@ -22,7 +22,7 @@ All tensors are those of the CPU, where the server is.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -31,7 +31,7 @@ from torch import Tensor
 
 from raysim.api.method import Method
 from raysim.primitives.checks import above, at_least, between
-from raysim.vectors.blocks import compiled, in_blocks
+from raysim.vectors.blocks import run_compiled
 
 if TYPE_CHECKING:
     from raysim.api.server_view import Aggregation, Server
@@ -48,7 +48,7 @@ def fedavgm_step(
 ) -> dict[str, Tensor]:
     """One step of server momentum, all [D]: {"params", "momentum_buffer"}; ``delta`` points towards improvement."""
     into, buffer = torch.empty_like(params), momentum_buffer.clone()
-    _step(_fedavgm, [into, params, delta, buffer], [server_lr, momentum], nesterov)
+    run_compiled(_fedavgm, [into, params, delta, buffer], [server_lr, momentum], nesterov)
     return {"params": into, "momentum_buffer": buffer}
 
 
@@ -123,16 +123,8 @@ def _adapt(
     """
     if step is not None and beta2 is not None:
         server_lr *= math.sqrt(1.0 - beta2**step) / (1.0 - beta1**step)
-    kept, gain = (1.0, 1.0) if beta2 is None else (1.0 if yogi else beta2, 1.0 - beta2)
-    _step(_adaptive, arrays, [server_lr, beta1, 1.0 - beta1, kept, gain, tau], yogi)
-
-
-def _step(rule: Callable[..., None], arrays: Sequence[Tensor], settings: Sequence[float], switch: bool) -> None:
-    """The compiled ``rule`` on all entries of ``arrays``, a block at a time; settings in the arrays' own kind."""
-    views = [array.detach().numpy() for array in arrays]
-    numbers = [views[0].dtype.type(setting) for setting in settings]
-    run = compiled(rule)
-    in_blocks(len(views[0]), lambda part: run(*(view[part] for view in views), *numbers, switch))
+    decay, gain = (1.0, 1.0) if beta2 is None else (1.0 if yogi else beta2, 1.0 - beta2)
+    run_compiled(_adaptive, arrays, [server_lr, beta1, 1.0 - beta1, decay, gain, tau], yogi)
 
 
 # --- compiled: every array [d]; the first one is written, states change in place --------------------------------------
@@ -160,7 +152,7 @@ def _adaptive(
     rate: float,
     beta1: float,
     weight: float,
-    kept: float,
+    decay: float,
     gain: float,
     tau: float,
     yogi: bool,
@@ -169,7 +161,7 @@ def _adaptive(
         square = delta[i] * delta[i]
         if yogi:
             square *= np.sign(square - second[i])
-        second[i] = kept * second[i] + gain * square
+        second[i] = decay * second[i] + gain * square
         first[i] = beta1 * first[i] + weight * delta[i]
         into[i] = params[i] + rate * (first[i] / (np.sqrt(second[i]) + tau))
 
@@ -192,7 +184,7 @@ class FedAvgM(Method):
     def apply(self, direction: Tensor, out: Tensor, aggregation: Aggregation, server: Server) -> None:
         """One step of `fedavgm_step`."""
         arrays = [out, server.params, direction, server.state["fedavgm.momentum"]]
-        _step(_fedavgm, arrays, [self.server_lr, self.momentum], self.nesterov)
+        run_compiled(_fedavgm, arrays, [self.server_lr, self.momentum], self.nesterov)
 
 
 class _Adaptive(Method):

@@ -23,8 +23,8 @@ Choices where paper and code disagree or are silent
 - A class that nobody holds has no prototype; its samples are drawn to the client's own mean of the received extractor's
   features, and R is 0 in the first round. The code fails there.
 - Prototypes and mixtures are over the participants of one aggregation (of a single one its own); others keep their last
-  head, and a client that never took part the initial one. A client that is twice in a buffer counts with its last
-  update, and one that is sent off before its update is aggregated starts from the mixture before.
+  head, and a client that never took part the initial one. Of a client that is twice in a buffer only the last
+  update counts. A client that is sent off again before its update was aggregated starts from its previous mixture.
 - P has no negative eigenvalue, so nothing is repaired (the code drops eigenvalues below 0.01 and may give up).
 - Weights up to min_weight are cut off (code), unless all of them are.
 - With Mixup, R is the mean of the two labels' R with Mixup's weights.
@@ -42,14 +42,14 @@ import torch
 from torch import Tensor, nn
 
 from raysim.api.context import Stage
-from raysim.api.declarations import FORWARD, Cost, Download, Task
+from raysim.api.declarations import FORWARD, Cost, Download
 from raysim.api.method import Method
 from raysim.primitives.checks import above, at_least, between
 from raysim.vectors.row_store import extended, reserve, settled
 
 if TYPE_CHECKING:
     from raysim.api.context import Batch, Context, Outputs, Own, Plan
-    from raysim.api.declarations import Local
+    from raysim.api.method import Setup
     from raysim.api.server_view import Aggregation, Server
     from raysim.vectors.layout import Layout, Vector
 
@@ -141,8 +141,8 @@ def _coordinates(weighted_means: Tensor) -> Tensor:
 def _combination(variances: Tensor, points: Tensor, client: int, min_weight: float) -> Tensor:
     away = points[client] - points
     weights = _simplex_minimum(variances.diag() + away @ away.T, client)
-    kept = torch.where(weights > min_weight, weights, 0.0)
-    return kept / kept.sum() if bool(kept.any()) else weights
+    large = torch.where(weights > min_weight, weights, 0.0)
+    return large / large.sum() if bool(large.any()) else weights
 
 
 def _simplex_minimum(matrix: Tensor, preferred: int) -> Tensor:
@@ -239,21 +239,22 @@ class FedPAC(Method):
         """The head; it travels on purpose, beside the update."""
         return [f"model.head.{name}" for name, _ in networks["model"].get_submodule("head").named_parameters()]
 
-    def check(self, task: Task, local: Local, networks: Mapping[str, nn.Module]) -> Sequence[str]:
+    def check(self, setup: Setup) -> Sequence[str]:
         """An extractor and a linear head, and a budget that both phases have a part in."""
-        parts = dict(networks["model"].named_children())
+        parts = dict(setup.networks["model"].named_children())
         if not isinstance(parts.get("head"), nn.Linear) or "extractor" not in parts:
             raise ValueError(
                 f"method 'fedpac' needs a model of an extractor and a linear head, and this one has a "
                 f"{type(parts.get('head')).__name__} as its head and the parts {', '.join(parts)}: choose another model"
             )
+        local = setup.local
         key, budget = ("epochs", local.epochs) if local.epochs is not None else ("steps", local.steps or 0)
         if budget <= self.head_epochs:
             raise ValueError(
                 f"local.{key}={budget} leaves nothing for the extractor after method.fedpac.head_epochs="
                 f"{self.head_epochs} for the head: set local.{key}={self.head_epochs + 1} or more"
             )
-        return ()
+        return setup.warn_if_single("fedpac", "every client keeps the head that it trained")
 
     def stages(self, plan: Plan) -> Sequence[tuple[Stage, ...]]:
         """An entry per step: first the head's, then the extractor's."""
@@ -278,12 +279,12 @@ class FedPAC(Method):
         """Take the combined head, and measure the client with the received extractor."""
         if HEAD in ctx.download:
             _load_head(ctx.vector, ctx.download[HEAD])
-        found = self._measure(ctx)
-        ctx.kept |= {LOCAL: found["class_means"].to(ctx.vector.data), HELD: found["class_counts"] > 0}
+        statistics = self._measure(ctx)
+        ctx.kept |= {LOCAL: statistics["class_means"].to(ctx.vector.data), HELD: statistics["class_counts"] > 0}
         ctx.upload |= {
-            WEIGHTED: found["weighted_means"].to(ctx.vector.data),
-            COUNTS: found["class_counts"],
-            VARIANCE: ctx.vector.data.new_tensor([found["variance"]]),
+            WEIGHTED: statistics["weighted_means"].to(ctx.vector.data),
+            COUNTS: statistics["class_counts"],
+            VARIANCE: ctx.vector.data.new_tensor([statistics["variance"]]),
         }
 
     def term(self, ctx: Context, out: Outputs, batch: Batch) -> Tensor:
@@ -313,9 +314,9 @@ class FedPAC(Method):
         ctx.model.eval()
         with torch.no_grad():
             batches = ((ctx.model.features(inputs), labels) for inputs, labels in ctx.data())
-            found = _statistics(batches, ctx.trainer.task.num_classes)
+            statistics = _statistics(batches, ctx.trainer.task.num_classes)
         ctx.model.train()
-        return found
+        return statistics
 
     @staticmethod
     def _alignment(ctx: Context, features: Tensor, labels: Tensor) -> Tensor:
@@ -356,8 +357,8 @@ class FedPAC(Method):
         def sent(name: str) -> Tensor:
             return torch.from_numpy(np.stack([update.extras[name] for update in latest.values()]))
 
-        found = aggregate_prototypes(class_means=sent(MEANS), class_counts=sent(COUNTS))
-        server.state |= {PROTOTYPES: found["prototypes"], PRESENT: found["present"]}
+        aggregated = aggregate_prototypes(class_means=sent(MEANS), class_counts=sent(COUNTS))
+        server.state |= {PROTOTYPES: aggregated["prototypes"], PRESENT: aggregated["present"]}
         variances, points = sent(VARIANCE).double().flatten(), _coordinates(sent(WEIGHTED))
         weights = torch.stack([_combination(variances, points, i, self.min_weight) for i in range(len(latest))])
         server.report["fedpac.own_weight"] = float(weights.diagonal().mean())
@@ -373,6 +374,6 @@ class FedPAC(Method):
             if rows[client] < 0:
                 rows[client], seen = seen, seen + 1
         room = settled(state[HEADS], int(np.count_nonzero(server.counts)), "memory")  # it may be a checkpoint's
-        kept = extended(room, seen)
-        kept[rows[list(clients)]] = heads.to(kept.dtype)
-        server.state |= {ROWS: rows, HEADS: kept}
+        all_heads = extended(room, seen)
+        all_heads[rows[list(clients)]] = heads.to(all_heads.dtype)
+        server.state |= {ROWS: rows, HEADS: all_heads}

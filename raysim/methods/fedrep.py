@@ -25,13 +25,13 @@ from typing import TYPE_CHECKING, Literal
 from torch import nn
 
 from raysim.api.context import Stage
-from raysim.api.declarations import FORWARD, Cost, Task
+from raysim.api.declarations import FORWARD, Cost
 from raysim.api.method import Method
 from raysim.primitives.checks import at_least, one_of
 
 if TYPE_CHECKING:
     from raysim.api.context import Plan
-    from raysim.api.declarations import Local
+    from raysim.api.method import Setup
     from raysim.api.server_view import Server
 
 
@@ -60,10 +60,11 @@ class FedRep(Method):
         """The head."""
         return [f"model.head.{name}" for name, _ in networks["model"].get_submodule("head").named_parameters()]
 
-    def check(self, task: Task, local: Local, networks: Mapping[str, nn.Module]) -> Sequence[str]:
+    def check(self, setup: Setup) -> Sequence[str]:
         """In mode alternate the budget is the sum of both phases, and both have a step in it."""
         if self.mode == "joint":
             return ()
+        local = setup.local
         total = self.head_epochs + self.body_epochs
         if local.epochs is not None and local.epochs != total:
             raise ValueError(

@@ -62,8 +62,8 @@ def conditional_information_penalty(
     ``reference_mean`` and ``reference_std_raw`` (C, Z), the latter in front of its softplus; ``scale`` is s, not 0.
     """
     centre, spread = reference_mean[labels], F.softplus(reference_std_raw)[labels]
-    own = (scale * std).abs()
-    each = (spread / own).log() + (own.square() + (scale * mean - centre).square()) / (2 * spread.square()) - 0.5
+    sigma = (scale * std).abs()
+    each = (spread / sigma).log() + (sigma.square() + (scale * mean - centre).square()) / (2 * spread.square()) - 0.5
     penalty: Tensor = each.sum(dim=1).mean()
     return penalty
 

@@ -46,7 +46,7 @@ from raysim.primitives.checks import above, at_least, between, one_of
 
 if TYPE_CHECKING:
     from raysim.api.context import Batch, Context, Outputs, Plan
-    from raysim.api.declarations import Local
+    from raysim.api.method import Setup
     from raysim.api.server_view import Server
     from raysim.vectors.layout import Layout
 
@@ -146,9 +146,10 @@ def rtnet_loss(
     lam: float,
     metric: str = "mmd",
 ) -> Tensor:
-    """Embeddings [B, D] that the head doubts, ``lam`` times their distances from what they lie around added.
+    """Low where the head is unsure of both kinds of embeddings [B, D] and they stay close to what they imitate.
 
-    Those of the domain lie around ``real_embeddings`` [B, D], the others around ``anchors`` [B, D]; both count alike.
+    ``lam`` times the mean of two distances, of ``domain_embeddings`` from ``real_embeddings`` [B, D] and of
+    ``proto_embeddings`` from ``anchors`` [B, D], less the mean of both kinds' entropy under the head.
     """
     doubt = sum(_entropy(F.linear(each, head_weight, head_bias)) for each in (domain_embeddings, proto_embeddings))
     distance = _distance(domain_embeddings, real_embeddings, metric) + _distance(proto_embeddings, anchors, metric)
@@ -281,14 +282,14 @@ class FRAug(Method):
     def networks(self, task: Task, model: nn.Module) -> Mapping[str, Network]:
         """G, which travels, and H, which does not."""
         size, classes = int(model.feature_dim), task.num_classes  # type: ignore[arg-type]
-        found = {}
+        networks = {}
         if self.use_generator:
-            found[GENERATOR] = Network(make_generator(size, self.noise_dim, classes))
+            networks[GENERATOR] = Network(make_generator(size, self.noise_dim, classes))
         if self.use_rtnet:
             source = size if self.use_generator else self.noise_dim
             rtnet = make_rtnet(source, size, self.noise_dim, classes, self.rtnet_norm)
-            found[RTNET] = Network(rtnet, personal=True)
-        return found
+            networks[RTNET] = Network(rtnet, personal=True)
+        return networks
 
     def personal(self, networks: Mapping[str, nn.Module]) -> Sequence[str]:
         """BatchNorm of the model, as in FedBN, and that of the generator where it is local."""
@@ -300,7 +301,7 @@ class FRAug(Method):
         shape = next(entry.shape for entry in layout.entries if entry.name == "model.head.weight")
         return {PROTOTYPES: torch.zeros(shape)}
 
-    def check(self, task: Task, local: Local, networks: Mapping[str, nn.Module]) -> Sequence[str]:
+    def check(self, setup: Setup) -> Sequence[str]:
         """A length for the ramps, batches of two, a linear head; without BatchNorm the classifier is all shared."""
         ends = self.ramp in ("exp", "laine_aila")
         if self.rounds is None and (ends or self.prototype_ramp):
@@ -308,16 +309,16 @@ class FRAug(Method):
             raise ValueError(
                 f"method.fraug.rounds=null leaves the end of method.fraug.{which} open: set it to the number of rounds"
             )
-        if local.batch == 1:
+        if setup.local.batch == 1:
             raise ValueError(
                 "local.batch=1 makes batches of one sample, which method 'fraug' leaves out: set local.batch=2 or more"
             )
-        if not isinstance(head := networks["model"].head, nn.Linear):
+        if not isinstance(head := setup.networks["model"].head, nn.Linear):
             raise ValueError(
                 f"method 'fraug' trains the model's head on embeddings, and {type(head).__name__} is no linear layer: "
                 "choose a model with one Linear as its head"
             )
-        if not _normalising("model", networks["model"]):
+        if not _normalising("model", setup.networks["model"]):
             return (
                 "method 'fraug' finds no BatchNorm in the model, so that no layer besides RTNet's stays on the client: "
                 "choose a model.norm=batch",
@@ -326,8 +327,8 @@ class FRAug(Method):
 
     def stages(self, plan: Plan) -> Sequence[tuple[Stage, ...]]:
         """Classifier, generator, RTNet; nothing on a batch of one sample."""
-        own = [name for name, used in ((GENERATOR, self.use_generator), (RTNET, self.use_rtnet)) if used]
-        fixed = dict.fromkeys(("model", *own), False)
+        extra_networks = [name for name, used in ((GENERATOR, self.use_generator), (RTNET, self.use_rtnet)) if used]
+        fixed = dict.fromkeys(("model", *extra_networks), False)
         stages = [Stage(modes={**fixed, "model": True})]
         if self.use_generator:
             factor = self.generator_lr_factor
@@ -351,8 +352,8 @@ class FRAug(Method):
         """
         size = {name: _floats(server.layout, name) for name in ("model", GENERATOR, RTNET)}
         first, last = 2 * bool(self.weight), 2 * self.use_rtnet  # rows per sample in the first and the third step
-        own = size[GENERATOR] * (FORWARD * (first + last) + 1) + size[RTNET] * (FORWARD * first + last)
-        return Cost(samples=(FORWARD * self._looks + own / max(1, size["model"])) * trained)
+        extra_passes = size[GENERATOR] * (FORWARD * (first + last) + 1) + size[RTNET] * (FORWARD * first + last)
+        return Cost(samples=(FORWARD * self._looks + extra_passes / max(1, size["model"])) * trained)
 
     @property
     def _looks(self) -> bool:
@@ -363,8 +364,8 @@ class FRAug(Method):
     def receive(self, ctx: Context) -> None:
         """Let the optimisers go on where they were."""
         if self.keep_optimizer:
-            kept = {key.removeprefix(_OPTIMIZER): v for key, v in ctx.state.items() if key.startswith(_OPTIMIZER)}
-            ctx.trainer.step.resume(kept)
+            buffers = {key.removeprefix(_OPTIMIZER): v for key, v in ctx.state.items() if key.startswith(_OPTIMIZER)}
+            ctx.trainer.step.resume(buffers)
 
     def finish(self, ctx: Context) -> None:
         """Keep the optimisers' buffers."""
@@ -451,8 +452,8 @@ class FRAug(Method):
             size = len(out.batch.inputs)
             network = ctx.networks[GENERATOR if self.use_generator else RTNET]
             classes, step = cast(Conditional, network).num_classes, ctx.version * ctx.plan.steps + ctx.step
-            found = balanced_labels(batch_size=size, num_classes=classes, step=step)
-            return found.to(out.batch.inputs.device)
+            drawn = balanced_labels(batch_size=size, num_classes=classes, step=step)
+            return drawn.to(out.batch.inputs.device)
 
         return out.once("fraug.labels", compute)
 

@@ -13,6 +13,7 @@ Choices where the sources differ or are silent
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
@@ -25,6 +26,7 @@ from raysim.primitives.checks import at_least
 
 if TYPE_CHECKING:
     from raysim.api.context import Context
+    from raysim.api.method import Setup
     from raysim.api.server_view import Aggregation, Server
 
 
@@ -65,6 +67,10 @@ class GroupDRO(Method):
     ):
         self.step_size = at_least("method.groupdro.step_size", step_size, 0.0)
         self.batches, self.prior = batches, prior
+
+    def check(self, setup: Setup) -> Sequence[str]:
+        """A weight matters beside others."""
+        return setup.warn_if_single("groupdro", "its weights change nothing")
 
     def start(self, server: Server) -> None:
         """log q, float64 [clients]."""

@@ -28,15 +28,14 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from raysim.api.declarations import Task
 from raysim.api.method import Method
 from raysim.primitives.checks import above, at_least, one_of
 from raysim.vectors.blocks import BLOCK, compiled, in_blocks, parts
 
 if TYPE_CHECKING:
-    from raysim.api.declarations import Local
+    from raysim.api.method import Setup
     from raysim.api.server_view import Aggregation, Server
 
 GRANULARITIES, ALIGNS = ("kernel", "tensor"), ("always", "conflict")
@@ -108,12 +107,12 @@ def _mix(rows: np.ndarray, sources: np.ndarray, clamp_max: float, clip: float, e
 def source_parameters(*, names: list[str], shapes: list[list[int]]) -> dict[str, str]:
     """The source of every target among parameters of these ``names`` (with any prefix) and ``shapes``."""
     known = {name: tuple(shape) for name, shape in zip(names, shapes, strict=True)}
-    found: dict[str, str] = {}
+    sources: dict[str, str] = {}
     for name, shape in known.items():
         source = next((each for each in _candidates(name) if known.get(each) == shape), None)
         if source is not None:
-            found[name] = source
-    return found
+            sources[name] = source
+    return sources
 
 
 def _candidates(name: str) -> Sequence[str]:
@@ -154,9 +153,9 @@ class InCo(Method):
         above("method.inco.eps", eps, 0.0, "it keeps the divisors away from 0")
         self.value_clip, self.eps = value_clip, eps
 
-    def check(self, task: Task, local: Local, networks: Mapping[str, nn.Module]) -> Sequence[str]:
+    def check(self, setup: Setup) -> Sequence[str]:
         """Without a pair it is FedAvg with its weights."""
-        named = dict(networks["model"].named_parameters())
+        named = dict(setup.networks["model"].named_parameters())
         if source_parameters(names=list(named), shapes=[list(each.shape) for each in named.values()]):
             return ()
         return (

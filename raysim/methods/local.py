@@ -44,8 +44,8 @@ class LocalTraining(Method):
     def receive(self, ctx: Context) -> None:
         """Let the optimisers go on where they were."""
         if self.keep_optimizer:
-            kept = {key.removeprefix(_PREFIX): value for key, value in ctx.state.items() if key.startswith(_PREFIX)}
-            ctx.trainer.step.resume(kept)
+            buffers = {key.removeprefix(_PREFIX): value for key, value in ctx.state.items() if key.startswith(_PREFIX)}
+            ctx.trainer.step.resume(buffers)
 
     def finish(self, ctx: Context) -> None:
         """Keep the optimisers' buffers."""

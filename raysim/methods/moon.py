@@ -98,8 +98,8 @@ class Moon(Method):
     def finish(self, ctx: Context) -> None:
         """The model as trained is the newest previous one; the oldest goes."""
         if self.mu:
-            kept = torch.cat([ctx.state["moon.previous"].to(ctx.vector.data), ctx.vector.data.unsqueeze(0)])
-            ctx.state["moon.previous"] = kept[-self.previous :].clone()
+            models = torch.cat([ctx.state["moon.previous"].to(ctx.vector.data), ctx.vector.data.unsqueeze(0)])
+            ctx.state["moon.previous"] = models[-self.previous :].clone()
 
     @staticmethod
     def _previous(ctx: Context, out: Outputs, numbered: tuple[int, Tensor]) -> Tensor:

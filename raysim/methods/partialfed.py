@@ -35,7 +35,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.functional import cross_entropy
 
-from raysim.api.declarations import Cost, Task
+from raysim.api.declarations import Cost
 from raysim.api.method import Method
 from raysim.primitives.checks import at_least, one_of
 from raysim.vectors.layout import Entry, Layout, plan_layout
@@ -43,7 +43,7 @@ from raysim.vectors.optimizer import Descent, Optimizer
 
 if TYPE_CHECKING:
     from raysim.api.context import Context, Own
-    from raysim.api.declarations import Local
+    from raysim.api.method import Setup
     from raysim.api.server_view import Server
 
 COUNTED = ("bottom_up", "top_down")
@@ -153,10 +153,10 @@ class PartialFed(Method):
         self.temperature, self.decay, self.floor = temperature, decay, floor
         self.sample_decision = sample_decision
 
-    def check(self, task: Task, local: Local, networks: Mapping[str, nn.Module]) -> Sequence[str]:
+    def check(self, setup: Setup) -> Sequence[str]:
         """More layers than the model has are refused; a strategy that keeps none is FedAvg."""
-        paths = model_layers(plan_layout(networks), networks["model"])
-        if self.strategy not in ("adaptive", "all") and bool(self._fixed(paths, networks["model"]).all()):
+        paths = model_layers(plan_layout(setup.networks), setup.networks["model"])
+        if self.strategy not in ("adaptive", "all") and bool(self._fixed(paths, setup.networks["model"]).all()):
             return (
                 f"method 'partialfed' with strategy={self.strategy} keeps no layer of this model and trains as FedAvg: "
                 "choose another strategy or model",
@@ -165,14 +165,14 @@ class PartialFed(Method):
 
     def state(self, layout: Layout, samples: int) -> Mapping[str, Tensor]:
         """No model yet; all logits 0, which loads."""
-        kept = {
+        state = {
             "partialfed.model": torch.empty(0),
             "partialfed.counters": torch.empty(0, dtype=torch.int64),
             "partialfed.version": torch.full((1,), -1),
         }
         if self.strategy == "adaptive":
-            kept["partialfed.logits"] = torch.zeros(len(_owning(layout)), 2)
-        return kept
+            state["partialfed.logits"] = torch.zeros(len(_owning(layout)), 2)
+        return state
 
     def cost(self, server: Server, samples: int, trained: float, participation: int) -> Cost:
         """The steps of the policy, from the second participation on."""
@@ -216,13 +216,13 @@ class PartialFed(Method):
         if self.num_loaded is not None:
             return fixed_loading_mask(num_layers=len(paths), strategy=self.strategy, num_loaded=self.num_loaded)
         bn, classifier = (kind in self.strategy for kind in ("no_bn", "no_classifier"))
-        kept = [
+        stays = [
             self.strategy == "none"
             or (bn and isinstance(model.get_submodule(path), nn.modules.batchnorm._BatchNorm))
             or (classifier and path.partition(".")[0] == "head")
             for path in paths
         ]
-        return ~torch.tensor(kept, dtype=torch.bool)
+        return ~torch.tensor(stays, dtype=torch.bool)
 
     # --- the learnt policy ---------------------------------------------------------------------------------------
     def _adapted(self, ctx: Context, paths: Sequence[str]) -> Tensor:
@@ -264,10 +264,10 @@ def _places(entries: Sequence[Entry], paths: Sequence[str]) -> list[int]:
     return [place[_layer(entry)] if entry.network == "model" else len(paths) for entry in entries]
 
 
-def _mixed(entries: Sequence[Entry], paths: Sequence[str], loads: Tensor, received: Tensor, kept: Tensor) -> Tensor:
+def _mixed(entries: Sequence[Entry], paths: Sequence[str], loads: Tensor, received: Tensor, previous: Tensor) -> Tensor:
     """A flat tensor laid out as `entries`, which cover it: by layer the received values or the kept ones."""
     each = torch.cat([loads.cpu(), torch.ones(1, dtype=torch.bool)])[_places(entries, paths)]
-    new, old = ([flat[entry.start : entry.stop] for entry in entries] for flat in (received, kept))
+    new, old = ([flat[entry.start : entry.stop] for entry in entries] for flat in (received, previous))
     return torch.cat(partial_initialize(global_layers=new, local_layers=old, load_global=each))
 
 

@@ -27,7 +27,7 @@ def recombined(
     rows, raw = parameters_of(aggregation, server), torch.tensor(aggregation.weights, dtype=torch.float64)
     direction = torch.empty_like(server.params)
     for part in stretches(server.layout, granularity):
-        own = [row[part] for row in rows]
-        mixed = (raw @ change(gram(own))).tolist()
-        combination(own, mixed, server.group, direction[part])
+        blocks = [row[part] for row in rows]
+        mixed = (raw @ change(gram(blocks))).tolist()
+        combination(blocks, mixed, server.group, direction[part])
     return direction.div_(aggregation.divisor)

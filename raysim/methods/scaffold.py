@@ -20,15 +20,15 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from raysim.api.declarations import Cost, Download, Task
+from raysim.api.declarations import Cost, Download
 from raysim.api.method import Method
 from raysim.methods.fedavg import weighted_sum
 
 if TYPE_CHECKING:
     from raysim.api.context import Context
-    from raysim.api.declarations import Local
+    from raysim.api.method import Setup
     from raysim.api.server_view import Aggregation, Server
     from raysim.vectors.layout import Layout
 
@@ -85,11 +85,11 @@ class Scaffold(Method):
     weighting = "uniform"
     correction = "shift"
 
-    def check(self, task: Task, local: Local, networks: Mapping[str, nn.Module]) -> Sequence[str]:
+    def check(self, setup: Setup) -> Sequence[str]:
         """Option II reads gradients off the movement, which only SGD allows."""
-        if local.optimizer != "sgd":
+        if setup.local.optimizer != "sgd":
             raise ValueError(
-                f"method 'scaffold' needs SGD, not local.optimizer={local.optimizer}: set local.optimizer=sgd"
+                f"method 'scaffold' needs SGD, not local.optimizer={setup.local.optimizer}: set local.optimizer=sgd"
             )
         return ()
 
@@ -115,12 +115,12 @@ class Scaffold(Method):
 
     def finish(self, ctx: Context) -> None:
         """Option II, for each group with the number of steps that it made."""
-        own, server = ctx.state["scaffold.control"], ctx.download["scaffold.control"]
-        control, momentum = own.clone(), ctx.trainer.local.momentum
+        old, server = ctx.state["scaffold.control"], ctx.download["scaffold.control"]
+        control, momentum = old.clone(), ctx.trainer.local.momentum
         for part, steps, factor in ctx.trainer.step.movements():
             y, rate = ctx.vector.data[part], ctx.rate * factor
-            control[part] = updated_control_variate(own[part], server[part], ctx.base[part], y, rate, steps, momentum)
-        ctx.upload["scaffold.control"] = control - own
+            control[part] = updated_control_variate(old[part], server[part], ctx.base[part], y, rate, steps, momentum)
+        ctx.upload["scaffold.control"] = control - old
         ctx.state["scaffold.control"] = control
 
     def absorb(self, aggregation: Aggregation, server: Server) -> None:

@@ -41,7 +41,7 @@ from raysim.primitives.streams import stream
 
 if TYPE_CHECKING:
     from raysim.api.context import Batch, Context, Outputs, Plan
-    from raysim.api.declarations import Local
+    from raysim.api.method import Setup
     from raysim.api.server_view import Server
 
 
@@ -149,17 +149,17 @@ class Vhl(Method):
             return base
         return Classifier(base.extractor, base.feature_dim, 2 * task.num_classes)
 
-    def check(self, task: Task, local: Local, networks: Mapping[str, nn.Module]) -> Sequence[str]:
+    def check(self, setup: Setup) -> Sequence[str]:
         """Enough virtual images for a batch, and for the classes."""
         if self._active and self.virtual < self.batch:
             raise ValueError(
                 f"method.vhl.batch={self.batch} is more than all method.vhl.virtual={self.virtual} images: set "
                 f"method.vhl.batch={self.virtual} or less"
             )
-        if self._active and self.virtual < task.num_classes:
+        if self._active and self.virtual < setup.task.num_classes:
             raise ValueError(
-                f"method.vhl.virtual={self.virtual} images are too few for the data's {task.num_classes} classes: set "
-                f"method.vhl.virtual={task.num_classes} or more"
+                f"method.vhl.virtual={self.virtual} images are too few for the data's {setup.task.num_classes} "
+                f"classes: set method.vhl.virtual={setup.task.num_classes} or more"
             )
         return ()
 

@@ -170,8 +170,8 @@ class FailureFile(Observer):
         """Of an earlier session, keep the failures of the rounds that the checkpoint holds: later ones come again."""
         path = run.folder / FAILURES
         if path.exists():
-            kept = [line for line in path.read_text().splitlines() if _round_of(line) <= len(run.rows)]
-            replace_file(path, "".join(line + "\n" for line in kept).encode())
+            earlier = [line for line in path.read_text().splitlines() if _round_of(line) <= len(run.rows)]
+            replace_file(path, "".join(line + "\n" for line in earlier).encode())
 
     def on_round(self, run: CurrentRun, event: Round) -> None:
         """Append this round's; the first of a run is shown as well."""
@@ -217,12 +217,12 @@ class Pictures(Observer):
 
     def _probes(self, run: CurrentRun) -> list[Path]:
         """What the probes showed: numbers over the rounds, and the last round's features and outputs."""
-        found = sorted((run.folder / PROBES).glob("round-*.safetensors"))
-        if not found:
+        files = sorted((run.folder / PROBES).glob("round-*.safetensors"))
+        if not files:
             return []
-        probes = load_probes(found[-1])
+        probes = load_probes(files[-1])
         paths = [run.folder / f"{name}.png" for name in ("bias", "features", "outputs")]
-        last = f"{run.title}, round {int(found[-1].stem.removeprefix('round-'))}"
+        last = f"{run.title}, round {int(files[-1].stem.removeprefix('round-'))}"
         drawn = draw_bias(run.rows, paths[0], run.title)
         draw_features(probes, paths[1], last)
         draw_outputs(probes, paths[2], last)

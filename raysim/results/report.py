@@ -172,8 +172,8 @@ def labels(runs: Sequence[Run]) -> list[str]:
         # What only some have follows from an option that is named already: needed only where nothing else differs.
         shared = {key: values for key, values in different.items() if NOTHING not in values} or different
         for place, index in enumerate(twins):
-            told = [f"{key}={values[place]}" for key, values in shared.items() if values[place] != NOTHING]
-            names[index] = ", ".join(told) or name
+            settings = [f"{key}={values[place]}" for key, values in shared.items() if values[place] != NOTHING]
+            names[index] = ", ".join(settings) or name
     told_apart = [
         f"{name} ({run.folder})" if names.count(name) > 1 else name for name, run in zip(names, runs, strict=True)
     ]

@@ -43,18 +43,18 @@ def paired(left: Sequence[float], right: Sequence[float]) -> Difference:
 
     differences = np.asarray(left, float) - np.asarray(right, float)
     mean, deviation = mean_deviation([float(value) for value in differences])
-    found = Difference(len(differences), mean, deviation)
+    difference = Difference(len(differences), mean, deviation)
     if len(differences) < FEWEST:
-        return replace(found, note=f"n too small: a test needs {FEWEST} seeds")
+        return replace(difference, note=f"n too small: a test needs {FEWEST} seeds")
     assert deviation is not None and mean is not None
     if deviation <= (nothing := ROUNDING * max(np.abs(left).max(), np.abs(right).max())):
         return replace(
-            found, note="equal in every pair" if abs(mean) <= nothing else "no test: every pair differs alike"
+            difference, note="equal in every pair" if abs(mean) <= nothing else "no test: every pair differs alike"
         )
     half = stats.t.ppf((1 + LEVEL) / 2, len(differences) - 1) * deviation / np.sqrt(len(differences))
     ranked = len(differences) >= FEWEST_RANKED
     return replace(
-        found,
+        difference,
         low=mean - float(half),
         high=mean + float(half),
         p=float(stats.ttest_rel(left, right).pvalue),

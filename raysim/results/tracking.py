@@ -75,8 +75,8 @@ def _numbers(values: Mapping[str, object]) -> dict[str, float]:
 def reason(problem: BaseException) -> str:
     """A few words for why a call failed, out of the paragraph that an HTTP library makes of it."""
     text = without_password(str(problem)) or type(problem).__name__
-    if found := re.search(r"\[Errno -?\d+\] ([^'\")\]]+)", text):
-        return found[1]
+    if match := re.search(r"\[Errno -?\d+\] ([^'\")\]]+)", text):
+        return match[1]
     return "no answer in time" if "timed out" in text else text.splitlines()[0][:160].rstrip(". ")
 
 
@@ -149,9 +149,9 @@ class Mlflow:
         )
 
     def _experiment(self, name: str) -> str:
-        found = self._client.get_experiment_by_name(name)
-        if found is not None:
-            return str(found.experiment_id)
+        experiment = self._client.get_experiment_by_name(name)
+        if experiment is not None:
+            return str(experiment.experiment_id)
         place = None  # a server knows where its artifacts belong
         if self._database:
             place = (self._database.parent / "mlflow_artifacts").as_uri()
@@ -274,11 +274,11 @@ class Tracker:
             if parent is not None:
                 self._record["parent"] = str(parent)
             write_json(self._record, self._folder / RECORD)
-            kept = read_backlog(self._folder)
-            self._unsent = merge(rows, kept)
-            if kept:
+            backlog = read_backlog(self._folder)
+            self._unsent = merge(rows, backlog)
+            if backlog:
                 self._append(self._unsent, anew=True)
-            self._filed = len(self._unsent) if kept else 0
+            self._filed = len(self._unsent) if backlog else 0
             self._latest = _round(self._unsent[-1]) if self._unsent else 0
             self._fresh = True
         self._thread.start()
@@ -398,8 +398,8 @@ def replay(
     for a folder that was not tracked, and for one that was sent completely.
     """
     folder = Path(folder)
-    record, kept = read_record(folder), read_backlog(folder)
-    if not record or (record.get("done") and not kept):
+    record, backlog = read_record(folder), read_backlog(folder)
+    if not record or (record.get("done") and not backlog):
         return True
     for key, value in ENVIRONMENT.items():
         os.environ.setdefault(key, value)
@@ -410,7 +410,7 @@ def replay(
         record["run_id"] = server.open(record)
         write_json(record, folder / RECORD)
         server.describe(record)
-        server.send(merge(history, kept))
+        server.send(merge(history, backlog))
         if record.get("summary") is not None:
             server.close(record, folder)
             record["done"] = True

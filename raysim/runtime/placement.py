@@ -84,14 +84,14 @@ def share(hosts: int) -> float:
 
 def room(node: Resources, each: Resources) -> int | None:
     """How many hosts fit on an empty node; None: any number. A share of a GPU lies on one GPU."""
-    found = []
+    places = []
     for name, amount in each.items():
         have = node.get(name, 0.0)
         if name == "GPU" and amount < 1:
-            found.append(int(have + 1e-9) * _times(1.0, amount))
+            places.append(int(have + 1e-9) * _times(1.0, amount))
         else:
-            found.append(_times(have, amount))
-    return min(found, default=None)
+            places.append(_times(have, amount))
+    return min(places, default=None)
 
 
 def _times(have: float, each: float) -> int:
@@ -112,13 +112,13 @@ def fitting(options: RayOptions, each: Resources, nodes: Sequence[Resources], mo
     Raises ValueError with the resource, what was asked, what each node has, and the number that would fit.
     """
     places = total(nodes, each, options.strategy)
-    asked = options.hosts or 1
-    if places is not None and asked > places:
-        raise ValueError(_too_many(options, each, nodes, asked, places))
+    hosts = options.hosts or 1
+    if places is not None and hosts > places:
+        raise ValueError(_too_many(options, each, nodes, hosts, places))
     return Size(options.hosts or (most if places is None else max(1, min(most, places))), each)
 
 
-def _too_many(options: RayOptions, each: Resources, nodes: Sequence[Resources], asked: int, places: int) -> str:
+def _too_many(options: RayOptions, each: Resources, nodes: Sequence[Resources], hosts: int, places: int) -> str:
     alone = {name: total(nodes, {name: amount}, options.strategy) or 0 for name, amount in each.items()}
     short = min(alone, key=alone.__getitem__)
     key = KEYS.get(short, f"runtime.resources.{short}")
@@ -127,7 +127,7 @@ def _too_many(options: RayOptions, each: Resources, nodes: Sequence[Resources], 
     if short == "memory" and not places:
         advice = "make local.batch or the model smaller, or find larger nodes"
     return (
-        f"too little {short}: runtime.hosts={asked} needs {asked} x {amounts(each)}{strict}, "
+        f"too little {short}: runtime.hosts={hosts} needs {hosts} x {amounts(each)}{strict}, "
         f"the cluster has {_described(nodes, each)}: {advice}"
     )
 
@@ -135,14 +135,14 @@ def _too_many(options: RayOptions, each: Resources, nodes: Sequence[Resources], 
 def _described(nodes: Sequence[Resources], each: Resources) -> str:
     """What each node has of the named resources, equal nodes together."""
     kinds = Counter(amounts({name: node.get(name, 0.0) for name in each}) for node in nodes)
-    told = [f"{count} nodes of {kind} each" if count > 1 else f"a node of {kind}" for kind, count in kinds.items()]
-    return " and ".join(told) or "no node"
+    phrases = [f"{count} nodes of {kind} each" if count > 1 else f"a node of {kind}" for kind, count in kinds.items()]
+    return " and ".join(phrases) or "no node"
 
 
 def amounts(each: Resources) -> str:
     """Resources as a person says them: "1 CPU and 0.25 GPU", memory in GiB."""
-    told = [f"{gib(v)} of memory" if name == "memory" else f"{v:g} {name}" for name, v in each.items()]
-    return " and ".join(told)
+    phrases = [f"{gib(v)} of memory" if name == "memory" else f"{v:g} {name}" for name, v in each.items()]
+    return " and ".join(phrases)
 
 
 def gib(size: float) -> str:
@@ -159,13 +159,13 @@ def within(options: RayOptions, bundles: Sequence[Resources], device: str) -> Si
 
     Raises ValueError where fewer or smaller bundles are there than were asked for.
     """
-    own, asked = bundles[1:], options.hosts or 1
-    if len(own) < asked:
+    host_bundles, hosts = bundles[1:], options.hosts or 1
+    if len(host_bundles) < hosts:
         raise ValueError(
-            f"runtime.hosts={asked} needs as many bundles beside the first in this process's placement group, which "
-            f"has {len(own)}: make the group larger, or lower runtime.hosts"
+            f"runtime.hosts={hosts} needs as many bundles beside the first in this process's placement group, which "
+            f"has {len(host_bundles)}: make the group larger, or lower runtime.hosts"
         )
-    least = {name: min(bundle.get(name, 0.0) for bundle in own) for bundle in own for name in bundle}
+    least = {name: min(bundle.get(name, 0.0) for bundle in host_bundles) for bundle in host_bundles for name in bundle}
     if device == "cuda" and not least.get("GPU"):
         raise ValueError("device=cuda needs a GPU in every bundle for hosts of this process's placement group")
     explicit = {"CPU": options.cpus or 0.0, "GPU": options.gpus or 0.0, **options.resources}
@@ -176,4 +176,4 @@ def within(options: RayOptions, bundles: Sequence[Resources], device: str) -> Si
                 f"{key}={amount:g} is more than the {least.get(name, 0.0):g} {name} of a bundle in this process's "
                 f"placement group: lower {key}, or make the bundles larger"
             )
-    return Size(options.hosts or len(own), {name: amount for name, amount in least.items() if amount})
+    return Size(options.hosts or len(host_bundles), {name: amount for name, amount in least.items() if amount})

@@ -50,6 +50,7 @@ __all__ = [
     "RayRuntime",
     "Size",
     "connect",
+    "connected",
     "disconnect",
     "fit",
     "run",
@@ -88,6 +89,17 @@ def connect(options: RayOptions) -> bool:
         # `ray job stop` is a Ctrl-C: Ray's own handler prints its stack and may abort.
         signal.signal(signal.SIGTERM, signal.default_int_handler)
     return True
+
+
+@contextmanager
+def connected(options: RayOptions) -> Iterator[None]:
+    """`connect`; in the end only what it started or joined is left."""
+    mine = connect(options)
+    try:
+        yield
+    finally:
+        if mine:
+            disconnect()
 
 
 def address() -> str:
@@ -243,11 +255,11 @@ def _await(group: PlacementGroup, asked: Sequence[Mapping[str, float]], wait: fl
 def _within(group: PlacementGroup | None, index: int, each: Mapping[str, float]) -> dict[str, Any]:
     """The options of a task or an actor that fills a bundle."""
     named = {"CPU": "num_cpus", "GPU": "num_gpus", "memory": "memory"}
-    asked: dict[str, Any] = {key: each.get(name, 0) for name, key in named.items()}
-    asked["resources"] = {name: amount for name, amount in each.items() if name not in named}
+    arguments: dict[str, Any] = {key: each.get(name, 0) for name, key in named.items()}
+    arguments["resources"] = {name: amount for name, amount in each.items() if name not in named}
     if group is not None:
-        asked["scheduling_strategy"] = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index)
-    return asked
+        arguments["scheduling_strategy"] = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index)
+    return arguments
 
 
 # --- actors ---------------------------------------------------------------------------------------------------------
@@ -266,8 +278,8 @@ def _here(spec: RunSpec, content: Sequence[ray.ObjectRef[Any]]) -> RunSpec:
     path = spec.data.dataset_path
     if not content or path.exists():
         return spec
-    own = copied(path.name, lambda: ray.get(content[0]))
-    return replace(spec, data=replace(spec.data, dataset_path=own))
+    local_path = copied(path.name, lambda: ray.get(content[0]))
+    return replace(spec, data=replace(spec.data, dataset_path=local_path))
 
 
 class RayHost(Host):
@@ -364,8 +376,8 @@ def _start(
     shared, content = ray.put(spec), _content(spec, group)
 
     def start(index: int) -> Any:
-        own = ray.remote(RayHost).options(name=f"{name}/host-{index}", **_within(group, index + 1, size.each))
-        return own.remote(shared, f"host-{index}", content)
+        actor = ray.remote(RayHost).options(name=f"{name}/host-{index}", **_within(group, index + 1, size.each))
+        return actor.remote(shared, f"host-{index}", content)
 
     runtime = RayRuntime(size.hosts, start)
     first = ray.remote(RayCoordinator).options(name=f"{name}/coordinator", **_within(group, 0, {}))

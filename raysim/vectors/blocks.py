@@ -67,6 +67,19 @@ def in_blocks(length: int, work: Callable[[slice], T], size: int = BLOCK) -> lis
     return list(_pool().map(work, blocks))
 
 
+def run_compiled(
+    rule: Callable[..., None], arrays: Sequence[Tensor], settings: Sequence[float], *switches: bool
+) -> None:
+    """The compiled ``rule`` on all entries of ``arrays`` [d], on the CPU, a block at a time.
+
+    settings: numbers, which become the arrays' own kind; switches are passed on as they are.
+    """
+    views = [array.detach().numpy() for array in arrays]
+    numbers = [views[0].dtype.type(setting) for setting in settings]
+    run = compiled(rule)
+    in_blocks(len(views[0]), lambda part: run(*(view[part] for view in views), *numbers, *switches))
+
+
 def folded(groups: Sequence[Group], into: Tensor | None = None) -> Tensor:
     """[d] the sum over groups of w_1 a_1 + w_2 a_2 + ..., each folded in its order: every sum of updates on the server.
 

@@ -46,7 +46,10 @@ def reserve(shape: tuple[int, ...], dtype: torch.dtype, place: Place) -> Tensor:
 
 
 def extended(rows: Tensor, count: int) -> Tensor:
-    """The first `count` rows of the room that `rows` lie in; new ones are zero, for checksums see all of them."""
+    """The first `count` rows of the room that `rows` lie in.
+
+    The rows that are added are set to zero, because checksums and checkpoints read also those that nobody has written.
+    """
     more = rows.as_strided((count, *rows.shape[1:]), rows.stride())
     more[len(rows) :].zero_()
     return more
@@ -62,24 +65,32 @@ def settled(rows: Tensor, capacity: int, place: Place) -> Tensor:
     return extended(reserve(shape, rows.dtype, place), len(rows)).copy_(rows)
 
 
-def check_budget(key: str, clients: int, row: Tensor, budget: float) -> None:
-    """Refuse a cache of a row for each client that may outgrow its budget [GiB]. key: the method's ("method.ace")."""
-    if (most := clients * row.nbytes / GIB) > budget:
+def check_budget(key: str, clients: int, size: int, budget: float, what: str = "updates", less: str = "") -> None:
+    """Refuse a cache that may outgrow its budget [GiB]; size: bytes that it keeps of each client.
+
+    key: the method's ("method.ace"). less: another setting that would fit ("method.fedcda.memory=2"), if there is one.
+    """
+    if (most := clients * size / GIB) > budget:
         raise ValueError(
-            f"{key} may keep {most:.3g} GiB of updates of {clients} clients, more than {key}.budget={budget:g}: "
-            f"set {key}.budget={math.ceil(100 * most) / 100:g}"
+            f"{key} may keep {most:.3g} GiB of {what} of {clients} clients, more than {key}.budget={budget:g}: "
+            f"set {f'{less}, or set ' if less else ''}{key}.budget={math.ceil(100 * most) / 100:g}"
         )
 
 
 def claimed(
-    state: MutableMapping[str, Tensor], name: str, clients: Sequence[int], capacity: int, place: Place
+    state: MutableMapping[str, Tensor],
+    name: str,
+    clients: Sequence[int],
+    capacity: int,
+    place: Place,
+    cache: str = "cache",
 ) -> list[int]:
-    """The rows of these clients in the cache `NAME.cache`; `NAME.clients` has whose they are. New ones get zeros."""
+    """The rows of these clients in the cache `NAME.CACHE`; `NAME.clients` has whose they are. New ones get zeros."""
     ids = state[f"{name}.clients"]
     known = {client: row for row, client in enumerate(ids.tolist())}
     new = [client for client in dict.fromkeys(clients) if client not in known]
     known |= {client: len(ids) + number for number, client in enumerate(new)}
-    rows = settled(state[f"{name}.cache"], capacity, place)  # it may be a checkpoint's
-    state[f"{name}.cache"] = extended(rows, len(known))
+    rows = settled(state[f"{name}.{cache}"], capacity, place)  # it may be a checkpoint's
+    state[f"{name}.{cache}"] = extended(rows, len(known))
     state[f"{name}.clients"] = torch.cat([ids, torch.tensor(new, dtype=torch.int64)])
     return [known[client] for client in clients]

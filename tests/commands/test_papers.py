@@ -10,7 +10,7 @@ import pytest
 
 from raysim import cli
 from raysim.commands.papers.comparison import compare
-from raysim.commands.papers.presets import STUDIES
+from raysim.commands.papers.presets import PAPER_RUNS
 from raysim.commands.papers.tables import PAPERS, find, listing, tables
 from raysim.experiment.compose import compose, plain, to_yaml
 from raysim.primitives.errors import Refused
@@ -182,7 +182,7 @@ def test_costs_are_per_participation(tmp_path: Path) -> None:
 
 
 def test_every_paper_has_presets() -> None:
-    assert set(STUDIES) == set(PAPERS)
+    assert set(PAPER_RUNS) == set(PAPERS)
 
 
 def test_a_run_of_fedbss_stands_in_the_column_of_its_split_with_its_deviation_over_the_last_ten_rounds(

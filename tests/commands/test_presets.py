@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from raysim.api.composition import check_composition
-from raysim.commands.papers.presets import STUDIES, Command
+from raysim.commands.papers.presets import PAPER_RUNS, Command
 from raysim.commands.papers.tables import Cell, Table, tables
 from raysim.experiment.compose import compose, conf_folder, plain
 from raysim.experiment.execute import build
@@ -35,7 +35,7 @@ def composed(*words: str) -> dict[str, Any]:
 
 
 def command(table: Table, cell: Cell) -> Command:
-    return STUDIES["fedbr"].command(table, cell)
+    return PAPER_RUNS["fedbr"].command(table, cell)
 
 
 def setting(name: str) -> dict[str, Any]:
@@ -110,7 +110,7 @@ def test_every_printed_number_of_fedbss_has_a_command_with_the_settings_of_its_t
     for cell in cells:
         if cell.methods != ("fedbss",) and cell.column != cells[0].column:
             continue  # every method in one column, and one method in all: composing takes its time
-        node = composed(*STUDIES["fedbss"].command(FEDBSS[name], cell).words())
+        node = composed(*PAPER_RUNS["fedbss"].command(FEDBSS[name], cell).words())
         local, partition = node["local"], node["partition"]
         assert node["choices"]["method"] == list(cell.methods)
         assert node["choices"]["data"] == cell.dataset
@@ -254,8 +254,8 @@ FRAUG_CODE = {
 @pytest.mark.parametrize("name", FRAUG)
 def test_every_printed_number_of_fraug_has_a_command_and_a_column(name: str) -> None:
     for cell in FRAUG[name].cells:
-        words = STUDIES["fraug"].command(FRAUG[name], cell).words()
-        score = STUDIES["fraug"].score(FRAUG[name], cell)
+        words = PAPER_RUNS["fraug"].command(FRAUG[name], cell).words()
+        score = PAPER_RUNS["fraug"].score(FRAUG[name], cell)
         rows = [{"accuracy": 0.5, "accuracy_finetuned": 0.6, "accuracy.Real World": 0.1, "accuracy.mnist": 0.2}]
         rows[0] |= {"accuracy.mnist_m": 0.3, "accuracy_finetuned.art_painting": 0.4}
         finetuned = bool(cell.variant.get("head_finetune"))
@@ -282,8 +282,9 @@ def test_every_printed_number_of_fraug_has_a_command_and_a_column(name: str) -> 
 
 
 def test_the_ablation_of_fraug_lacks_a_part_in_every_row_but_the_last() -> None:
+    fraug = PAPER_RUNS["fraug"]
     found = {
-        cell.variant["row"]: composed(*STUDIES["fraug"].command(FRAUG["fraug/table3"], cell).words())["method"]["fraug"]
+        cell.variant["row"]: composed(*fraug.command(FRAUG["fraug/table3"], cell).words())["method"]["fraug"]
         for cell in FRAUG["fraug/table3"].cells
     }
     whole = composed("experiment=fraug/office_home")["method"]["fraug"]
@@ -298,7 +299,7 @@ FEDLD = tables("fedld")
 def test_every_printed_number_of_fedld_has_a_command_with_the_settings_of_its_table(name: str) -> None:
     asked = setting(name)
     for cell in FEDLD[name].cells:
-        command = STUDIES["fedld"].command(FEDLD[name], cell)
+        command = PAPER_RUNS["fedld"].command(FEDLD[name], cell)
         node = composed(*command.words())
         local = node["local"]
         assert (node["rounds"], local["batch"]) == (asked["rounds"], asked["batch"])
@@ -321,4 +322,4 @@ def test_every_printed_number_of_fedld_has_a_command_with_the_settings_of_its_ta
         assert not principal or principal["fraction"] == asked["principal_share"]
         own = bool({"fedbn", "fedpac"} & set(node["method"]))
         assert node["evaluate"]["common"] == own
-        assert STUDIES["fedld"].score(FEDLD[name], cell).column == ("accuracy_common" if own else "accuracy_global")
+        assert PAPER_RUNS["fedld"].score(FEDLD[name], cell).column == ("accuracy_common" if own else "accuracy_global")

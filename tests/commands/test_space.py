@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import math
+import re
+from typing import Any
+
 import numpy as np
 import pytest
 
+from raysim.commands.sweep.search import Options
 from raysim.commands.sweep.space import (
     Choice,
     Interval,
@@ -78,3 +83,19 @@ def test_equal_points_are_kept_once() -> None:
 def test_a_range_that_holds_nothing_is_refused(wrong: Choice | Interval, sentence: str) -> None:
     with pytest.raises(Refused, match=sentence):
         checked("local.lr", wrong)
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"trials": 0}, "sweep.trials=0 must be at least 1"),
+        ({"hosts": -1}, "sweep.hosts=-1 must be at least 0"),
+        ({"reduction": 1.0}, "sweep.reduction=1.0 must be above 1: 3 lets a third of the trials through"),
+        ({"reduction": math.nan}, "sweep.reduction=nan must be above 1: 3 lets a third of the trials through"),
+        ({"minutes": 0.0}, "sweep.minutes=0.0 must be above 0"),
+    ],
+)
+def test_a_search_without_room_is_refused(settings: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(sentence)):
+        Options(**settings)
+    assert Options(trials=1, hosts=0, reduction=1.5, minutes=0.1).reduction == 1.5

@@ -351,14 +351,14 @@ def test_a_missing_folder_of_ones_own_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_target_of_ones_own_needs_permission(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "mine.py").write_text(
+    (tmp_path / "theirs.py").write_text(
         "from raysim.methods.fedprox import FedProx\nclass Mine(FedProx):\n    name = 'fedprox'\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
-    words = [*QUICK, "method=[fedprox]", "method.fedprox._target_=mine.Mine"]
-    with pytest.raises(Refused, match="--allow mine"):
+    words = [*QUICK, "method=[fedprox]", "method.fedprox._target_=theirs.Mine"]
+    with pytest.raises(Refused, match="--allow theirs"):
         build(words)
-    assert type(build(words, allow=["mine"]).spec.methods[0]).__name__ == "Mine"
+    assert type(build(words, allow=["theirs"]).spec.methods[0]).__name__ == "Mine"
 
 
 def test_a_constructor_is_called_with_checked_values_only() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from studies import Block
+from tiny_runs import Block
 from torch import Tensor, nn
 
 from raysim.api.declarations import Task

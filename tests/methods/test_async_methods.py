@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import numpy as np
 import pytest
 import torch
-from studies import BUFFER, NORMED, NORMED_MLP, Spy, coordinate, even, ran, recipe, run, sized
+from tiny_runs import BUFFER, NORMED, NORMED_MLP, Spy, coordinate, even, ran, run, run_spec, sized
 from torch import Tensor
 
 from raysim.api.declarations import Task
@@ -135,7 +135,7 @@ def test_clients_count_by_their_samples_only_where_that_is_asked_for() -> None:
     arrive(at, (0, 1.0))
     assert at.vector[0] == pytest.approx(0.6)
     assert server(FedAsync(0.4)).weighting == "uniform"
-    assert coordinate(recipe(FedAsync())).server.weighting == "uniform"
+    assert coordinate(run_spec(FedAsync())).server.weighting == "uniform"
 
 
 # --- CA2FL ----------------------------------------------------------------------------------------------------------
@@ -195,16 +195,16 @@ def test_clients_that_never_came_count_as_zeros_and_those_without_samples_not_at
 
 def test_in_rounds_with_everybody_ca2fl_and_ace_are_uniform_fedavg() -> None:
     settings: dict[str, Any] = {"schedule": Synchronous(6), "fleet": Ideal()} | UNIFORM
-    fedavg = run(recipe(model=NORMED), **settings)
+    fedavg = run(run_spec(model=NORMED), **settings)
     for method in (CA2FL(), ACE(1.0)):
-        found = run(recipe(method, model=NORMED), **settings)
+        found = run(run_spec(method, model=NORMED), **settings)
         for name, values in found.tensors.items():
             np.testing.assert_allclose(values, fedavg.tensors[name], rtol=1e-3, atol=1e-5, err_msg=name)
 
 
 @pytest.mark.parametrize("method", [CA2FL(), ACE(0.3), ACE(0.3, 3)], ids=repr)
 def test_a_cache_has_the_last_update_of_every_client_and_their_sum(method: Method) -> None:
-    spy = Spy(study := recipe(method, data=even(clients=12)))
+    spy = Spy(study := run_spec(method, data=even(clients=12)))
     found = ran(coordinate(study, BUFFER, runtime=spy, rounds=7))
     state = {name.partition(".")[2]: tensor for name, tensor in found.coordinator.server.state.items()}
     gone = {number for _, _, number in found.coordinator.planner.running} | set(found.coordinator.planner.arrived)
@@ -282,7 +282,7 @@ def test_only_the_step_knows_of_late_updates_and_only_where_a_threshold_is_set()
 
 
 def test_the_history_has_the_rate_and_the_length_of_every_step() -> None:
-    found = run(recipe(FADAS(0.05)), BUFFER, rounds=6)
+    found = run(run_spec(FADAS(0.05)), BUFFER, rounds=6)
     assert {row["fadas.rate"] for row in found.rows} >= {0.05} and all(row["fadas.moved"] > 0 for row in found.rows)
 
 
@@ -376,7 +376,7 @@ def test_a_cache_that_may_outgrow_its_budget_is_refused_with_what_it_may_take(ma
 @pytest.mark.parametrize("method", [CA2FL(), ACE()], ids=lambda method: method.name)
 def test_weights_by_samples_are_refused(method: Method) -> None:
     with pytest.raises(ValueError, match=f"weighting=samples has no effect on method '{method.name}'"):
-        coordinate(recipe(method, data=sized((3, 3, 3, 3))), weighting="samples")
+        coordinate(run_spec(method, data=sized((3, 3, 3, 3))), weighting="samples")
 
 
 @pytest.mark.parametrize(
@@ -495,6 +495,6 @@ def test_a_run_of_single_arrivals_has_stale_updates_and_the_methods_columns() ->
         (ACE(), {"ace.active", "ace.age"}),
         (FADAS(), {"fadas.rate", "fadas.moved"}),
     ):
-        found = run(recipe(method, model=NORMED_MLP), ONE_BY_ONE, rounds=8)
+        found = run(run_spec(method, model=NORMED_MLP), ONE_BY_ONE, rounds=8)
         assert max(row["staleness"] or 0 for row in found.rows) >= 2
         assert columns == {name for name in found.rows[-1] if name.startswith(f"{method.name}.")}

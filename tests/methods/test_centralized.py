@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from studies import LOCAL, MLP, SEED, recipe, run
+from tiny_runs import LOCAL, MLP, SEED, run, run_spec
 
 from raysim.api.composition import SLOTS, check_composition, overrides
 from raysim.api.method import parameters
@@ -49,8 +49,8 @@ def test_losses_and_data_changes_combine_with_it() -> None:
 
 def test_with_one_client_and_the_same_batches_it_is_local_training() -> None:
     data = pooled(population(1))
-    found = run(recipe(Centralized(), data=data), Synchronous(1), rounds=4)
-    local = run(recipe(LocalTraining(), data=data), Synchronous(1), rounds=4)
+    found = run(run_spec(Centralized(), data=data), Synchronous(1), rounds=4)
+    local = run(run_spec(LocalTraining(), data=data), Synchronous(1), rounds=4)
     mine = found.coordinator.server.vector.numpy()
     # The server adds a difference where the client just goes on: the last bit may differ.
     np.testing.assert_allclose(mine, local.state(0).personal, rtol=1e-4, atol=1e-5)
@@ -61,8 +61,8 @@ def test_one_step_on_all_samples_is_one_round_of_fedsgd() -> None:
     data = federate(SOURCE, Dirichlet(clients=4, alpha=1.0, minimum=5), SEED)
     assert len(set(data.partition.train.counts.tolist())) > 1, "or weights would not matter"
     local = replace(LOCAL, momentum=0.0, weight_decay=0.0, batch=1000)
-    found = run(recipe(Centralized(), model=MLP, data=pooled(data), local=local), Synchronous(1), rounds=1)
-    fedsgd = run(recipe(model=MLP, data=data, local=local), Synchronous(4), rounds=1)
+    found = run(run_spec(Centralized(), model=MLP, data=pooled(data), local=local), Synchronous(1), rounds=1)
+    fedsgd = run(run_spec(model=MLP, data=data, local=local), Synchronous(4), rounds=1)
     mine, its = found.coordinator.server.vector, fedsgd.coordinator.server.vector
     moved = (its - fedsgd.coordinator.initial.shared).abs().max()
     assert moved > 1e-3 and torch.allclose(mine, its, rtol=1e-4, atol=1e-6)
@@ -74,10 +74,10 @@ def test_neither_the_order_of_clients_nor_the_split_matters() -> None:
     rows = [train.rows(client) for client in order]
     shuffled = CSR(np.concatenate(rows), np.cumsum([0, *map(len, rows)]))
     other = replace(data, partition=Partition(shuffled, data.partition.test))
-    first, second = (run(recipe(Centralized(), data=pooled(each)), Synchronous(1)) for each in (data, other))
+    first, second = (run(run_spec(Centralized(), data=pooled(each)), Synchronous(1)) for each in (data, other))
     assert first.bits == second.bits
 
 
 def test_traffic_does_not_apply() -> None:
-    rows = run(recipe(Centralized(), data=pooled(population())), Synchronous(1)).rows
+    rows = run(run_spec(Centralized(), data=pooled(population())), Synchronous(1)).rows
     assert all(row["floats_down"] is None and row["floats_up"] is None for row in rows)

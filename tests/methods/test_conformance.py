@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 from cluster import Hosts
-from studies import (
+from tiny_runs import (
     BLOCKS,
     BUFFER,
     LOCAL,
@@ -28,8 +28,8 @@ from studies import (
     coordinate,
     pairs,
     ran,
-    recipe,
     run,
+    run_spec,
     same,
 )
 
@@ -305,7 +305,7 @@ def every_method() -> Iterator[type[Method]]:
 
 
 def study(*methods: Method, **others: Any) -> Any:
-    return recipe(*methods, **({"model": NORMED_MLP, "local": EPOCHS} | others))
+    return run_spec(*methods, **({"model": NORMED_MLP, "local": EPOCHS} | others))
 
 
 def test_every_method_has_a_row_in_the_table() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from studies import NOTHING, Spy, coordinate, ran, recipe, run, several
+from tiny_runs import NOTHING, Spy, coordinate, ran, run, run_spec, setup, several
 from torch import Tensor, nn
 
 from raysim.api.context import Batch, Context
@@ -94,7 +94,7 @@ def test_the_domain_of_a_client_is_its_id_in_every_round_and_on_every_host(
         return original(domain_logits, domain)
 
     monkeypatch.setattr(dann, "discriminator_loss", watched)
-    study = recipe(method)
+    study = run_spec(method)
     found = ran(coordinate(study, Synchronous(4), runtime=several(study, hosts), rounds=4))
     assert not found.failures and max(turn for _, turn in labels) > 1
     assert {client for client, _ in labels} == set(range(6))
@@ -102,7 +102,7 @@ def test_the_domain_of_a_client_is_its_id_in_every_round_and_on_every_host(
 
 
 def test_an_output_of_an_absent_client_is_only_pushed_down() -> None:
-    study = recipe(Dann(0.5, width=8), local=PLAIN)
+    study = run_spec(Dann(0.5, width=8), local=PLAIN)
     spy = Spy(study)
     found = ran(coordinate(study, Synchronous(2), runtime=spy, rounds=1))
     present = [job.client for job, _ in spy.sent]
@@ -125,7 +125,7 @@ def test_a_step_trains_the_discriminator_or_the_rest_and_every_participation_beg
 ) -> None:
     local = Local(lr=0.05, momentum=momentum, weight_decay=1e-3, batch=7, epochs=None, steps=7)
     watch = Watch()
-    run(recipe(Dann(0.5, width=8, discriminator_steps=ratio), watch, local=local), Synchronous(4), rounds=3)
+    run(run_spec(Dann(0.5, width=8, discriminator_steps=ratio), watch, local=local), Synchronous(4), rounds=3)
     assert max(ctx.participation for ctx in watch.jobs) > 0 and 7 % (1 + ratio), (
         "a job ends amid a period, another follows"
     )
@@ -144,11 +144,11 @@ def test_at_weight_zero_the_model_is_fedavgs_on_the_generators_batches_and_the_d
 ) -> None:
     local = Local(lr=0.05, momentum=0.9, weight_decay=1e-3, batch=4, epochs=2)
     watch = Watch()
-    study = recipe(Dann(0.0, width=8, discriminator_steps=ratio), watch, local=local)
+    study = run_spec(Dann(0.0, width=8, discriminator_steps=ratio), watch, local=local)
     ctx = train(Host(study))
     mine = [b for k, b in enumerate(watch.batches[0], start=1) if k % (1 + ratio) >= ratio]
     assert 1 < len(mine) < len(watch.batches[0])
-    host = Host(recipe(local=local))
+    host = Host(run_spec(local=local))
     step = Step(host.vector, [], local.settings())
     alone = copy.copy(ctx)
     alone.vector = host.vector
@@ -192,7 +192,7 @@ class Sgd:
 def test_alternating_steps_are_those_of_two_optimisers(ratio: int, momentum: float) -> None:
     local = Local(lr=0.1, momentum=momentum, batch=4, epochs=2)
     watch = Watch()
-    study = recipe(Dann(0.3, width=8, discriminator_steps=ratio, rate=0.5), watch, local=local)
+    study = run_spec(Dann(0.3, width=8, discriminator_steps=ratio, rate=0.5), watch, local=local)
     ctx = train(Host(study), client=3)
     model, delta = pair(study)
     main, second = Sgd(model, 0.1, momentum), Sgd(delta, 0.05, momentum)
@@ -208,7 +208,7 @@ def test_alternating_steps_are_those_of_two_optimisers(ratio: int, momentum: flo
 
 def test_gradient_reversal_is_the_generators_and_the_discriminators_step_in_one() -> None:
     watch = Watch()
-    study = recipe(Dann(0.3, width=8, mode="grl"), watch, local=PLAIN)
+    study = run_spec(Dann(0.3, width=8, mode="grl"), watch, local=PLAIN)
     ctx = train(Host(study), client=3)
     model, delta = pair(study)
     main, second = Sgd(model, 0.1, 0.0), Sgd(delta, 0.1, 0.0)
@@ -224,7 +224,7 @@ def test_gradient_reversal_is_the_generators_and_the_discriminators_step_in_one(
 
 def test_the_reported_loss_is_the_classifiers_alone() -> None:
     watch = Watch()
-    study = recipe(Dann(0.5, width=8), watch, local=PLAIN)
+    study = run_spec(Dann(0.5, width=8), watch, local=PLAIN)
     ctx = train(Host(study))
     model, _ = pair(study)
     first = watch.batches[0][0]
@@ -247,17 +247,17 @@ def test_a_discriminator_step_saves_the_two_thirds_of_a_step_that_go_backwards(
 
 def test_one_client_is_refused_and_two_with_the_narrowest_discriminator_are_not() -> None:
     with pytest.raises(ValueError, match=r"partition\.clients=1: use at least 2 clients"):
-        Dann().check(Task((1, 8, 8), 5, 1), PLAIN, {})
-    assert Dann(width=1).check(Task((1, 8, 8), 5, 2), PLAIN, {}) == ()
+        Dann().check(setup(Task((1, 8, 8), 5, 1), PLAIN, {}))
+    assert Dann(width=1).check(setup(Task((1, 8, 8), 5, 2), PLAIN, {})) == ()
 
 
 @pytest.mark.parametrize("ratio", [1, 3])
 def test_fewer_steps_than_a_period_are_refused_and_one_period_is_enough(ratio: int) -> None:
     method = Dann(discriminator_steps=ratio)
     with pytest.raises(ValueError, match=rf"local\.steps={ratio} .*set local\.steps={ratio + 1} or more"):
-        method.check(TASK, Local(epochs=None, steps=ratio), {})
-    assert method.check(TASK, Local(epochs=None, steps=ratio + 1), {}) == ()
-    assert Dann(mode="grl").check(TASK, Local(epochs=None, steps=1), {}) == ()
+        method.check(setup(TASK, Local(epochs=None, steps=ratio), {}))
+    assert method.check(setup(TASK, Local(epochs=None, steps=ratio + 1), {})) == ()
+    assert Dann(mode="grl").check(setup(TASK, Local(epochs=None, steps=1), {})) == ()
 
 
 @pytest.mark.parametrize("settings", [{"rate": 0.5}, {"discriminator_steps": 2}], ids=str)

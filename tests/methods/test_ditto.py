@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from studies import BUFFER, NORMED, NORMED_MLP, ROUNDS, Spy, coordinate, ran, recipe, run, same
 from test_perturb import Dropping
+from tiny_runs import BUFFER, NORMED, NORMED_MLP, ROUNDS, Spy, coordinate, ran, run, run_spec, same
 
 from raysim.api.method import Method
 from raysim.methods.ditto import Ditto
@@ -24,8 +24,8 @@ def test_the_shared_model_is_that_of_the_other_methods_bit_for_bit(
     others: tuple[Method, ...], model: Any, schedule: Any
 ) -> None:
     # On ideal devices: elsewhere the personal model's steps change when clients arrive, and so the order of the sum.
-    found = run(recipe(*others, Ditto(), model=model), schedule, Ideal(), rounds=4)
-    plain = run(recipe(*others, model=model), schedule, Ideal(), rounds=4)
+    found = run(run_spec(*others, Ditto(), model=model), schedule, Ideal(), rounds=4)
+    plain = run(run_spec(*others, model=model), schedule, Ideal(), rounds=4)
     assert found.finished.model_sha256 == plain.finished.model_sha256 and same(found.tensors, plain.tensors)
     for row, reference in zip(found.rows, plain.rows, strict=True):
         assert row["accuracy_shared"] == reference["accuracy"]
@@ -34,7 +34,7 @@ def test_the_shared_model_is_that_of_the_other_methods_bit_for_bit(
 
 
 def personal(*methods: Method, **others: Any) -> dict[str, np.ndarray]:
-    return run(recipe(*methods, model=NORMED_MLP, **others), rounds=4).private
+    return run(run_spec(*methods, model=NORMED_MLP, **others), rounds=4).private
 
 
 def test_without_a_pull_a_personal_model_is_trained_by_its_client_alone() -> None:
@@ -46,7 +46,7 @@ def test_without_a_pull_a_personal_model_is_trained_by_its_client_alone() -> Non
 
 def test_a_strong_pull_keeps_the_personal_model_at_the_shared_one() -> None:
     def distance(lam: float) -> float:
-        found = run(recipe(Ditto(lam), model=NORMED_MLP), rounds=4)
+        found = run(run_spec(Ditto(lam), model=NORMED_MLP), rounds=4)
         size = found.coordinator.layout.trained  # of the shared model; its copy begins each personal part
         shared = found.coordinator.server.vector.numpy()[:size]
         models = [state.personal[:size] for _, state in found.coordinator.private.accepted()]
@@ -56,8 +56,8 @@ def test_a_strong_pull_keeps_the_personal_model_at_the_shared_one() -> None:
 
 
 def test_nothing_of_a_personal_model_travels() -> None:
-    spied = recipe(Ditto(), model=NORMED_MLP)
-    spy, plain = Spy(spied), recipe(model=NORMED_MLP)
+    spied = run_spec(Ditto(), model=NORMED_MLP)
+    spy, plain = Spy(spied), run_spec(model=NORMED_MLP)
     shared = ran(coordinate(spied, runtime=spy)).coordinator.layout.shared
     assert shared == coordinate(plain).layout.shared
     assert all(not update.extras for update in spy.updates)
@@ -65,10 +65,10 @@ def test_nothing_of_a_personal_model_travels() -> None:
 
 
 def test_beside_fedbn_personal_layers_of_the_shared_model_are_not_pulled_to() -> None:
-    found = run(recipe(FedBN(), Ditto(), model=NORMED_MLP))
-    plain = run(recipe(FedBN(), model=NORMED_MLP), fleet=Ideal())
+    found = run(run_spec(FedBN(), Ditto(), model=NORMED_MLP))
+    plain = run(run_spec(FedBN(), model=NORMED_MLP), fleet=Ideal())
     assert not found.failures
-    assert run(recipe(FedBN(), Ditto(), model=NORMED_MLP), fleet=Ideal()).tensors.keys() == plain.tensors.keys()
+    assert run(run_spec(FedBN(), Ditto(), model=NORMED_MLP), fleet=Ideal()).tensors.keys() == plain.tensors.keys()
 
 
 @pytest.mark.parametrize("settings", [{"lam": -1.0}, {"lr_factor": 0.0}], ids=str)

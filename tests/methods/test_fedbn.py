@@ -10,7 +10,22 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from studies import BLOCKS, BUFFER, NORMED, NORMED_MLP, ROUNDS, SEED, Spy, coordinate, ran, recipe, run, same, tiny
+from tiny_runs import (
+    BLOCKS,
+    BUFFER,
+    NORMED,
+    NORMED_MLP,
+    ROUNDS,
+    SEED,
+    Spy,
+    coordinate,
+    ran,
+    run,
+    run_spec,
+    same,
+    setup,
+    tiny,
+)
 from torch import Tensor, nn
 
 from raysim.api.context import Context, Own
@@ -35,7 +50,7 @@ def population(clients: int = 5) -> FederatedData:
 
 
 def study(*methods: Method, **others: Any) -> Any:
-    return recipe(*methods, **({"model": NORMED_MLP, "data": population()} | others))
+    return run_spec(*methods, **({"model": NORMED_MLP, "data": population()} | others))
 
 
 def stays(method: FedBN, model: nn.Module) -> list[str]:
@@ -81,7 +96,7 @@ def _in_order(model: nn.Module) -> list[str]:
 
 
 def test_where_names_and_types_agree_both_rules_train_alike() -> None:
-    runs = [run(recipe(FedBN(name_rule=rule), model=Named()), rounds=3) for rule in (None, "bn")]
+    runs = [run(run_spec(FedBN(name_rule=rule), model=Named()), rounds=3) for rule in (None, "bn")]
     assert runs[0].bits == runs[1].bits
     assert runs[0].coordinator.layout == runs[1].coordinator.layout and runs[0].coordinator.layout.personal > 0
 
@@ -105,7 +120,7 @@ CHANNELS = {"mlp": (NORMED_MLP, 12), "cnn": (NORMED, 16 + 32), "blocks": (BLOCKS
 @pytest.mark.parametrize("name", CHANNELS)
 def test_every_channel_saves_four_floats_in_each_direction(name: str) -> None:
     model, channels = CHANNELS[name]
-    fedbn, fedavg = (run(recipe(*methods, model=model), fleet=Ideal()) for methods in ((FedBN(),), ()))
+    fedbn, fedavg = (run(run_spec(*methods, model=model), fleet=Ideal()) for methods in ((FedBN(),), ()))
     jobs = sum(row["clients"] for row in fedbn.rows)  # type: ignore[misc]
     for key in ("floats_down", "floats_up"):
         saved = fedavg.rows[-1][key] - fedbn.rows[-1][key]  # type: ignore[operator]
@@ -120,8 +135,8 @@ SHARES = {"all": 0, "statistics": 2, "affine": 2, "none": 4}
 
 @pytest.mark.parametrize("scope", SCOPES)
 def test_each_scope_shares_its_floats_and_counters_where_the_statistics_travel(scope: Any) -> None:
-    _, layout = build_networks(recipe(FedBN(scope), model=NORMED))
-    _, whole = build_networks(recipe(model=NORMED))
+    _, layout = build_networks(run_spec(FedBN(scope), model=NORMED))
+    _, whole = build_networks(run_spec(model=NORMED))
     assert layout.shared == whole.shared - 48 * (4 - SHARES[scope])
     assert layout.shared_counters == (2 if scope in ("affine", "none") else 0)
 
@@ -298,12 +313,12 @@ def test_settings_that_mean_nothing_are_refused(settings: dict[str, Any], messag
 
 
 def test_a_model_without_such_layers_is_warned_of() -> None:
-    here = recipe()
+    here = run_spec()
     networks, _ = build_networks(here)
-    (warning,) = FedBN().check(here.task, here.settings.local, networks)
+    (warning,) = FedBN().check(setup(here.task, here.settings.local, networks))
     assert "finds no BatchNorm in the model and runs as FedAvg" in warning
-    (warning,) = FedBN(name_rule="bn").check(here.task, here.settings.local, networks)
+    (warning,) = FedBN(name_rule="bn").check(setup(here.task, here.settings.local, networks))
     assert "finds no 'bn' in the names of the model" in warning
-    assert not FedBN("none").check(here.task, here.settings.local, networks)
-    normed = {"model": build_networks(recipe(model=NORMED))[0]["model"]}
-    assert not FedBN().check(here.task, here.settings.local, normed)
+    assert not FedBN("none").check(setup(here.task, here.settings.local, networks))
+    normed = {"model": build_networks(run_spec(model=NORMED))[0]["model"]}
+    assert not FedBN().check(setup(here.task, here.settings.local, normed))

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from studies import BUFFER, NORMED, NOTHING, ROUNDS, Ran, Spy, coordinate, ran, recipe, run, several, tiny
+from tiny_runs import BUFFER, NORMED, NOTHING, ROUNDS, Ran, Spy, coordinate, ran, run, run_spec, setup, several, tiny
 from torch import Tensor, nn
 
 from raysim.api.context import Batch, Context, Outputs
@@ -69,7 +69,7 @@ class Watch(Method):
 
 def watched(method: FedBR, schedule: Any = ROUNDS, **settings: Any) -> tuple[Watch, Ran, Spy]:
     watch = Watch()
-    study = recipe(method, watch, local=LOCAL)
+    study = run_spec(method, watch, local=LOCAL)
     spy = Spy(study)
     return watch, ran(coordinate(study, schedule, runtime=spy, **settings)), spy
 
@@ -77,7 +77,7 @@ def watched(method: FedBR, schedule: Any = ROUNDS, **settings: Any) -> tuple[Wat
 def on_hosts(method: FedBR, count: int) -> Watch:
     """Three rounds on so many hosts."""
     watch = Watch()
-    study = recipe(method, watch, local=LOCAL)
+    study = run_spec(method, watch, local=LOCAL)
     assert not ran(coordinate(study, runtime=several(study, count), rounds=3)).failures
     assert set(watch.by_version()) == {0, 1, 2}
     return watch
@@ -272,7 +272,7 @@ def test_every_step_mixes_the_means_with_samples_and_labels_of_its_batch_as_mixu
 ) -> None:
     method: Any = mixture(Mixing, mix_samples=count)
     methods = {"none": [method], "before": [Mixup(2.0), method], "after": [method, Mixup(2.0)]}[mixup]
-    found = run(recipe(*methods, local=LOCAL), ROUNDS, rounds=2)
+    found = run(run_spec(*methods, local=LOCAL), ROUNDS, rounds=2)
     assert not found.failures and max(step for _, step, *_ in method._seen) > 5
     for ctx, step, batch, inputs, targets in method._seen:
         chosen = ctx.draws["fedbr.mix"][step]
@@ -290,7 +290,7 @@ def test_every_step_mixes_the_means_with_samples_and_labels_of_its_batch_as_mixu
 
 def test_mixing_no_samples_leaves_the_means_and_uniform_targets() -> None:
     method: Any = mixture(Mixing, mix_samples=0)
-    run(recipe(method, local=LOCAL), ROUNDS, rounds=2)
+    run(run_spec(method, local=LOCAL), ROUNDS, rounds=2)
     for ctx, _, _, inputs, targets in method._seen:
         assert torch.equal(inputs, ctx.download[PSEUDO]) and targets is None
         assert "fedbr.mix" not in ctx.draws
@@ -312,7 +312,7 @@ def global_features(setting: Any) -> list[tuple[int, Tensor, Tensor, Tensor]]:
             return super()._contrast(ctx, out, pseudo, real)
 
     seen: list[tuple[int, Tensor, Tensor, Tensor]] = []
-    run(recipe(mixture(Watched, global_features=setting), local=LOCAL, model=NORMED), Synchronous(2), rounds=1)
+    run(run_spec(mixture(Watched, global_features=setting), local=LOCAL, model=NORMED), Synchronous(2), rounds=1)
     return seen
 
 
@@ -360,7 +360,7 @@ class Stepwise(FedBR):
 def test_the_max_step_raises_the_contrast_and_moves_the_projector_alone_the_min_step_all_else(pseudo: Any) -> None:
     proxy = {"proxy": PROXY} if pseudo == "mixture" else {}
     method = Stepwise(projection="code", pseudo_batch=4, samples_per_mean=3, pseudo=pseudo, **proxy)
-    study = recipe(method, local=Local(lr=0.01, weight_decay=1e-3, batch=8, epochs=5))
+    study = run_spec(method, local=Local(lr=0.01, weight_decay=1e-3, batch=8, epochs=5))
     host = Host(study)
     base, empty = host.vector.shared.clone(), host.vector.counters[:0]
     data = torch.randn(4, 1, 8, 8, generator=torch.Generator().manual_seed(0))
@@ -376,7 +376,7 @@ def test_the_max_step_raises_the_contrast_and_moves_the_projector_alone_the_min_
 
 def test_without_the_max_step_the_projector_stays_as_received_in_all_rounds() -> None:
     def theta(**settings: Any) -> tuple[Tensor, Tensor]:
-        found = run(recipe(small(**settings), local=LOCAL), rounds=3)
+        found = run(run_spec(small(**settings), local=LOCAL), rounds=3)
         start = next(entry.start for entry in found.coordinator.layout.entries if entry.network == PROJECTOR)
         trained = found.coordinator.layout.trained
         return found.coordinator.initial.shared[start:trained], found.coordinator.server.vector[start:trained]
@@ -396,7 +396,7 @@ def test_pseudo_data_are_no_part_of_the_running_statistics() -> None:
             rows.append((ctx.plan.steps, ctx.vector.counters.unique().tolist()))
 
     rows: list[tuple[int, list[int]]] = []
-    found = run(recipe(mixture(), Look(), local=LOCAL, model=NORMED), rounds=1)
+    found = run(run_spec(mixture(), Look(), local=LOCAL, model=NORMED), rounds=1)
     assert not found.failures and all(counted == [steps] for steps, counted in rows)
 
 
@@ -409,7 +409,7 @@ def test_a_batch_smaller_than_the_pseudo_batch_is_met_again_from_its_start(monke
         return original(z_p, z_g, z, *rest)
 
     monkeypatch.setattr(fedbr, "contrastive_loss", watch)
-    found = run(recipe(small(pseudo_batch=6), local=Local(lr=0.05, batch=4)), rounds=1)
+    found = run(run_spec(small(pseudo_batch=6), local=Local(lr=0.05, batch=4)), rounds=1)
     assert not found.failures and 4 in rows and len(rows) > 1
 
 
@@ -422,7 +422,7 @@ def test_a_batch_smaller_than_the_pseudo_batch_is_met_again_from_its_start(monke
     ids=str,
 )
 def test_the_projector_exists_only_where_something_is_projected(settings: dict[str, Any], adds: bool) -> None:
-    found = run(recipe(small(**settings), local=LOCAL), rounds=2)
+    found = run(run_spec(small(**settings), local=LOCAL), rounds=2)
     assert not found.failures
     assert any(name.startswith(PROJECTOR) for name in found.tensors) == adds
 
@@ -431,7 +431,7 @@ def test_the_projector_exists_only_where_something_is_projected(settings: dict[s
     ("projection", "sizes"), [("paper", [(256, 12), (256, 256), (128, 256)]), ("code", [(24, 12), (24, 24), (12, 24)])]
 )
 def test_the_projectors_widths_are_the_papers_or_the_codes(projection: Any, sizes: list[tuple[int, int]]) -> None:
-    found = run(recipe(small(projection=projection), local=LOCAL), rounds=1)
+    found = run(run_spec(small(projection=projection), local=LOCAL), rounds=1)
     assert [found.tensors[f"{PROJECTOR}.{layer}.weight"].shape for layer in (0, 2, 4)] == sizes
 
 
@@ -442,9 +442,9 @@ def test_the_default_weights_and_temperatures_are_the_papers() -> None:
 
 def test_a_pool_smaller_than_a_batch_is_refused_and_one_as_large_is_not() -> None:
     with pytest.raises(ValueError, match=r"pseudo_batch=13 is more than the pool of 6 clients x means_per_client=2"):
-        FedBR(pseudo_batch=13, means_per_client=2).check(TASK, LOCAL, {})
-    assert FedBR(pseudo_batch=12, means_per_client=2).check(TASK, LOCAL, {}) == ()
-    assert FedBR(pseudo_batch=13).check(TASK, LOCAL, {}) == ()
+        FedBR(pseudo_batch=13, means_per_client=2).check(setup(TASK, LOCAL, {}))
+    assert FedBR(pseudo_batch=12, means_per_client=2).check(setup(TASK, LOCAL, {})) == ()
+    assert FedBR(pseudo_batch=13).check(setup(TASK, LOCAL, {})) == ()
 
 
 @pytest.mark.parametrize("shape", [[1, 4, 4], [3, 8, 8]], ids=str)
@@ -453,9 +453,9 @@ def test_a_proxy_set_of_other_images_is_refused_with_the_settings_that_would_fit
     sizes = " x ".join(map(str, shape))
     match = rf"has images of {sizes} .* the data has 1 x 8 x 8: set .*proxy\.size=8 and .*proxy\.channels=1"
     with pytest.raises(ValueError, match=match):
-        mixture(proxy=proxy).check(TASK, LOCAL, {})
+        mixture(proxy=proxy).check(setup(TASK, LOCAL, {}))
     fitting = Synthetic(samples=10, test_samples=5, shape=shape, size=8, channels=1)
-    assert mixture(proxy=fitting).check(TASK, LOCAL, {}) == ()
+    assert mixture(proxy=fitting).check(setup(TASK, LOCAL, {})) == ()
 
 
 @pytest.mark.parametrize("proxy", [None, Source()], ids=["none", "a source of nothing"])

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from studies import LOCAL
+from tiny_runs import LOCAL, setup
 
 from raysim.methods.fedbss import FedBSS
 
@@ -35,7 +35,7 @@ def test_a_forward_pass_over_all_samples_is_charged_from_the_first_selecting_ver
 )
 def test_a_single_epoch_or_phase_is_warned_of(kind: Any, change: dict[str, Any], warns: str | None) -> None:
     nothing: Any = None
-    found = FedBSS(kind=kind).check(nothing, replace(LOCAL, **change), {})
+    found = FedBSS(kind=kind).check(setup(nothing, replace(LOCAL, **change), {}))
     assert len(found) == (warns is not None)
     assert warns is None or warns in found[0]
 

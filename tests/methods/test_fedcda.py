@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from studies import BUFFER, NORMED, NORMED_MLP, ROUNDS, Spy, coordinate, even, ran, recipe, run, sized, tiny
+from tiny_runs import BUFFER, NORMED, NORMED_MLP, ROUNDS, Spy, coordinate, even, ran, run, run_spec, sized, tiny
 from torch import Tensor
 
 from raysim.api.declarations import Task
@@ -277,8 +277,8 @@ def test_a_client_sends_the_mean_loss_of_its_last_epoch_or_last_tenth_of_steps(
 def test_with_one_model_each_and_every_client_in_every_round_it_is_uniform_fedavg() -> None:
     everybody = Synchronous(6)
     settings: dict[str, Any] = {"schedule": everybody, "fleet": Ideal()} | UNIFORM
-    found = run(recipe(FedCDA(memory=1, warmup_rounds=0), model=NORMED), **settings)
-    fedavg = run(recipe(model=NORMED), **settings)
+    found = run(run_spec(FedCDA(memory=1, warmup_rounds=0), model=NORMED), **settings)
+    fedavg = run(run_spec(model=NORMED), **settings)
     for name, values in found.tensors.items():  # sums in float64 there, in float32 here
         np.testing.assert_allclose(values, fedavg.tensors[name], rtol=1e-4, atol=1e-5, err_msg=name)
 
@@ -287,7 +287,7 @@ def test_with_one_model_each_and_every_client_in_every_round_it_is_uniform_fedav
 def test_a_warm_up_as_long_as_the_run_is_uniform_fedavg_bit_for_bit(group: int) -> None:
     settings: dict[str, Any] = {"fleet": Ideal(), "summation": group} | UNIFORM
     found, fedavg = (
-        run(recipe(*methods, model=NORMED), Synchronous(6), **settings) for methods in ([FedCDA(warmup_rounds=3)], [])
+        run(run_spec(*methods, model=NORMED), Synchronous(6), **settings) for methods in ([FedCDA(warmup_rounds=3)], [])
     )
     assert found.finished.model_sha256 == fedavg.finished.model_sha256
 
@@ -296,7 +296,7 @@ def test_a_warm_up_as_long_as_the_run_is_uniform_fedavg_bit_for_bit(group: int) 
 @pytest.mark.parametrize("schedule", [ROUNDS, BUFFER], ids=["rounds", "buffer"])
 def test_a_killed_run_resumes_to_the_same_bits_and_caches(schedule: Any, place: Any, tmp_path: Path) -> None:
     def study() -> Any:
-        return recipe(FedCDA(warmup_rounds=2, cache=place), model=NORMED_MLP)
+        return run_spec(FedCDA(warmup_rounds=2, cache=place), model=NORMED_MLP)
 
     straight = run(study(), schedule, rounds=8)
     killed = coordinate(study(), schedule, rounds=8, checkpoint_every=2, folder=str(tmp_path))
@@ -312,7 +312,7 @@ def test_a_killed_run_resumes_to_the_same_bits_and_caches(schedule: Any, place: 
 
 def test_a_cache_survives_a_resume_and_rounds_in_which_its_client_sits_out(tmp_path: Path) -> None:
     data = even(clients=12)
-    study = recipe(FedCDA(warmup_rounds=0), data=data)
+    study = run_spec(FedCDA(warmup_rounds=0), data=data)
     run(study, Synchronous(3), rounds=3, checkpoint_every=3, folder=str(tmp_path))
     spy = Spy(study)
     resumed = coordinate(
@@ -330,7 +330,7 @@ def test_a_cache_survives_a_resume_and_rounds_in_which_its_client_sits_out(tmp_p
 
 
 def test_the_model_is_the_mean_of_the_selected_ones_and_the_selection_is_the_best() -> None:
-    found = run(recipe(FedCDA(batches=1, warmup_rounds=1), model=NORMED_MLP), Synchronous(3), rounds=6)
+    found = run(run_spec(FedCDA(batches=1, warmup_rounds=1), model=NORMED_MLP), Synchronous(3), rounds=6)
     at = found.coordinator.server
     state, trained = at.state, found.coordinator.layout.trained
     np.testing.assert_allclose(at.vector, selected(at).double().mean(0), rtol=1e-5, atol=1e-6)
@@ -352,7 +352,7 @@ def test_the_model_is_the_mean_of_the_selected_ones_and_the_selection_is_the_bes
 
 
 def test_a_buffered_schedule_caches_what_clients_trained_from_older_versions() -> None:
-    study = recipe(FedCDA(memory=2, warmup_rounds=2))
+    study = run_spec(FedCDA(memory=2, warmup_rounds=2))
     spy = Spy(study)
     found = ran(coordinate(study, Buffered(concurrency=5, size=2), runtime=spy, rounds=9))
     published = {job.number: published for job, published in spy.sent}
@@ -373,25 +373,25 @@ def test_a_buffered_schedule_caches_what_clients_trained_from_older_versions() -
 def test_a_search_without_bound_is_refused_before_the_start_with_batches_that_would_do(schedule: Any) -> None:
     data = sized((3,) * 28)  # 27 in an aggregation, 14 in a batch: 3 ** 14 combinations
     with pytest.raises(Refused, match=r"method.fedcda.batches=2 makes 4.8e\+06 combinations .* set it to 3"):
-        coordinate(recipe(FedCDA(batches=2), data=data), schedule)
+        coordinate(run_spec(FedCDA(batches=2), data=data), schedule)
     assert 3**9 <= LIMIT < 3**14
-    coordinate(recipe(FedCDA(batches=3), data=data), schedule)
-    coordinate(recipe(FedCDA(batches=2), data=sized((3,) * 24)), Buffered(concurrency=24, size=40))
+    coordinate(run_spec(FedCDA(batches=3), data=data), schedule)
+    coordinate(run_spec(FedCDA(batches=2), data=sized((3,) * 24)), Buffered(concurrency=24, size=40))
 
 
 def test_a_search_of_exactly_the_limit_is_taken() -> None:
     data = sized((3,) * 6)
     assert LIMIT == 10**6
-    coordinate(recipe(FedCDA(memory=10, batches=1), data=data), Synchronous(6))
+    coordinate(run_spec(FedCDA(memory=10, batches=1), data=data), Synchronous(6))
     with pytest.raises(Refused, match=r"combinations of 11 models of 6 clients .* set it to 2"):
-        coordinate(recipe(FedCDA(memory=11, batches=1), data=data), Synchronous(6))
+        coordinate(run_spec(FedCDA(memory=11, batches=1), data=data), Synchronous(6))
 
 
 def test_a_cache_that_may_outgrow_its_budget_is_refused_with_what_fits() -> None:
     counts = (10,) * 4 + (0,) * 7  # clients without samples never train
     all_three = 4 * 3 * WIDTH * 4 / 2**30
     server(FedCDA(budget=all_three), counts)
-    with pytest.raises(ValueError, match=r"memory=3 .* of 4 clients, more than method.fedcda.budget.*memory=2, or"):
+    with pytest.raises(ValueError, match=r"memory=3\) of 4 clients, more than method.fedcda.budget.*memory=2, or"):
         server(FedCDA(budget=all_three * 0.99), counts)
     server(FedCDA(memory=2, budget=all_three * 0.99), counts)
     with pytest.raises(ValueError, match=r"set method.fedcda.memory=1, or"):
@@ -402,7 +402,7 @@ def test_a_cache_that_may_outgrow_its_budget_is_refused_with_what_fits() -> None
 
 def test_weights_by_samples_are_refused() -> None:
     with pytest.raises(ValueError, match="weighting=samples has no effect on method 'fedcda'"):
-        coordinate(recipe(FedCDA(), data=sized((3, 3, 3, 3))), weighting="samples")
+        coordinate(run_spec(FedCDA(), data=sized((3, 3, 3, 3))), weighting="samples")
 
 
 @pytest.mark.parametrize(
@@ -415,7 +415,7 @@ def test_settings_out_of_range_are_refused(settings: dict[str, Any], text: str) 
 
 
 def test_a_study_keeps_one_cache_for_each_client_with_samples_that_was_seen() -> None:
-    found = run(recipe(FedCDA(), data=tiny()), rounds=2)
+    found = run(run_spec(FedCDA(), data=tiny()), rounds=2)
     state = found.coordinator.server.state
     assert set(state["fedcda.clients"].tolist()) == set(found.coordinator.planner.participations)
     assert len(state["fedcda.models"]) == len(found.coordinator.planner.participations) <= 6

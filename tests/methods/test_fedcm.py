@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from studies import BUFFER, MLP, NORMED, NOTHING, ROUNDS, SEED, Ran, recipe, run, tiny
+from tiny_runs import BUFFER, MLP, NORMED, NOTHING, ROUNDS, SEED, Ran, run, run_spec, setup, tiny
 from torch import Tensor
 
 from raysim.api.context import Batch, Context
@@ -57,14 +57,14 @@ class Watch(Method):
 def after(*methods: Method, local: Local, model: Any = MLP, **settings: Any) -> tuple[Watch, Ran]:
     """What happened in a run, and its result."""
     watch = Watch()
-    return watch, run(recipe(*methods, watch, local=local, model=model), **settings)
+    return watch, run(run_spec(*methods, watch, local=local, model=model), **settings)
 
 
 # --- the first round, and full participation ----------------------------------------------------------------------
 
 
 def moved(*methods: Method, local: Local, **settings: Any) -> np.ndarray:
-    found = run(recipe(*methods, local=local), weighting="uniform", fleet=Ideal(), rounds=1, **settings)
+    found = run(run_spec(*methods, local=local), weighting="uniform", fleet=Ideal(), rounds=1, **settings)
     start = found.coordinator.initial.shared.numpy()
     difference: np.ndarray = found.coordinator.server.vector.numpy() - start
     return difference
@@ -118,7 +118,7 @@ def test_with_all_clients_and_one_step_each_it_is_heavy_ball_on_the_server(weigh
 
 def one_job(watch: Watch, local: Local) -> tuple[Tensor, Tensor]:
     """What one participation with alpha = 0.2 makes of the initial model, and the direction that it was given."""
-    host = Host(recipe(FedCM(0.2), watch, local=local))
+    host = Host(run_spec(FedCM(0.2), watch, local=local))
     direction = random(host.layout.trained)
     base, job = host.vector.shared.clone(), Job(0, 2, 0, 0, -1, 1.0)
     ctx = host.trainer.train(job, base, host.vector.counters[:0], {DIRECTION: direction}, NOTHING)
@@ -247,13 +247,13 @@ def test_with_fedbr_the_projector_has_a_direction_of_its_own() -> None:
 
 def test_fedbrs_projector_follows_its_direction_with_the_sign_of_its_movement() -> None:
     local = Local(lr=0.1, epochs=None, steps=1, batch=8)
-    host = Host(recipe(small_fedbr(), local=local))
+    host = Host(run_spec(small_fedbr(), local=local))
     start = next(entry.start for entry in host.layout.entries if entry.network == PROJECTOR)
     part = slice(start, host.layout.trained)
     pseudo = random(4 * 64).reshape(4, 1, 8, 8)
 
     def projector(direction: Tensor, alpha: float) -> Tensor:
-        mixing = Host(recipe(small_fedbr(), FedCM(alpha), local=local))
+        mixing = Host(run_spec(small_fedbr(), FedCM(alpha), local=local))
         base, job = mixing.vector.shared.clone(), Job(0, 2, 0, 0, -1, 1.0)
         download = {DIRECTION: direction, "fedbr.pseudo": pseudo}
         ctx = mixing.trainer.train(job, base, mixing.vector.counters[:0], download, NOTHING)
@@ -272,8 +272,8 @@ def test_fedbrs_projector_follows_its_direction_with_the_sign_of_its_movement() 
 def test_adam_is_refused() -> None:
     task = Task((1, 8, 8), 5, 6)
     with pytest.raises(ValueError, match=r"'fedcm' needs SGD, not local\.optimizer=adam"):
-        FedCM().check(task, Local(optimizer="adam"), {})
-    assert FedCM().check(task, replace(WHOLE, momentum=0.9), {}) == ()
+        FedCM().check(setup(task, Local(optimizer="adam"), {}))
+    assert FedCM().check(setup(task, replace(WHOLE, momentum=0.9), {})) == ()
 
 
 @pytest.mark.parametrize("alpha", [-0.1, 1.01])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from studies import NORMED_MLP, Spy, coordinate, ran, recipe, run
+from tiny_runs import NORMED_MLP, Spy, coordinate, ran, run, run_spec
 
 from raysim.api.messages import SingleUpdate
 from raysim.methods.feddyn import FedDyn, regularised_gradient, updated_drift, updated_gradient
@@ -14,7 +14,7 @@ from raysim.simulation.schedule import Synchronous
 
 def test_with_everybody_in_every_round_h_over_alpha_is_minus_the_sum_of_the_mean_drifts() -> None:
     alpha = 0.05
-    study = recipe(FedDyn(alpha), model=NORMED_MLP, dtype=torch.float64)
+    study = run_spec(FedDyn(alpha), model=NORMED_MLP, dtype=torch.float64)
     spy = Spy(study)
     found = ran(coordinate(study, Synchronous(6), runtime=spy, rounds=3))
     trained = found.coordinator.layout.trained
@@ -25,7 +25,7 @@ def test_with_everybody_in_every_round_h_over_alpha_is_minus_the_sum_of_the_mean
 
 
 def test_h_is_the_mean_over_all_clients_of_what_they_keep() -> None:
-    found = run(recipe(FedDyn(0.1), model=NORMED_MLP, dtype=torch.float64), Synchronous(2), rounds=4)
+    found = run(run_spec(FedDyn(0.1), model=NORMED_MLP, dtype=torch.float64), Synchronous(2), rounds=4)
     states = found.private
     kept = [value for name, value in states.items() if name.endswith("feddyn.gradient")]
     assert len(kept) > 2
@@ -36,14 +36,14 @@ def test_h_is_the_mean_over_all_clients_of_what_they_keep() -> None:
 def test_a_client_that_sits_out_keeps_its_gradient() -> None:
     kept = []
     for rounds in (1, 2):
-        found = run(recipe(FedDyn(0.1), model=NORMED_MLP), Synchronous(1), rounds=rounds)
+        found = run(run_spec(FedDyn(0.1), model=NORMED_MLP), Synchronous(1), rounds=rounds)
         kept.append(found.private)
     assert len(kept[1]) == 2, "the second round has another client"
     assert all(np.array_equal(kept[1][name], value) for name, value in kept[0].items())
 
 
 def test_without_regularisation_nothing_is_kept() -> None:
-    found, plain = run(recipe(FedDyn(0.0)), weighting="uniform"), run(recipe(), weighting="uniform")
+    found, plain = run(run_spec(FedDyn(0.0)), weighting="uniform"), run(run_spec(), weighting="uniform")
     assert found.bits == plain.bits
     assert not found.coordinator.server.state and not found.private
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from studies import BUFFER, LOCAL, MLP, NORMED_MLP, ROUNDS, Ran, coordinate, recipe, run, same
+from tiny_runs import BUFFER, LOCAL, MLP, NORMED_MLP, ROUNDS, Ran, coordinate, run, run_spec, same
 from torch import Tensor
 
 from raysim.api.composition import check_composition
@@ -140,7 +140,7 @@ class Watch(Method):
 
 def watched(*methods: Method, schedule: Any = EVERYBODY, rounds: int = 3, **others: Any) -> tuple[Ran, Watch]:
     watch = Watch()
-    found = run(recipe(*methods, watch, **({"model": NORMED_MLP} | others)), schedule, Ideal(), rounds=rounds)
+    found = run(run_spec(*methods, watch, **({"model": NORMED_MLP} | others)), schedule, Ideal(), rounds=rounds)
     assert not found.failures and len(watch.steps) == rounds
     return found, watch
 
@@ -214,7 +214,7 @@ def test_a_buffer_of_one_is_never_stretched() -> None:
     ("method", "schedule"), [(FedExP(), Synchronous(1)), (FedExP(1e9), ROUNDS)], ids=["one client", "large epsilon"]
 )
 def test_where_nothing_is_stretched_it_trains_fedavgs_model(method: FedExP, schedule: Any) -> None:
-    found, fedavg = (run(recipe(*methods, model=NORMED_MLP), schedule, Ideal()) for methods in ([method], []))
+    found, fedavg = (run(run_spec(*methods, model=NORMED_MLP), schedule, Ideal()) for methods in ([method], []))
     assert found.finished.model_sha256 == fedavg.finished.model_sha256
     assert same(found.tensors, fedavg.tensors)
 
@@ -231,7 +231,7 @@ def test_scored_is_the_mean_of_the_last_two_iterates_with_the_newest_buffers() -
 
 
 def test_before_the_first_step_the_model_itself_is_scored() -> None:
-    at = coordinate(recipe(FedExP())).server
+    at = coordinate(run_spec(FedExP())).server
     assert torch.equal(at.scored(), at.vector)
 
 
@@ -242,7 +242,7 @@ def test_after_the_first_round_its_model_itself_is_scored() -> None:
 
 def test_evaluation_sees_the_mean_and_clients_the_newest() -> None:
     far = FedExP(1e-9, minimum=40.0)  # two iterates that are far from each other
-    found, newest = (run(recipe(method, model=MLP), EVERYBODY, Ideal(), rounds=2) for method in (far, Last(far)))
+    found, newest = (run(run_spec(method, model=MLP), EVERYBODY, Ideal(), rounds=2) for method in (far, Last(far)))
     assert found.finished.model_sha256 == newest.finished.model_sha256
     assert found.rows[0]["loss_global"] == newest.rows[0]["loss_global"]
     assert found.rows[1]["loss_global"] != newest.rows[1]["loss_global"]
@@ -267,7 +267,7 @@ class Last(FedExP):
 def test_a_resumed_run_has_the_bits_and_the_history_of_a_straight_one(
     schedule: Any, at: int, rounds: int, tmp_path: Path
 ) -> None:
-    study = recipe(FedExP(epsilon_decay=0.9), model=NORMED_MLP)
+    study = run_spec(FedExP(epsilon_decay=0.9), model=NORMED_MLP)
     straight = run(study, schedule, rounds=rounds)
     run(study, schedule, rounds=rounds, checkpoint_every=at, folder=str(tmp_path))
     resumed = run(study, schedule, rounds=rounds, resume=str(tmp_path / "checkpoints" / f"round-{at:06d}"))

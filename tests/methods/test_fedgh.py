@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from studies import BUFFER, NORMED_MLP, ROUNDS, recipe, run
+from tiny_runs import BUFFER, NORMED_MLP, ROUNDS, run, run_spec
 from torch import Tensor, nn
 
 from raysim.api.composition import check_composition
@@ -298,14 +298,14 @@ def test_weights_count_in_the_hierarchy_where_a_run_asks_for_them() -> None:
 def test_it_composes_with_clients_methods_personal_parameters_and_a_server_optimiser(make: Any) -> None:
     for methods in ([make(), FedBN(), FedProx(0.1), Scaffold(), FedAdam()], [make(), FedExP()]):
         check_composition(methods)
-        found = run(recipe(*methods, model=NORMED_MLP), rounds=3)
+        found = run(run_spec(*methods, model=NORMED_MLP), rounds=3)
         assert not found.failures
         assert all(f"{make.name}.conflicts" in row for row in found.rows)
 
 
 @pytest.mark.parametrize("schedule", [ROUNDS, BUFFER], ids=["rounds", "buffer"])
 def test_rounds_without_a_conflict_are_fedavgs_and_others_are_not(schedule: Any) -> None:
-    found, fedavg = (run(recipe(*methods), schedule, rounds=5) for methods in ([FedGH(granularity="tensor")], []))
+    found, fedavg = (run(run_spec(*methods), schedule, rounds=5) for methods in ([FedGH(granularity="tensor")], []))
     conflicts = [row["fedgh.conflicts"] for row in found.rows]
     assert any(conflicts)
     assert found.finished.model_sha256 != fedavg.finished.model_sha256

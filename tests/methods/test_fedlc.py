@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from studies import BUFFER, LOCAL, MLP, NORMED_MLP, ROUNDS, coordinate, ran, recipe, run, same, tiny
+from tiny_runs import BUFFER, LOCAL, MLP, NORMED_MLP, ROUNDS, coordinate, ran, run, run_spec, same, tiny
 from torch import Tensor
 
 from raysim.api.composition import check_composition
@@ -205,7 +205,7 @@ def test_a_client_trains_on_the_loss_of_its_own_counts_and_others_see_raw_logits
             return out.logits.new_zeros(())
 
     methods = [Watched(0.7, denominator), *([Mixup(5.0)] if mixed else [])]
-    found = run(recipe(*methods, data=SKEWED), rounds=2)
+    found = run(run_spec(*methods, data=SKEWED), rounds=2)
     assert not found.failures and seen == {0, 1, 2, 3}
     assert all(np.isfinite(value).all() for value in found.tensors.values())
 
@@ -213,25 +213,25 @@ def test_a_client_trains_on_the_loss_of_its_own_counts_and_others_see_raw_logits
 def test_a_client_with_one_class_sends_what_it_received_and_is_counted() -> None:
     plain = Local(lr=0.5, momentum=0.9, batch=8)
     for denominator in DENOMINATORS:
-        study = recipe(FedLC(denominator=denominator), data=partitioned({0}, {1}, {2}, {3}), local=plain)  # type: ignore[arg-type]
+        study = run_spec(FedLC(denominator=denominator), data=partitioned({0}, {1}, {2}, {3}), local=plain)  # type: ignore[arg-type]
         coordinator = coordinate(study)
         before = coordinator.server.vector.clone()
         found = ran(coordinator)
         assert torch.equal(found.coordinator.server.vector, before)
         assert [row["fedlc.one_class"] for row in found.rows] == [1.0] * 3
         assert [row["train_loss"] for row in found.rows] == [0.0] * 3
-    mixed = run(recipe(FedLC(), data=partitioned({0}, {1, 2}, {3, 4}, {1, 4}), local=plain), rounds=1)
+    mixed = run(run_spec(FedLC(), data=partitioned({0}, {1, 2}, {3, 4}, {1, 4}), local=plain), rounds=1)
     assert mixed.rows[0]["fedlc.one_class"] == 0.25
 
 
 def test_without_margins_and_exclusion_it_is_fedavg_bit_for_bit() -> None:
     zero, fedavg = (
-        run(recipe(*methods, data=SKEWED, model=NORMED_MLP), fleet=Ideal())
+        run(run_spec(*methods, data=SKEWED, model=NORMED_MLP), fleet=Ideal())
         for methods in ([FedLC(0.0, count_floor=1.0)], [])
     )
     assert zero.finished.model_sha256 == fedavg.finished.model_sha256
     assert same(zero.tensors, fedavg.tensors)
-    assert run(recipe(FedLC(0.0), data=SKEWED, model=NORMED_MLP)).finished.model_sha256 != zero.finished.model_sha256
+    assert run(run_spec(FedLC(0.0), data=SKEWED, model=NORMED_MLP)).finished.model_sha256 != zero.finished.model_sha256
 
 
 def test_outputs_that_are_no_classes_have_no_margin() -> None:
@@ -241,7 +241,7 @@ def test_outputs_that_are_no_classes_have_no_margin() -> None:
             assert ctx.kept["fedlc.shifts"].shape == (10,)
             assert not ctx.kept["fedlc.shifts"][5:].any()
 
-    assert not run(recipe(Watched(), Vhl(batch=4, virtual=10))).failures
+    assert not run(run_spec(Watched(), Vhl(batch=4, virtual=10))).failures
 
 
 def others() -> list[Any]:
@@ -252,14 +252,14 @@ def others() -> list[Any]:
 @pytest.mark.parametrize("methods", others())
 @pytest.mark.parametrize("settings", [{}, {"denominator": "others"}, {"count_floor": 1.0}], ids=str)
 def test_it_trains_with_other_methods_where_clients_lack_classes(settings: Any, methods: list[Method]) -> None:
-    found = run(recipe(FedLC(**settings), *methods, data=SKEWED, model=NORMED_MLP))
-    fedavg = run(recipe(*methods, data=SKEWED, model=NORMED_MLP))
+    found = run(run_spec(FedLC(**settings), *methods, data=SKEWED, model=NORMED_MLP))
+    fedavg = run(run_spec(*methods, data=SKEWED, model=NORMED_MLP))
     assert not found.failures and found.finished.model_sha256 != fedavg.finished.model_sha256
 
 
 @pytest.mark.parametrize("schedule", [ROUNDS, BUFFER], ids=["rounds", "buffer"])
 def test_a_resumed_run_has_the_bits_and_the_history_of_a_straight_one(schedule: Any, tmp_path: Path) -> None:
-    study = recipe(FedLC(), model=MLP, local=LOCAL)
+    study = run_spec(FedLC(), model=MLP, local=LOCAL)
     straight = run(study, schedule, rounds=5)
     run(study, schedule, rounds=5, checkpoint_every=3, folder=str(tmp_path))
     resumed = run(study, schedule, rounds=5, resume=str(tmp_path / "checkpoints" / "round-000003"))

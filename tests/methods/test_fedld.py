@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from studies import BUFFER, LOCAL, NORMED_MLP, ROUNDS, recipe, run, same
+from tiny_runs import BUFFER, LOCAL, NORMED_MLP, ROUNDS, run, run_spec, same
 from torch import Tensor, nn
 
 from raysim.api.composition import check_composition
@@ -269,7 +269,7 @@ def test_the_two_parts_compose_with_each_other_and_with_the_rest_of_the_server()
     methods = [MarginControl(), PrincipalGradient(), FedBN(), FedProx(0.1), Scaffold(), FedAdam()]
     for each in (methods, [MarginControl(), PrincipalGradient(), FedExP()]):
         check_composition(each)
-        found = run(recipe(*each, model=NORMED_MLP), rounds=2)
+        found = run(run_spec(*each, model=NORMED_MLP), rounds=2)
         assert not found.failures and math.isfinite(found.rows[-1]["train_loss"] or math.nan)
 
 
@@ -280,19 +280,19 @@ def test_each_part_alone_and_both_are_four_different_runs() -> None:
         [PrincipalGradient()],
         [MarginControl(0.3), PrincipalGradient()],
     ]
-    assert len({run(recipe(*methods)).finished.model_sha256 for methods in lists}) == 4
+    assert len({run(run_spec(*methods)).finished.model_sha256 for methods in lists}) == 4
 
 
 @pytest.mark.parametrize("methods", [[MarginControl(1.0, "threshold")], [DampedMargin()]])
 def test_labels_that_mixup_made_soft_have_a_margin_too(methods: list[Method]) -> None:
-    found = run(recipe(Mixup(), *methods), rounds=2)
+    found = run(run_spec(Mixup(), *methods), rounds=2)
     assert not found.failures
-    assert found.finished.model_sha256 != run(recipe(Mixup()), rounds=2).finished.model_sha256
+    assert found.finished.model_sha256 != run(run_spec(Mixup()), rounds=2).finished.model_sha256
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_of_margin_control_makes_logits_smaller(kind: Any) -> None:
-    free, held = (run(recipe(MarginControl(lam, kind), local=LOCAL), rounds=6) for lam in (0.0, 0.5))
+    free, held = (run(run_spec(MarginControl(lam, kind), local=LOCAL), rounds=6) for lam in (0.0, 0.5))
 
     def size(found: Any) -> float:
         return float(np.linalg.norm(found.tensors["model.head.weight"]))
@@ -303,9 +303,9 @@ def test_every_kind_of_margin_control_makes_logits_smaller(kind: Any) -> None:
 @pytest.mark.parametrize("schedule", [ROUNDS, BUFFER], ids=["rounds", "buffer"])
 def test_with_one_client_at_a_time_the_server_does_what_fedavg_does(schedule: Any) -> None:
     alone = Synchronous(1)
-    found, fedavg = (run(recipe(*methods), alone, fleet=Ideal()) for methods in ([PrincipalGradient()], []))
+    found, fedavg = (run(run_spec(*methods), alone, fleet=Ideal()) for methods in ([PrincipalGradient()], []))
     assert same(found.tensors, fedavg.tensors)
-    assert not same(run(recipe(PrincipalGradient()), schedule).tensors, run(recipe(), schedule).tensors)
+    assert not same(run(run_spec(PrincipalGradient()), schedule).tensors, run(run_spec(), schedule).tensors)
 
 
 # --- configuration --------------------------------------------------------------------------------------------------

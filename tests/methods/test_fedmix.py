@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from studies import BUFFER, LOCAL, NORMED, ROUNDS, Spy, coordinate, ran, recipe, run, same, tiny
+from tiny_runs import BUFFER, LOCAL, NORMED, ROUNDS, Spy, coordinate, ran, run, run_spec, same, setup, tiny
 from torch import Tensor, nn
 
 from raysim.api.composition import check_composition
@@ -248,7 +248,7 @@ class Watched(FedMix):
 @pytest.mark.parametrize("pairs", ["each", "one"])
 def test_a_step_draws_different_pairs_of_the_pool(pairs: Any) -> None:
     method = Watched(**SMALL, pairs=pairs)
-    found = run(recipe(method), rounds=1)
+    found = run(run_spec(method), rounds=1)
     pool = found.coordinator.server.state["fedmix.inputs"]
     assert len(pool) == 6 * 4 and not found.failures
     drawn = []
@@ -266,7 +266,7 @@ def test_a_step_draws_different_pairs_of_the_pool(pairs: Any) -> None:
 
 def test_naivemix_mixes_the_inputs() -> None:
     method = Watched(**SMALL, naive=True, lam=0.25)
-    assert not run(recipe(method), rounds=1).failures
+    assert not run(run_spec(method), rounds=1).failures
     for _, pair, batch, changed in method._seen:
         torch.testing.assert_close(changed.inputs, 0.75 * batch.inputs + 0.25 * pair["inputs"])
         assert not changed.inputs.requires_grad
@@ -274,7 +274,7 @@ def test_naivemix_mixes_the_inputs() -> None:
 
 def test_fresh_pairs_are_means_of_raw_data_and_nothing_is_sent_for_them() -> None:
     method = Watched(fresh=True, samples_per_mean=1)
-    study = recipe(method)
+    study = run_spec(method)
     spy = Spy(study)
     ran(coordinate(study, runtime=spy, rounds=1))
     assert not any(spy.contributed) and not spy.kept
@@ -294,7 +294,7 @@ def test_fresh_pairs_are_means_of_raw_data_and_nothing_is_sent_for_them() -> Non
 
 
 def test_the_pool_is_sent_to_each_client_once() -> None:
-    study = recipe(FedMix(**SMALL))
+    study = run_spec(FedMix(**SMALL))
     spy = Spy(study)
     found = ran(coordinate(study, runtime=spy, rounds=5))
     pair = int(np.prod(study.task.shape)) + study.task.num_classes
@@ -309,9 +309,9 @@ def test_the_pool_is_sent_to_each_client_once() -> None:
 def test_a_batch_larger_than_the_pool_is_refused_with_the_number_that_works() -> None:
     task, local = Task((1, 8, 8), 5, clients=6), Local(batch=32)
     with pytest.raises(ValueError, match=r"local\.batch=32 .* pool of 30 .* set method\.fedmix\.means=6 \(now 5\)"):
-        FedMix(means=5).check(task, local, {})
+        FedMix(means=5).check(setup(task, local, {}))
     for fitting in (FedMix(means=6), FedMix(means=5, pairs="one"), FedMix(means=5, fresh=True), FedMix(0.0, means=1)):
-        assert not fitting.check(task, local, {})
+        assert not fitting.check(setup(task, local, {}))
 
 
 def test_clients_without_samples_leave_a_smaller_pool() -> None:
@@ -320,7 +320,7 @@ def test_clients_without_samples_leave_a_smaller_pool() -> None:
     some = CSR(train.indices[: train.offsets[2]], np.concatenate([train.offsets[:3], [train.offsets[2]] * 4]))
     data = replace(data, partition=replace(data.partition, train=some))
     with pytest.raises(TooManyFailures, match=r"pool of 6 mean pairs from 2 clients: set method\.fedmix\.means=4"):
-        run(recipe(FedMix(means=3), data=data), replace(ROUNDS, cohort=2))
+        run(run_spec(FedMix(means=3), data=data), replace(ROUNDS, cohort=2))
 
 
 # --- in a run -------------------------------------------------------------------------------------------------------
@@ -328,10 +328,10 @@ def test_clients_without_samples_leave_a_smaller_pool() -> None:
 
 @pytest.mark.parametrize("options", [{}, {"naive": True}, {"fresh": True}, {"pairs": "one"}], ids=str)
 def test_lam_zero_is_fedavg_bit_for_bit_without_extra_work(options: dict[str, Any]) -> None:
-    study = recipe(FedMix(0.0, **SMALL, **options), model=NORMED)
+    study = run_spec(FedMix(0.0, **SMALL, **options), model=NORMED)
     spy = Spy(study)
     found = ran(coordinate(study, fleet=Ideal(), runtime=spy))
-    fedavg = run(recipe(model=NORMED), fleet=Ideal())
+    fedavg = run(run_spec(model=NORMED), fleet=Ideal())
     assert found.bits == fedavg.bits and found.history == fedavg.history
     assert not any(spy.contributed) and not spy.kept
 
@@ -346,7 +346,7 @@ VARIANTS: dict[str, Any] = {
 
 
 def test_every_variant_is_a_method_of_its_own() -> None:
-    found = {name: run(recipe(FedMix(**SMALL, **options))) for name, options in VARIANTS.items()}
+    found = {name: run(run_spec(FedMix(**SMALL, **options))) for name, options in VARIANTS.items()}
     assert not any(each.failures for each in found.values())
     assert len({each.bits for each in found.values()}) == len(VARIANTS)
 
@@ -356,7 +356,7 @@ def test_every_variant_is_a_method_of_its_own() -> None:
 def test_a_resumed_run_ends_in_the_bits_of_a_straight_one(
     options: dict[str, Any], schedule: Any, tmp_path: Path
 ) -> None:
-    study = recipe(FedMix(**SMALL, **options), model=NORMED)
+    study = run_spec(FedMix(**SMALL, **options), model=NORMED)
     straight = run(study, schedule, rounds=4, checkpoint_every=2, folder=str(tmp_path))
     resumed = run(study, schedule, rounds=4, resume=str(tmp_path / "checkpoints" / "round-000002"))
     assert (resumed.bits, resumed.history) == (straight.bits, straight.history)
@@ -365,7 +365,7 @@ def test_a_resumed_run_ends_in_the_bits_of_a_straight_one(
 
 def test_every_participation_draws_pairs_of_its_own() -> None:
     method = Watched(**SMALL)
-    run(recipe(method), rounds=4)
+    run(run_spec(method), rounds=4)
     first = {(client, turn): pair["inputs"] for (client, turn, step), pair, _, _ in method._seen if step == 0}
     again = [client for client, turn in first if turn == 1]
     assert again and not any(torch.equal(first[client, 0], first[client, 1]) for client in again)
@@ -387,8 +387,8 @@ PARTNERS = {
 def test_it_combines_with_other_methods(partner: str, naive: bool) -> None:
     methods: list[Method] = [FedMix(**SMALL, naive=naive), PARTNERS[partner]()]  # type: ignore[operator]
     check_composition(methods)
-    found = run(recipe(*methods, model=NORMED), rounds=2)
-    alone = run(recipe(methods[1], model=NORMED), rounds=2)
+    found = run(run_spec(*methods, model=NORMED), rounds=2)
+    alone = run(run_spec(methods[1], model=NORMED), rounds=2)
     assert not found.failures and found.finished.model_sha256 != alone.finished.model_sha256
 
 
@@ -407,7 +407,7 @@ def test_attention_has_the_second_derivative() -> None:
     (gradient,) = torch.autograd.grad(terms["taylor"], weight)
     assert torch.isfinite(gradient).all() and gradient.abs().sum() > 0
     local = replace(LOCAL, epochs=None, steps=1, lr=1e-3)
-    found = run(recipe(FedMix(**SMALL), model=Cct7(), local=local), replace(ROUNDS, cohort=1), rounds=1)
+    found = run(run_spec(FedMix(**SMALL), model=Cct7(), local=local), replace(ROUNDS, cohort=1), rounds=1)
     assert not found.failures
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from studies import MLP, NORMED, ROUNDS, recipe, run
+from tiny_runs import MLP, NORMED, ROUNDS, run, run_spec
 from torch import Tensor, nn
 
 from raysim.api.context import Batch, Context, Outputs
@@ -52,7 +52,7 @@ def test_the_teacher_is_the_received_model_in_eval_mode_for_the_whole_job(model:
             apart.append((ctx.step, (out.logits - logits).abs().max().item()))
             return term
 
-    found = run(recipe(Watched(0.7, 2.0), model=model, local=LOCAL), ROUNDS, rounds=2)
+    found = run(run_spec(Watched(0.7, 2.0), model=model, local=LOCAL), ROUNDS, rounds=2)
     assert not found.failures
     assert max(step for step, _ in apart) > 5
     assert min(distance for step, distance in apart if step > 2) > 1e-3, "by then the student is another"
@@ -77,14 +77,14 @@ def test_a_mixed_batch_is_distilled_for_either_label_in_the_proportion_of_the_mi
                 shares.append(abs(own - partner).item() / term.item())
             return term
 
-    found = run(recipe(Mixup(2.0), Watched(0.7, 2.0), local=LOCAL), ROUNDS, rounds=2)
+    found = run(run_spec(Mixup(2.0), Watched(0.7, 2.0), local=LOCAL), ROUNDS, rounds=2)
     assert not found.failures
     assert max(shares) > 0.1, "or the labels would not matter"
 
 
 def shared(method: Method | None, steps: int) -> np.ndarray:
     local = Local(lr=0.5, epochs=None, steps=steps, batch=8)
-    found = run(recipe(*([method] if method else []), local=local), ROUNDS, Ideal(), rounds=2)
+    found = run(run_spec(*([method] if method else []), local=local), ROUNDS, Ideal(), rounds=2)
     vector: np.ndarray = found.coordinator.server.vector.numpy()
     return vector
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from studies import MLP, NORMED_MLP, SEED, Ran, Spy, coordinate, ran, recipe, run, tiny
+from tiny_runs import MLP, NORMED_MLP, SEED, Ran, Spy, coordinate, ran, run, run_spec, setup, tiny
 from torch import Tensor, nn
 
 from raysim.api.composition import check_composition
@@ -381,7 +381,7 @@ def test_the_head_has_its_passes_and_never_the_extractors_share(
 def test_each_phase_leaves_the_other_part_alone_to_the_bit(first: bool, epochs: int, others: list[Method]) -> None:
     watch, method = Watch(), FedPAC(head_epochs=epochs)
     methods = [method, *others] if first else [*others, method]
-    found = run(recipe(*methods, watch, model=NORMED_MLP, local=TWO), rounds=3)
+    found = run(run_spec(*methods, watch, model=NORMED_MLP, local=TWO), rounds=3)
     assert not found.failures and watch.modes == {True}
     for job, ctx in enumerate(watch.jobs):
         assert ctx.plan is not None
@@ -394,7 +394,7 @@ def test_each_phase_leaves_the_other_part_alone_to_the_bit(first: bool, epochs: 
 @pytest.mark.parametrize("lam", [0.0, 0.7])
 def test_a_job_is_a_phase_of_each_of_two_optimisers(lam: float) -> None:
     watch = Watch()
-    study = recipe(FedPAC(lam, head_lr_factor=5.0), watch, model=NORMED_MLP, local=TWO)
+    study = run_spec(FedPAC(lam, head_lr_factor=5.0), watch, model=NORMED_MLP, local=TWO)
     ctx = train(Host(study), client=3, download=prototypes())
     model: Any = build_networks(study)[0]["model"]
     inputs, labels = next(ctx.data())
@@ -422,7 +422,7 @@ def test_a_job_is_a_phase_of_each_of_two_optimisers(lam: float) -> None:
 
 
 def test_statistics_are_of_the_received_and_class_means_of_the_trained_extractor() -> None:
-    study = recipe(FedPAC(), model=NORMED_MLP, local=TWO)
+    study = run_spec(FedPAC(), model=NORMED_MLP, local=TWO)
     ctx = train(Host(study), client=2)
     assert set(ctx.upload) == UPLOADS
     initial: Any = build_networks(study)[0]["model"].eval()
@@ -441,7 +441,7 @@ def test_statistics_are_of_the_received_and_class_means_of_the_trained_extractor
 
 def test_a_job_starts_from_the_head_that_the_server_sends_and_sends_its_own() -> None:
     watch = Watch()
-    study = recipe(FedPAC(), watch, model=MLP, local=TWO)
+    study = run_spec(FedPAC(), watch, model=MLP, local=TWO)
     host = Host(study)
     sent = random(5 * 12 + 5).float()
     stale: PrivateState[Tensor] = PrivateState(torch.zeros(65), torch.zeros(0, dtype=torch.int64), {})
@@ -475,7 +475,7 @@ def test_the_alignment_of_mixed_samples_is_the_mean_over_both_labels() -> None:
 
 def test_in_the_first_round_there_is_nothing_to_align_with() -> None:
     one, other, later, unaligned = (
-        run(recipe(FedPAC(lam), local=TWO), fleet=Ideal(), rounds=rounds).finished.model_sha256
+        run(run_spec(FedPAC(lam), local=TWO), fleet=Ideal(), rounds=rounds).finished.model_sha256
         for lam, rounds in ((1.0, 1), (0.0, 1), (1.0, 2), (0.0, 2))
     )
     assert one == other and later != unaligned
@@ -514,7 +514,7 @@ def test_without_alignment_and_mixing_it_alternates_between_a_personal_head_and_
 
     def finished(method: Method) -> tuple[Ran, dict[int, Tensor]]:
         watch = Watch()
-        found = run(recipe(method, watch, model=model, local=TWO), schedule, Ideal(), rounds=6)
+        found = run(run_spec(method, watch, model=model, local=TWO), schedule, Ideal(), rounds=6)
         ended = [copy.deepcopy(seen[-1]["head.weight"]) for seen in watch.seen]
         return found, {ctx.client: head for ctx, head in zip(watch.jobs, ended, strict=True)}
 
@@ -554,7 +554,7 @@ class Recorded(FedPAC):
 
 def test_participants_get_mixtures_of_what_they_sent_and_others_keep_their_heads() -> None:
     method = Recorded()
-    found = run(recipe(method, local=TWO), Synchronous(3), rounds=6)
+    found = run(run_spec(method, local=TWO), Synchronous(3), rounds=6)
     mixed = sat_out = 0
     for updates, before, after, rows in method._rounds:
         sent = {name: torch.from_numpy(np.stack([update.extras[name] for update in updates])) for name in UPLOADS}
@@ -577,7 +577,7 @@ def test_participants_get_mixtures_of_what_they_sent_and_others_keep_their_heads
 
 
 def test_a_client_that_is_twice_in_a_buffer_counts_once_with_its_last_update() -> None:
-    study = recipe(FedPAC(), local=TWO)
+    study = run_spec(FedPAC(), local=TWO)
     host, method = Host(study), FedPAC()
     server = coordinate(study).server
     updates = []
@@ -596,7 +596,7 @@ def test_a_client_that_is_twice_in_a_buffer_counts_once_with_its_last_update() -
 
 
 def test_a_clients_own_model_has_its_mixture_or_the_initial_head() -> None:
-    study = recipe(FedPAC(), local=TWO)
+    study = run_spec(FedPAC(), local=TWO)
     host = Host(study)
     before, head = host.vector.data.clone(), random(65).float()
     for extras in ({}, {"fedpac.head": head}):
@@ -607,7 +607,7 @@ def test_a_clients_own_model_has_its_mixture_or_the_initial_head() -> None:
 
 def test_own_models_are_scored_with_the_mixtures_that_the_next_job_starts_from() -> None:
     method = Recorded()
-    study = recipe(method, local=TWO)
+    study = run_spec(method, local=TWO)
     found = run(study, Synchronous(3), rounds=3)
     server, tests = found.coordinator.server, tiny().partition.test
     host, hits = Host(study), []
@@ -636,7 +636,7 @@ def sorted_data() -> FederatedData:
 
 
 def test_classes_that_no_participant_holds_have_no_prototype_and_stop_nobody() -> None:
-    study = recipe(FedPAC(), local=TWO, data=sorted_data())
+    study = run_spec(FedPAC(), local=TWO, data=sorted_data())
     spy = Spy(study)
     found = ran(coordinate(study, Synchronous(1), Ideal(), spy, rounds=8))
     assert not found.failures and all(np.isfinite(row["train_loss"]) for row in found.rows)  # type: ignore[arg-type]
@@ -654,7 +654,7 @@ def test_classes_that_no_participant_holds_have_no_prototype_and_stop_nobody() -
 
 
 def test_what_it_costs() -> None:
-    server = coordinate(recipe(FedPAC(), local=TWO)).server
+    server = coordinate(run_spec(FedPAC(), local=TWO)).server
     cost = FedPAC().cost(server, 30, 90, 0)
     assert cost.up == 65 + 2 * 5 * 12 + 5 + 1
     assert cost.samples == pytest.approx(2 * 30 / 3 - 30 * 2 / 3), (
@@ -668,10 +668,10 @@ def test_what_it_costs() -> None:
 @pytest.mark.parametrize("head", [nn.Sequential(nn.Linear(12, 5)), nn.Conv2d(1, 5, 1)], ids=["sequence", "conv"])
 def test_a_head_that_is_not_linear_is_refused(head: nn.Module) -> None:
     model = MLP.build((1, 8, 8), 5, 0)
-    assert FedPAC().check(TASK, TWO, {"model": model}) == ()
+    assert FedPAC().check(setup(TASK, TWO, {"model": model})) == ()
     model.head = head  # type: ignore[assignment]
     with pytest.raises(ValueError, match=f"needs a model of an extractor and a linear head.*{type(head).__name__}"):
-        FedPAC().check(TASK, TWO, {"model": model})
+        FedPAC().check(setup(TASK, TWO, {"model": model}))
 
 
 @pytest.mark.parametrize("key", ["epochs", "steps"])
@@ -680,8 +680,8 @@ def test_a_budget_that_the_head_uses_up_is_refused(key: str) -> None:
     for budget in (1, 2):
         local = Local(**({"epochs": None, key: budget}))  # type: ignore[arg-type]
         with pytest.raises(ValueError, match=rf"local\.{key}={budget} .* set local\.{key}=3 or more"):
-            FedPAC(head_epochs=2).check(TASK, local, networks)
-    assert FedPAC(head_epochs=2).check(TASK, Local(**({"epochs": None, key: 3})), networks) == ()  # type: ignore[arg-type]
+            FedPAC(head_epochs=2).check(setup(TASK, local, networks))
+    assert FedPAC(head_epochs=2).check(setup(TASK, Local(**({"epochs": None, key: 3})), networks)) == ()  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from studies import LOCAL, NORMED_MLP, recipe, run
+from tiny_runs import LOCAL, NORMED_MLP, run, run_spec, setup
 from torch import Tensor
 
 from raysim.api.context import Context
@@ -36,7 +36,7 @@ class Watching(Method):
 
 def test_head_steps_come_first_and_neither_weight_decay_nor_momentum_moves_what_is_fixed() -> None:
     watching = Watching()
-    run(recipe(FedRep(head_epochs=2), watching, model=NORMED_MLP, local=HEAVY), Synchronous(1), rounds=1)
+    run(run_spec(FedRep(head_epochs=2), watching, model=NORMED_MLP, local=HEAVY), Synchronous(1), rounds=1)
     seen = watching.seen
     cut = head_steps(len(seen), 2, 1)
     assert 1 < cut < len(seen) - 1
@@ -49,7 +49,7 @@ def test_head_steps_come_first_and_neither_weight_decay_nor_momentum_moves_what_
 
 def test_in_mode_joint_both_parts_move_together() -> None:
     watching = Watching()
-    run(recipe(FedRep("joint"), watching, model=NORMED_MLP, local=HEAVY), Synchronous(1), rounds=1)
+    run(run_spec(FedRep("joint"), watching, model=NORMED_MLP, local=HEAVY), Synchronous(1), rounds=1)
     first, second = watching.seen[:2]
     assert all(not torch.equal(first[f"{part}.weight"], second[f"{part}.weight"]) for part in ("head", "extractor.1"))
 
@@ -70,8 +70,8 @@ def test_the_paper_spends_ten_epochs_on_the_head_and_one_on_the_extractor() -> N
 def test_a_budget_that_is_not_the_sum_of_both_phases_is_refused(local: Any, message: str) -> None:
     nothing: Any = SimpleNamespace()
     with pytest.raises(ValueError, match=message):
-        FedRep().check(nothing, local, {})
-    assert FedRep("joint").check(nothing, local, {}) == ()
+        FedRep().check(setup(nothing, local, {}))
+    assert FedRep("joint").check(setup(nothing, local, {})) == ()
 
 
 def test_an_unknown_mode_is_refused() -> None:

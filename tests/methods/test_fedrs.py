@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from studies import BUFFER, LOCAL, NORMED_MLP, ROUNDS, Bare, recipe, run, same, tiny
+from tiny_runs import BUFFER, LOCAL, NORMED_MLP, ROUNDS, Bare, run, run_spec, same, tiny
 from torch import Tensor
 
 from raysim.api.composition import check_composition
@@ -120,7 +120,7 @@ def test_several_clients_at_once_give_what_a_loop_gives(kind: str) -> None:
 
 
 def test_the_head_loses_its_bias_and_keeps_its_first_weights() -> None:
-    (with_bias, _), (without, layout) = (build_networks(recipe(*m, model=NORMED_MLP)) for m in ([], [FedRS()]))
+    (with_bias, _), (without, layout) = (build_networks(run_spec(*m, model=NORMED_MLP)) for m in ([], [FedRS()]))
     before, after = with_bias["model"].state_dict(), without["model"].state_dict()
     assert set(before) - set(after) == {"head.bias"}
     assert all(torch.equal(value, before[key]) for key, value in after.items())
@@ -129,7 +129,7 @@ def test_the_head_loses_its_bias_and_keeps_its_first_weights() -> None:
 
 def test_at_alpha_one_it_is_fedavg_on_the_model_without_that_bias() -> None:
     one, fedavg, half = (
-        run(recipe(*methods, model=model, data=skewed()), fleet=Ideal())
+        run(run_spec(*methods, model=model, data=skewed()), fleet=Ideal())
         for methods, model in (([FedRS(1.0)], NORMED_MLP), ([], Bare()), ([FedRS()], NORMED_MLP))
     )
     assert one.finished.model_sha256 == fedavg.finished.model_sha256 != half.finished.model_sha256
@@ -164,7 +164,7 @@ def test_a_client_trains_on_the_logits_scaled_by_its_own_counts(kind: Any, mixed
             seen.add(ctx.client)
             return scaled
 
-    found = run(recipe(Watched(0.3, kind), *([Mixup(5.0)] if mixed else []), data=skewed()), rounds=2)
+    found = run(run_spec(Watched(0.3, kind), *([Mixup(5.0)] if mixed else []), data=skewed()), rounds=2)
     assert not found.failures and seen == {0, 1, 2, 3}
 
 
@@ -176,8 +176,8 @@ def others() -> list[Any]:
 @pytest.mark.parametrize("methods", others())
 @pytest.mark.parametrize("settings", [{}, {"kind": "relative"}, {"alpha": 0.0}], ids=str)
 def test_it_trains_with_other_methods_where_clients_lack_classes(settings: Any, methods: list[Method]) -> None:
-    found = run(recipe(FedRS(**settings), *methods, data=skewed(), model=NORMED_MLP))
-    fedavg = run(recipe(*methods, data=skewed(), model=Bare()))
+    found = run(run_spec(FedRS(**settings), *methods, data=skewed(), model=NORMED_MLP))
+    fedavg = run(run_spec(*methods, data=skewed(), model=Bare()))
     assert not found.failures and found.finished.model_sha256 != fedavg.finished.model_sha256
 
 
@@ -189,7 +189,7 @@ def test_outputs_that_are_no_classes_keep_their_logits() -> None:
 
 @pytest.mark.parametrize("schedule", [ROUNDS, BUFFER], ids=["rounds", "buffer"])
 def test_a_resumed_run_has_the_bits_and_the_history_of_a_straight_one(schedule: Any, tmp_path: Path) -> None:
-    study = recipe(FedRS(), local=LOCAL, data=skewed())
+    study = run_spec(FedRS(), local=LOCAL, data=skewed())
     schedule = replace(schedule, **({"concurrency": 3} if schedule is BUFFER else {}))
     straight = run(study, schedule, rounds=5)
     run(study, schedule, rounds=5, checkpoint_every=3, folder=str(tmp_path))

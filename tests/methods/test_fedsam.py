@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from studies import NORMED, NORMED_MLP, recipe, run
+from tiny_runs import NORMED, NORMED_MLP, run, run_spec
 from torch import Tensor, nn
 
 from raysim.api.composition import overrides
@@ -74,7 +74,7 @@ def test_the_shift_is_rho_long_over_all_coordinates_together() -> None:
 
 def test_without_a_distance_there_is_no_second_pass() -> None:
     assert not overrides(FedSAM(0.0), "perturb") and not overrides(FedSAM(0.0), "cost")
-    assert run(recipe(FedSAM(0.0), model=NORMED)).bits == run(recipe(model=NORMED)).bits
+    assert run(run_spec(FedSAM(0.0), model=NORMED)).bits == run(run_spec(model=NORMED)).bits
 
 
 def test_a_job_costs_twice_as_many_samples() -> None:
@@ -82,11 +82,11 @@ def test_a_job_costs_twice_as_many_samples() -> None:
 
 
 def test_beside_fedbn_personal_layers_take_part_in_the_shift_and_come_back_from_it() -> None:
-    tiny_shift, none = (run(recipe(FedBN(), FedSAM(rho), model=NORMED_MLP)) for rho in (1e-6, 0.0))
+    tiny_shift, none = (run(run_spec(FedBN(), FedSAM(rho), model=NORMED_MLP)) for rho in (1e-6, 0.0))
     for name, value in tiny_shift.private.items():
         reference = none.private[name]
         assert torch.allclose(torch.from_numpy(value).double(), torch.from_numpy(reference).double(), atol=1e-4), name
-    far = run(recipe(FedBN(), FedSAM(0.5), model=NORMED_MLP))
+    far = run(run_spec(FedBN(), FedSAM(0.5), model=NORMED_MLP))
     assert far.bits[1] != none.bits[1]
 
 

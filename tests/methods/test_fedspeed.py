@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from studies import NORMED_MLP, Spy, coordinate, ran, recipe
+from tiny_runs import NORMED_MLP, Spy, coordinate, ran, run_spec
 
 from raysim.api.composition import overrides
 from raysim.api.messages import SingleUpdate
@@ -17,7 +17,7 @@ from raysim.simulation.schedule import Synchronous
 
 def first_round(*methods: Method) -> dict[int, np.ndarray]:
     """Each participant's change of the parameters in round 0."""
-    study = recipe(*methods, model=NORMED_MLP)
+    study = run_spec(*methods, model=NORMED_MLP)
     spy = Spy(study)
     trained = ran(coordinate(study, Synchronous(6), runtime=spy, rounds=1)).coordinator.layout.trained
     assert all(job.weight == 1 for job, _ in spy.sent)

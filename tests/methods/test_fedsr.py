@@ -8,7 +8,7 @@ from typing import Any, cast
 import pytest
 import torch
 import torch.nn.functional as F
-from studies import BUFFER, LOCAL, MLP, NORMED_MLP, ROUNDS, Spy, coordinate, ran, recipe, run, several
+from tiny_runs import BUFFER, LOCAL, MLP, NORMED_MLP, ROUNDS, Spy, coordinate, ran, run, run_spec, several
 from torch import Tensor, nn
 from torch.distributions import Normal, kl_divergence
 
@@ -108,7 +108,7 @@ def test_scoring_draws_nothing_and_does_not_depend_on_the_batch() -> None:
 
 
 def test_every_process_makes_the_same_network_with_the_same_noise_which_does_not_travel() -> None:
-    study = recipe(FedSR(width=7))
+    study = run_spec(FedSR(width=7))
     (one, layout), (two, _) = build_networks(study), build_networks(study)
     models = [cast(Gaussian, networks["model"]) for networks in (one, two)]
     assert torch.equal(models[0].noise, models[1].noise)
@@ -163,27 +163,27 @@ class Mapped(Method):
 
 
 def test_without_weights_and_deviations_it_is_fedavg_on_the_same_network_bit_for_bit() -> None:
-    sure, fedavg = (run(recipe(method)) for method in (Sure(0.0, 0.0), Mapped()))
+    sure, fedavg = (run(run_spec(method)) for method in (Sure(0.0, 0.0), Mapped()))
     assert sure.finished.model_sha256 == fedavg.finished.model_sha256
     assert [row["train_loss"] for row in sure.rows] == [row["train_loss"] for row in fedavg.rows]
-    assert sure.finished.model_sha256 != run(recipe(FedSR(0.0, 0.0))).finished.model_sha256
+    assert sure.finished.model_sha256 != run(run_spec(FedSR(0.0, 0.0))).finished.model_sha256
 
 
 @pytest.mark.parametrize("change", [{"alpha_l2r": 0.1}, {"alpha_cmi": 0.1}, {"width": 5}])
 def test_every_setting_has_a_part_in_training(change: dict[str, Any]) -> None:
-    found, usual = (run(recipe(FedSR(**settings)), rounds=2) for settings in (change, {}))
+    found, usual = (run(run_spec(FedSR(**settings)), rounds=2) for settings in (change, {}))
     assert found.finished.model_sha256 != usual.finished.model_sha256
 
 
 def test_the_number_of_samples_changes_scores_alone() -> None:
-    few, many = (run(recipe(FedSR(samples=count, share_reference=True))) for count in (1, 20))
+    few, many = (run(run_spec(FedSR(samples=count, share_reference=True))) for count in (1, 20))
     assert few.finished.model_sha256 == many.finished.model_sha256
     assert [row["loss_global"] for row in few.rows] != [row["loss_global"] for row in many.rows]
 
 
 def test_a_larger_norm_penalty_gives_shorter_representations() -> None:
     def length(alpha: float) -> float:
-        study = recipe(FedSR(alpha, 0.0), local=LOCAL)
+        study = run_spec(FedSR(alpha, 0.0), local=LOCAL)
         found = run(study, rounds=6)
         model = cast(Gaussian, build_networks(study)[0]["model"]).eval()
         model.load_state_dict({name.removeprefix("model."): torch.from_numpy(v) for name, v in found.tensors.items()})
@@ -201,7 +201,7 @@ def references(study: Any) -> list[Tensor]:
 
 
 def test_references_are_trained_on_the_client_and_stay_there() -> None:
-    found = references(recipe(FedSR(alpha_cmi=0.1)))
+    found = references(run_spec(FedSR(alpha_cmi=0.1)))
     size = 2 * 5 * 12 + 1
     initial = torch.cat([torch.zeros(60), torch.ones(61)])
     assert all(each.shape == (size,) and (each != initial).any() for each in found)
@@ -210,7 +210,7 @@ def test_references_are_trained_on_the_client_and_stay_there() -> None:
 
 
 def test_shared_references_travel_with_the_model_and_leave_one_model_for_all() -> None:
-    own, shared = (run(recipe(FedSR(share_reference=share)), rounds=2) for share in (False, True))
+    own, shared = (run(run_spec(FedSR(share_reference=share)), rounds=2) for share in (False, True))
     layouts = own.coordinator.layout, shared.coordinator.layout
     assert layouts[0].personal == 2 * 5 * 12 + 1 and layouts[1].personal == 0
     assert layouts[1].shared == layouts[0].shared + 2 * 5 * 12 + 1
@@ -219,7 +219,7 @@ def test_shared_references_travel_with_the_model_and_leave_one_model_for_all() -
 
 
 def test_fedl2r_is_deterministic_has_no_reference_and_leaves_the_stages_to_others() -> None:
-    study = recipe(FedSR(probabilistic=False))
+    study = run_spec(FedSR(probabilistic=False))
     networks, layout = build_networks(study)
     assert list(networks) == ["model"] and layout.personal == 0 and not is_stochastic(networks["model"])
     assert not isinstance(networks["model"], Gaussian)
@@ -227,19 +227,19 @@ def test_fedl2r_is_deterministic_has_no_reference_and_leaves_the_stages_to_other
     for other in others:
         for method in (FedSR(probabilistic=False), FedSR(alpha_cmi=0.0)):
             check_composition([method, other])
-            assert not run(recipe(method, other), rounds=2).failures
+            assert not run(run_spec(method, other), rounds=2).failures
         with pytest.raises(ValueError, match="both decide the stages"):
             check_composition([FedSR(), other])
 
 
 @pytest.mark.parametrize("schedule", [ROUNDS, BUFFER], ids=["rounds", "buffer"])
 def test_it_composes_with_soft_labels_batch_norm_and_a_server_optimiser(schedule: Any) -> None:
-    found = run(recipe(FedSR(), Mixup(), FedBN(), FedAdam(), model=NORMED_MLP), schedule, rounds=3)
+    found = run(run_spec(FedSR(), Mixup(), FedBN(), FedAdam(), model=NORMED_MLP), schedule, rounds=3)
     assert not found.failures and math.isfinite(found.rows[-1]["train_loss"] or math.nan)
 
 
 def test_noise_is_of_the_job_and_of_no_host() -> None:
-    study = recipe(FedSR())
+    study = run_spec(FedSR())
     asked = {"rounds": 4, "evaluate": Evaluation(finetune=Finetune(epochs=1))}
     one, two = (ran(coordinate(study, runtime=runtime, **asked)) for runtime in (several(study, 1), several(study, 2)))
     assert (one.bits, one.history) == (two.bits, two.history)

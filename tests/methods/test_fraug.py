@@ -14,7 +14,23 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from studies import BUFFER, LOCAL, MLP, NORMED, NORMED_MLP, ROUNDS, Bare, Spy, coordinate, ran, recipe, run, same, tiny
+from tiny_runs import (
+    BUFFER,
+    LOCAL,
+    MLP,
+    NORMED,
+    NORMED_MLP,
+    ROUNDS,
+    Bare,
+    Spy,
+    coordinate,
+    ran,
+    run,
+    run_spec,
+    same,
+    setup,
+    tiny,
+)
 from torch import Tensor, nn
 
 from raysim.api.context import Batch, Context, Outputs
@@ -309,7 +325,7 @@ def test_iterations_are_the_three_steps_of_the_specification(
         rtnet_lam=1.3,
     )
     watch = Watch()
-    study = recipe(method, watch, model=model, local=local)
+    study = run_spec(method, watch, model=model, local=local)
     ctx = train(study, version=4)
     reference = ByHand(study, method)
     assert ctx.plan is not None and len(watch.batches) == ctx.plan.steps > 3
@@ -362,7 +378,7 @@ class Stages(FRAug):
 @pytest.mark.parametrize("metric", ["mmd", "mse"])
 def test_a_step_changes_its_own_network_and_nothing_else_to_the_bit(metric: Any, model: Any) -> None:
     method = Stages(rounds=4, noise_dim=6, generator_metric=metric, rtnet_metric=metric)
-    found = run(recipe(method, model=model), ROUNDS, rounds=3)
+    found = run(run_spec(method, model=model), ROUNDS, rounds=3)
     layout = found.coordinator.layout
     names = [entry.name for entry in (*layout.entries, *layout.counters)]
     own = {
@@ -379,7 +395,7 @@ def test_a_step_changes_its_own_network_and_nothing_else_to_the_bit(metric: Any,
 
 def test_only_the_network_of_the_step_is_in_train_mode() -> None:
     method = Stages(rounds=4, noise_dim=6)
-    run(recipe(method, model=NORMED), ROUNDS, rounds=2)
+    run(run_spec(method, model=NORMED), ROUNDS, rounds=2)
     trained = {"classifier": "model", "generator": GENERATOR, "rtnet": RTNET}
     for stage, modes in method._modes:
         if stage != "end":
@@ -408,7 +424,7 @@ class Gradients(FRAug):
 @pytest.mark.parametrize("beta", [0.25, 1.0])
 def test_the_extractors_gradient_is_the_real_samples_alone_and_zero_without_a_share_of_theirs(beta: float) -> None:
     method = Gradients(rounds=4, noise_dim=6, gamma=0.0, weight=beta)  # without a rate the ramp is at its end
-    run(recipe(method, model=NORMED), ROUNDS, rounds=2)
+    run(run_spec(method, model=NORMED), ROUNDS, rounds=2)
     assert len(method._found) > 8
     for found, real in method._found:
         for name, grad in found.items():
@@ -445,15 +461,15 @@ def test_at_weight_zero_the_classifier_is_fedbns_bit_for_bit(
     )  # buffers alone tell kept optimisers from fresh ones
     method = small(weight=0.0, residual=residual, keep_optimizer=keep)
     study = {"model": model, "local": local}
-    found = run(recipe(method, **study), schedule, Ideal(), rounds=4)
-    fedbn = run(recipe(FedBN(), **study), schedule, Ideal(), rounds=4)
+    found = run(run_spec(method, **study), schedule, Ideal(), rounds=4)
+    fedbn = run(run_spec(FedBN(), **study), schedule, Ideal(), rounds=4)
     (shared, own), (wanted, wanted_own) = of_model(found), of_model(fedbn)
     assert len(own) > 10 and same(shared, wanted) and same(own, wanted_own)
     trained = [name for name in found.tensors if name.startswith(GENERATOR)]
     start = found.coordinator.initial
     first = start.named(start.shared, start.counters)
     assert trained and any(not np.array_equal(found.tensors[name], first[name].numpy()) for name in trained)
-    weighed = run(recipe(small(keep_optimizer=keep), **study), schedule, Ideal(), rounds=4)
+    weighed = run(run_spec(small(keep_optimizer=keep), **study), schedule, Ideal(), rounds=4)
     assert not same(of_model(weighed)[0], wanted)
 
 
@@ -461,7 +477,7 @@ def test_at_weight_zero_the_classifier_is_fedbns_bit_for_bit(
 def test_fedbn_beside_it_changes_nothing(order: int) -> None:
     methods: list[Method] = [small()]
     methods.insert(order, FedBN())
-    alone, both = run(recipe(small(), model=NORMED)), run(recipe(*methods, model=NORMED))
+    alone, both = run(run_spec(small(), model=NORMED)), run(run_spec(*methods, model=NORMED))
     assert both.bits == alone.bits
 
 
@@ -472,7 +488,7 @@ def test_fedbn_beside_it_changes_nothing(order: int) -> None:
 @pytest.mark.parametrize("norm", ["shared", "local"])
 def test_batchnorm_rtnet_and_prototypes_are_in_no_message(norm: Any, schedule: Any) -> None:
     watch = Watch()
-    study = recipe(small(generator_norm=norm), watch, model=NORMED)
+    study = run_spec(small(generator_norm=norm), watch, model=NORMED)
     spy = Spy(study)
     found = ran(coordinate(study, schedule, runtime=spy, rounds=4))
     layout = found.coordinator.layout
@@ -497,7 +513,7 @@ def test_batchnorm_rtnet_and_prototypes_are_in_no_message(norm: Any, schedule: A
 @pytest.mark.parametrize("norm", ["shared", "local"])
 def test_down_and_up_go_the_classifier_without_batchnorm_and_the_generator(norm: Any) -> None:
     features, noise, classes = 12, 6, 5
-    found = run(recipe(small(generator_norm=norm), model=NORMED_MLP), ROUNDS, rounds=1)
+    found = run(run_spec(small(generator_norm=norm), model=NORMED_MLP), ROUNDS, rounds=1)
     classifier = 64 * features + features + features * classes + classes
     generator = features * (noise + classes + features) + 2 * features
     generator += 8 * features if norm == "shared" else 0  # four vectors of two layers
@@ -508,7 +524,7 @@ def test_down_and_up_go_the_classifier_without_batchnorm_and_the_generator(norm:
 @pytest.mark.parametrize("norm", ["shared", "local"])
 def test_after_a_broadcast_all_clients_have_the_same_generator_and_an_rtnet_of_their_own(norm: Any) -> None:
     watch = Watch()
-    found = run(recipe(small(generator_norm=norm), watch, model=NORMED), Synchronous(6), rounds=3)
+    found = run(run_spec(small(generator_norm=norm), watch, model=NORMED), Synchronous(6), rounds=3)
     layout = found.coordinator.layout
     for version in range(3):
         starts = [start for ctx, (_, start) in zip(watch.jobs, watch.before, strict=True) if ctx.version == version]
@@ -529,7 +545,7 @@ def test_after_a_broadcast_all_clients_have_the_same_generator_and_an_rtnet_of_t
 @pytest.mark.parametrize("keep", [False, True], ids=["fresh optimisers", "kept optimisers"])
 def test_a_client_comes_back_with_what_it_left_with_however_long_it_was_away(keep: bool) -> None:
     watch = Watch()
-    found = run(recipe(small(rounds=8, keep_optimizer=keep), watch, model=NORMED_MLP), Synchronous(2), rounds=8)
+    found = run(run_spec(small(rounds=8, keep_optimizer=keep), watch, model=NORMED_MLP), Synchronous(2), rounds=8)
     shared = found.coordinator.layout.shared
     last: dict[int, tuple[int, dict[str, Tensor], Tensor]] = {}
     pauses = []
@@ -562,7 +578,7 @@ def test_kept_optimisers_go_on_counting_and_fresh_ones_begin_anew() -> None:
     for keep in (True, False):
         total: dict[int, int] = {}
         seen: list[tuple[int, int, dict[str, int]]] = []
-        run(recipe(small(keep_optimizer=keep), Count(), model=NORMED_MLP), ROUNDS, rounds=3)
+        run(run_spec(small(keep_optimizer=keep), Count(), model=NORMED_MLP), ROUNDS, rounds=3)
         assert any(own < all_of_them for own, all_of_them, _ in seen)
         for own, all_of_them, steps in seen:
             assert set(steps.values()) == {all_of_them if keep else own}
@@ -583,7 +599,7 @@ def test_classes_that_are_not_in_a_batch_keep_their_prototypes_through_a_run() -
             return loss
 
     counted: list[int] = []
-    run(recipe(Look(4, noise_dim=6), model=NORMED_MLP), ROUNDS, rounds=4)
+    run(run_spec(Look(4, noise_dim=6), model=NORMED_MLP), ROUNDS, rounds=4)
     assert max(counted) > 0
 
 
@@ -621,7 +637,7 @@ def test_weights_and_labels_follow_the_global_round_and_stop_at_its_last(
         return original(**arguments)
 
     monkeypatch.setattr(fraug, "classification_loss", watched)
-    found = run(recipe(Look(4, noise_dim=6, gamma=0.3, **settings), model=NORMED_MLP), schedule, rounds=6)
+    found = run(run_spec(Look(4, noise_dim=6, gamma=0.3, **settings), model=NORMED_MLP), schedule, rounds=6)
     assert not found.failures
     assert max(version for version, _ in versions) > 4 and any(version != turn for version, turn in versions)
 
@@ -637,7 +653,7 @@ def test_the_prototypes_weight_is_constant_or_rises_with_the_global_round(
         return original(**arguments)
 
     monkeypatch.setattr(fraug, "class_prototype_ema", watched)
-    run(recipe(small(prototype_ramp=ramped), model=NORMED_MLP), rounds=6)
+    run(run_spec(small(prototype_ramp=ramped), model=NORMED_MLP), rounds=6)
     rising = [0.3 * math.exp(-5 * (1 - min(t / 4, 1)) ** 2) for t in range(6)] if ramped else [0.3]
     assert list(dict.fromkeys(momenta)) == pytest.approx(sorted(set(rising)))
 
@@ -671,7 +687,7 @@ def synthetic(method: FRAug, version: int = 2) -> tuple[Context, list[tuple[Batc
 
     watched = copy.copy(method)
     watched.__class__ = Look
-    return train(recipe(watched, model=NORMED_MLP), version), found
+    return train(run_spec(watched, model=NORMED_MLP), version), found
 
 
 @pytest.mark.parametrize("settings", [{}, {"use_rtnet": False}, {"use_generator": False}], ids=str)
@@ -690,7 +706,7 @@ def test_without_the_rtnet_the_generators_embeddings_themselves_are_mixed_in() -
     method = small(use_rtnet=False, residual=0.25)
     ctx, steps = synthetic(method)
     assert set(ctx.networks) == {"model", GENERATOR} and not any("rtnet" in key for key in ctx.state)
-    networks, _ = build_networks(recipe(method, model=NORMED_MLP))
+    networks, _ = build_networks(run_spec(method, model=NORMED_MLP))
     batch, features, prototypes, rows = steps[0]
     assert ctx.plan is not None
     labels = fraug.balanced_labels(batch_size=len(batch.targets), num_classes=5, step=2 * ctx.plan.steps)
@@ -704,8 +720,8 @@ def test_without_the_rtnet_the_generators_embeddings_themselves_are_mixed_in() -
 def test_without_the_generator_residuals_are_made_of_noise_and_only_the_classifier_travels() -> None:
     method = small(use_generator=False, residual=1.0)
     ctx, steps = synthetic(method)
-    networks, layout = build_networks(recipe(method, model=NORMED_MLP))
-    _, fedbn = build_networks(recipe(FedBN(), model=NORMED_MLP))
+    networks, layout = build_networks(run_spec(method, model=NORMED_MLP))
+    _, fedbn = build_networks(run_spec(FedBN(), model=NORMED_MLP))
     assert set(networks) == {"model", RTNET} and layout.shared == fedbn.shared
     batch, features, _, rows = steps[0]
     rtnet = networks[RTNET].eval()
@@ -739,7 +755,7 @@ def test_without_the_moving_average_a_prototype_is_the_mean_of_the_last_batch_wi
     ids=str,
 )
 def test_every_part_can_be_left_out(settings: dict[str, Any]) -> None:
-    reference, found = run(recipe(small(), model=NORMED)), run(recipe(small(**settings), model=NORMED))
+    reference, found = run(run_spec(small(), model=NORMED)), run(run_spec(small(**settings), model=NORMED))
     assert not found.failures
     assert found.tensors["model.head.weight"].tobytes() != reference.tensors["model.head.weight"].tobytes()
 
@@ -757,7 +773,7 @@ def lonely() -> FederatedData:
 
 def test_a_batch_of_one_sample_is_left_out() -> None:
     watch = Watch()
-    found = run(recipe(small(), watch, model=NORMED, data=lonely()), Synchronous(6), rounds=2)
+    found = run(run_spec(small(), watch, model=NORMED, data=lonely()), Synchronous(6), rounds=2)
     assert not found.failures
     for ctx, (_, start), (left, end, _) in zip(watch.jobs, watch.before, watch.after, strict=True):
         assert torch.equal(start, end) == (ctx.client == 0)
@@ -766,7 +782,7 @@ def test_a_batch_of_one_sample_is_left_out() -> None:
 
 def test_a_proximal_term_pulls_the_classifier_but_not_the_generator() -> None:
     def generator_after(*others: Method) -> dict[str, Tensor]:
-        ctx = train(recipe(small(weight=0.0, generator_metric="mse", generator_lam=0.0), *others, model=NORMED_MLP))
+        ctx = train(run_spec(small(weight=0.0, generator_metric="mse", generator_lam=0.0), *others, model=NORMED_MLP))
         return ctx.vector.named(ctx.vector.data, ctx.vector.counters)
 
     class Only(FedProx):
@@ -782,7 +798,7 @@ def test_a_proximal_term_pulls_the_classifier_but_not_the_generator() -> None:
 
 
 def test_the_cost_is_a_forward_pass_and_the_small_networks_share() -> None:
-    found = run(recipe(small(), model=NORMED_MLP), rounds=1)
+    found = run(run_spec(small(), model=NORMED_MLP), rounds=1)
     server = found.coordinator.server
     classifier = 64 * 12 + 12 + 2 * 12 + 12 * 5 + 5
     generator = 12 * 11 + 12 + 24 + 12 * 12 + 12 + 24
@@ -791,39 +807,39 @@ def test_the_cost_is_a_forward_pass_and_the_small_networks_share() -> None:
     cost = small().cost(server, 10, 30.0, 0)
     assert cost.samples == pytest.approx(30 * extra) and (cost.down, cost.up) == (0, 0)
     cheap = small(use_rtnet=False, generator_metric="mse", weight=0.0)
-    study = run(recipe(cheap, model=NORMED_MLP), rounds=1).coordinator.server
+    study = run(run_spec(cheap, model=NORMED_MLP), rounds=1).coordinator.server
     assert cheap.cost(study, 10, 30.0, 0).samples == pytest.approx(30 * generator / classifier)
 
 
 def networks_of(model: Any) -> dict[str, nn.Module]:
     """The networks of a study with this model."""
-    return build_networks(recipe(small(), model=model))[0]
+    return build_networks(run_spec(small(), model=model))[0]
 
 
 def test_a_model_without_batchnorm_is_warned_of() -> None:
-    (sentence,) = small().check(TASK, LOCAL, networks_of(MLP))
+    (sentence,) = small().check(setup(TASK, LOCAL, networks_of(MLP)))
     assert "no BatchNorm" in sentence and "RTNet" in sentence
-    assert small().check(TASK, LOCAL, networks_of(NORMED)) == ()
-    assert not run(recipe(small(), model=MLP)).failures
+    assert small().check(setup(TASK, LOCAL, networks_of(NORMED))) == ()
+    assert not run(run_spec(small(), model=MLP)).failures
 
 
 def test_a_head_of_more_than_one_layer_is_refused() -> None:
     networks = networks_of(NORMED)
     cast(Classifier, networks["model"]).head = nn.Sequential(nn.Linear(64, 5))  # type: ignore[assignment]
     with pytest.raises(ValueError, match=r"Sequential is no linear layer: choose a model"):
-        small().check(TASK, LOCAL, networks)
+        small().check(setup(TASK, LOCAL, networks))
 
 
 def test_ramps_that_end_need_the_number_of_rounds() -> None:
     for settings in ({}, {"ramp": "laine_aila"}, {"ramp": "constant", "prototype_ramp": True}):
         with pytest.raises(ValueError, match=r"method\.fraug\.rounds=null .*set it to the number of rounds"):
-            small(None, **settings).check(TASK, LOCAL, networks_of(NORMED))
-    assert small(None, ramp="constant").check(TASK, LOCAL, networks_of(NORMED)) == ()
+            small(None, **settings).check(setup(TASK, LOCAL, networks_of(NORMED)))
+    assert small(None, ramp="constant").check(setup(TASK, LOCAL, networks_of(NORMED))) == ()
 
 
 def test_batches_of_one_sample_are_refused() -> None:
     with pytest.raises(ValueError, match=r"local\.batch=1 .*set local\.batch=2"):
-        small().check(TASK, replace(LOCAL, batch=1), networks_of(NORMED))
+        small().check(setup(TASK, replace(LOCAL, batch=1), networks_of(NORMED)))
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from studies import BUFFER, ROUNDS, recipe, run, tiny
+from tiny_runs import BUFFER, ROUNDS, run, run_spec, tiny
 from torch import Tensor
 
 from raysim.api.context import Batch, Context
@@ -72,7 +72,7 @@ class Watch(Method):
 
 def watched(*methods: Method, schedule: Schedule = ROUNDS, rounds: int = 5, **settings: Any) -> Watch:
     watch = Watch()
-    run(recipe(*methods, watch, local=LOCAL), schedule, rounds=rounds, **settings)
+    run(run_spec(*methods, watch, local=LOCAL), schedule, rounds=rounds, **settings)
     return watch
 
 
@@ -110,8 +110,8 @@ def test_with_samples_as_prior_and_no_step_it_is_fedavg_by_samples() -> None:
     watch = watched(GroupDRO(0.0, prior="samples"))
     counts = torch.from_numpy(tiny().partition.train.counts).double()
     assert all(torch.allclose(each.exp(), counts / counts.sum(), rtol=1e-12) for each in watch.log_weights)
-    prior = run(recipe(GroupDRO(0.0, prior="samples"), local=LOCAL))
-    fedavg = run(recipe(local=LOCAL), weighting="samples")
+    prior = run(run_spec(GroupDRO(0.0, prior="samples"), local=LOCAL))
+    fedavg = run(run_spec(local=LOCAL), weighting="samples")
     for name, value in fedavg.tensors.items():
         np.testing.assert_allclose(prior.tensors[name], value, rtol=1e-4, atol=1e-6)
 
@@ -159,7 +159,7 @@ def test_weights_are_in_a_checkpoint(tmp_path: Path) -> None:
         assert saved.dtype == np.float64 and saved.tobytes() == watch.log_weights[version].numpy().tobytes()
     resumed = Watch()
     checkpoint_2 = str(tmp_path / "checkpoints" / "round-000002")
-    run(recipe(GroupDRO(0.5), resumed, local=LOCAL), rounds=4, resume=checkpoint_2)
+    run(run_spec(GroupDRO(0.5), resumed, local=LOCAL), rounds=4, resume=checkpoint_2)
     assert torch.equal(resumed.log_weights[-1], watch.log_weights[4])
     assert resumed.clients == watch.clients[2:]
 
@@ -190,7 +190,7 @@ def test_the_mean_over_all_batches_is_uploaded_on_demand() -> None:
 
 
 def test_a_client_that_never_trained_its_classifier_uploads_zero() -> None:
-    study = recipe(Dann(0.5, width=4, discriminator_steps=9), GroupDRO(0.5), local=replace(LOCAL, epochs=1, batch=32))
+    study = run_spec(Dann(0.5, width=4, discriminator_steps=9), GroupDRO(0.5), local=replace(LOCAL, epochs=1, batch=32))
     found = run(study, rounds=1)
     assert not found.failures
     weights = found.coordinator.server.state[LOG_WEIGHTS]

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from studies import BLOCKS, BUFFER, LOCAL, MLP, NORMED, NORMED_MLP, ROUNDS, Ran, recipe, run, same
+from tiny_runs import BLOCKS, BUFFER, LOCAL, MLP, NORMED, NORMED_MLP, ROUNDS, Ran, run, run_spec, same, setup
 from torch import Tensor
 
 from raysim.api.composition import check_composition
@@ -159,9 +159,9 @@ def test_in_bottlenecks_the_last_two_convolutions_have_their_like() -> None:
 def test_models_without_repeated_blocks_have_no_pairs_and_the_user_is_told(model: ModelRecipe) -> None:
     assert paired(model) == {}
     network = {"model": model.build((3, 32, 32), 10, 0)}
-    (sentence,) = InCo().check(recipe().task, LOCAL, network)
+    (sentence,) = InCo().check(setup(run_spec().task, LOCAL, network))
     assert "method 'inco' finds no two blocks to mix in the model and runs as FedAvg" in sentence
-    assert InCo().check(recipe().task, LOCAL, {"model": BLOCKS.build((1, 8, 8), 5, 0)}) == ()
+    assert InCo().check(setup(run_spec().task, LOCAL, {"model": BLOCKS.build((1, 8, 8), 5, 0)})) == ()
 
 
 def test_a_prefix_and_the_norms_of_a_transformer() -> None:
@@ -206,7 +206,7 @@ class After(Watch):
 
 def watched(*methods: Method, **others: Any) -> tuple[Ran, Watch, Watch]:
     before, after = Watch("before"), After("after")
-    study = recipe(before, *methods, after, **({"model": BLOCKS} | others))
+    study = run_spec(before, *methods, after, **({"model": BLOCKS} | others))
     found = run(study, ROUNDS, Ideal())
     assert not found.failures and len(before.directions) == 3
     return found, before, after
@@ -242,11 +242,11 @@ def test_personal_tensors_are_neither_targets_nor_sources() -> None:
 
     _, before, after = watched(InCo(), Keep("extractor.layer1.0.conv2.weight"))
     # What is left as a source: the first block's conv1, of conv1.
-    layout = build_networks(recipe(Keep("extractor.layer1.0.conv2.weight"), model=BLOCKS))[1]
+    layout = build_networks(run_spec(Keep("extractor.layer1.0.conv2.weight"), model=BLOCKS))[1]
     moved = {entry.path for entry in layout.entries if entry.parameter and _differs(before, after, entry)}
     assert moved == {TARGETS[0]}
     _, before, after = watched(InCo(), Keep(TARGETS[0]))
-    layout = build_networks(recipe(Keep(TARGETS[0]), model=BLOCKS))[1]
+    layout = build_networks(run_spec(Keep(TARGETS[0]), model=BLOCKS))[1]
     moved = {entry.path for entry in layout.entries if entry.parameter and _differs(before, after, entry)}
     assert moved == {TARGETS[1]}
 
@@ -259,11 +259,11 @@ def _differs(before: Watch, after: Watch, entry: Any) -> bool:
 @pytest.mark.parametrize("model", [NORMED, NORMED_MLP], ids=["cnn", "mlp"])
 def test_without_a_pair_it_is_uniform_fedavg_bit_for_bit(model: ModelRecipe) -> None:
     found, fedavg = (
-        run(recipe(*methods, model=model), fleet=Ideal(), weighting="uniform") for methods in ([InCo()], [])
+        run(run_spec(*methods, model=model), fleet=Ideal(), weighting="uniform") for methods in ([InCo()], [])
     )
     assert found.finished.model_sha256 == fedavg.finished.model_sha256
     assert same(found.tensors, fedavg.tensors)
-    asked = run(recipe(InCo(), model=model), fleet=Ideal())
+    asked = run(run_spec(InCo(), model=model), fleet=Ideal())
     assert asked.finished.model_sha256 == found.finished.model_sha256
 
 
@@ -281,8 +281,8 @@ def others() -> list[Any]:
 
 @pytest.mark.parametrize("methods", others())
 def test_it_trains_with_other_methods(methods: list[Method]) -> None:
-    found = run(recipe(InCo(), *methods, model=BLOCKS))
-    plain = run(recipe(*methods, model=BLOCKS), weighting="uniform")
+    found = run(run_spec(InCo(), *methods, model=BLOCKS))
+    plain = run(run_spec(*methods, model=BLOCKS), weighting="uniform")
     assert not found.failures and found.finished.model_sha256 != plain.finished.model_sha256
     variances = [value for name, value in found.tensors.items() if name.endswith("running_var")]
     assert all((value >= 0).all() for value in variances)
@@ -291,7 +291,7 @@ def test_it_trains_with_other_methods(methods: list[Method]) -> None:
 
 @pytest.mark.parametrize("schedule", [ROUNDS, BUFFER], ids=["rounds", "buffer"])
 def test_a_resumed_run_has_the_bits_and_the_history_of_a_straight_one(schedule: Any, tmp_path: Path) -> None:
-    study = recipe(InCo(), model=BLOCKS)
+    study = run_spec(InCo(), model=BLOCKS)
     straight = run(study, schedule, rounds=5)
     run(study, schedule, rounds=5, checkpoint_every=3, folder=str(tmp_path))
     resumed = run(study, schedule, rounds=5, resume=str(tmp_path / "checkpoints" / "round-000003"))

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from studies import BUFFER, LOCAL, MLP, NORMED, ROUNDS, Spy, coordinate, ran, recipe, run, tiny
+from tiny_runs import BUFFER, LOCAL, MLP, NORMED, ROUNDS, Spy, coordinate, ran, run, run_spec, tiny
 from torch import Tensor
 
 from raysim.api.context import Context
@@ -57,7 +57,7 @@ class Watch(Method):
 @pytest.mark.parametrize("model", [MLP, NORMED], ids=["mlp", "cnn with BatchNorm"])
 @pytest.mark.parametrize("schedule", [ROUNDS, BUFFER], ids=["rounds", "buffer"])
 def test_no_float_travels_in_either_direction(schedule: Any, model: ModelRecipe, keep: bool) -> None:
-    study = recipe(LocalTraining(keep), model=model)
+    study = run_spec(LocalTraining(keep), model=model)
     spy = Spy(study)
     found = ran(coordinate(study, schedule, runtime=spy, rounds=4))
     assert all(row["floats_down"] == 0 == row["floats_up"] for row in found.rows)
@@ -84,7 +84,7 @@ POPULATIONS: dict[str, tuple[Sequence[int], Any, int]] = {
 def test_a_clients_model_depends_on_its_own_data_and_turn_alone(name: str, keep: bool) -> None:
     def trained(clients: Sequence[int], schedule: Any, rounds: int) -> Watch:
         watch = Watch()
-        run(recipe(LocalTraining(keep), watch, model=NORMED, data=population(*clients)), schedule, rounds=rounds)
+        run(run_spec(LocalTraining(keep), watch, model=NORMED, data=population(*clients)), schedule, rounds=rounds)
         return watch
 
     alone, other = trained((0, 1, 2), Synchronous(3), 3), trained(*POPULATIONS[name])
@@ -107,15 +107,15 @@ def test_all_clients_start_from_the_common_initial_model() -> None:
                 first.append((ctx.client, ctx.vector.data.clone()))
 
     first: list[tuple[int, Tensor]] = []
-    found = run(recipe(LocalTraining(), Look()), ROUNDS, rounds=4)
+    found = run(run_spec(LocalTraining(), Look()), ROUNDS, rounds=4)
     assert {client for client, _ in first} == set(range(6))
     assert all(torch.equal(start, found.coordinator.initial.data) for _, start in first)
 
 
 def test_one_client_alone_is_fedavg() -> None:
     study = {"data": population(0), "model": NORMED, "local": LOCAL}
-    found = run(recipe(LocalTraining(), **study), Synchronous(1), rounds=4)
-    fedavg = run(recipe(**study), Synchronous(1), rounds=4)
+    found = run(run_spec(LocalTraining(), **study), Synchronous(1), rounds=4)
+    fedavg = run(run_spec(**study), Synchronous(1), rounds=4)
     mine = found.state(0).personal
     named = found.coordinator.initial.named(torch.from_numpy(mine), torch.empty(0))
     assert len(named) > 10
@@ -139,7 +139,7 @@ OPTIMISERS: dict[str, Local] = {
 def test_rounds_with_kept_optimisers_are_one_long_run(optimiser: str) -> None:
     def trained(rounds: int, epochs: int, keep: bool) -> dict[int, np.ndarray]:
         local = replace(OPTIMISERS[optimiser], epochs=epochs)
-        found = run(recipe(LocalTraining(keep), local=local), Synchronous(6), rounds=rounds)
+        found = run(run_spec(LocalTraining(keep), local=local), Synchronous(6), rounds=rounds)
         return {client: state.personal for client, state in found.coordinator.private.accepted()}
 
     long, kept, fresh = trained(1, 6, True), trained(3, 2, True), trained(3, 2, False)
@@ -152,7 +152,7 @@ def test_rounds_with_kept_optimisers_are_one_long_run(optimiser: str) -> None:
 def test_every_stage_keeps_an_optimiser_of_its_own() -> None:
     def trained(rounds: int, epochs: int) -> dict[str, np.ndarray]:
         local = Local(**WHOLE, momentum=0.9, epochs=epochs)
-        found = run(recipe(LocalTraining(True), Dann(0.5, width=4), local=local), Synchronous(6), rounds=rounds)
+        found = run(run_spec(LocalTraining(True), Dann(0.5, width=4), local=local), Synchronous(6), rounds=rounds)
         return found.private
 
     long, kept = trained(1, 4), trained(2, 2)

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from studies import MLP, NORMED, ROUNDS, private, recipe, run
+from tiny_runs import MLP, NORMED, ROUNDS, private, run, run_spec
 from torch import Tensor, nn
 
 from raysim.api.context import Batch, Context, Outputs
@@ -65,7 +65,7 @@ def test_the_previous_models_are_the_last_ones_that_the_client_itself_trained_to
     model: ModelRecipe, pool: int
 ) -> None:
     watch = Watch()
-    found = run(recipe(Moon(out=8, previous=pool), watch, model=model), ROUNDS, rounds=6)
+    found = run(run_spec(Moon(out=8, previous=pool), watch, model=model), ROUNDS, rounds=6)
     state = found.private
     turns = found.coordinator.planner.participations
     assert max(turns.values()) > 2 and len(set(turns.values())) > 1, "somebody sat out"
@@ -88,7 +88,7 @@ def test_without_an_earlier_participation_there_is_no_contrast() -> None:
             self.seen.append((ctx.participation, super().term(ctx, out, batch)))
             return self.seen[-1][1]
 
-    run(recipe(Watched(out=8)), ROUNDS, rounds=4)
+    run(run_spec(Watched(out=8)), ROUNDS, rounds=4)
     assert {turn for turn, _ in Watched.seen} >= {0, 1, 2}
     for turn, term in Watched.seen:
         assert term.requires_grad == (turn > 0)
@@ -102,7 +102,7 @@ def test_at_weight_zero_it_is_fedavg_on_the_network_with_the_projection() -> Non
         def model(self, task: Any, model: nn.Module) -> nn.Module:
             return Moon(width=5, out=8).model(task, model)
 
-    zero, fedavg, weighed = (run(recipe(method)) for method in (Moon(0.0, width=5, out=8), Headed(), Moon(1, out=8)))
+    zero, fedavg, weighed = (run(run_spec(method)) for method in (Moon(0.0, width=5, out=8), Headed(), Moon(1, out=8)))
     assert zero.finished.model_sha256 == fedavg.finished.model_sha256 != weighed.finished.model_sha256
     assert zero.tensors["model.head.weight"].shape == (5, 8)
     assert not any(key.endswith(PREVIOUS) for key in zero.private)
@@ -142,7 +142,7 @@ def test_the_term_contrasts_the_batch_under_the_received_and_all_previous_models
             return term
 
     methods = [Watched(0.7, 0.4, out=8, previous=pool), *([Mixup(5.0)] if mixed else [])]
-    run(recipe(*methods, model=model), ROUNDS, rounds=4)
+    run(run_spec(*methods, model=model), ROUNDS, rounds=4)
     assert set(counts) == set(range(1, pool + 1))
 
 
@@ -173,7 +173,7 @@ def test_a_job_leaves_its_frozen_models_as_they_were_and_without_gradient(
                 jobs.append(ctx.plan.steps)  # type: ignore[union-attr]
 
     monkeypatch.setattr(moon, "model_contrastive_loss", watched)
-    run(recipe(Look(), Moon(out=8), model=model), ROUNDS, rounds=3)
+    run(run_spec(Look(), Moon(out=8), model=model), ROUNDS, rounds=3)
     assert max(jobs) > 2
 
 
@@ -191,7 +191,7 @@ def test_frozen_models_do_not_touch_the_running_statistics_of_the_one_in_trainin
             assert ((ctx.vector.counters - self._before) == ctx.plan.steps).all()
             steps.append(ctx.plan.steps)
 
-    run(recipe(Moon(out=8), Look(), model=NORMED), ROUNDS, rounds=3)
+    run(run_spec(Moon(out=8), Look(), model=NORMED), ROUNDS, rounds=3)
     assert max(steps) > 2
 
 
@@ -199,7 +199,7 @@ def test_a_previous_model_equal_to_the_received_one_does_not_change_the_first_st
     local = Local(lr=0.5, epochs=None, steps=1, batch=8)
 
     def trained(mu: float, shift: float) -> Tensor:
-        host = Host(recipe(Moon(mu, out=8), local=local))
+        host = Host(run_spec(Moon(mu, out=8), local=local))
         base = host.vector.shared.clone()
         noise = torch.randn(len(base), generator=torch.Generator().manual_seed(0))
         state = private({PREVIOUS: (base + shift * noise).unsqueeze(0)})

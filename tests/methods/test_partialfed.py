@@ -9,7 +9,23 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from studies import BUFFER, LOCAL, MLP, NORMED, NORMED_MLP, ROUNDS, SEED, Spy, coordinate, ran, recipe, run, same, tiny
+from tiny_runs import (
+    BUFFER,
+    LOCAL,
+    MLP,
+    NORMED,
+    NORMED_MLP,
+    ROUNDS,
+    SEED,
+    Spy,
+    coordinate,
+    ran,
+    run,
+    run_spec,
+    same,
+    setup,
+    tiny,
+)
 from torch import Tensor
 from torch.func import functional_call
 
@@ -70,7 +86,7 @@ class Client:
     """Client 0, who trains from whatever it is given."""
 
     def __init__(self, *methods: Method, model: ModelRecipe = NORMED_MLP, local: Any = LOCAL) -> None:
-        self.host = Host(recipe(*methods, model=model, local=local))
+        self.host = Host(run_spec(*methods, model=model, local=local))
         self.initial, self.counters = self.host.vector.shared.clone(), self.host.vector.counters.clone()
         self.personal, self.state = private_state(self.host.vector, {}), dict[str, Tensor]()
         for method in methods:
@@ -167,9 +183,9 @@ LOADED: dict[str, tuple[PartialFed, set[str]]] = {
 
 
 def test_a_layer_is_a_module_with_entries_of_its_own() -> None:
-    networks, layout = build_networks(recipe(model=NORMED_MLP))
+    networks, layout = build_networks(run_spec(model=NORMED_MLP))
     assert model_layers(layout, networks["model"]) == LAYERS
-    networks, layout = build_networks(recipe(FedBN(), Dann(0.5, width=4), model=NORMED_MLP))
+    networks, layout = build_networks(run_spec(FedBN(), Dann(0.5, width=4), model=NORMED_MLP))
     assert model_layers(layout, networks["model"]) == LAYERS, "what stays on the client counts, other networks do not"
 
 
@@ -225,7 +241,7 @@ def test_other_networks_are_loaded_whatever_the_strategy() -> None:
 
 def test_an_update_is_the_difference_to_the_shared_model_not_to_the_mixed_start() -> None:
     watch = Watch()
-    study = recipe(PartialFed("none"), watch, model=NORMED_MLP)
+    study = run_spec(PartialFed("none"), watch, model=NORMED_MLP)
     spy = Spy(study)
     ran(coordinate(study, EVERYBODY, runtime=spy, rounds=3, summation=1))
     published = {job.number: vector.vector for job, vector in spy.sent}
@@ -293,8 +309,8 @@ def states(found: Any, key: str) -> dict[int, np.ndarray]:
 @pytest.mark.parametrize("schedule", [ROUNDS, BUFFER], ids=["rounds", "buffer"])
 @pytest.mark.parametrize("model", [MLP, NORMED], ids=["mlp", "cnn with BatchNorm"])
 def test_to_load_everything_is_fedavg_bit_for_bit(model: ModelRecipe, schedule: Any) -> None:
-    found = run(recipe(PartialFed("all"), model=model), schedule, fleet=Ideal(), rounds=5)
-    fedavg = run(recipe(model=model), schedule, fleet=Ideal(), rounds=5)
+    found = run(run_spec(PartialFed("all"), model=model), schedule, fleet=Ideal(), rounds=5)
+    fedavg = run(run_spec(model=model), schedule, fleet=Ideal(), rounds=5)
     assert same(found.tensors, fedavg.tensors)
     assert [row["train_loss"] for row in found.rows] == [row["train_loss"] for row in fedavg.rows]
 
@@ -303,8 +319,8 @@ def test_to_load_everything_is_fedavg_bit_for_bit(model: ModelRecipe, schedule: 
 @pytest.mark.parametrize("model", [MLP, NORMED], ids=["mlp", "cnn with BatchNorm"])
 def test_to_load_nothing_is_local_training_of_every_client_bit_for_bit(model: ModelRecipe, schedule: Any) -> None:
     data = population(6)
-    found = run(recipe(PartialFed("none"), model=model, data=data), schedule, fleet=Ideal(), rounds=5)
-    local = run(recipe(LocalTraining(), model=model, data=data), schedule, fleet=Ideal(), rounds=5)
+    found = run(run_spec(PartialFed("none"), model=model, data=data), schedule, fleet=Ideal(), rounds=5)
+    local = run(run_spec(LocalTraining(), model=model, data=data), schedule, fleet=Ideal(), rounds=5)
     kept = dict(local.coordinator.private.accepted())
     models, counters = ({c: getattr(state, name) for c, state in kept.items()} for name in ("personal", "counters"))
     for mine, want in (("partialfed.model", models), ("partialfed.counters", counters)):
@@ -318,8 +334,8 @@ def test_to_load_nothing_is_local_training_of_every_client_bit_for_bit(model: Mo
 @pytest.mark.parametrize("model", [NORMED_MLP, NORMED], ids=["mlp", "cnn"])
 def test_to_load_all_but_batchnorm_is_fedbn_bit_for_bit(model: ModelRecipe, schedule: Any) -> None:
     data = population(6)
-    found = run(recipe(PartialFed("no_bn"), model=model, data=data), schedule, fleet=Ideal(), rounds=5)
-    fedbn = run(recipe(FedBN(), model=model, data=data), schedule, fleet=Ideal(), rounds=5)
+    found = run(run_spec(PartialFed("no_bn"), model=model, data=data), schedule, fleet=Ideal(), rounds=5)
+    fedbn = run(run_spec(FedBN(), model=model, data=data), schedule, fleet=Ideal(), rounds=5)
     assert set(fedbn.tensors) < set(found.tensors)
     assert same({name: found.tensors[name] for name in fedbn.tensors}, fedbn.tensors)
     layout = fedbn.coordinator.layout
@@ -335,8 +351,8 @@ def test_to_load_all_but_batchnorm_is_fedbn_bit_for_bit(model: ModelRecipe, sche
 
 
 def test_with_fedbn_the_layers_that_stay_are_its_matter() -> None:
-    alone = run(recipe(FedBN(), model=NORMED_MLP), fleet=Ideal(), rounds=4)
-    both = run(recipe(FedBN(), PartialFed("all"), model=NORMED_MLP), fleet=Ideal(), rounds=4)
+    alone = run(run_spec(FedBN(), model=NORMED_MLP), fleet=Ideal(), rounds=4)
+    both = run(run_spec(FedBN(), PartialFed("all"), model=NORMED_MLP), fleet=Ideal(), rounds=4)
     assert same(alone.tensors, both.tensors)
 
 
@@ -449,7 +465,7 @@ def test_the_policy_costs_its_batches_and_every_strategy_sends_the_whole_model()
     server: Any = None
     assert adaptive.cost(server, 50, 50, 0).samples == 0 == fixed.cost(server, 50, 50, 1).samples
     assert adaptive.cost(server, 50, 50, 1).samples == 60 and adaptive.cost(server, 7, 7, 1).samples == 21
-    found, fedavg = (run(recipe(*methods, model=NORMED_MLP)).rows[-1] for methods in ((PartialFed("none"),), ()))
+    found, fedavg = (run(run_spec(*methods, model=NORMED_MLP)).rows[-1] for methods in ((PartialFed("none"),), ()))
     assert (found["floats_down"], found["floats_up"]) == (fedavg["floats_down"], fedavg["floats_up"])
 
 
@@ -483,13 +499,13 @@ def test_a_client_whose_first_participation_failed_is_scored_with_the_shared_mod
             if ctx.client == 0:
                 raise RuntimeError
 
-    study = recipe(PartialFed(), Failing(), data=population())
+    study = run_spec(PartialFed(), Failing(), data=population())
     found = run(study, Synchronous(4), tolerate=0.5)
     assert len(found.failures) == 3 and found.rows[-1]["accuracy"] is not None
 
 
 def test_own_and_shared_models_are_columns_of_their_own() -> None:
-    row = run(recipe(PartialFed(), model=NORMED_MLP, data=population()), rounds=4).rows[-1]
+    row = run(run_spec(PartialFed(), model=NORMED_MLP, data=population()), rounds=4).rows[-1]
     assert row["accuracy"] is not None and row["accuracy_shared"] is not None and row["accuracy_global"] is not None
 
 
@@ -518,18 +534,18 @@ def test_settings_that_mean_nothing_are_refused(settings: dict[str, Any], messag
 
 
 def test_a_strategy_is_checked_against_the_model() -> None:
-    study = recipe(model=MLP)
+    study = run_spec(model=MLP)
     networks, _ = build_networks(study)
     with pytest.raises(ValueError, match="num_loaded=9 does not fit a model of 2 layers"):
-        PartialFed("bottom_up", 9).check(study.task, LOCAL, networks)
-    (warning,) = PartialFed("no_bn").check(study.task, LOCAL, networks)
+        PartialFed("bottom_up", 9).check(setup(study.task, LOCAL, networks))
+    (warning,) = PartialFed("no_bn").check(setup(study.task, LOCAL, networks))
     assert "keeps no layer of this model and trains as FedAvg" in warning
     for method in (PartialFed(), PartialFed("all"), PartialFed("adaptive"), PartialFed("none")):
-        assert not method.check(study.task, LOCAL, networks)
+        assert not method.check(setup(study.task, LOCAL, networks))
 
 
 def test_every_client_of_the_tiny_data_keeps_a_model() -> None:
-    found = run(recipe(PartialFed("adaptive", policy_steps=2), model=NORMED_MLP), EVERYBODY, rounds=3)
+    found = run(run_spec(PartialFed("adaptive", policy_steps=2), model=NORMED_MLP), EVERYBODY, rounds=3)
     assert len(states(found, "partialfed.model")) == len(tiny().partition.train) == 6
     assert all(0 <= row["partialfed.loaded"] <= 1 for row in found.rows)  # type: ignore[operator]
 

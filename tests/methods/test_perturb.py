@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from studies import NORMED_MLP, ROUNDS, Asking, NormedMlp, recipe, run
 from test_conformance import TABLE, clash, small_fedbr
+from tiny_runs import NORMED_MLP, ROUNDS, Asking, NormedMlp, run, run_spec
 from torch import nn
 
 from raysim.api.method import Method
@@ -31,7 +31,7 @@ class Dropping(NormedMlp):
 
 
 def study(*methods: Method, model: Any = NORMED_MLP, **others: Any) -> Any:
-    return recipe(*methods, model=model, **others)
+    return run_spec(*methods, model=model, **others)
 
 
 PARTNERS = [name for name in TABLE if not clash(TABLE[name].make(), Asking()) and name not in ("fedsam", "fedspeed")]

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from studies import BUFFER, LOCAL, NORMED, NORMED_MLP, ROUNDS, SEED, private, recipe, run, same
+from tiny_runs import BUFFER, LOCAL, NORMED, NORMED_MLP, ROUNDS, SEED, private, run, run_spec, same
 
 from raysim.api.composition import check_composition, overrides
 from raysim.api.context import Context, Own
@@ -39,7 +39,7 @@ def population(clients: int = 5) -> FederatedData:
 
 
 def study(*methods: Method, **others: Any) -> Any:
-    return recipe(*methods, **({"model": NORMED_MLP, "data": population()} | others))
+    return run_spec(*methods, **({"model": NORMED_MLP, "data": population()} | others))
 
 
 # --- training -----------------------------------------------------------------------------------------------------

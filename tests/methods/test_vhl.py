@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from studies import (
+from tiny_runs import (
     BUFFER,
     LOCAL,
     MLP,
@@ -18,9 +18,10 @@ from studies import (
     Spy,
     coordinate,
     ran,
-    recipe,
     run,
+    run_spec,
     same,
+    setup,
     several,
     tiny,
 )
@@ -151,15 +152,15 @@ def constants(method: Method, study: RunSpec) -> dict[str, Tensor]:
 
 def test_the_virtual_set_depends_on_the_seed_and_the_data_alone() -> None:
     method = Vhl(**SMALL)
-    first, again = (constants(method, recipe(method, model=model)) for model in (MLP, NORMED))
+    first, again = (constants(method, run_spec(method, model=model)) for model in (MLP, NORMED))
     assert all(torch.equal(first[key], again[key]) for key in first)
-    other = constants(method, recipe(method, seed=4))
+    other = constants(method, run_spec(method, seed=4))
     assert not torch.equal(first["vhl.inputs"], other["vhl.inputs"])
 
 
 def test_the_virtual_set_has_standardised_images_as_evenly_of_all_classes_as_can_be() -> None:
     method = Vhl(virtual=33, batch=6)
-    found = constants(method, recipe(method))
+    found = constants(method, run_spec(method))
     images, labels = found["vhl.inputs"], found["vhl.labels"]
     assert images.shape == (33, *tiny().open().shape) and images.dtype == torch.float32
     assert torch.bincount(labels).tolist() == [7, 7, 7, 6, 6]
@@ -206,7 +207,7 @@ def test_a_step_draws_different_virtual_images_and_all_offsets() -> None:
 
 
 def test_every_client_has_the_same_virtual_set_and_is_sent_it_once() -> None:
-    study = recipe(Vhl(**SMALL))
+    study = run_spec(Vhl(**SMALL))
     spy = Spy(study)
     found = ran(coordinate(study, runtime=spy, rounds=5))
     once = sum(array.size for array in spy.kept.values())
@@ -218,7 +219,7 @@ def test_every_client_has_the_same_virtual_set_and_is_sent_it_once() -> None:
 
 
 def test_the_virtual_set_is_the_same_after_a_resume(tmp_path: Any) -> None:
-    study = recipe(Vhl(**SMALL))
+    study = run_spec(Vhl(**SMALL))
     spies = [Spy(study), Spy(study)]
     ran(coordinate(study, runtime=spies[0], rounds=4, checkpoint_every=2, folder=str(tmp_path)))
     ran(coordinate(study, runtime=spies[1], rounds=4, resume=str(tmp_path / "checkpoints" / "round-000002")))
@@ -235,17 +236,17 @@ def test_the_virtual_set_is_the_same_after_a_resume(tmp_path: Any) -> None:
 def test_a_virtual_set_that_is_too_small_is_refused(settings: dict[str, int], message: str) -> None:
     task = Task((1, 8, 8), CLASSES, clients=6)
     with pytest.raises(ValueError, match=message):
-        Vhl(**settings).check(task, LOCAL, {})
-    assert not Vhl(**(NONE | settings)).check(task, LOCAL, {})
-    assert not Vhl(batch=5, virtual=5).check(task, LOCAL, {})
+        Vhl(**settings).check(setup(task, LOCAL, {}))
+    assert not Vhl(**(NONE | settings)).check(setup(task, LOCAL, {}))
+    assert not Vhl(batch=5, virtual=5).check(setup(task, LOCAL, {}))
 
 
 # --- the step -------------------------------------------------------------------------------------------------------
 
 
 def test_extra_labels_have_outputs_of_their_own_and_predictions_are_folded() -> None:
-    assert build_networks(recipe(Vhl(**SMALL)))[0]["model"].num_classes == 2 * CLASSES
-    assert build_networks(recipe(Vhl(**SMALL, label_mode="shared")))[0]["model"].num_classes == CLASSES
+    assert build_networks(run_spec(Vhl(**SMALL)))[0]["model"].num_classes == 2 * CLASSES
+    assert build_networks(run_spec(Vhl(**SMALL, label_mode="shared")))[0]["model"].num_classes == CLASSES
     logits = torch.tensor([[1.0, 2.0, 9.0, 0.0], [3.0, 2.0, 1.0, 4.0]])
     assert Vhl().predict(logits).tolist() == [[9.0, 2.0], [3.0, 4.0]]
     assert Vhl(label_mode="shared").predict(logits) is logits
@@ -284,7 +285,7 @@ def test_a_step_adds_the_terms_of_the_unmixed_batch_beside_its_virtual_one(label
     method = Watched(**SMALL, alpha=0.5, gamma=0.7, kappa=0.2, temperature=0.3, label_mode=label_mode)
     methods: list[Method] = [method, *([Mixup()] if mixup else [])]
     check_composition(methods)
-    assert not run(recipe(*methods, model=NORMED_MLP), rounds=1).failures
+    assert not run(run_spec(*methods, model=NORMED_MLP), rounds=1).failures
     assert method._seen
     for seen in method._seen:
         torch.testing.assert_close(seen["total"], seen["expected"], rtol=1e-4, atol=1e-5)
@@ -296,7 +297,7 @@ def test_a_step_adds_the_terms_of_the_unmixed_batch_beside_its_virtual_one(label
 
 def test_features_are_aligned_in_the_first_epochs_only() -> None:
     method = Watched(**SMALL, align_epochs=2)
-    run(recipe(method, local=Local(lr=0.05, batch=8, epochs=3)), rounds=1)
+    run(run_spec(method, local=Local(lr=0.05, batch=8, epochs=3)), rounds=1)
     assert {seen["aligned"] for seen in method._seen} == {True, False}
     assert all(seen["aligned"] == (seen["step"] < seen["steps"] * 2 / 3) for seen in method._seen)
     for seen in method._seen:
@@ -305,14 +306,14 @@ def test_features_are_aligned_in_the_first_epochs_only() -> None:
 
 def test_a_budget_of_steps_aligns_in_all_of_them() -> None:
     method = Watched(**SMALL, align_epochs=1)
-    run(recipe(method, local=Local(lr=0.05, batch=8, epochs=None, steps=20)), rounds=1)
+    run(run_spec(method, local=Local(lr=0.05, batch=8, epochs=None, steps=20)), rounds=1)
     assert all(seen["aligned"] for seen in method._seen)
 
 
 def test_without_virtual_cross_entropy_later_epochs_are_those_of_plain_training() -> None:
     method = Watched(**SMALL, alpha=0.0, align_epochs=0)
-    found = run(recipe(method, model=NORMED), fleet=Ideal())
-    plain = run(recipe(Vhl(**NONE), model=NORMED), fleet=Ideal())
+    found = run(run_spec(method, model=NORMED), fleet=Ideal())
+    plain = run(run_spec(Vhl(**NONE), model=NORMED), fleet=Ideal())
     assert found.finished.model_sha256 == plain.finished.model_sha256
     assert all(seen["total"] == 0 for seen in method._seen)
 
@@ -324,8 +325,8 @@ def test_batchnorm_sees_real_and_virtual_rows_together() -> None:
         def term(self, ctx: Context, out: Outputs, batch: Batch) -> Tensor:
             return out.logits.new_zeros(())
 
-    joined = run(recipe(Weightless(**SMALL, label_mode="shared"), model=NORMED), rounds=1, fleet=Ideal())
-    alone = run(recipe(model=NORMED), rounds=1, fleet=Ideal())
+    joined = run(run_spec(Weightless(**SMALL, label_mode="shared"), model=NORMED), rounds=1, fleet=Ideal())
+    alone = run(run_spec(model=NORMED), rounds=1, fleet=Ideal())
     means = [name for name in joined.tensors if name.endswith("running_mean")]
     assert means and not any(np.array_equal(joined.tensors[name], alone.tensors[name]) for name in means)
 
@@ -334,10 +335,10 @@ def test_batchnorm_sees_real_and_virtual_rows_together() -> None:
 
 
 def test_with_all_weights_zero_and_shared_labels_it_is_fedavg_bit_for_bit() -> None:
-    study = recipe(Vhl(**NONE, label_mode="shared"), model=NORMED)
+    study = run_spec(Vhl(**NONE, label_mode="shared"), model=NORMED)
     spy = Spy(study)
     found = ran(coordinate(study, fleet=Ideal(), runtime=spy))
-    fedavg = run(recipe(model=NORMED), fleet=Ideal())
+    fedavg = run(run_spec(model=NORMED), fleet=Ideal())
     assert found.bits == fedavg.bits and found.history == fedavg.history
     assert not spy.kept
 
@@ -352,7 +353,7 @@ VARIANTS: dict[str, Any] = {
 
 
 def test_every_term_changes_what_is_learnt() -> None:
-    found = {name: run(recipe(Vhl(**SMALL, **options))) for name, options in VARIANTS.items()}
+    found = {name: run(run_spec(Vhl(**SMALL, **options))) for name, options in VARIANTS.items()}
     assert not any(each.failures for each in found.values())
     assert len({each.bits for each in found.values()}) == len(VARIANTS)
 
@@ -360,14 +361,14 @@ def test_every_term_changes_what_is_learnt() -> None:
 @pytest.mark.parametrize("schedule", [ROUNDS, BUFFER], ids=["rounds", "buffer"])
 @pytest.mark.parametrize("partner", [None, Mixup, FedBN])
 def test_a_resumed_run_ends_in_the_bits_of_a_straight_one(partner: Any, schedule: Any, tmp_path: Any) -> None:
-    study = recipe(Vhl(**SMALL), *([partner()] if partner else []), model=NORMED)
+    study = run_spec(Vhl(**SMALL), *([partner()] if partner else []), model=NORMED)
     straight = run(study, schedule, rounds=4, checkpoint_every=2, folder=str(tmp_path))
     resumed = run(study, schedule, rounds=4, resume=str(tmp_path / "checkpoints" / "round-000002"))
     assert (resumed.bits, resumed.history) == (straight.bits, straight.history)
 
 
 def test_several_hosts_end_in_the_same_bits() -> None:
-    study = recipe(Vhl(**SMALL), model=NORMED)
+    study = run_spec(Vhl(**SMALL), model=NORMED)
     assert run(study).bits == ran(coordinate(study, runtime=several(study, 2))).bits
 
 
@@ -386,8 +387,8 @@ PARTNERS: dict[str, Any] = {
 def test_it_combines_with_other_methods(partner: str) -> None:
     methods: list[Method] = [Vhl(**SMALL), PARTNERS[partner]()]
     check_composition(methods)
-    found = run(recipe(*methods, model=NORMED), rounds=2)
-    alone = run(recipe(methods[0], model=NORMED), rounds=2)
+    found = run(run_spec(*methods, model=NORMED), rounds=2)
+    alone = run(run_spec(methods[0], model=NORMED), rounds=2)
     assert not found.failures and found.finished.model_sha256 != alone.finished.model_sha256
 
 
@@ -397,7 +398,7 @@ def test_it_does_not_combine_with_another_that_replaces_the_model() -> None:
 
 
 def test_evaluation_folds_the_extra_outputs() -> None:
-    study = recipe(Vhl(**SMALL))
+    study = run_spec(Vhl(**SMALL))
     found = run(study, rounds=1)
     host = Host(study)
     host.vector.shared.copy_(found.coordinator.server.vector)
@@ -412,7 +413,7 @@ def test_evaluation_folds_the_extra_outputs() -> None:
 
 def test_virtual_samples_are_counted_as_work_and_a_changed_batch_once_more() -> None:
     for methods, expected in (([Vhl()], 20), ([Vhl(), Mixup()], 40), ([Vhl(**NONE)], 0)):
-        server = coordinate(recipe(*methods)).server
+        server = coordinate(run_spec(*methods)).server
         assert methods[0].cost(server, 5, 20.0, 0).samples == expected
 
 

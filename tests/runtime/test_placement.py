@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 from rich.console import Console
-from studies import FOLDERS, NORMED, changed, coordinate, even, ran, recipe, run, several, tiny
+from tiny_runs import FOLDERS, NORMED, changed, coordinate, even, ran, run, run_spec, several, tiny
 
 from raysim.api.declarations import Evaluation
 from raysim.api.method import Method
@@ -131,12 +131,12 @@ class Seen(Method):
 
 def test_the_preflight_trains_the_largest_client_once_and_reads_the_device() -> None:
     Seen.clients.clear()
-    need = measure(recipe(Seen(), Scaffold()), read=lambda device: (7, {"cpu": 70}[device]))
+    need = measure(run_spec(Seen(), Scaffold()), read=lambda device: (7, {"cpu": 70}[device]))
     sizes = tiny().partition.train.counts
     assert Seen.clients == [(int(np.argmax(sizes)), int(sizes.max()))]
-    vector = coordinate(recipe(Scaffold())).layout.shared
+    vector = coordinate(run_spec(Scaffold())).layout.shared
     assert need == Need(7, 70, state=4 * vector), "a control variate"
-    assert measure(recipe()).job > 10 * 2**20, "the resident memory of this process"
+    assert measure(run_spec()).job > 10 * 2**20, "the resident memory of this process"
 
 
 def test_all_clients_but_one_lose_their_samples() -> None:
@@ -149,7 +149,7 @@ def test_all_clients_but_one_lose_their_samples() -> None:
 # --- what a run shows -----------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("methods", [(), (Scaffold(),)], ids=["stateless", "stateful"])
 def test_the_history_says_how_much_hosts_worked_and_what_the_store_holds(methods: tuple[Method, ...]) -> None:
-    study = recipe(*methods, data=even(), model=Mlp((32,)))
+    study = run_spec(*methods, data=even(), model=Mlp((32,)))
     coordinator = coordinate(study, Buffered(concurrency=4, size=2), runtime=several(study, 2), rounds=12)
     found = ran(coordinator)
     vector = 4 * coordinator.layout.shared
@@ -164,7 +164,7 @@ def test_the_history_says_how_much_hosts_worked_and_what_the_store_holds(methods
 
 
 def test_a_summed_group_counts_as_one_vector() -> None:
-    study = recipe(data=even(), model=Mlp((32,)))
+    study = run_spec(data=even(), model=Mlp((32,)))
     coordinator = coordinate(study, Synchronous(6), runtime=several(study, 2), rounds=1, summation=3)
     (row,) = ran(coordinator).rows
     assert row["store_bytes"] == 4 * coordinator.layout.shared * (1 + 2), "one version, two sums"
@@ -305,7 +305,7 @@ def _on_both_nodes() -> tuple[tuple[str, str], list[dict[str, Any]], dict[str, A
     from raysim.runtime import ray as on_ray
 
     data = replace(even(), dataset_path=Hidden(even().dataset_path))
-    study = recipe(Scaffold(), model=LARGE, data=data)
+    study = run_spec(Scaffold(), model=LARGE, data=data)
     size = on_ray.fit(RayOptions(), study, 8, _silent)
     before = ray.available_resources()["object_store_memory"]
     longer = changed(study, rounds=40, evaluate=Evaluation(every=20))
@@ -339,7 +339,7 @@ def _where(host: Any) -> tuple[str, str, int]:
 def test_hosts_on_two_nodes_give_the_bits_of_one_and_a_node_without_the_data_is_sent_it_once(
     driver: Call, second_cache: Path
 ) -> None:
-    study = recipe(Scaffold(), model=LARGE, data=even())
+    study = run_spec(Scaffold(), model=LARGE, data=even())
     schedule = Buffered(concurrency=4, size=2)
     here = run(study, schedule, Lognormal(), rounds=40, evaluate=Evaluation(every=20))
     bits, rows, seen = driver(_on_both_nodes)
@@ -366,7 +366,7 @@ def _queued_then_failed() -> tuple[list[str], str, str, bool]:
 
     from raysim.runtime import ray as on_ray
 
-    study, size = recipe(Failing()), Size(1, {"CPU": 1.0})
+    study, size = run_spec(Failing()), Size(1, {"CPU": 1.0})
     other = ray.util.placement_group([{"CPU": 1.0}, {"CPU": 1.0}], name="other")
     assert other.wait(600)
     study = changed(study, rounds=2, tolerate=0.0)
@@ -401,7 +401,7 @@ def _side_by_side() -> tuple[list[list[str]], str, bool]:
 
     from raysim.runtime import ray as on_ray
 
-    study, options = recipe(), RayOptions(hosts=1, cpus=0, gpus=1.0)
+    study, options = run_spec(), RayOptions(hosts=1, cpus=0, gpus=1.0)
     size = on_ray.fit(options, study, 4, _silent)
     asked = (options, options, replace(options, wait=0))
     runs = [on_ray.run(study, Synchronous(4), Lognormal(), size, each, _silent) for each in asked]
@@ -474,7 +474,7 @@ def _fits(options: RayOptions, job: Any, most: int, device: str = "cuda") -> tup
             told.append(text)
 
     try:
-        return on_ray.fit(options, recipe(device=device), most, say, job), told
+        return on_ray.fit(options, run_spec(device=device), most, say, job), told
     except ValueError as error:
         return str(error), told
 
@@ -512,7 +512,7 @@ def _trial() -> tuple[tuple[str, str], list[str], Size]:
     """What a trial does in bundle 0 of its own group."""
     from raysim.runtime import ray as on_ray
 
-    study = recipe(model=NORMED)
+    study = run_spec(model=NORMED)
     size = on_ray.fit(RayOptions(), study, 4, _silent)
     *_, last = on_ray.run(study, Synchronous(4), Lognormal(), size, RayOptions(), _silent)
     return (last.model_sha256, last.state_sha256), _groups(), size
@@ -532,6 +532,6 @@ def _search() -> Any:
 
 def test_a_trial_uses_the_bundles_of_its_group_and_neither_makes_nor_removes_one(driver: Call) -> None:
     bits, groups, size, kept = driver(_search)
-    assert bits == run(recipe(model=NORMED), Synchronous(4), rounds=3).bits
+    assert bits == run(run_spec(model=NORMED), Synchronous(4), rounds=3).bits
     assert groups == kept == ["trial"]
     assert size == Size(1, {"CPU": 0.5})

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from studies import BUFFER, FOLDERS, NORMED, Ran, coordinate, ran, recipe, run, same
+from tiny_runs import BUFFER, FOLDERS, NORMED, Ran, coordinate, ran, run, run_spec, same
 
 import raysim
 from raysim.api.private_state import flat, from_named
@@ -252,7 +252,7 @@ def test_the_search_for_pickles_finds_them(line: str) -> None:
 
 
 def test_resuming_begins_with_the_rows_that_exist_and_ends_without_gap_or_duplicate(tmp_path: Path) -> None:
-    study = recipe(Scaffold())
+    study = run_spec(Scaffold())
     straight = run(study, rounds=6, checkpoint_every=2, folder=str(tmp_path))
     assert names(tmp_path / "checkpoints") == ["round-000004", "round-000006"]
     events = list(coordinate(study, rounds=6, resume=str(tmp_path / "checkpoints" / "round-000004")).run())
@@ -266,14 +266,14 @@ def test_resuming_begins_with_the_rows_that_exist_and_ends_without_gap_or_duplic
 
 
 def test_a_finished_run_resumed_has_nothing_left_to_do(tmp_path: Path) -> None:
-    straight = run(recipe(FedBN(), model=NORMED), rounds=2, checkpoint_every=1, folder=str(tmp_path))
-    resumed = run(recipe(FedBN(), model=NORMED), rounds=2, resume=str(tmp_path / "checkpoints" / "round-000002"))
+    straight = run(run_spec(FedBN(), model=NORMED), rounds=2, checkpoint_every=1, folder=str(tmp_path))
+    resumed = run(run_spec(FedBN(), model=NORMED), rounds=2, resume=str(tmp_path / "checkpoints" / "round-000002"))
     assert resumed.bits == straight.bits
     assert resumed.rows == straight.rows
 
 
 def test_a_run_may_be_resumed_from_a_resumed_run(tmp_path: Path) -> None:
-    study, asked = recipe(FedBN(), FedBuff(), model=NORMED), {"rounds": 8, "checkpoint_every": 2}
+    study, asked = run_spec(FedBN(), FedBuff(), model=NORMED), {"rounds": 8, "checkpoint_every": 2}
     straight = run(study, BUFFER, rounds=8)
     for stop in (2, 4, 6):
         folder, resume = tmp_path / str(stop), tmp_path / str(stop - 2) / "checkpoints" / f"round-{stop - 2:06d}"
@@ -287,7 +287,7 @@ def test_a_run_may_be_resumed_from_a_resumed_run(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_from_before_personal_tensors_had_names_resumes_to_the_same_bits(tmp_path: Path) -> None:
-    study, asked = recipe(FedBN(), Scaffold(), model=NORMED), {"rounds": 6, "checkpoint_every": 3}
+    study, asked = run_spec(FedBN(), Scaffold(), model=NORMED), {"rounds": 6, "checkpoint_every": 3}
     straight = run(study, **asked, folder=str(tmp_path))
     saved = checkpoint.read(tmp_path / "checkpoints" / "round-000003")
     layout = straight.coordinator.layout
@@ -327,7 +327,7 @@ KILLED: dict[str, dict[str, Any]] = {
 
 
 def asked(where: str) -> tuple[Any, dict[str, Any]]:
-    return recipe(*KILLED[where]["methods"], model=NORMED), {"rounds": 7, **KILLED[where]["schedule"]}
+    return run_spec(*KILLED[where]["methods"], model=NORMED), {"rounds": 7, **KILLED[where]["schedule"]}
 
 
 def killed(folder: str, where: str) -> None:
@@ -369,7 +369,7 @@ def test_a_killed_run_resumes_to_the_bits_of_the_undisturbed_one(where: str, tmp
 def test_the_saved_model_is_the_final_shared_model(tmp_path: Path) -> None:
     from safetensors.numpy import load_file
 
-    found = ran(coordinate(recipe(FedBN(), model=NORMED), rounds=2, folder=str(tmp_path)))
+    found = ran(coordinate(run_spec(FedBN(), model=NORMED), rounds=2, folder=str(tmp_path)))
     saved = load_file(tmp_path / "model.safetensors")
     assert same(saved, found.tensors)
     assert "model.head.weight" in saved

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from studies import LOCAL, MLP, NORMED, Ran, changed, coordinate, ran, recipe, run, tiny
+from tiny_runs import LOCAL, MLP, NORMED, Ran, changed, coordinate, ran, run, run_spec, tiny
 
 from raysim.api.declarations import Evaluation, Local
 from raysim.api.method import Method
@@ -39,7 +39,7 @@ ASKED: dict[str, Any] = {"rounds": 6, "summation": 2, "evaluate": Evaluation(eve
 
 
 def study(name: str) -> RunSpec:
-    return recipe(*METHODS[name](), model=NORMED, local=Local(lr=0.05, batch=8, epochs=2), data=tiny(clients=6))
+    return run_spec(*METHODS[name](), model=NORMED, local=Local(lr=0.05, batch=8, epochs=2), data=tiny(clients=6))
 
 
 # --- hosts in this process that die on command ----------------------------------------------------------------------
@@ -145,7 +145,7 @@ def test_an_actor_that_is_killed_is_replaced_and_the_bits_are_the_same(ray_sessi
     from raysim.runtime import ray as on_ray
 
     def of(times: int) -> RunSpec:
-        return recipe(Scaffold(), Deadly(str(tmp_path), times), model=MLP, local=LOCAL, data=tiny(clients=6))
+        return run_spec(Scaffold(), Deadly(str(tmp_path), times), model=MLP, local=LOCAL, data=tiny(clients=6))
 
     whole = run(of(0), SCHEDULES["buffer"], **ASKED)
     study = changed(of(1), **ASKED)
@@ -162,7 +162,7 @@ def test_an_actor_that_is_killed_is_replaced_and_the_bits_are_the_same(ray_sessi
 def test_a_job_that_always_kills_its_actor_ends_the_run(ray_session: None, tmp_path: Path) -> None:
     from raysim.runtime import ray as on_ray
 
-    study = recipe(Deadly(str(tmp_path), 99), model=MLP, local=LOCAL, data=tiny(clients=6))
+    study = run_spec(Deadly(str(tmp_path), 99), model=MLP, local=LOCAL, data=tiny(clients=6))
     runtime = on_ray.start_hosts(study, 1)
     with pytest.raises(RunStopped, match=r"died 3 times in a row .*the last time with \[.*2.*\] in hand"):
         ran(coordinate(study, Synchronous(6), runtime=runtime, **ASKED))

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from studies import (
+from tiny_runs import (
     LOCAL,
     NORMED_MLP,
     SEED,
@@ -18,8 +18,8 @@ from studies import (
     coordinate,
     even,
     ran,
-    recipe,
     run,
+    run_spec,
     several,
 )
 from torch import Tensor, nn
@@ -75,34 +75,34 @@ class Pooled(Method):
 @pytest.mark.parametrize("schedule", [Synchronous(3), Buffered(concurrency=3, size=2)])
 @pytest.mark.parametrize("methods", [(), (FedBN(),)])
 def test_looking_on_changes_no_bit_of_training(methods: tuple[Method, ...], schedule: Any) -> None:
-    study = recipe(*methods, model=NORMED_MLP, data=apart())
+    study = run_spec(*methods, model=NORMED_MLP, data=apart())
     plain, watched = run(study, schedule), run(study, schedule, evaluate=ALL)
     assert plain.bits == watched.bits
     assert all(row["accuracy_finetuned"] is not None for row in watched.rows)
 
 
 def test_looking_on_leaves_networks_alone_that_draw_in_training() -> None:
-    study = recipe(model=Dropping(), data=apart())
+    study = run_spec(model=Dropping(), data=apart())
     assert run(study).bits == run(study, evaluate=ALL).bits
 
 
 @pytest.mark.parametrize("methods", [(), (FedBN(),), (Doubled(),)])
 def test_every_view_has_the_same_bits_on_one_host_and_on_three(methods: tuple[Method, ...]) -> None:
-    study = recipe(*methods, model=NORMED_MLP, data=apart())
+    study = run_spec(*methods, model=NORMED_MLP, data=apart())
     one = run(study, evaluate=ALL)
     three = ran(coordinate(study, runtime=several(study, 3), evaluate=ALL))
     assert one.history == three.history and one.bits == three.bits
 
 
 def test_a_model_for_all_has_no_own_view_and_personal_layers_no_shared_one() -> None:
-    plain = run(recipe(data=apart())).rows[-1]
-    normed = run(recipe(FedBN(), model=NORMED_MLP, data=apart())).rows[-1]
+    plain = run(run_spec(data=apart())).rows[-1]
+    normed = run(run_spec(FedBN(), model=NORMED_MLP, data=apart())).rows[-1]
     assert plain["accuracy_global"] is not None and "accuracy_shared" not in plain
     assert normed["accuracy"] is not None and normed["accuracy_global"] is None and "accuracy_shared" not in normed
 
 
 def test_a_method_that_only_personalises_is_scored_both_ways() -> None:
-    both, plain = run(recipe(Doubled(), data=apart())), run(recipe(data=apart()))
+    both, plain = run(run_spec(Doubled(), data=apart())), run(run_spec(data=apart()))
     assert both.bits == plain.bits
     for own, shared in zip(both.rows, plain.rows, strict=True):
         assert own["accuracy_shared"] == shared["accuracy"] and own["accuracy_global"] == shared["accuracy_global"]
@@ -111,7 +111,7 @@ def test_a_method_that_only_personalises_is_scored_both_ways() -> None:
 
 def test_fine_tuning_of_the_head_alone_leaves_the_extractor() -> None:
     seen: list[dict[str, Tensor]] = []
-    study = recipe(model=NORMED_MLP, data=apart())
+    study = run_spec(model=NORMED_MLP, data=apart())
     host = several(study, 1).members[0]
     for head in (True, False):
         before = host.vector.data.clone()
@@ -124,7 +124,7 @@ def test_fine_tuning_of_the_head_alone_leaves_the_extractor() -> None:
 
 
 def test_fine_tuning_with_dropout_does_not_depend_on_what_was_drawn_before_but_on_client_and_version() -> None:
-    study = recipe(model=Dropping(), data=apart())
+    study = run_spec(model=Dropping(), data=apart())
     host = several(study, 1).members[0]
     start, found = host.vector.data.clone(), dict[tuple[int, int, int], Tensor]()
     rows = study.data.partition.train.rows(0)
@@ -146,7 +146,7 @@ def test_fine_tuning_may_see_what_training_did_not() -> None:
         kept, left = data.partition.train.rows(client), data.partition.spare.rows(client)
         assert np.array_equal(np.sort(np.concatenate([kept, left])), np.sort(whole.rows(client)))
     own, every = (
-        run(recipe(data=data), evaluate=Evaluation(finetune=Finetune(3, samples=samples)))  # type: ignore[arg-type]
+        run(run_spec(data=data), evaluate=Evaluation(finetune=Finetune(3, samples=samples)))  # type: ignore[arg-type]
         for samples in ("own", "all")
     )
     assert own.bits == every.bits
@@ -154,15 +154,15 @@ def test_fine_tuning_may_see_what_training_did_not() -> None:
 
 
 def test_fine_tuning_after_the_last_round_only() -> None:
-    rows = run(recipe(data=apart()), evaluate=Evaluation(finetune=Finetune(1, last=True))).rows
+    rows = run(run_spec(data=apart()), evaluate=Evaluation(finetune=Finetune(1, last=True))).rows
     assert ["accuracy_finetuned" in row for row in rows] == [False, False, True]
 
 
 def test_own_models_on_the_central_test_set_are_averaged_over_clients() -> None:
-    rows = run(recipe(FedBN(), model=NORMED_MLP, data=apart()), evaluate=Evaluation(common=True)).rows
+    rows = run(run_spec(FedBN(), model=NORMED_MLP, data=apart()), evaluate=Evaluation(common=True)).rows
     assert all(0 <= row["accuracy_common"] <= 1 for row in rows)  # type: ignore[operator]
     with pytest.raises(ValueError, match=r"evaluate\.common=true .* one model for all"):
-        coordinate(recipe(data=apart()), evaluate=Evaluation(common=True))
+        coordinate(run_spec(data=apart()), evaluate=Evaluation(common=True))
 
 
 def decomposed(rows: list[Any]) -> list[dict[str, float]]:
@@ -170,7 +170,7 @@ def decomposed(rows: list[Any]) -> list[dict[str, float]]:
 
 
 def test_the_parts_of_the_loss_add_up_and_each_is_what_it_says() -> None:
-    study = recipe(data=apart(), local=replace(LOCAL, lr=0.2))
+    study = run_spec(data=apart(), local=replace(LOCAL, lr=0.2))
     found = run(study, Synchronous(4), evaluate=Evaluation(decompose=2), rounds=4)
     parts = decomposed(found.rows)
     assert [bool(part) for part in parts] == [False, True, False, True]
@@ -189,14 +189,14 @@ def test_the_parts_of_the_loss_add_up_and_each_is_what_it_says() -> None:
 
 
 def test_one_participant_has_no_distribution_shift() -> None:
-    (part, *_) = decomposed(run(recipe(data=apart()), Synchronous(1), evaluate=Evaluation(decompose=1)).rows)
+    (part, *_) = decomposed(run(run_spec(data=apart()), Synchronous(1), evaluate=Evaluation(decompose=1)).rows)
     assert part["distribution_shift"] == 0.0 and part["aggregation"] == pytest.approx(0.0, abs=1e-6)
 
 
 def test_each_domain_has_a_column() -> None:
     source = Synthetic(samples=120, test_samples=20, classes=5, domains=3)
     data = federate(source, Domain(test_fraction=0.2), SEED)
-    row: Mapping[str, Any] = run(recipe(data=data), Synchronous(3)).rows[-1]
+    row: Mapping[str, Any] = run(run_spec(data=data), Synchronous(3)).rows[-1]
     names = data.open().domain_names
     assert [row[f"accuracy.{name}"] for name in names] and row["accuracy"] == pytest.approx(
         np.mean([row[f"accuracy.{name}"] for name in names])
@@ -206,11 +206,11 @@ def test_each_domain_has_a_column() -> None:
 def test_pooled_data_train_one_model_that_every_client_tests() -> None:
     data = pooled(apart())
     assert np.array_equal(data.partition.train.rows(0), np.sort(apart().partition.train.indices))
-    found = run(recipe(Pooled(), data=data), Synchronous(1))
+    found = run(run_spec(Pooled(), data=data), Synchronous(1))
     assert found.rows[-1]["floats_up"] is None and found.rows[-1]["floats_down"] is None
     assert found.coordinator.evaluator.tests.counts.all() and found.rows[-1]["accuracy"] is not None
     with pytest.raises(ValueError, match="one model for all"):
-        coordinate(recipe(Pooled(), FedBN(), model=NORMED_MLP, data=data), Synchronous(1))
+        coordinate(run_spec(Pooled(), FedBN(), model=NORMED_MLP, data=data), Synchronous(1))
 
 
 def test_a_pooled_round_processes_what_a_cohort_would() -> None:
@@ -228,15 +228,15 @@ def test_a_pooled_round_processes_what_a_cohort_would() -> None:
 def test_one_client_pooled_is_fedavg_with_one_client() -> None:
     mixed = even(clients=1).partition
     ordered = replace(mixed, train=replace(mixed.train, indices=np.sort(mixed.train.indices)))
-    alone = run(recipe(data=replace(even(clients=1), partition=ordered)), Synchronous(1))
-    assert run(recipe(Pooled(), data=pooled(even(clients=1))), Synchronous(1)).bits == alone.bits
+    alone = run(run_spec(data=replace(even(clients=1), partition=ordered)), Synchronous(1))
+    assert run(run_spec(Pooled(), data=pooled(even(clients=1))), Synchronous(1)).bits == alone.bits
 
 
 def test_the_worst_of_two_domains_has_a_column_and_the_worst_of_one_none() -> None:
     rows = []
     for domains in (1, 2):
         source = Synthetic(samples=120, test_samples=20, classes=5, domains=domains)
-        rows.append(run(recipe(data=federate(source, IID(clients=4), SEED)), rounds=1).rows[-1])
+        rows.append(run(run_spec(data=federate(source, IID(clients=4), SEED)), rounds=1).rows[-1])
     one, two = (row.get("accuracy_worst_domain") for row in rows)
     assert one is None
     assert isinstance(two, float) and 0 <= two <= float(rows[1]["accuracy_global"] or 0)
@@ -253,7 +253,7 @@ def test_the_least_that_can_be_asked_for_is_taken_and_less_is_refused(key: str, 
 
 
 def test_a_client_is_scored_with_its_own_state_where_no_host_has_it_though_it_be_the_first_and_alone() -> None:
-    study = recipe(FedBN(), model=NORMED_MLP, data=apart(clients=1))
+    study = run_spec(FedBN(), model=NORMED_MLP, data=apart(clients=1))
     kept, on_disk = (run(study, Synchronous(1), state_budget=budget) for budget in (math.inf, 0.0))
     assert "accuracy" in kept.history[-1] and on_disk.rows[-1]["spilled_bytes"]
     assert kept.history == on_disk.history

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from cluster import Hosts
-from studies import NORMED, ROUNDS, coordinate, ran, recipe, run, same
+from tiny_runs import NORMED, ROUNDS, coordinate, ran, run, run_spec, same
 from torch import Tensor
 
 from raysim.api.messages import Failure
@@ -158,43 +158,43 @@ def where(failures: Sequence[Failure]) -> set[tuple[int, int]]:
 
 @pytest.mark.parametrize("kind", [Raising, Diverging, Overflowing, Leaving], ids=lambda kind: kind.name)
 def test_a_client_that_fails_has_weight_zero_and_nothing_else_changes(kind: Any) -> None:
-    found = run(recipe(kind()), ALL, Ideal(), rounds=4, tolerate=0.5)
-    without = run(recipe(Absent()), ALL, Ideal(), rounds=4)
+    found = run(run_spec(kind()), ALL, Ideal(), rounds=4, tolerate=0.5)
+    without = run(run_spec(Absent()), ALL, Ideal(), rounds=4)
     assert found.finished.model_sha256 == without.finished.model_sha256
     assert where(found.failures) == HITS
     assert [(row["failures"], row["clients"]) for row in found.rows] == [(0, 6), (1, 5), (2, 4), (0, 6)]
     assert [row["virtual_seconds"] for row in found.rows] == [row["virtual_seconds"] for row in without.rows]
     assert [row["floats_down"] for row in found.rows] == [row["floats_down"] for row in without.rows]
-    assert found.finished.model_sha256 != run(recipe(), ALL, Ideal(), rounds=4).finished.model_sha256
+    assert found.finished.model_sha256 != run(run_spec(), ALL, Ideal(), rounds=4).finished.model_sha256
 
 
 def test_a_failure_says_who_when_what_and_where() -> None:
-    (failure,) = run(recipe(Raising(frozenset({(2, 1)}))), ALL, tolerate=0.5).failures
+    (failure,) = run(run_spec(Raising(frozenset({(2, 1)}))), ALL, tolerate=0.5).failures
     assert (failure.client, failure.version, failure.host, failure.method) == (2, 1, "host-0", "raising")
     assert failure.error == "client 2, version 1, host host-0: KeyError: 'lost'"
     assert "in receive" in failure.traceback
 
 
 def test_a_client_that_diverges_is_told_what_to_lower() -> None:
-    (failure,) = run(recipe(Diverging(frozenset({(2, 1)}))), ALL, tolerate=0.5).failures
+    (failure,) = run(run_spec(Diverging(frozenset({(2, 1)}))), ALL, tolerate=0.5).failures
     assert "the loss is not finite from step 2 of" in failure.error
     assert "learning rate 0.05" in failure.error
     assert "lower local.lr" in failure.error
 
 
 def test_an_upload_that_is_not_a_number_names_the_method_that_sends_it() -> None:
-    (failure,) = run(recipe(Overflowing(frozenset({(2, 1)}))), ALL, tolerate=0.5).failures
+    (failure,) = run(run_spec(Overflowing(frozenset({(2, 1)}))), ALL, tolerate=0.5).failures
     assert failure.method == "overflowing"
     assert "overflowing.value" in failure.error
 
 
 def test_a_personal_parameter_that_is_not_a_number_never_becomes_state() -> None:
-    found = run(recipe(FedBN(), Spoiling(), model=NORMED), ALL, rounds=4, tolerate=0.5)
+    found = run(run_spec(FedBN(), Spoiling(), model=NORMED), ALL, rounds=4, tolerate=0.5)
     assert where(found.failures) == HITS, "each of them only once: the state before it is kept"
 
 
 def test_on_a_host_of_its_own_a_failure_is_the_same_failure(hosts: Hosts) -> None:
-    study = recipe(Raising())
+    study = run_spec(Raising())
     here = run(study, ALL, rounds=4, tolerate=0.5)
     there = ran(coordinate(study, ALL, runtime=hosts.runtime(study, 2), rounds=4, tolerate=0.5))
     assert there.bits == here.bits
@@ -205,7 +205,7 @@ def test_on_a_host_of_its_own_a_failure_is_the_same_failure(hosts: Hosts) -> Non
 
 def test_with_a_buffer_failures_are_left_out_as_well() -> None:
     hits = frozenset((client, version) for client in (0, 3) for version in range(20))
-    found = run(recipe(Raising(hits)), Buffered(concurrency=4, size=3), rounds=8, tolerate=0.7)
+    found = run(run_spec(Raising(hits)), Buffered(concurrency=4, size=3), rounds=8, tolerate=0.7)
     assert {failure.client for failure in found.failures} == {0, 3}
     assert sum(row["failures"] for row in found.rows) == len(found.failures)  # type: ignore[misc]
     assert all(row["clients"] + row["failures"] == 3 for row in found.rows)  # type: ignore[operator]
@@ -213,7 +213,7 @@ def test_with_a_buffer_failures_are_left_out_as_well() -> None:
 
 def test_a_round_in_which_all_fail_changes_nothing_but_the_clock() -> None:
     hits = frozenset((client, 1) for client in range(6))
-    found = run(recipe(Raising(hits)), ALL, Ideal(), rounds=3, tolerate=1.0)
+    found = run(run_spec(Raising(hits)), ALL, Ideal(), rounds=3, tolerate=1.0)
     assert found.rows[1]["train_loss"] is None
     assert found.rows[1]["clients"] == 0
     assert found.rows[1]["accuracy_global"] == found.rows[0]["accuracy_global"]
@@ -223,7 +223,7 @@ def test_a_round_in_which_all_fail_changes_nothing_but_the_clock() -> None:
 
 def test_the_private_state_of_a_client_that_failed_is_the_one_before(tmp_path: Path) -> None:
     coordinator = coordinate(
-        recipe(Scaffold(), Raising()), ALL, rounds=4, tolerate=0.5, checkpoint_every=1, folder=str(tmp_path)
+        run_spec(Scaffold(), Raising()), ALL, rounds=4, tolerate=0.5, checkpoint_every=1, folder=str(tmp_path)
     )
     states = [checkpoint.read(Path(event.path)) for event in coordinator.run() if isinstance(event, Saved)]
     for version in range(1, 4):
@@ -252,7 +252,7 @@ def test_too_many_failures_stop_the_run_with_a_checkpoint_that_resumes_once_they
     schedule: Any, methods: list[Method], tmp_path: Path
 ) -> None:
     hits = frozenset((client, version) for client in (0, 2) for version in (2, 3, 4))
-    study = recipe(*methods, Raising(hits))
+    study = run_spec(*methods, Raising(hits))
     straight = run(study, schedule, rounds=7, tolerate=1.0)
     assert straight.failures, "or nothing stops"
     events, error = events_until_stopped(coordinate(study, schedule, rounds=7, tolerate=0.0, folder=str(tmp_path)))
@@ -270,15 +270,15 @@ def test_too_many_failures_stop_the_run_with_a_checkpoint_that_resumes_once_they
 
 def test_as_many_failures_as_are_tolerated_do_not_stop_a_run() -> None:
     hits = frozenset({(client, 0) for client in range(6)} - {(0, 0), (1, 0)})
-    assert len(run(recipe(Raising(hits)), ALL, rounds=1, tolerate=4 / 6).failures) == 4
+    assert len(run(run_spec(Raising(hits)), ALL, rounds=1, tolerate=4 / 6).failures) == 4
     with pytest.raises(TooManyFailures, match="4 of 6 clients failed in round 1"):
-        run(recipe(Raising(hits)), ALL, rounds=1, tolerate=0.5)
+        run(run_spec(Raising(hits)), ALL, rounds=1, tolerate=0.5)
 
 
 def test_without_a_folder_the_run_stops_without_a_checkpoint() -> None:
     hits = frozenset((client, 0) for client in range(6))
     with pytest.raises(TooManyFailures) as stopped:
-        run(recipe(Raising(hits)), ROUNDS)
+        run(run_spec(Raising(hits)), ROUNDS)
     assert "resume" not in str(stopped.value)
 
 
@@ -289,14 +289,14 @@ def test_without_a_folder_the_run_stops_without_a_checkpoint() -> None:
 @pytest.mark.parametrize("hook", ["weigh", "mix", "apply", "absorb"])
 def test_a_hook_that_fails_on_the_server_names_its_method(hook: str, error: type[BaseException]) -> None:
     with pytest.raises(RunStopped) as stopped:
-        run(recipe(Server(hook, error)), ALL, rounds=4)
+        run(run_spec(Server(hook, error)), ALL, rounds=4)
     first, *rest = str(stopped.value).splitlines()
     assert first.startswith(f"method 'server' failed on the server in round 3: {error.__name__}: on purpose")
     assert any(f"in {hook}" in line for line in rest)
 
 
 def test_a_vector_that_is_not_finite_never_becomes_the_next_version(tmp_path: Path) -> None:
-    coordinator = coordinate(recipe(Weightless()), ALL, rounds=2, folder=str(tmp_path))
+    coordinator = coordinate(run_spec(Weightless()), ALL, rounds=2, folder=str(tmp_path))
     with pytest.raises(RunStopped, match=r"not finite after round 1 \(all weights of clients 2, .* are 0\)"):
         ran(coordinator)
     assert coordinator.server.version == 0 and coordinator.server.vector.isfinite().all()
@@ -308,13 +308,13 @@ def test_the_clients_with_the_longest_updates_are_named() -> None:
     with pytest.raises(
         RunStopped, match=r"after round 2 \(the longest updates are \S+ of client [24], \S+ of client [24]"
     ):
-        run(recipe(Long(hits, 3e38), Absent()), ALL, rounds=3)
+        run(run_spec(Long(hits, 3e38), Absent()), ALL, rounds=3)
 
 
 @pytest.mark.parametrize("single", [True, False])
 def test_a_client_whose_update_is_too_long_is_left_out(single: bool) -> None:
     methods = [Long(), *([Absent()] if single else [])]
-    found = run(recipe(*methods), ALL, rounds=4, faults=Faults(0.5, norm=1e3))
-    without = run(recipe(Absent()), ALL, rounds=4)
+    found = run(run_spec(*methods), ALL, rounds=4, faults=Faults(0.5, norm=1e3))
+    without = run(run_spec(Absent()), ALL, rounds=4)
     assert where(found.failures) == HITS and "faults.norm=1000 allows less" in found.failures[0].error
     assert found.finished.model_sha256 == without.finished.model_sha256

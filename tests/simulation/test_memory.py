@@ -7,7 +7,7 @@ import gc
 import numpy as np
 import pytest
 import torch
-from studies import coordinate, even, recipe
+from tiny_runs import coordinate, even, run_spec
 
 from raysim.api.declarations import Evaluation
 from raysim.api.method import Method
@@ -41,7 +41,7 @@ def held_after(coordinator: Coordinator, rounds: tuple[int, ...]) -> list[int]:
 def test_memory_is_the_same_at_round_200_as_when_every_client_was_seen(
     methods: tuple[Method, ...], schedule: Schedule
 ) -> None:
-    study = recipe(*methods, model=Mlp((64,)), data=even())
+    study = run_spec(*methods, model=Mlp((64,)), data=even())
     coordinator = coordinate(study, schedule, rounds=200, evaluate=Evaluation(every=50))
     early, late = held_after(coordinator, (30, 190))
     assert len(coordinator.planner.participations) == 6, "every client was seen"
@@ -49,14 +49,16 @@ def test_memory_is_the_same_at_round_200_as_when_every_client_was_seen(
 
 
 def test_stateless_runs_keep_nothing_per_client() -> None:
-    coordinator = coordinate(recipe(data=even()), rounds=3)
+    coordinator = coordinate(run_spec(data=even()), rounds=3)
     list(coordinator.run())
     assert coordinator.private._stored == {} and coordinator.runtime.members[0]._resident == {}  # type: ignore[attr-defined]
 
 
 def test_clients_that_were_never_sampled_cost_nothing() -> None:
     data = even(clients=50, samples=400)
-    coordinator = coordinate(recipe(Scaffold(), data=data), Synchronous(3), rounds=4, evaluate=Evaluation(every=10**9))
+    coordinator = coordinate(
+        run_spec(Scaffold(), data=data), Synchronous(3), rounds=4, evaluate=Evaluation(every=10**9)
+    )
     list(coordinator.run())
     seen = set(coordinator.planner.participations)
     assert len(seen) <= 12
@@ -65,7 +67,7 @@ def test_clients_that_were_never_sampled_cost_nothing() -> None:
 
 
 def test_base_versions_are_forgotten_once_no_job_needs_them() -> None:
-    coordinator = coordinate(recipe(data=even()), Buffered(concurrency=4, size=2), rounds=30)
+    coordinator = coordinate(run_spec(data=even()), Buffered(concurrency=4, size=2), rounds=30)
     held = [len(coordinator._published) for _ in coordinator.run()]
     assert max(held) <= 4 + 1, "as many base versions as jobs under way, and the current one"
     assert np.isfinite(coordinator.server.vector.numpy()).all()

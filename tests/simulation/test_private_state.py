@@ -12,17 +12,21 @@ import numpy as np
 import pytest
 import torch
 from cluster import Hosts
-from studies import NORMED, coordinate, recipe, run, same, tiny
+from tiny_runs import NORMED, NORMED_MLP, coordinate, run, run_spec, same, tiny
 
+from raysim.api.composition import check_private_names
 from raysim.api.declarations import Evaluation, Local
 from raysim.api.private_state import flat, from_named, named
 from raysim.methods.fedbn import FedBN
 from raysim.methods.fedbss import FedBSS
+from raysim.methods.fedprox import FedProx
 from raysim.methods.fraug import FRAug
 from raysim.methods.scaffold import Scaffold
 from raysim.simulation import checkpoint
 from raysim.simulation.coordinator import Coordinator, Saved
 from raysim.simulation.schedule import Buffered, Synchronous
+from raysim.training.run_spec import build_networks
+from raysim.vectors.layout import Layout
 
 LOCAL = Local(lr=0.05, momentum=0.9, batch=8, epochs=3)
 SCHEDULES = {"rounds": Synchronous(2), "buffer": Buffered(concurrency=3, size=2)}
@@ -30,7 +34,7 @@ ROUNDS = 7
 
 
 def study(*methods: Any) -> Any:
-    return recipe(*methods, model=NORMED, local=LOCAL, data=tiny(clients=5))
+    return run_spec(*methods, model=NORMED, local=LOCAL, data=tiny(clients=5))
 
 
 def snapshots(coordinator: Coordinator) -> Iterator[checkpoint.Snapshot]:
@@ -233,3 +237,33 @@ def test_samples_are_ranked_by_the_received_model_in_eval_mode() -> None:
     run(study(Watched(warmup_rounds=0)), rounds=2)
     assert ranked
     assert all(torch.equal(cached, again) for cached, again in ranked)
+
+
+# --- names --------------------------------------------------------------------------------------------------------
+
+
+class Keeps(FedProx):
+    """A method that keeps one tensor under a name of one's choice."""
+
+    def __init__(self, name: str, kept: str):
+        super().__init__()
+        self.name, self._kept = name, kept  # type: ignore[misc]
+
+    def state(self, layout: Layout, samples: int) -> dict[str, torch.Tensor]:
+        return {self._kept: torch.zeros(3)}
+
+
+@pytest.mark.parametrize("kept", ["model.extractor.2.weight", "personal", "personal.counters"])
+def test_private_state_under_the_name_of_a_personal_tensor_is_refused_before_the_start(kept: str) -> None:
+    methods = [FedBN(), Keeps("mine", kept)]
+    _, layout = build_networks(run_spec(*methods, model=NORMED_MLP))
+    with pytest.raises(ValueError, match=rf"method 'mine' keeps '{kept}', .*: rename"):
+        check_private_names(methods, layout)
+
+
+def test_private_state_of_two_methods_under_one_name_is_refused_before_the_start() -> None:
+    methods = [Keeps("mine", "some.state"), Keeps("yours", "some.state")]
+    _, layout = build_networks(run_spec(*methods, model=NORMED_MLP))
+    with pytest.raises(ValueError, match=r"'yours' keeps 'some\.state', a name that method 'mine' has given already"):
+        check_private_names(methods, layout)
+    check_private_names([Keeps("mine", "mine.state"), FedBN(), Keeps("yours", "yours.state")], layout)

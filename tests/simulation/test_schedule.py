@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
-from studies import even, ran, recipe, run, silent
+from tiny_runs import even, ran, run, run_spec, silent
 
 from raysim.api.declarations import Evaluation
 from raysim.methods.scaffold import Scaffold
@@ -205,7 +205,9 @@ def test_only_the_idle_client_can_be_drawn_when_all_others_are_busy() -> None:
 def test_the_cohorts_do_not_depend_on_the_method() -> None:
     ways = []
     for methods in ([], [Scaffold()]):
-        found = run(recipe(*methods, data=even()), Synchronous(2), Lognormal(), rounds=4, evaluate=Evaluation(every=9))
+        found = run(
+            run_spec(*methods, data=even()), Synchronous(2), Lognormal(), rounds=4, evaluate=Evaluation(every=9)
+        )
         ways.append(found.coordinator.planner.participations)
     assert ways[0] == ways[1]
     assert len(ways[0]) > 2

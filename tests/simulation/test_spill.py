@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from cluster import Hosts
-from studies import NORMED, coordinate, ran, recipe, run, several, tiny
+from tiny_runs import NORMED, coordinate, ran, run, run_spec, several, tiny
 
 from raysim import cli
 from raysim.api.declarations import Evaluation, Local
@@ -28,7 +28,7 @@ ROUNDS = 8
 
 
 def study(name: str) -> Any:
-    return recipe(METHODS[name](), model=NORMED, local=Local(lr=0.05, batch=8, epochs=2), data=tiny(clients=6))
+    return run_spec(METHODS[name](), model=NORMED, local=Local(lr=0.05, batch=8, epochs=2), data=tiny(clients=6))
 
 
 def size(name: str) -> float:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from studies import SEED, coordinate, ran, recipe, tiny
+from tiny_runs import SEED, coordinate, ran, run_spec, tiny
 from torch import Tensor
 
 from raysim.api.context import Batch, Context
@@ -34,8 +34,8 @@ EXACT = 1e-9  # float64 end to end
 class Row:
     """What a textbook is checked at: four clients of unequal size, three in each of three rounds, unless said.
 
-    methods: fresh ones, for the run. study: of `studies.recipe`; run: of `studies.coordinate`; drawn: handed over in
-    `World.drawn`, or how to find that on the host. skips: entries of private or server state that are raysim's own
+    methods: fresh ones, for the run. study: of `tiny_runs.run_spec`; run: of `tiny_runs.coordinate`; drawn: handed over
+    in `World.drawn`, or how to find that on the host. skips: entries of private or server state that are raysim's own
     book-keeping, with the reason.
     """
 
@@ -66,7 +66,7 @@ def check(row: Row) -> None:
     """Fails where raysim and the textbook end at different numbers, and says where."""
     data = row.study.get("data", tiny(clients=4, samples=70))
     settings = {"model": Mlp((6,)), "local": LOCAL, "dtype": torch.float64, "data": data}
-    study = recipe(*row.methods(), **(settings | row.study))
+    study = run_spec(*row.methods(), **(settings | row.study))
     host = Host(study)
     step: Any = host.trainer.step
     step.__class__, step.batches, step.given = Watched, {}, {}

@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import partial
 
 import pytest
-from studies import NORMED_MLP
+from tiny_runs import NORMED_MLP
 
 from raysim.methods.ace import ACE
 from raysim.methods.ca2fl import CA2FL

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from studies import NORMED_MLP, SEED, Ran, recipe, run, silent, tiny
+from tiny_runs import NORMED_MLP, SEED, Ran, run, run_spec, silent, tiny
 from torch import Tensor
 
 from raysim.api.context import Own
@@ -83,7 +83,7 @@ def test_plain_training_ends_where_its_textbook_does(name: str) -> None:
 
 @pytest.mark.parametrize("schedule", [Synchronous(6), Buffered(concurrency=6, size=4)], ids=["rounds", "buffer"])
 def test_the_size_of_groups_changes_nothing_beyond_rounding(schedule: Any) -> None:
-    study = recipe(model=NORMED_MLP, dtype=torch.float64, local=LOCAL)
+    study = run_spec(model=NORMED_MLP, dtype=torch.float64, local=LOCAL)
     ways = [run(study, schedule, summation=group, rounds=2).tensors for group in (1, 4, 100)]
     assert any((ways[0][name] != other[name]).any() for name in ways[0] for other in ways), "or nothing is tested"
     for other in ways[1:]:
@@ -92,7 +92,7 @@ def test_the_size_of_groups_changes_nothing_beyond_rounding(schedule: Any) -> No
 
 
 def test_the_rows_with_late_updates_have_some() -> None:
-    found = run(recipe(data=tiny(clients=4, samples=70), local=LOCAL), Buffered(4, 2), Ideal(), rounds=6)
+    found = run(run_spec(data=tiny(clients=4, samples=70), local=LOCAL), Buffered(4, 2), Ideal(), rounds=6)
     assert sum(row["staleness"] > 0 for row in found.rows) > 2  # type: ignore[operator, misc]
 
 
@@ -171,7 +171,7 @@ def test_passes_count_as_work_and_a_step_as_a_batch_or_all_that_a_client_has() -
         fleet = Ideal(speed=10.0)
         for samples, wanted in zip((20, 5), seconds, strict=True):
             assert fleet.duration(0, 0, local.budget(samples), 0, 0) == pytest.approx(wanted)
-        found = run(recipe(data=data, local=local), Synchronous(4), fleet, rounds=1)
+        found = run(run_spec(data=data, local=local), Synchronous(4), fleet, rounds=1)
         most = max(n * local.epochs if local.epochs else local.steps * min(local.batch, n) for n in counts.tolist())  # type: ignore[operator]
         assert found.rows[0]["virtual_seconds"] == pytest.approx(most / 10)
 
@@ -268,7 +268,7 @@ def columns(found: Ran) -> dict[str, Any]:
 
 def scored(*methods: Method, evaluate: Evaluation = EVERYTHING, **others: Any) -> tuple[Ran, dict[int, Params]]:
     """A run, and every client's model: the shared one with the client's own tensors in it."""
-    study = recipe(*methods, model=NORMED_MLP, data=SPREAD, local=LOCAL, dtype=torch.float64, **others)
+    study = run_spec(*methods, model=NORMED_MLP, data=SPREAD, local=LOCAL, dtype=torch.float64, **others)
     found = run(study, Synchronous(2), rounds=3, evaluate=evaluate)
     layout, coordinator = found.coordinator.layout, found.coordinator
     states = dict(coordinator.private.accepted())

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 import pytest
-from studies import NORMED_MLP
+from tiny_runs import NORMED_MLP
 
 from raysim.methods.ditto import Ditto
 from raysim.methods.fedbn import FedBN

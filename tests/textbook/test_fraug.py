@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from studies import MLP, NORMED_MLP, Bare, tiny
+from tiny_runs import MLP, NORMED_MLP, Bare, tiny
 
 from raysim.data.federated import FederatedData
 from raysim.data.partition import CSR, Partition

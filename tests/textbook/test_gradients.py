@@ -6,7 +6,7 @@ from dataclasses import replace
 from functools import partial
 
 import pytest
-from studies import NORMED_MLP
+from tiny_runs import NORMED_MLP
 
 from raysim.methods.fedcm import FedCM
 from raysim.methods.fedprox import FedProx

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from studies import NORMED_MLP, tiny
+from tiny_runs import NORMED_MLP, tiny
 
 from raysim.data.partition import CSR, Partition
 from raysim.methods.feddecorr import FedDecorr

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from studies import NORMED_MLP, SEED, tiny
+from tiny_runs import NORMED_MLP, SEED, tiny
 from torch import Tensor
 
 from raysim.api.declarations import Evaluation, Finetune, Local

@@ -6,7 +6,7 @@ from dataclasses import replace
 from functools import partial
 
 import pytest
-from studies import BLOCKS, NORMED_MLP
+from tiny_runs import BLOCKS, NORMED_MLP
 
 from raysim.data.federated import federate
 from raysim.data.partition import Dirichlet

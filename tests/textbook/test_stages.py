@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from studies import MLP, NORMED_MLP, SEED
+from tiny_runs import MLP, NORMED_MLP, SEED
 
 from raysim.api.declarations import Local
 from raysim.api.method import Method

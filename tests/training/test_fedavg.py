@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from studies import MLP, NORMED, SEED, recipe, run, tiny
+from tiny_runs import MLP, NORMED, SEED, run, run_spec, tiny
 from torch import Tensor, nn
 
 from raysim.api.declarations import Local
@@ -82,7 +82,7 @@ def test_fedavg_equals_plain_pytorch_bit_for_bit(optimizer: dict[str, Any], mode
     assert 1 in data.partition.train.counts % BATCH, "some last batch has one sample"
     local = Local(lr=0.05, batch=BATCH, epochs=EPOCHS, **optimizer)
     found = run(
-        recipe(model=model, local=local, data=data),
+        run_spec(model=model, local=local, data=data),
         Synchronous(CLIENTS),
         Ideal(),
         rounds=ROUNDS,

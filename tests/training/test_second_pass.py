@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from studies import NORMED, Asking, recipe
 from test_step import BATCH, X, Y, at_work, net
+from tiny_runs import NORMED, Asking, run_spec
 from torch import Tensor, nn
 
 from raysim.api.context import Batch, Context, Stage
@@ -19,7 +19,7 @@ from raysim.vectors.optimizer import Optimizer
 
 @pytest.mark.parametrize("take", [True, False])
 def test_batchnorms_statistics_move_in_the_first_pass_only(take: bool) -> None:
-    host = Host(recipe(Asking(0.05, take), model=NORMED))
+    host = Host(run_spec(Asking(0.05, take), model=NORMED))
     inputs, labels = host.trainer.gather(host.trainer.partition.rows(0))
     ctx = context(host)
     model = ctx.model.train()

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from studies import NORMED, recipe
+from tiny_runs import NORMED, run_spec
 from torch import Tensor, nn
 
 from raysim.api.context import Batch, Context, Stage
@@ -283,7 +283,7 @@ def test_features_are_computed_once_however_many_methods_ask() -> None:
 
 
 def test_statistics_are_kept_within_the_context_and_move_outside() -> None:
-    host = Host(recipe(model=NORMED))
+    host = Host(run_spec(model=NORMED))
     inputs, _ = host.trainer.gather(host.trainer.partition.rows(0))
     ctx = Context(
         trainer=host.trainer, seed=0, client=0, participation=0, version=0, samples=5, rate=0.1, vector=host.vector,

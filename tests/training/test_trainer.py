@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from studies import LOCAL, NOTHING, SEED, even, recipe
+from tiny_runs import LOCAL, NOTHING, SEED, even, run_spec
 from torch import Tensor
 
 from raysim.api.messages import Job
@@ -26,7 +26,7 @@ class Watched:
     """A trainer that goes through a client's samples once, and the rows and inputs that it gathers."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, **study: Any):
-        self.trainer: Trainer = Host(recipe(local=replace(LOCAL, epochs=1, batch=8), **study)).trainer
+        self.trainer: Trainer = Host(run_spec(local=replace(LOCAL, epochs=1, batch=8), **study)).trainer
         self.samples = len(self.trainer.partition.rows(0))
         self.gathered: list[tuple[np.ndarray, Tensor]] = []
         original = self.trainer.gather

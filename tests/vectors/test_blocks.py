@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from studies import ROUNDS, changed, recipe
+from tiny_runs import ROUNDS, changed, run_spec
 
 from raysim.runtime import inprocess
 from raysim.simulation.fleet import Ideal
@@ -60,7 +60,7 @@ def test_a_run_in_this_process_multiplies_on_one_thread_and_leaves_numpys_thread
 
     with openblas().limit(limits=2):
         before = threads()
-        during = [threads() for _ in inprocess.run(changed(recipe(), rounds=1), ROUNDS, Ideal())]
+        during = [threads() for _ in inprocess.run(changed(run_spec(), rounds=1), ROUNDS, Ideal())]
         assert during and all(found == {1} for found in during)
         assert threads() == before
 

@@ -66,12 +66,12 @@ class Cost:
 def cases() -> list[Case]:
     """Ascending in memory, so that a peak is that of its own row."""
     cohorts = {clients: summation(clients) for clients in (1_000, 10_000, 100_000)}
-    found = []
+    cases = []
     for clients, group in cohorts.items():
-        found += [Case(clients, group), Case(clients, group, fleet="lognormal"), Case(clients, group, LARGE)]
-    found += [Case(clients, DEFAULT, LARGE) for clients in (1_000, 10_000)]
-    found += [Case(clients, group, ray=True) for clients, group in cohorts.items()]
-    return [*found, Case(256, 4, LARGE, ray=True), Case(256, 1, LARGE, ray=True)]
+        cases += [Case(clients, group), Case(clients, group, fleet="lognormal"), Case(clients, group, LARGE)]
+    cases += [Case(clients, DEFAULT, LARGE) for clients in (1_000, 10_000)]
+    cases += [Case(clients, group, ray=True) for clients, group in cohorts.items()]
+    return [*cases, Case(256, 4, LARGE, ray=True), Case(256, 1, LARGE, ray=True)]
 
 
 def summation(clients: int) -> int:

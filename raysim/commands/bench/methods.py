@@ -143,7 +143,7 @@ def _per_step(coordinator: Coordinator) -> float:
 def fedbss_and_its_parts() -> tuple[float, float]:
     """Seconds of FedBSS's jobs, and of FedAvg's steps on as many samples with a pass over the data in front."""
     local = Local(lr=0.01, batch=BATCH, epochs=3)
-    own, plain = _ran(FedBSS(0), local=local), _ran(local=local)
+    fedbss, plain = _ran(FedBSS(0), local=local), _ran(local=local)
     trainer = Host(plain.spec).trainer
     trainer.training(False)
     since = time.perf_counter()
@@ -152,8 +152,8 @@ def fedbss_and_its_parts() -> tuple[float, float]:
             for inputs, _ in trainer.own(client):
                 trainer.vector.networks["model"](inputs)
     evaluation = (time.perf_counter() - since) * ROUNDS
-    share = _total(own, "samples") / _total(plain, "samples")
-    return _total(own, "host_seconds"), share * _total(plain, "host_seconds") + evaluation
+    share = _total(fedbss, "samples") / _total(plain, "samples")
+    return _total(fedbss, "host_seconds"), share * _total(plain, "host_seconds") + evaluation
 
 
 def fraug_and_fedbn() -> tuple[float, float]:
@@ -180,8 +180,8 @@ def principal_and_the_loop() -> tuple[float, float]:
     server = Server(
         layout, start, torch.empty(0, dtype=torch.int64), [], np.full(50, 100), 0, Task((1, 28, 28), 10, 50)
     )
-    own = _median(lambda: PrincipalGradient().combine(aggregation, server))
-    return own, _median(lambda: accumulated(deltas, 100.0))
+    seconds = _median(lambda: PrincipalGradient().combine(aggregation, server))
+    return seconds, _median(lambda: accumulated(deltas, 100.0))
 
 
 def _median(work: Callable[[], object]) -> float:
@@ -283,8 +283,8 @@ def _bench(
             pairs[name].append(pair())
         say(f"block {block + 1} of {blocks}")
     results = []
-    for name, found in pairs.items():
-        ratios = tuple(own / other for own, other in found)
-        seconds = statistics.median(own for own, _ in found)
+    for name, measured in pairs.items():
+        ratios = tuple(own / other for own, other in measured)
+        seconds = statistics.median(own for own, _ in measured)
         results.append(Measured(name, seconds, statistics.median(ratios), ratios, limits[name]))
     return results

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from decimal import Decimal
 
-from raysim.commands.papers.presets import STUDIES, Command, Score, Study
+from raysim.commands.papers.presets import PAPER_RUNS, Command, PaperRuns, Score
 from raysim.commands.papers.tables import Cell, Table, find, tables
 from raysim.primitives.checks import known
 from raysim.results.history import column
@@ -38,8 +38,8 @@ class Entry:
     @property
     def values(self) -> list[float]:
         """Ours, one of each run that measured it."""
-        found = [self.score.summary(run.rows, self.score.column) for run in self.runs]
-        return [value * self.score.factor for value in found if value is not None]
+        scores = [self.score.summary(run.rows, self.score.column) for run in self.runs]
+        return [value * self.score.factor for value in scores if value is not None]
 
     @property
     def spread(self) -> float | None:
@@ -56,14 +56,14 @@ def compare(name: str, runs: Sequence[Run] = (), width: int = 120) -> str:
     width: columns of text; data sets that do not fit go below the others. Raises Refused for an unknown name.
     """
     table = find(name)
-    study = STUDIES[name.partition("/")[0]]
-    entries = [Entry(cell, study.command(table, cell), study.score(table, cell)) for cell in table.cells]
-    notes = list(_match(study, name, entries, runs))
+    paper_runs = PAPER_RUNS[name.partition("/")[0]]
+    entries = [Entry(cell, paper_runs.command(table, cell), paper_runs.score(table, cell)) for cell in table.cells]
+    notes = list(_match(paper_runs, name, entries, runs))
     above = [f"{table.title}: {table.caption}", table.metric]
     parts = [
         "\n".join(above),
         *_grids(entries, width),
-        *_paragraph("notes", _said(table, entries, study)),
+        *_paragraph("notes", _notes(table, entries, paper_runs)),
         *_paragraph(f"runs ({CHANGED}: not at the paper's setting)", notes),
     ]
     return "\n\n".join([*parts, *_paragraph("without a run", _missing(entries))])
@@ -73,22 +73,22 @@ def _paragraph(title: str, lines: Sequence[str]) -> list[str]:
     return ["\n".join([f"{title}:", *(f"  {line}" for line in lines)])] if lines else []
 
 
-def _said(table: Table, entries: Sequence[Entry], study: Study) -> list[str]:
+def _notes(table: Table, entries: Sequence[Entry], paper_runs: PaperRuns) -> list[str]:
     theirs = [f"the paper's ± is over {table.deviation_of}"] if table.deviation_of else []
     ours = (
         ["our ± is the standard deviation over runs, divisor n - 1"] if any(len(e.values) > 1 for e in entries) else []
     )
-    own = [study.notes[table.name]] if table.name in study.notes else []
-    return [*theirs, *ours, *table.notes, *own]
+    notes = [paper_runs.notes[table.name]] if table.name in paper_runs.notes else []
+    return [*theirs, *ours, *table.notes, *notes]
 
 
 # --- which run belongs to which cell --------------------------------------------------------------------------------
-def _match(study: Study, name: str, entries: Sequence[Entry], runs: Sequence[Run]) -> Iterator[str]:
+def _match(paper_runs: PaperRuns, name: str, entries: Sequence[Entry], runs: Sequence[Run]) -> Iterator[str]:
     """Put the runs into their entries; yields what a reader must know of each."""
-    telling = _telling(study, name.partition("/")[0])
+    row_keys = _row_keys(paper_runs, name.partition("/")[0])
     presets: dict[tuple[str, tuple[str, ...]], dict[str, str]] = {}
     for run in runs:
-        found: dict[str, list[str]] = {}
+        labels: dict[str, list[str]] = {}
         for entry in entries:
             command = entry.command
             if not _same_choices(run, command):
@@ -96,18 +96,18 @@ def _match(study: Study, name: str, entries: Sequence[Entry], runs: Sequence[Run
             key = command.experiment, command.methods
             if key not in presets:
                 presets[key] = _preset(command)
-            different = _different(run, presets[key], command, telling)
-            if not telling & set(different):
+            different = _different(run, presets[key], command, row_keys)
+            if not row_keys & set(different):
                 entry.runs.append(run)
                 entry.changed |= bool(different)
-                found.setdefault("; ".join(different.values()), []).append(entry.cell.label)
-        yield from _told(run, found)
+                labels.setdefault("; ".join(different.values()), []).append(entry.cell.label)
+        yield from _run_note(run, labels)
 
 
-def _telling(study: Study, paper: str) -> set[str]:
+def _row_keys(paper_runs: PaperRuns, paper: str) -> set[str]:
     """The keys by which the rows of a paper differ: there a run must have the row's value."""
-    commands = [study.command(table, cell) for table in tables(paper).values() for cell in table.cells]
-    return {key for command in commands for key in command.overrides if key.startswith(study.telling)}
+    commands = [paper_runs.command(table, cell) for table in tables(paper).values() for cell in table.cells]
+    return {key for command in commands for key in command.overrides if key.startswith(paper_runs.row_prefixes)}
 
 
 def _same_choices(run: Run, command: Command) -> bool:
@@ -127,15 +127,15 @@ def _flat(config: Mapping[str, object]) -> dict[str, str]:
     return settings(config) | {group: choice(config, group) for group in GROUPS}
 
 
-def _different(run: Run, preset: Mapping[str, str], command: Command, telling: set[str]) -> dict[str, str]:
+def _different(run: Run, preset: Mapping[str, str], command: Command, row_keys: set[str]) -> dict[str, str]:
     """What the run has otherwise than the command says. Other keys that only one has follow from a named option."""
     # A run from before a method had a switch is a run at its default.
-    found = {key: preset[key] for key in telling if key in preset} | _flat(run.config)
+    settings = {key: preset[key] for key in row_keys if key in preset} | _flat(run.config)
     expected = {**preset, **{key: str(value) for key, value in command.overrides.items()}}
     return {
-        key: f"{key}={found[key]} instead of {value}"
+        key: f"{key}={settings[key]} instead of {value}"
         for key, value in expected.items()
-        if key in found and not _equal(found[key], value) and not _is_free(key)
+        if key in settings and not _equal(settings[key], value) and not _is_free(key)
     }
 
 
@@ -150,12 +150,12 @@ def _equal(one: str, other: str) -> bool:
         return one == other
 
 
-def _told(run: Run, found: Mapping[str, Sequence[str]]) -> Iterator[str]:
+def _run_note(run: Run, labels: Mapping[str, Sequence[str]]) -> Iterator[str]:
     """Where a run stands and how it differs from the paper's setting."""
-    if not found:
+    if not labels:
         what = f"experiment={choice(run.config, 'experiment')}, method {choice(run.config, 'method')}"
         yield f"{run.folder} belongs to no row of this table (it has {what})"
-    for different, rows in found.items():
+    for different, rows in labels.items():
         state = [] if run.finished else ["it has not finished"]
         said = [f"it has {different}", *state] if different else state
         yield f"{run.folder}: {', '.join(dict.fromkeys(rows))}; {'; '.join(said) or 'as in the preset'}"
@@ -229,9 +229,9 @@ def _rounds(key: str, entry: Entry, entries: Sequence[Entry]) -> str:
     """Mean over the runs of a cell; a dash where one of them never got there."""
     if (threshold := _threshold(key, entry, entries)) is None:
         return NOTHING
-    found = [_round(run, entry.score.column, threshold) for run in entry.runs]
-    reached = [number for number in found if number is not None]
-    return f"{statistics.fmean(reached):.0f}" if reached and len(reached) == len(found) else NOTHING
+    rounds = [_round(run, entry.score.column, threshold) for run in entry.runs]
+    reached = [number for number in rounds if number is not None]
+    return f"{statistics.fmean(reached):.0f}" if reached and len(reached) == len(rounds) else NOTHING
 
 
 # --- text -----------------------------------------------------------------------------------------------------------

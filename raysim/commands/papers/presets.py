@@ -1,6 +1,6 @@
 """Which run of ours stands beside a printed number: the command that makes it, and what of its history is compared.
 
-A paper is added with one `Study`: a function from a cell to its `Command`, and one to its `Score`.
+A paper is added with one `PaperRuns`: a function from a cell to its `Command`, and one to its `Score`.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ class Command:
 
     def words(self) -> list[str]:
         """As `raysim run` takes them."""
-        own = [f"{key}={_shown(value)}" for key, value in self.overrides.items()]
-        return [f"experiment={self.experiment}", f"method=[{','.join(self.methods)}]", *own, *self.places]
+        settings = [f"{key}={_shown(value)}" for key, value in self.overrides.items()]
+        return [f"experiment={self.experiment}", f"method=[{','.join(self.methods)}]", *settings, *self.places]
 
     def __str__(self) -> str:
         return f"raysim run {' '.join(self.words())}"
@@ -43,12 +43,13 @@ class Score:
 
 
 @dataclass(frozen=True)
-class Study:
+class PaperRuns:
     """How a paper's cells map to runs."""
 
     command: Callable[[Table, Cell], Command]
     score: Callable[[Table, Cell], Score]
-    telling: tuple[str, ...] = ("method.",)  # keys that begin so, if rows differ by them, must be as in the row
+    # Beginnings of keys: where the rows of a paper differ in such a key, a run must have the value of its row.
+    row_prefixes: tuple[str, ...] = ("method.",)
     notes: Mapping[str, str] = field(default_factory=dict)  # what must be known of our runs, by table
 
 
@@ -250,9 +251,9 @@ def fedld_score(table: Table, cell: Cell) -> Score:
     return Score("accuracy_common" if set(cell.methods) & set(OWN_MODELS) else "accuracy_global", last, 100)
 
 
-STUDIES = {
-    "fedbr": Study(fedbr_command, fedbr_score),
-    "fedld": Study(fedld_command, fedld_score, ("method.", "partition"), FEDLD_NOTES),
-    "fraug": Study(fraug_command, fraug_score, ("method.", "evaluate.finetune"), FRAUG_NOTES),
-    "fedbss": Study(fedbss_command, fedbss_score, ("method.", "partition", "data.label_noise")),
+PAPER_RUNS = {
+    "fedbr": PaperRuns(fedbr_command, fedbr_score),
+    "fedld": PaperRuns(fedld_command, fedld_score, ("method.", "partition"), FEDLD_NOTES),
+    "fraug": PaperRuns(fraug_command, fraug_score, ("method.", "evaluate.finetune"), FRAUG_NOTES),
+    "fedbss": PaperRuns(fedbss_command, fedbss_score, ("method.", "partition", "data.label_noise")),
 }

@@ -63,7 +63,7 @@ def pieces(extra: Sequence[str | Path] = ()) -> list[Piece]:
 
 
 def _below(root: Path) -> list[Piece]:
-    found = []
+    pieces = []
     for folder, folders, files in os.walk(root):
         folders[:] = sorted(name for name in folders if not _left_out(name))
         for name in folders:
@@ -76,8 +76,8 @@ def _below(root: Path) -> list[Piece]:
                     raise Refused(
                         f"{path} links out of {root}, to {path.resolve()}: put the file there, or leave it out"
                     )
-                found.append(_piece(path, str(path.relative_to(root.parent))))
-    return found
+                pieces.append(_piece(path, str(path.relative_to(root.parent))))
+    return pieces
 
 
 def _left_out(name: str) -> bool:

@@ -77,8 +77,8 @@ class Records:
     def _read(self) -> None:
         for path in sorted((self.folder / "trials").glob(f"*/{FILE}")):
             try:
-                kept = json.loads(path.read_text())
-                record = Record(**{**kept, "rows": {}})
+                stored = json.loads(path.read_text())
+                record = Record(**{**stored, "rows": {}})
                 if record.status in ENDED:
                     rows = read_history(path.parent / "history.parquet")
                     record.rows = {int(row["round"] or 0): row for row in rows}

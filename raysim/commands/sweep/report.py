@@ -40,18 +40,18 @@ def write(records: Records, numbers: Mapping[str, object]) -> list[Path]:
         save(table, sink)
         replace_file(folder / name, sink.getvalue().to_pybytes())
     files = [folder / TABLE, folder / "trials.parquet"]
-    found: dict[str, object] = {}
+    winner: dict[str, object] = {}
     if best is not None:
         replace_file(folder / BEST, _best(records, best).encode())
         files.append(folder / BEST)
         setting = records.search.setting(best.point)
-        found = {"best_trial": best.number, "best": best.score, "best_deviation": best.deviation, "setting": setting}
+        winner = {"best_trial": best.number, "best": best.score, "best_deviation": best.deviation, "setting": setting}
         for name, draw in (("parallel.png", draw_parallel), ("slices.png", draw_slices)):
             draw(records, folder / name)
             files.append(folder / name)
     states = [record.status for record in records.all.values()]
     counts = {name: states.count(name) for name in ("done", "stopped", "failed", "running")}
-    write_json({"metric": records.metric, **found, "trials": counts, **numbers}, folder / "summary.json")
+    write_json({"metric": records.metric, **winner, "trials": counts, **numbers}, folder / "summary.json")
     return [*files, folder / "summary.json"]
 
 

@@ -18,6 +18,7 @@ from raysim.commands.sweep.words import sweeping
 from raysim.experiment.compose import Node, draft, groups, settled
 from raysim.experiment.instantiate import build, shown
 from raysim.experiment.many_runs import asked_to_continue, check_free, dated_folder, not_a_folder_of
+from raysim.primitives.checks import above, at_least
 from raysim.primitives.errors import Refused
 from raysim.primitives.files import user_path
 from raysim.primitives.streams import stream
@@ -64,15 +65,11 @@ class Options:
 
     def __post_init__(self) -> None:
         for key, least in (("trials", 1), ("seeds", 1), ("concurrent", 1), ("hosts", 0), ("grace", 1), ("interval", 1)):
-            value = getattr(self, key)
-            if value is not None and value < least:
-                raise ValueError(f"sweep.{key}={value} must be at least {least}")
-        if self.reduction <= 1:
-            raise ValueError(
-                f"sweep.reduction={self.reduction:g} must be above 1: 3 lets a third of the trials through"
-            )
-        if self.minutes is not None and self.minutes <= 0:
-            raise ValueError(f"sweep.minutes={self.minutes:g} must be above 0")
+            if (value := getattr(self, key)) is not None:
+                at_least(f"sweep.{key}", value, least)
+        above("sweep.reduction", self.reduction, 1, "3 lets a third of the trials through")
+        if self.minutes is not None:
+            above("sweep.minutes", self.minutes, 0)
         if self.scheduler == "pbt" and self.search == "optuna":
             raise ValueError("sweep.scheduler=pbt changes values itself, so optuna has no say: set sweep.search=random")
 
@@ -202,12 +199,12 @@ def store(search: Search, folder: Path) -> None:
 def load(folder: Path) -> Search:
     """Read sweep.json. Raises Refused where there is none, or a broken one."""
     try:
-        kept: dict[str, Any] = json.loads((folder / FILE).read_text())
+        stored: dict[str, Any] = json.loads((folder / FILE).read_text())
         space: dict[str, Range] = {}
-        for key, values in kept["space"].items():
+        for key, values in stored["space"].items():
             kind = values.pop("kind")
             space[key] = Interval(**values) if kind == "Interval" else Choice(tuple(values["values"]))
-        return Search(Options(**kept["options"]), space, kept["drafts"], kept["inactive"], tuple(kept["words"]))
+        return Search(Options(**stored["options"]), space, stored["drafts"], stored["inactive"], tuple(stored["words"]))
     except FileNotFoundError:
         raise not_a_folder_of("search", folder, FILE) from None
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -227,7 +224,7 @@ def continued(folder: Path, words: Sequence[str]) -> Search:
 
 
 @dataclass(frozen=True)
-class Asked:
+class SweepRequest:
     """A search, the folder that it writes, and whether that folder holds a part of it already."""
 
     search: Search
@@ -236,12 +233,12 @@ class Asked:
     words: tuple[str, ...]
 
 
-def asked(words: Sequence[str], conf: Sequence[str] = ()) -> Asked:
+def read_request(words: Sequence[str], conf: Sequence[str] = ()) -> SweepRequest:
     """What the words of `raysim sweep` mean. Raises Refused."""
     if asked_to_continue(words, "search"):
         out = dict(word.split("=", 1) for word in words if word.startswith("out="))["out"]
         folder = user_path(out)
-        return Asked(continued(folder, words), folder, True, tuple(words))
+        return SweepRequest(continued(folder, words), folder, True, tuple(words))
     search = plan(words, conf)
     check_free(folder := folder_of(search))
-    return Asked(search, folder, False, tuple(words))
+    return SweepRequest(search, folder, False, tuple(words))

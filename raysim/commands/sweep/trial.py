@@ -89,13 +89,13 @@ def prepared(
 
     every: rounds between checkpoints, where not as the configuration says. Raises Refused.
     """
-    found = []
-    for node, own in zip(nodes, folders(folder, [node["seed"] for node in nodes]), strict=True):
+    runs = []
+    for node, run_folder in zip(nodes, folders(folder, [node["seed"] for node in nodes]), strict=True):
         experiment = build(node, allow)
-        own.mkdir(parents=True, exist_ok=True)
-        replace_file(own / "config.yaml", to_yaml(experiment.config).encode())
+        run_folder.mkdir(parents=True, exist_ok=True)
+        replace_file(run_folder / "config.yaml", to_yaml(experiment.config).encode())
         if every is not None:
             settings = replace(experiment.spec.settings, checkpoint=Checkpoint(every))
             experiment = replace(experiment, spec=replace(experiment.spec, settings=settings))
-        found.append((experiment, own, last_checkpoint(own)))
-    return found
+        runs.append((experiment, run_folder, last_checkpoint(run_folder)))
+    return runs

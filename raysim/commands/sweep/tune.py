@@ -29,7 +29,7 @@ from ray.tune.search import Searcher
 
 from raysim.commands.sweep import trial
 from raysim.commands.sweep.records import ENDED, Records, Watch
-from raysim.commands.sweep.search import Asked, Options, Search, asked, store
+from raysim.commands.sweep.search import Options, Search, SweepRequest, read_request, store
 from raysim.commands.sweep.space import Choice, Point, Space, nearest
 from raysim.experiment.many_runs import how_to_go_on, join_ray, last_score, value_label
 from raysim.experiment.settings import Experiment, Interrupted, RuntimeOptions
@@ -111,9 +111,9 @@ class SweepTrial(tune.Trainable):
         seeds = self._search.seeds()
         nodes = [self._search.node(self._setting, seed) | {"device": self._plan["device"]} for seed in seeds]
         every = self._search.options.interval if self._search.options.scheduler == "pbt" else None
-        found = trial.prepared(nodes, self._folder, self._plan["allow"], every)
-        experiments, folders = [experiment for experiment, _, _ in found], [folder for _, folder, _ in found]
-        streams = [self._events(*each) for each in found]
+        runs = trial.prepared(nodes, self._folder, self._plan["allow"], every)
+        experiments, folders = [experiment for experiment, _, _ in runs], [folder for _, folder, _ in runs]
+        streams = [self._events(*each) for each in runs]
         return trial.Trial(experiments, folders, streams, self._plan["metric"])
 
     def _events(self, experiment: Experiment, folder: Path, resume: str) -> Iterator[Event]:
@@ -206,9 +206,9 @@ def _trainable(search: Search, records: Records, device: str, each: Resources, a
         "each": dict(each),
         "folder": str(records.folder.absolute() / "trials"),
     }
-    own: dict[str, float] = {"memory": 1} if search.options.hosts else dict(each)  # a byte: next to nothing
+    trial_bundle: dict[str, float] = {"memory": 1} if search.options.hosts else dict(each)  # a byte: next to nothing
     hosts = [_times(each, search.options.seeds)] * search.options.hosts
-    group = tune.PlacementGroupFactory([own, *hosts])
+    group = tune.PlacementGroupFactory([trial_bundle, *hosts])
     return tune.with_resources(tune.with_parameters(SweepTrial, search=search, plan=shared), group)
 
 
@@ -285,15 +285,15 @@ def _distributions(space: Space) -> dict[str, Any]:
     """Optuna's own; lists go by their index, because it takes no lists as values."""
     from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 
-    found: dict[str, Any] = {}
+    distributions: dict[str, Any] = {}
     for key, each in space.items():
         if isinstance(each, Choice):
-            found[key] = CategoricalDistribution(list(range(len(each.values))))
+            distributions[key] = CategoricalDistribution(list(range(len(each.values))))
         elif each.whole:
-            found[key] = IntDistribution(int(each.low), int(each.high), log=each.log)
+            distributions[key] = IntDistribution(int(each.low), int(each.high), log=each.log)
         else:
-            found[key] = FloatDistribution(each.low, each.high, log=each.log)
-    return found
+            distributions[key] = FloatDistribution(each.low, each.high, log=each.log)
+    return distributions
 
 
 def _decoded(space: Space, params: Mapping[str, Any]) -> Point:
@@ -307,30 +307,31 @@ def _encoded(space: Space, point: Point) -> dict[str, Any]:
 
 # --- the search -----------------------------------------------------------------------------------------------------
 def run(
-    words: Sequence[str] | Asked,
+    words: Sequence[str] | SweepRequest,
     *,
     quiet: bool = False,
     allow: Sequence[str] = (),
     console: Console | None = None,
 ) -> Path:
-    """Search to the end; the folder of the results. words: as on the command line after `raysim sweep`, or `asked`.
+    """Search to the end; the folder of the results.
 
+    words: those after `raysim sweep` on the command line, or what `read_request` made of them.
     Raises Refused (nothing was written), Interrupted.
     """
     from rich.console import Console
 
     since = time.monotonic()
     console = console or Console(quiet=quiet)
-    given = words if isinstance(words, Asked) else asked(words)
-    search, folder = given.search, given.folder
+    request = words if isinstance(words, SweepRequest) else read_request(words)
+    search, folder = request.search, request.folder
     experiments = _checked(search, allow)
     spec = experiments[0].spec
-    options = _cluster_options(experiments[0].execution.runtime, given.words)
+    options = _cluster_options(experiments[0].execution.runtime, request.words)
     with ExitStack() as session:
         join_ray(options, session)
         with refusing():
             each, slots = _room(search.options, options, spec.device, spec.threads)
-        if not given.known:
+        if not request.known:
             folder.mkdir(parents=True)
             store(search, folder)
         session.enter_context(held(folder))

@@ -60,13 +60,13 @@ def _listed_range(key: str, value: Any) -> Range:
 
 
 def _range(override: Override, text: str) -> Range:
-    found, key = override.value(), override.key_or_group
-    if isinstance(found, (ChoiceSweep, RangeSweep)) and not found.shuffle and override.package is None:
+    value, key = override.value(), override.key_or_group
+    if isinstance(value, (ChoiceSweep, RangeSweep)) and not value.shuffle and override.package is None:
         return Choice(tuple(override.sweep_iterator(Transformer.identity)))
-    if isinstance(found, IntervalSweep) and found.tags <= {"log"} and override.package is None:
-        low, high = found.start, found.end
+    if isinstance(value, IntervalSweep) and value.tags <= {"log"} and override.package is None:
+        low, high = value.start, value.end
         assert low is not None and high is not None, "the parser asks for both"
-        return Interval(low, high, "log" in found.tags, isinstance(low, int) and isinstance(high, int))
+        return Interval(low, high, "log" in value.tags, isinstance(low, int) and isinstance(high, int))
     raise Refused(
         f"'{text}' is no range: write {key}=VALUE,VALUE, or {key}='interval(LOW, HIGH)', "
         "'int(interval(LOW, HIGH))' or 'tag(log, interval(LOW, HIGH))'"

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from raysim.api.context import Context, Stage
-from raysim.api.declarations import Evaluation, Local
+from raysim.api.declarations import Evaluation, Local, Task
 from raysim.api.messages import Failure, Job, Published, SingleUpdate, Trained, Update
-from raysim.api.method import Method
+from raysim.api.method import Method, Setup
 from raysim.api.private_state import PrivateState, StoredState
 from raysim.api.server_view import Aggregation
 from raysim.data.federated import FederatedData, federate
@@ -116,7 +116,7 @@ def sized(counts: Sequence[int]) -> FederatedData:
     return replace(tiny(), partition=Partition(train, test), central=np.empty(0, np.int64))
 
 
-def recipe(
+def run_spec(
     *methods: Method,
     model: ModelRecipe = MLP,
     local: Local = LOCAL,
@@ -127,6 +127,18 @@ def recipe(
     """A tiny run: 3 rounds, without checkpoints. others: fields of `RunSpec`; `changed` gives it other settings."""
     settings = RunSettings(seed, rounds=3, local=local, checkpoint=Checkpoint(0))
     return RunSpec(model, methods, data or tiny(), settings, **others)
+
+
+def setup(
+    task: Task,
+    local: Local,
+    networks: Mapping[str, nn.Module],
+    methods: Sequence[Method] = (),
+    size: int = 4,
+    stale: bool = False,
+) -> Setup:
+    """What `Method.check` is given: by default in rounds of 4."""
+    return Setup(task, local, networks, methods, size, stale)
 
 
 def changed(
@@ -325,7 +337,7 @@ def silent(
 ) -> tuple[Coordinator, Ledger, Silent]:
     """A coordinator whose clients learn nothing, and what it combined and dispatched."""
     ledger = Ledger()
-    spec = recipe(ledger, model=Mlp((1,)), data=sized(counts), seed=seed)
+    spec = run_spec(ledger, model=Mlp((1,)), data=sized(counts), seed=seed)
     runtime = Silent(0, np.asarray(counts))
     settings = {"evaluate": Evaluation(every=10**9)} | settings
     coordinator = coordinate(spec, schedule, fleet or Ideal(), runtime, **settings)

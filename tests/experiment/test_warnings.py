@@ -1,0 +1,82 @@
+"""What methods say before a run starts about the schedule and about each other."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from raysim.experiment.execute import build
+from raysim.primitives.errors import Refused
+
+DATA = ["runtime=inprocess", "tracking=none", "data=synthetic", "partition=iid", "partition.clients=6", "model=mlp"]
+ROUNDS = ["schedule=synchronous", "schedule.cohort=3"]
+BUFFER = ["schedule=buffered", "schedule.size=3", "schedule.concurrency=4"]
+ONE_BY_ONE = ["schedule=buffered", "schedule.size=1", "schedule.concurrency=3"]
+ONE_CLIENT = ["schedule=synchronous", "schedule.cohort=1"]
+
+
+def warnings(*overrides: str) -> tuple[str, ...]:
+    return build([*DATA, *overrides]).warnings
+
+
+@pytest.mark.parametrize("schedule", [ROUNDS, BUFFER, ONE_BY_ONE, ONE_CLIENT])
+def test_fedasync_warns_of_rounds_in_which_the_last_result_counts_most(schedule: Sequence[str]) -> None:
+    found = warnings("method=[fedasync]", *schedule)
+    assert [text for text in found if "the up to 3 models of a round" in text] == list(found)
+    assert len(found) == (schedule is ROUNDS)
+
+
+@pytest.mark.parametrize("name", ["ca2fl", "ace"])
+def test_a_cache_beside_scaffold_corrects_one_bias_twice(name: str) -> None:
+    (sentence,) = warnings(f"method=[{name},scaffold]", *BUFFER)
+    assert sentence == f"methods 'scaffold' and '{name}' correct the same bias, so it is corrected twice: leave one out"
+    assert warnings(f"method=[{name}]", *BUFFER) == ()
+
+
+@pytest.mark.parametrize(
+    ("name", "local"),
+    [
+        *((name, ()) for name in ("fedexp", "fedgh", "fedgh_hierarchical", "fedld_principal", "groupdro")),
+        ("fedpac", ("local.epochs=2",)),
+    ],
+)
+def test_a_method_that_compares_results_warns_where_an_aggregation_has_one(name: str, local: Sequence[str]) -> None:
+    for schedule in (ONE_BY_ONE, ONE_CLIENT):
+        (sentence,) = warnings(f"method=[{name}]", *local, *schedule)
+        assert sentence.startswith(f"method '{name}' compares the results of an aggregation, and each has only one")
+    assert warnings(f"method=[{name}]", *local, *BUFFER) == ()
+
+
+@pytest.mark.parametrize(("normalization", "count"), [("count", 1), ("none", 1), ("weights", 0)])
+def test_fedbuff_warns_where_other_weights_change_the_length_of_the_step(normalization: str, count: int) -> None:
+    for methods in ("[fedbuff,groupdro]", "[groupdro,fedbuff]"):
+        found = warnings(f"method={methods}", f"method.fedbuff.normalization={normalization}", *BUFFER)
+        assert len(found) == count
+        assert all("'groupdro'" in text and "set method.fedbuff.normalization=weights" in text for text in found)
+    assert warnings("method=[fedbuff]", *BUFFER) == ()
+
+
+def test_a_method_sees_the_whole_list_and_what_the_schedule_aggregates(monkeypatch: pytest.MonkeyPatch) -> None:
+    from raysim.methods.fedprox import FedProx
+
+    seen: list[Any] = []
+    monkeypatch.setattr(FedProx, "check", lambda self, setup: seen.append(setup) or ())
+    for schedule in (ROUNDS, BUFFER, ONE_BY_ONE, ONE_CLIENT):
+        warnings("method=[fedprox,mixup]", *schedule)
+    assert [(setup.size, setup.stale) for setup in seen] == [(3, False), (3, True), (1, True), (1, False)]
+    assert [method.name for method in seen[0].methods] == ["fedprox", "mixup"]
+
+
+def test_a_run_whose_private_state_has_the_name_of_a_personal_tensor_does_not_start(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from raysim.methods.fedbn import FedBN
+    from raysim.methods.fedprox import FedProx
+
+    monkeypatch.setattr(FedBN, "personal", lambda self, networks: ["model.head.bias"])
+    monkeypatch.setattr(FedProx, "state", lambda self, layout, samples: {"model.head.bias": torch.zeros(1)})
+    with pytest.raises(Refused, match=r"method 'fedprox' keeps 'model\.head\.bias', a name that a personal tensor"):
+        build([*DATA, *ROUNDS, "method=[fedbn,fedprox]"])
