@@ -290,8 +290,12 @@ def _study(given: argparse.Namespace) -> int:
 
 def _sweep(given: argparse.Namespace) -> int:
     from raysim.commands.sweep.search import read_request
+    from raysim.runtime.placement import RayOptions, listen_on_loopback
 
     search = read_request(given.overrides, given.conf)  # before torch and Ray are imported
+    moved = search.known and any(word.startswith("runtime") for word in search.words)
+    for draft in () if moved else search.search.drafts.values():
+        listen_on_loopback(RayOptions(address=draft["runtime"].get("address")))
     if given.allow:
         sys.path.insert(0, os.getcwd())
     from raysim.commands.sweep.tune import run

@@ -31,6 +31,7 @@ from raysim.models import ModelRecipe
 from raysim.primitives.errors import Refused, first_line, instead, refusing
 from raysim.primitives.files import held, is_full, replace_file
 from raysim.results.observers import Observer, ObserverFailed
+from raysim.runtime.placement import listen_on_loopback
 from raysim.simulation.events import Event, RunStopped, TooManyFailures
 from raysim.simulation.fleet import Fleet
 from raysim.simulation.schedule import Buffered, Schedule, Synchronous, check_concurrency
@@ -247,6 +248,7 @@ def _events(experiment: Experiment, where: Place, console: Console) -> Generator
 
 
 def _on_ray(experiment: Experiment, where: Place, console: Console) -> Iterator[Event]:
+    listen_on_loopback(experiment.execution.runtime)
     from raysim.runtime import ray
 
     def tell(text: str) -> None:

@@ -34,7 +34,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from raysim.data.dataset import copied
 from raysim.primitives.errors import first_line
 from raysim.runtime import preflight
-from raysim.runtime.placement import RayOptions, Size, amounts, demand, fitting, gib, share, total, within
+from raysim.runtime.placement import CLUSTERS, RayOptions, Size, amounts, demand, fitting, gib, share, total, within
 from raysim.simulation.coordinator import Coordinator
 from raysim.simulation.events import Event, RunStopped
 from raysim.simulation.fleet import Fleet
@@ -70,6 +70,10 @@ def connect(options: RayOptions) -> bool:
     if ray.is_initialized():
         return False
     address = options.address or "local"
+    if address != "local" and os.environ.get(CLUSTERS) == "0" and not address.startswith("127."):
+        raise ValueError(
+            f"runtime.address={address}: this process, or {CLUSTERS}=0, keeps Ray to this machine: start a new process"
+        )
     try:
         host, _, port = address.rpartition(":")
         if host and port.isdigit():  # Ray would try for minutes

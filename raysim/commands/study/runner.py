@@ -45,6 +45,7 @@ from raysim.primitives.errors import Refused, first_line, refusing
 from raysim.primitives.files import replace_file, user_path
 from raysim.results.progress import duration
 from raysim.results.tracking import default_uri
+from raysim.runtime.placement import RayOptions
 from raysim.simulation.events import RunStopped
 
 ALWAYS = ("method", "seed")  # in every run's name, so that a study can be continued with more of them
@@ -287,9 +288,9 @@ def _join(runtime: Node, session: ExitStack) -> str:
     """Have the Ray that a run asks for, until the session ends; its address, or ""."""
     if runtime["name"] == "inprocess":
         return ""
+    join_ray(RayOptions(address=runtime.get("address") or "local"), session)
     from raysim.runtime import ray
 
-    join_ray(ray.RayOptions(address=runtime.get("address") or "local"), session)
     return ray.address()
 
 
