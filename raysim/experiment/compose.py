@@ -201,7 +201,10 @@ def _onto(stored: Node, config: DictConfig, named: Sequence[str]) -> DictConfig:
     for key in named:
         pairs = next((pair for pair in ALTERNATIVES if key in pair), (key,))
         for each in pairs:
-            OmegaConf.update(result, each, OmegaConf.select(config, each), merge=False, force_add=True)
+            try:
+                OmegaConf.update(result, each, OmegaConf.select(config, each), merge=False, force_add=True)
+            except (OmegaConfBaseException, ValueError, TypeError) as error:
+                raise Refused(f"the stored configuration has no place for {each}: restore its file") from error
         if key in config.choices:
             OmegaConf.update(result, f"choices.{key}", config.choices[key])
     return result

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from omegaconf import DictConfig
+from safetensors import SafetensorError
 
 from raysim.api.composition import check_composition, check_private_names
 from raysim.api.declarations import Local
@@ -28,7 +29,7 @@ from raysim.experiment.recorder import OnRound, finished, record, say, users_obs
 from raysim.experiment.run_folder import Place, place
 from raysim.experiment.settings import ExecutionOptions, Experiment, Interrupted, Result
 from raysim.models import ModelRecipe
-from raysim.primitives.errors import Refused, first_line, instead, refusing
+from raysim.primitives.errors import Refused, instead, refusing
 from raysim.primitives.files import held, is_full, replace_file
 from raysim.results.observers import Observer, ObserverFailed
 from raysim.runtime.placement import listen_on_loopback
@@ -209,7 +210,7 @@ def run(
         say(console, where.note)
         return finished(experiment, where.folder, console)
     with ExitStack() as stack:
-        stack.enter_context(_full_disks(where.folder))
+        stack.enter_context(_unwritable(where.folder))
         if where.exists:
             stack.enter_context(held(where.folder))
         for text in (overview(experiment, where.folder), where.note, *experiment.warnings):
@@ -224,16 +225,15 @@ def run(
 
 
 @contextmanager
-def _full_disks(folder: Path) -> Iterator[None]:
-    """A disk without room ends a run in one sentence."""
+def _unwritable(folder: Path) -> Iterator[None]:
+    """What cannot be written, for want of room or otherwise, ends a run in one sentence."""
     try:
         yield
-    except Exception as error:
-        if not is_full(error):
-            raise
-        what = getattr(error, "strerror", None) or first_line(error)
+    except (OSError, SafetensorError) as error:
+        what = error.strerror if is_full(error) and isinstance(error, OSError) else str(error)
         again = f"out={folder} and resume=latest" if folder.is_dir() else "the same command"
-        raise RunStopped(f"{what}; make room, then {again} goes on from the last checkpoint") from error
+        mend = "make room" if is_full(error) else "mend that"
+        raise RunStopped(f"{what}; {mend}, then {again} goes on from the last checkpoint") from error
 
 
 def _events(experiment: Experiment, where: Place, console: Console) -> Generator[Event, None, None]:

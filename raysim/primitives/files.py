@@ -17,6 +17,8 @@ from typing import Any, BinaryIO, TextIO
 
 from raysim.primitives.errors import Refused
 
+_FULL = ("No space left on device", "Disk quota exceeded", "File too large")  # in errors of libraries' own kinds
+
 
 @contextlib.contextmanager
 def whole(path: Path) -> Iterator[BinaryIO]:
@@ -54,7 +56,7 @@ def room_for(path: Path, needed: int) -> Iterator[None]:
 def is_full(error: BaseException) -> bool:
     """Whether something could not be written for want of room, or of leave to take it."""
     known = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-    return known or "No space left on device" in str(error)  # libraries have errors of their own
+    return known or any(text in str(error) for text in _FULL)
 
 
 def user_path(text: str | Path) -> Path:
@@ -62,7 +64,11 @@ def user_path(text: str | Path) -> Path:
     if "\0" in str(text):
         raise Refused(f"{str(text)!r} is no path: it contains a NUL")
     try:
-        return Path(text).expanduser()
+        path = Path(text).expanduser()
+        path.is_dir()
+        return path
+    except OSError as error:  # a name that is too long
+        raise Refused(f"{str(text)[:60]}... is no path: {error.strerror}") from None
     except RuntimeError:
         raise Refused(f"{text} names a user whose home folder is not known: write the path in full") from None
 
@@ -113,7 +119,10 @@ def alone(folder: Path, setting: str) -> Iterator[None]:
 @contextlib.contextmanager
 def held(folder: Path) -> Iterator[None]:
     """The folder of a run for this process alone, as long as it works there. Raises Refused where another one does."""
-    with (folder / ".held").open("a+") as handle:
+    path = folder / ".held"
+    if path.exists() and not path.is_file():
+        raise Refused(f"{path} is no file that can be locked: remove it")
+    with path.open("a+") as handle:
         if not _locked(handle):
             raise Refused(f"out={folder} is in use by {_owner(handle)}: wait for its end, or choose another out")
         _sign(handle)

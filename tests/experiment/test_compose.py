@@ -329,6 +329,19 @@ def test_no_file_copies_the_environment_into_what_is_stored(tmp_path: Path, monk
         compose(["data=mine"], [tmp_path])
 
 
+def test_a_stored_configuration_without_a_place_for_what_is_named_is_refused(tmp_path: Path) -> None:
+    content = plain(compose(QUICK)) | {"local": [1, 2]}
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(content))
+    with pytest.raises(Refused, match=r"no place for local\.epochs"):
+        compose(["local.epochs=1"], stored=tmp_path / "config.yaml")
+
+
+def test_a_path_that_is_too_long_is_refused(tmp_path: Path) -> None:
+    for given in ({"folders": ["x" * 5000]}, {"stored": "x" * 5000}):
+        with pytest.raises(Refused, match="is no path: File name too long"):
+            compose([], **given)
+
+
 @pytest.mark.parametrize("key", ["method", "data", "seed", "choices", "schedule", "model", "local", "partition"])
 @pytest.mark.parametrize("value", ["null", "[]", "[1, {a: 2}]", "{1: 2}", "{a: {b: [c]}}", "x", "1.5", None])
 def test_a_stored_configuration_with_another_value_runs_or_is_refused(
