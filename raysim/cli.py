@@ -1,4 +1,4 @@
-"""The command `raysim`: run, study, sweep, submit, methods, partition, report, bench; parse, call, print.
+"""The command `raysim`: run, study, sweep, submit, methods, partition, fleet, report, bench; parse, call, print.
 
 Exit status: 0 done, 1 the run failed, 2 refused as asked (one sentence on stderr), 130 interrupted.
 """
@@ -63,6 +63,13 @@ examples:
   raysim partition                                             the default study's split
   raysim partition partition=dirichlet partition.alpha=0.1     a harder one
   raysim partition data=mnist data.root=DIR partition=shards --out shards.png"""
+FLEET = """\
+examples:
+  raysim fleet convert client_device_capacity client_behave_trace --out trace.parquet
+                                          FedScale's device data as a trace, for raysim run fleet=trace
+  raysim fleet check trace.parquet        refuses a trace that is wrong, and says how much is in one that is right
+
+The head of raysim/simulation/trace.py describes the file, for traces of your own."""
 SWEEP = """\
 examples:
   raysim sweep sweep=fedbr method=[fedbr]                 FedBR's weights and temperatures, 16 random settings
@@ -223,6 +230,10 @@ def _parser() -> Parser:
     partition = add("partition", "print statistics of a split, and draw it", PARTITION)
     _configurable(partition)
     partition.add_argument("--out", default="partition.png", metavar="FILE", help="the picture (partition.png)")
+    fleet = add("fleet", "convert and check traces of devices", FLEET)
+    fleet.add_argument("action", choices=("convert", "check"), help="what to do")
+    fleet.add_argument("files", nargs="+", metavar="FILE", help="FedScale's two files, capacity first; or a trace")
+    fleet.add_argument("--out", default="trace.parquet", metavar="FILE", help="the trace (trace.parquet)")
     report = add("report", "compare runs: one table, overlaid curves, one HTML page", REPORT)
     report.add_argument("runs", nargs="*", metavar="RUN", help="folders that runs wrote")
     report.add_argument("--out", metavar="DIR", help="where the pictures and the page go (report)")
@@ -364,6 +375,18 @@ def _partition(given: argparse.Namespace) -> int:
     return 0
 
 
+def _fleet(given: argparse.Namespace) -> int:
+    if len(given.files) != (wanted := {"convert": 2, "check": 1}[given.action]):
+        raise Refused(f"fleet {given.action} takes {wanted} of your {len(given.files)} files: see raysim fleet -h")
+    from raysim.commands.fleet.fedscale import convert
+    from raysim.simulation.trace import summary
+
+    with refusing():
+        file, *more = given.files
+        print(convert(file, more[0], Path(given.out)) if more else summary(file))
+    return 0
+
+
 def _report(given: argparse.Namespace) -> int:
     if given.paper is not None:
         return _paper(given)
@@ -423,6 +446,7 @@ COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "submit": _submit,
     "methods": _methods,
     "partition": _partition,
+    "fleet": _fleet,
     "report": _report,
     "bench": _bench,
 }

@@ -23,6 +23,7 @@ PATIENCE = {
     "RAY_health_check_failure_threshold": "60",
     "RAY_raylet_start_wait_time_s": "300",
     "RAY_worker_register_timeout_seconds": "300",
+    "RAY_worker_niceness": "0",  # beside other work, a worker of lower priority hardly runs
 }
 
 

@@ -385,7 +385,9 @@ def test_a_report_compares_runs(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    "words", [["-h"], ["run", "-h"], ["partition", "-h"], ["report", "-h"], ["methods", "-h"], ["bench", "-h"]], ids=str
+    "words",
+    [["-h"], ["run", "-h"], ["partition", "-h"], ["fleet", "-h"], ["report", "-h"], ["methods", "-h"], ["bench", "-h"]],
+    ids=str,
 )
 def test_help_teaches_by_example(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:

@@ -15,8 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from raysim.api.composition import SLOTS, owners
 from raysim.api.context import Context, Stage
-from raysim.api.declarations import Evaluation, Local, Task
+from raysim.api.declarations import Evaluation, Local, Participation, RunFacts, Task
 from raysim.api.messages import Failure, Job, Published, SingleUpdate, Trained, Update
 from raysim.api.method import Method, Setup
 from raysim.api.private_state import PrivateState, StoredState
@@ -28,10 +29,12 @@ from raysim.models import Classifier, Mlp, ModelRecipe, SmallCnn
 from raysim.models.classifier import Shape
 from raysim.runtime.inprocess import InProcess
 from raysim.simulation.coordinator import Coordinator, Finished, Round, Row, Runtime
-from raysim.simulation.fleet import Fleet, Ideal, Lognormal
+from raysim.simulation.events import JobEnd
+from raysim.simulation.fleet import Devices, Fate, Fixed, Fleet, Ideal, Lognormal, Speeds, Trip
+from raysim.simulation.planner import Step
 from raysim.simulation.schedule import Buffered, Schedule, Synchronous
 from raysim.training.host import Host
-from raysim.training.run_spec import Checkpoint, Faults, RunSettings, RunSpec, State
+from raysim.training.run_spec import Checkpoint, Faults, RunSettings, RunSpec, State, build_networks
 
 
 @dataclass(frozen=True)
@@ -179,6 +182,20 @@ class Ran:
     finished: Finished
     rows: list[Row]
     failures: list[Failure] = field(default_factory=list)
+    jobs: list[JobEnd] = field(default_factory=list)
+    steps: list[Step] = field(default_factory=list)  # as they were planned
+
+    @property
+    def participations(self) -> dict[int, int]:
+        """By client that was ever sent off: how often."""
+        counts = self.coordinator.planner.participations
+        return {client: int(counts[client]) for client in np.flatnonzero(counts).tolist()}
+
+    @property
+    def under_way(self) -> set[int]:
+        """Numbers of the jobs that were neither aggregated nor dropped."""
+        planner = self.coordinator.planner
+        return {*planner.running, *(job.number for job in planner.arrived)}
 
     @property
     def bits(self) -> tuple[str, str]:
@@ -230,16 +247,37 @@ def coordinate(
 
 def ran(coordinator: Coordinator) -> Ran:
     """Run to the end."""
+    steps: list[Step] = []
+    make = coordinator.planner.step
+
+    def step() -> Step:
+        steps.append(make())
+        return steps[-1]
+
+    coordinator.planner.step = step  # type: ignore[method-assign]
     events = list(coordinator.run())
     rounds = [event for event in events if isinstance(event, Round)]
     failures = [failure for event in rounds for failure in event.failures]
+    jobs = [job for event in rounds for job in event.jobs]
     assert isinstance(events[-1], Finished)
-    return Ran(coordinator, events[-1], coordinator.rows, failures)
+    return Ran(coordinator, events[-1], coordinator.rows, failures, jobs, steps)
 
 
 def run(spec: RunSpec, schedule: Schedule = ROUNDS, fleet: Fleet | None = None, **settings: Any) -> Ran:
     """Run in this process; see `coordinate`."""
     return ran(coordinate(spec, schedule, fleet, **settings))
+
+
+def taking_part(
+    spec: RunSpec | None, samples: int, trained: float, earlier: int = 0, version: int = 0, accepted: int = 0
+) -> Participation:
+    """What a method's `cost` is asked of, in a run (None: in one whose facts do not matter)."""
+    spec = spec or run_spec()
+    filled = frozenset(slot for slot in SLOTS if owners(spec.methods, slot))
+    facts = RunFacts(
+        spec.task, build_networks(spec)[1], int(np.count_nonzero(spec.data.partition.train.counts)), filled
+    )
+    return Participation(version, samples, trained, earlier, accepted, facts)
 
 
 class Spy(InProcess):
@@ -257,7 +295,8 @@ class Spy(InProcess):
         """See `InProcess`."""
         results = super().call(host, method, *args, returns=returns)
         if method == "train":
-            self.sent += [(job, args[2]) for job in args[0]]
+            published = {each.version: each for each in args[3 : 3 + args[2]]}
+            self.sent += [(job, published[job.version]) for job in args[0]]
             self.trained.append(results[0])
             self.states += results[1:]
         elif method == "keep":
@@ -298,6 +337,31 @@ class Silent(InProcess):
         samples = int(self.counts[job.client])
         delta, counters = np.zeros(self.shared, np.float32), np.empty(0, np.int64)
         return SingleUpdate(job.number, job.client, job.version, samples, samples, 1, 0.0, 0.0, counters, delta=delta)
+
+
+@dataclass(frozen=True)
+class Clock(Fleet):
+    """A fleet whose client k needs `seconds[k]`, however much it has to do."""
+
+    seconds: tuple[float, ...] = field(kw_only=False, default=())
+
+    def devices(self, seed: int, clients: int, sample_flops: Callable[[], float]) -> Devices:
+        return Ticking(self.seconds)
+
+
+class Ticking(Fixed):
+    """The devices of a `Clock`."""
+
+    def __init__(self, seconds: Sequence[float]):
+        everything = np.full(len(seconds), np.inf)
+        super().__init__(Speeds(everything, everything, everything), Fate())
+        self._each = np.asarray(seconds)
+
+    def trip(self, client: int, participation: int, start: float, samples: float, down: int, up: int) -> Trip:
+        return Trip(start + float(self._each[client]), True)
+
+    def seconds(self, samples: np.ndarray, down: int, up: int) -> np.ndarray:
+        return self._each
 
 
 class Ledger(Method):

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Literal, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 from raysim.primitives.checks import above, at_least, in_range, one_of
+from raysim.vectors.layout import Layout
 from raysim.vectors.optimizer import Optimizer
 
 
@@ -45,6 +46,27 @@ class Cost:
     samples: float = 0.0
     down: int = 0
     up: int = 0
+
+
+@dataclass(frozen=True)
+class RunFacts:
+    """What does not change during a run. clients: those with training samples; filled: slots that a method fills."""
+
+    task: Task
+    layout: Layout
+    clients: int
+    filled: frozenset[str]
+
+
+class Participation(NamedTuple):
+    """What is known of a job when it is dispatched."""
+
+    version: int
+    samples: int  # that the client holds
+    trained: float  # samples that it trains on, epochs counted
+    earlier: int  # how often the client was dispatched before
+    accepted: int  # how many of those jobs entered an aggregation before this version
+    run: RunFacts
 
 
 Tensors: TypeAlias = Mapping[str, Tensor]  # by full name ("scaffold.control")

@@ -50,6 +50,11 @@ class Published:
         """What one client downloads, in floats."""
         return self.vector.size + sum(array.size for array in self.extras.values())
 
+    @property
+    def nbytes(self) -> int:
+        """What it takes in memory."""
+        return self.vector.nbytes + self.counters.nbytes + sum(array.nbytes for array in self.extras.values())
+
 
 @dataclass(frozen=True)
 class Job:

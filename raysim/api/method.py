@@ -15,7 +15,7 @@ import numpy as np
 from torch import Tensor, nn
 
 from raysim.api.context import Stage
-from raysim.api.declarations import Cost, Download, Finetune, Network, Task
+from raysim.api.declarations import Cost, Download, Finetune, Network, Participation, Task
 
 if TYPE_CHECKING:
     from raysim.api.context import Batch, Context, Contribution, Outputs, Own, Plan
@@ -68,11 +68,11 @@ class Method:
         """Random values drawn before the first step, one per step, by full name; read with `ctx.drawn(name)`."""
         return {}
 
-    def cost(self, server: Server, samples: int, trained: float, participation: int) -> Cost:
-        """What a job costs besides training on `trained` samples (all passes) and moving the vector.
+    def cost(self, job: Participation) -> Cost:
+        """What a job costs besides training on all its samples and moving the vector.
 
-        samples: what the client holds; participation: how often it took part before. What `send` declares is counted
-        already.
+        Every float that travels besides it is declared here: also what `send` and `upload` move. It follows from the
+        job alone, and never from a result of training.
         """
         return Cost()
 

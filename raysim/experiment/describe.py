@@ -17,13 +17,19 @@ from raysim.api.declarations import Local
 from raysim.api.method import Method
 from raysim.data.federated import statistics
 from raysim.experiment.settings import Experiment
+from raysim.simulation.forecast import BUSY, forecast
+from raysim.simulation.load import make_planner
 from raysim.training.run_spec import build_networks
+from raysim.vectors.layout import Layout
 
 LIBRARIES = ("raysim", "torch", "numpy", "ray", "pyarrow", "mlflow")
 
 
 def overview(experiment: Experiment, folder: Path) -> str:
-    """A few lines: methods, model, data, clients, hosts, BatchNorm's policy, device, folder."""
+    """A few lines: methods, model, data, clients, schedule, hosts, BatchNorm's policy, device, folder.
+
+    Raises ValueError where the fleet lets no run begin.
+    """
     spec, settings, choices = experiment.spec, experiment.spec.settings, experiment.config["choices"]
     networks, layout = build_networks(spec)
     numbers = statistics(spec.data)
@@ -43,12 +49,42 @@ def overview(experiment: Experiment, folder: Path) -> str:
         f"{numbers['empty_clients']} without; {numbers['central_test']} central test samples",
         "rounds": f"{_several(settings.rounds, 'round')} of {experiment.schedule!r}, {settings.weighting} weights; "
         f"{_local(settings.local)}",
+        "schedule": _schedule(experiment, layout),
         "BatchNorm": _batchnorm(networks, {entry.name for entry in layout.entries if entry.personal}),
         "extra": "; ".join(_extra(experiment)),
         "hosts": f"{hosts}, {_several(spec.threads, 'thread')} each, device {spec.device}",
         "folder": str(folder),
     }
     return "\n".join(f"{key:<10}{text}" for key, text in lines.items() if text)
+
+
+def _schedule(experiment: Experiment, layout: Layout) -> str:
+    """What schedule and fleet make of the run, by its first steps; "" where one client has everything."""
+    schedule, spec, runtime = experiment.schedule, experiment.spec, experiment.execution.runtime
+    most = schedule.concurrency
+    if most < 2:
+        return ""
+    seen = forecast(make_planner(spec, layout, schedule, experiment.fleet), spec.settings.rounds)
+    texts = [
+        f"about {seen.at_work:.1f} of {most} clients at work, an aggregation every {seen.seconds:.3g} s of virtual time"
+    ]
+    if seen.staleness:
+        texts.append(f"staleness {seen.staleness:.1f} in the mean")
+    texts += [
+        f"{share:.0%} of the jobs {fate}"
+        for share, fate in ((seen.lost, "lost"), (seen.discarded, "discarded"))
+        if share
+    ]
+    if runtime.name != "inprocess":
+        texts.append(_busy(most, runtime.hosts))
+    return "; ".join(texts)
+
+
+def _busy(clients: int, hosts: int | None) -> str:
+    """How many hosts so many clients at work keep busy."""
+    if hosts and clients < BUSY * hosts:
+        return f"{_several(hosts, 'host')} will wait at times, as fewer than {BUSY * hosts} clients are at work"
+    return f"enough for {_several(max(1, clients // BUSY), 'busy host')}"
 
 
 def _extra(experiment: Experiment) -> list[str]:

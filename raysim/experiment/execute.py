@@ -35,7 +35,7 @@ from raysim.results.observers import Observer, ObserverFailed
 from raysim.runtime.placement import listen_on_loopback
 from raysim.simulation.events import Event, RunStopped, TooManyFailures
 from raysim.simulation.fleet import Fleet
-from raysim.simulation.schedule import Buffered, Schedule, Synchronous, check_concurrency
+from raysim.simulation.schedule import Schedule, Synchronous, check_concurrency
 from raysim.simulation.server import asked_weighting
 from raysim.training.run_spec import RunSettings, RunSpec, build_networks
 
@@ -60,7 +60,7 @@ __all__ = [
 
 # --- configuration to objects ---------------------------------------------------------------------------------------
 # What the class of a group must have, so that a mistaken _target_ is refused before it is used.
-_NEEDS = {"schedule": "decide", "fleet": "duration", "data": "read", "partition": "split", "model": "build"}
+_NEEDS = {"schedule": "decide", "fleet": "devices", "data": "read", "partition": "split", "model": "build"}
 
 
 def _object(config: Node, group: str, allow: Sequence[str]) -> Any:
@@ -155,14 +155,9 @@ def build(config: DictConfig | Mapping[str, Any] | Sequence[str] = (), allow: Se
         spec = RunSpec(model, methods, data, settings, device, execution.runtime.threads)
         networks, layout = build_networks(spec)
         check_private_names(methods, layout)
-        setup = Setup(spec.task, settings.local, networks, methods, schedule.size, _may_be_stale(schedule))
+        setup = Setup(spec.task, settings.local, networks, methods, schedule.size, schedule.stale)
         warnings = tuple(text for method in methods for text in method.check(setup))
     return Experiment(node, spec, schedule, fleet, execution, warnings)
-
-
-def _may_be_stale(schedule: Schedule) -> bool:
-    """Whether a result may arrive that started from an earlier version than the current one."""
-    return schedule.concurrency > (1 if isinstance(schedule, Buffered) else schedule.size)
 
 
 def _pooled(data: FederatedData, schedule: Schedule, local: Local) -> tuple[FederatedData, Schedule, Local]:
@@ -213,7 +208,9 @@ def run(
         stack.enter_context(_unwritable(where.folder))
         if where.exists:
             stack.enter_context(held(where.folder))
-        for text in (overview(experiment, where.folder), where.note, *experiment.warnings):
+        with refusing():
+            plan = overview(experiment, where.folder)
+        for text in (plan, where.note, *experiment.warnings):
             say(console, text)
         events = stack.enter_context(closing(_events(experiment, where, console)))
         with refusing():

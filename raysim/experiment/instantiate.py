@@ -190,6 +190,13 @@ def _default(parameter: inspect.Parameter, cls: Callable[..., object]) -> Any:
     for field in dataclasses.fields(cls) if dataclasses.is_dataclass(cls) else ():
         if field.name == parameter.name and field.default_factory is not dataclasses.MISSING:
             value = field.default_factory()
+    return _plain(value)
+
+
+def _plain(value: Any) -> Any:
+    """A value as a file has it."""
+    if isinstance(value, dict):
+        return {key: _plain(each) for key, each in value.items()}
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return dataclasses.asdict(value)
     return list(value) if isinstance(value, tuple) else value

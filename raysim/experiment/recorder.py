@@ -21,6 +21,7 @@ from raysim.results.observers import (
     FailureFile,
     HistoryFile,
     HostDeaths,
+    JobFiles,
     Observer,
     Pictures,
     ProbeFiles,
@@ -164,6 +165,7 @@ def _observers(experiment: Experiment, folder: Path, console: Console, quiet: bo
     return [
         ProgressLine(console, quiet),
         HistoryFile(),
+        JobFiles(),
         FailureFile(note),
         HostDeaths(note),
         ProbeFiles(),

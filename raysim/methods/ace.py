@@ -6,7 +6,7 @@ Bias in Asynchronous Federated Learning" (arXiv 2511.19066). Client j returns De
     u_j <- Delta      tau_j <- tau      x <- x + eta / |A| sum_{i in A} u_i      t <- t + 1
     A: the clients that have an entry (ACE), of which tau_i is at most max_staleness versions old (ACED)
 
-It is meant for `schedule=buffered schedule.size=1` and tens to hundreds of clients: the cache takes the memory of as
+It is meant for `schedule=immediate` and tens to hundreds of clients: the cache takes the memory of as
 many models, on disk by default. A larger buffer replaces its entries and then makes one step (CA2FL corrects that one).
 
 Choices where sources disagree or are silent

@@ -24,14 +24,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from raysim.api.context import Stage
-from raysim.api.declarations import FORWARD, Cost, Network, Task
+from raysim.api.declarations import FORWARD, Cost, Network, Participation, Task
 from raysim.api.method import Method
 from raysim.primitives.checks import above, at_least
 
 if TYPE_CHECKING:
     from raysim.api.context import Batch, Context, Outputs, Plan
     from raysim.api.method import Setup
-    from raysim.api.server_view import Server
 
 DISCRIMINATOR = "dann.discriminator"
 
@@ -126,10 +125,10 @@ class Dann(Method):
         period = range(1, 2 + self.discriminator_steps)
         return [(adversary if is_discriminator_step(step, self.discriminator_steps) else Stage(),) for step in period]
 
-    def cost(self, server: Server, samples: int, trained: float, participation: int) -> Cost:
+    def cost(self, job: Participation) -> Cost:
         """A discriminator step saves the model's backward pass."""
         share = self.discriminator_steps / (1 + self.discriminator_steps) if self.mode == "alternate" else 0.0
-        return Cost(samples=(FORWARD - 1) * share * trained)
+        return Cost(samples=(FORWARD - 1) * share * job.trained)
 
     def discriminate(self, ctx: Context, out: Outputs, batch: Batch) -> Tensor:
         """What the discriminator descends; the features are constants, so their graph is not built."""

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from raysim.api.declarations import Cost, Network, Task
+from raysim.api.declarations import Cost, Network, Participation, Task
 from raysim.api.method import Method
 from raysim.methods.fedprox import proximal_gradient
 from raysim.primitives.checks import above, at_least
@@ -37,7 +37,6 @@ from raysim.vectors.optimizer import Descent
 
 if TYPE_CHECKING:
     from raysim.api.context import Context, Own
-    from raysim.api.server_view import Server
     from raysim.vectors.layout import Entry, Layout
 
 PERSONAL, SHARED = "ditto.model", "model"
@@ -66,9 +65,9 @@ class Ditto(Method):
         """v_k, with the initial values of the model."""
         return {PERSONAL: Network(copy.deepcopy(model), personal=True)}
 
-    def cost(self, server: Server, samples: int, trained: float, participation: int) -> Cost:
+    def cost(self, job: Participation) -> Cost:
         """The personal model's steps, as many as the shared one's."""
-        return Cost(samples=trained)
+        return Cost(samples=job.trained)
 
     def finish(self, ctx: Context) -> None:
         """S steps of the personal model, which lies in the vector's personal part."""

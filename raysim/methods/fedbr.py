@@ -31,7 +31,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from raysim.api.context import Stage, inferred
-from raysim.api.declarations import FORWARD, Cost, Download, Network, Task
+from raysim.api.declarations import FORWARD, Cost, Download, Network, Participation, Task
 from raysim.api.method import Method
 from raysim.data.batches import Pipeline
 from raysim.data.dataset import Dataset
@@ -229,13 +229,14 @@ class FedBR(Method):
         shape = (self.pseudo_batch, self.mix_samples)
         return {"fedbr.mix": [torch.from_numpy(generator.integers(size, size=shape)) for size in plan.sizes]}
 
-    def cost(self, server: Server, samples: int, trained: float, participation: int) -> Cost:
+    def cost(self, job: Participation) -> Cost:
         """A pass over as much pseudo-data, and one forward through the received extractor where it changes."""
         if not self._active:
             return Cost()
         again = FORWARD if self.mu and self._mixes and self.global_features == "step" else 0.0
-        down = self.pseudo_batch * math.prod(server.task.shape) if self.fresh else 0
-        return Cost(samples=(1 + again) * trained, down=down)
+        again_sent = self.fresh or self.pseudo_refresh != "once" or not job.earlier
+        down = self.pseudo_batch * math.prod(job.run.task.shape) if again_sent else 0
+        return Cost(samples=(1 + again) * job.trained, down=down)
 
     # --- pseudo-data ---------------------------------------------------------------------------------------------
     def contribute(self, client: Contribution) -> Mapping[str, np.ndarray]:

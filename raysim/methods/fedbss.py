@@ -27,14 +27,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from raysim.api.declarations import FORWARD, Cost
+from raysim.api.declarations import FORWARD, Cost, Participation
 from raysim.api.method import Method
 from raysim.primitives.checks import at_least, one_of
 
 if TYPE_CHECKING:
     from raysim.api.context import Context
     from raysim.api.method import Setup
-    from raysim.api.server_view import Server
     from raysim.vectors.layout import Layout
 
 KINDS = ("cosine", "linear", "filter", "all")
@@ -132,9 +131,9 @@ class FedBSS(Method):
             "fedbss.count": torch.zeros(1, dtype=torch.int64),
         }
 
-    def cost(self, server: Server, samples: int, trained: float, participation: int) -> Cost:
+    def cost(self, job: Participation) -> Cost:
         """The ranking pass; virtual time knows nothing of how many samples it will leave."""
-        return Cost(samples=FORWARD * samples if self._selects(server.version) else 0.0)
+        return Cost(samples=FORWARD * job.samples if self._selects(job.version) else 0.0)
 
     def receive(self, ctx: Context) -> None:
         """Rank the client's samples with the received model: eval mode, no augmentation, raw logits, given labels."""

@@ -30,7 +30,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from raysim.api.declarations import Cost
+from raysim.api.declarations import Cost, Participation
 from raysim.api.method import Method
 from raysim.methods.client_rows import most_rows, padded, refuse_sample_weights, rows_of, start_rows
 from raysim.primitives.checks import at_least, between
@@ -235,7 +235,7 @@ class FedCDA(Method):
         self.warmup, self.cache = warmup, cache
         self.budget = at_least("method.fedcda.budget", budget, 0.0)
 
-    def cost(self, server: Server, samples: int, trained: float, participation: int) -> Cost:
+    def cost(self, job: Participation) -> Cost:
         """The loss travels up."""
         return Cost(up=1)
 

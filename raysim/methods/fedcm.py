@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from raysim.api.declarations import Download
+from raysim.api.declarations import Cost, Download, Participation
 from raysim.api.method import Method
 from raysim.primitives.checks import between
 
@@ -76,6 +76,10 @@ class FedCM(Method):
     def start(self, server: Server) -> None:
         """Delta, zero."""
         server.state["fedcm.direction"] = torch.zeros_like(server.params)
+
+    def cost(self, job: Participation) -> Cost:
+        """Delta travels down."""
+        return Cost(down=job.run.layout.trained)
 
     def send(self, server: Server) -> Download:
         """Delta goes to everybody."""

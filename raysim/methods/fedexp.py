@@ -27,7 +27,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from raysim.api.declarations import Cost
+from raysim.api.declarations import Cost, Participation
 from raysim.api.method import Method
 from raysim.methods.fedavg import weight_total, weighted_sum
 from raysim.primitives.checks import above, at_least, in_range, one_of
@@ -119,7 +119,7 @@ class FedExP(Method):
         """One update has no spread, from which the step is taken."""
         return setup.warn_if_single("fedexp", "the server's step is FedAvg's")
 
-    def cost(self, server: Server, samples: int, trained: float, participation: int) -> Cost:
+    def cost(self, job: Participation) -> Cost:
         """A scalar travels up."""
         return Cost(up=1)
 

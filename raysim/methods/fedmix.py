@@ -22,6 +22,7 @@ The gradient of l3 is a second derivative, which fused attention kernels do not 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
@@ -31,7 +32,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from raysim.api.declarations import Cost, Download
+from raysim.api.declarations import Cost, Download, Participation
 from raysim.api.method import Method
 from raysim.data.partition import CSR
 from raysim.methods.mixup import soft_targets
@@ -139,13 +140,15 @@ class FedMix(Method):
                 f"method.fedmix.means={-(-rows // clients)} (now {self.means}) or more"
             )
 
-    def cost(self, server: Server, samples: int, trained: float, participation: int) -> Cost:
+    def cost(self, job: Participation) -> Cost:
         """The second derivative: as much again as a pass.
 
         In forward passes a step is 1 and a backward pass of 2. The gradient of the inputs adds 1, and differentiating
-        it 2, which makes 6 for 3. After the pool nothing travels.
+        it 2, which makes 6 for 3. The pool travels once.
         """
-        return Cost(samples=trained if self.lam and not self.naive else 0.0)
+        task, pool = job.run.task, self.means * job.run.clients if self._pooled and not job.earlier else 0
+        down = pool * (math.prod(task.shape) + task.num_classes)
+        return Cost(samples=job.trained if self.lam and not self.naive else 0.0, down=down)
 
     # --- the pool ------------------------------------------------------------------------------------------------
     def contribute(self, client: Contribution) -> Mapping[str, np.ndarray]:

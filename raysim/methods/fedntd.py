@@ -17,13 +17,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from raysim.api.declarations import FORWARD, Cost
+from raysim.api.declarations import FORWARD, Cost, Participation
 from raysim.api.method import Method
 from raysim.primitives.checks import above, at_least
 
 if TYPE_CHECKING:
     from raysim.api.context import Batch, Context, Outputs
-    from raysim.api.server_view import Server
 
 
 def not_true_distillation_loss(logits: Tensor, global_logits: Tensor, labels: Tensor, temperature: float) -> Tensor:
@@ -48,9 +47,9 @@ class FedNTD(Method):
         self.beta = at_least("method.fedntd.beta", beta, 0.0)
         self.temperature = above("method.fedntd.temperature", temperature, 0.0)
 
-    def cost(self, server: Server, samples: int, trained: float, participation: int) -> Cost:
+    def cost(self, job: Participation) -> Cost:
         """The teacher's forward pass."""
-        return Cost(samples=FORWARD * trained if self.beta else 0.0)
+        return Cost(samples=FORWARD * job.trained if self.beta else 0.0)
 
     def term(self, ctx: Context, out: Outputs, batch: Batch) -> Tensor:
         """beta L_NTD."""

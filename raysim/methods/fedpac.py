@@ -42,7 +42,7 @@ import torch
 from torch import Tensor, nn
 
 from raysim.api.context import Stage
-from raysim.api.declarations import FORWARD, Cost, Download
+from raysim.api.declarations import FORWARD, Cost, Download, Participation
 from raysim.api.method import Method
 from raysim.primitives.checks import above, at_least, between
 from raysim.vectors.row_store import extended, reserve, settled
@@ -264,13 +264,19 @@ class FedPAC(Method):
         first = head_steps(plan.sizes, plan.samples, self.head_epochs)
         return [(head,)] * first + [(extractor,)] * (plan.steps - first)
 
-    def cost(self, server: Server, samples: int, trained: float, participation: int) -> Cost:
-        """Two passes over all samples for the statistics; the head phase saves the extractor's backward pass."""
-        layout, classes = server.layout, server.task.num_classes
+    def cost(self, job: Participation) -> Cost:
+        """Two passes over all samples for the statistics; the head phase saves the extractor's backward pass.
+
+        The prototypes travel from the second round on, a head to each client that has an update in an earlier version:
+        also where that update failed, since no result of training can be known here.
+        """
+        layout, classes = job.run.layout, job.run.task.num_classes
         features = next(e.shape[1] for e in layout.within(["model.head"]) if e.path == "head.weight")
-        head = min(self.head_epochs * samples, trained * self.head_epochs / (self.head_epochs + 1))
+        head = min(self.head_epochs * job.samples, job.trained * self.head_epochs / (self.head_epochs + 1))
         return Cost(
-            samples=FORWARD * 2 * samples + (FORWARD - 1) * head,
+            samples=FORWARD * 2 * job.samples + (FORWARD - 1) * head,
+            down=(classes * (features + 1) if self.lam and job.version else 0)
+            + (_head_size(layout) if job.accepted else 0),
             up=_head_size(layout) + 2 * classes * features + classes + 1,
         )
 

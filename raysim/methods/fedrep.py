@@ -25,14 +25,13 @@ from typing import TYPE_CHECKING, Literal
 from torch import nn
 
 from raysim.api.context import Stage
-from raysim.api.declarations import FORWARD, Cost
+from raysim.api.declarations import FORWARD, Cost, Participation
 from raysim.api.method import Method
 from raysim.primitives.checks import at_least, one_of
 
 if TYPE_CHECKING:
     from raysim.api.context import Plan
     from raysim.api.method import Setup
-    from raysim.api.server_view import Server
 
 
 def head_steps(steps: int, head_epochs: int, body_epochs: int) -> int:
@@ -84,7 +83,7 @@ class FedRep(Method):
         head, body = Stage("fedrep.head", ("model.head",)), Stage("fedrep.body", ("model.extractor",))
         return [(head,)] * first + [(body,)] * (plan.steps - first)
 
-    def cost(self, server: Server, samples: int, trained: float, participation: int) -> Cost:
+    def cost(self, job: Participation) -> Cost:
         """Head steps save the extractor's backward pass."""
         share = self.head_epochs / (self.head_epochs + self.body_epochs)
-        return Cost(samples=(FORWARD - 1) * share * trained)
+        return Cost(samples=(FORWARD - 1) * share * job.trained)

@@ -25,13 +25,12 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from raysim.api.declarations import Cost
+from raysim.api.declarations import Cost, Participation
 from raysim.api.method import Method
 from raysim.primitives.checks import at_least
 
 if TYPE_CHECKING:
     from raysim.api.context import Context
-    from raysim.api.server_view import Server
 
 _SMALLEST = 1e-12  # of a norm, so that a gradient of zeros shifts nothing
 
@@ -63,9 +62,9 @@ class FedSAM(Method):
         """Without a shift there is no second pass."""
         return frozenset() if self.rho else frozenset({"perturb", "cost"})
 
-    def cost(self, server: Server, samples: int, trained: float, participation: int) -> Cost:
+    def cost(self, job: Participation) -> Cost:
         """Every batch is passed twice."""
-        return Cost(samples=trained)
+        return Cost(samples=job.trained)
 
     def perturb(self, ctx: Context, params: Tensor, grad: Tensor, gradient_at: Callable[[Tensor], Tensor]) -> Tensor:
         """The gradient uphill, in stages of the task."""

@@ -27,14 +27,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from raysim.api.declarations import Cost
+from raysim.api.declarations import Cost, Participation
 from raysim.api.method import Method
 from raysim.methods.fedprox import proximal_gradient
 from raysim.primitives.checks import above, at_least, between
 
 if TYPE_CHECKING:
     from raysim.api.context import Context
-    from raysim.api.server_view import Server
     from raysim.vectors.layout import Layout
 
 CORRECTION = "fedspeed.correction"
@@ -72,9 +71,9 @@ class FedSpeed(Method):
         """c_k, zero."""
         return {CORRECTION: torch.zeros(layout.trained)}
 
-    def cost(self, server: Server, samples: int, trained: float, participation: int) -> Cost:
+    def cost(self, job: Participation) -> Cost:
         """Every batch is passed twice."""
-        return Cost(samples=trained)
+        return Cost(samples=job.trained)
 
     def perturb(self, ctx: Context, params: Tensor, grad: Tensor, gradient_at: Callable[[Tensor], Tensor]) -> Tensor:
         """`mixed_gradient`, in stages of the task."""

@@ -39,7 +39,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from raysim.api.context import Stage, inferred
-from raysim.api.declarations import FORWARD, Cost, Network, Task
+from raysim.api.declarations import FORWARD, Cost, Network, Participation, Task
 from raysim.api.method import Method
 from raysim.methods.fedbn import BATCHNORM, split_parameter_names
 from raysim.primitives.checks import above, at_least, between, one_of
@@ -47,7 +47,6 @@ from raysim.primitives.checks import above, at_least, between, one_of
 if TYPE_CHECKING:
     from raysim.api.context import Batch, Context, Outputs, Plan
     from raysim.api.method import Setup
-    from raysim.api.server_view import Server
     from raysim.vectors.layout import Layout
 
 RAMPS = ("exp", "laine_aila", "reciprocal", "constant")
@@ -345,15 +344,15 @@ class FRAug(Method):
         shapes = [(5, size, self.noise_dim) for size in plan.sizes]
         return {NOISE: [torch.from_numpy(draw(shape, dtype=np.float32)) for shape in shapes]}
 
-    def cost(self, server: Server, samples: int, trained: float, participation: int) -> Cost:
+    def cost(self, job: Participation) -> Cost:
         """A forward pass in eval mode, and the small networks' passes in proportion to their parameters.
 
         That makes them dearer than they are beside convolutions, which use a parameter many times.
         """
-        size = {name: _floats(server.layout, name) for name in ("model", GENERATOR, RTNET)}
+        size = {name: _floats(job.run.layout, name) for name in ("model", GENERATOR, RTNET)}
         first, last = 2 * bool(self.weight), 2 * self.use_rtnet  # rows per sample in the first and the third step
-        extra_passes = size[GENERATOR] * (FORWARD * (first + last) + 1) + size[RTNET] * (FORWARD * first + last)
-        return Cost(samples=(FORWARD * self._looks + extra_passes / max(1, size["model"])) * trained)
+        own = size[GENERATOR] * (FORWARD * (first + last) + 1) + size[RTNET] * (FORWARD * first + last)
+        return Cost(samples=(FORWARD * self._looks + own / max(1, size["model"])) * job.trained)
 
     @property
     def _looks(self) -> bool:

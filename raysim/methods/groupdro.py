@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from raysim.api.declarations import Cost
+from raysim.api.declarations import Cost, Participation
 from raysim.api.method import Method
 from raysim.primitives.checks import at_least
 
@@ -77,7 +77,7 @@ class GroupDRO(Method):
         start = np.ones(server.clients) if self.prior == "uniform" else np.maximum(server.counts, 1e-9)
         server.state["groupdro.log_weights"] = torch.from_numpy(np.log(start / start.sum()))
 
-    def cost(self, server: Server, samples: int, trained: float, participation: int) -> Cost:
+    def cost(self, job: Participation) -> Cost:
         """The loss travels up."""
         return Cost(up=1)
 

@@ -24,14 +24,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from raysim.api.context import inferred
-from raysim.api.declarations import FORWARD, Cost, Task
+from raysim.api.declarations import FORWARD, Cost, Participation, Task
 from raysim.api.method import Method
 from raysim.models.classifier import Classifier
 from raysim.primitives.checks import above, at_least
 
 if TYPE_CHECKING:
     from raysim.api.context import Batch, Context, Outputs
-    from raysim.api.server_view import Server
     from raysim.vectors.layout import Layout
 
 
@@ -83,10 +82,10 @@ class Moon(Method):
         """No previous model."""
         return {"moon.previous": torch.empty(0, layout.total)} if self.mu else {}
 
-    def cost(self, server: Server, samples: int, trained: float, participation: int) -> Cost:
+    def cost(self, job: Participation) -> Cost:
         """A forward pass of the received and of each previous model."""
-        models = min(participation, self.previous)
-        return Cost(samples=FORWARD * trained * (1 + models) if self.mu and models else 0.0)
+        models = min(job.earlier, self.previous)
+        return Cost(samples=FORWARD * job.trained * (1 + models) if self.mu and models else 0.0)
 
     def term(self, ctx: Context, out: Outputs, batch: Batch) -> Tensor:
         """mu l_con."""

@@ -35,7 +35,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.functional import cross_entropy
 
-from raysim.api.declarations import Cost
+from raysim.api.declarations import Cost, Participation
 from raysim.api.method import Method
 from raysim.primitives.checks import at_least, one_of
 from raysim.vectors.layout import Entry, Layout, plan_layout
@@ -44,7 +44,6 @@ from raysim.vectors.optimizer import Descent, Optimizer
 if TYPE_CHECKING:
     from raysim.api.context import Context, Own
     from raysim.api.method import Setup
-    from raysim.api.server_view import Server
 
 COUNTED = ("bottom_up", "top_down")
 STRATEGIES = (*COUNTED, "no_bn", "no_classifier", "no_bn_no_classifier", "all", "none", "adaptive")
@@ -174,10 +173,10 @@ class PartialFed(Method):
             state["partialfed.logits"] = torch.zeros(len(_owning(layout)), 2)
         return state
 
-    def cost(self, server: Server, samples: int, trained: float, participation: int) -> Cost:
+    def cost(self, job: Participation) -> Cost:
         """The steps of the policy, from the second participation on."""
-        learns = self.strategy == "adaptive" and participation > 0
-        return Cost(samples=self.policy_steps * min(self.policy_batch, samples) if learns else 0)
+        learns = self.strategy == "adaptive" and job.earlier > 0
+        return Cost(samples=self.policy_steps * min(self.policy_batch, job.samples) if learns else 0)
 
     def receive(self, ctx: Context) -> None:
         """Let training start from the mixture of what was received and what was kept."""

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from raysim.api.declarations import Cost, Download
+from raysim.api.declarations import Cost, Download, Participation
 from raysim.api.method import Method
 from raysim.methods.fedavg import weighted_sum
 
@@ -101,9 +101,9 @@ class Scaffold(Method):
         """c, zero."""
         server.state["scaffold.control"] = torch.zeros_like(server.params)
 
-    def cost(self, server: Server, samples: int, trained: float, participation: int) -> Cost:
-        """The change of c_i travels up; `send` counts c."""
-        return Cost(up=server.layout.trained)
+    def cost(self, job: Participation) -> Cost:
+        """c travels down, the change of c_i up."""
+        return Cost(down=job.run.layout.trained, up=job.run.layout.trained)
 
     def send(self, server: Server) -> Download:
         """c goes to everybody."""

@@ -25,6 +25,7 @@ Choices where the sources differ or are silent
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Literal, cast
 
@@ -33,7 +34,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from raysim.api.declarations import Cost, Download, Task
+from raysim.api.declarations import Cost, Download, Participation, Task
 from raysim.api.method import Method
 from raysim.models.classifier import Classifier
 from raysim.primitives.checks import above, at_least
@@ -188,13 +189,15 @@ class Vhl(Method):
         flips = generator.integers(2, size=(plan.steps, 1, self.batch))
         return {VIEWS: torch.from_numpy(np.concatenate([np.stack(rows), offsets, flips], axis=1)).unbind()}
 
-    def cost(self, server: Server, samples: int, trained: float, participation: int) -> Cost:
+    def cost(self, job: Participation) -> Cost:
         """As many virtual samples as real ones, though local.batch is not known here and `batch` may be larger.
 
         Changed inputs mean a second pass over the real ones.
         """
-        changed = server.fills("transform")
-        return Cost(samples=(1 + changed) * trained if self._active else 0.0)
+        if not self._active:
+            return Cost()
+        images = 0 if job.earlier else self.virtual * (math.prod(job.run.task.shape) + 1)
+        return Cost(samples=(1 + ("transform" in job.run.filled)) * job.trained, down=images)
 
     # --- the step ------------------------------------------------------------------------------------------------
     def rows(self, ctx: Context, batch: Batch) -> Tensor | None:

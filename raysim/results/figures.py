@@ -19,7 +19,7 @@ from raysim.data.partition import Floats, Ints
 from raysim.primitives.checks import known
 from raysim.primitives.files import replace_file
 from raysim.results.history import Row
-from raysim.results.report import LIGHT, theme
+from raysim.results.theme import LIGHT, theme
 from raysim.training.probe import output_distribution
 
 if TYPE_CHECKING:

@@ -20,9 +20,11 @@ from raysim.results.figures import (
     draw_reports,
 )
 from raysim.results.history import THRESHOLDS, summarise, write_history, write_json
+from raysim.results.jobs import JobWriter, read_jobs
 from raysim.results.probes import load_probes, save_probes
 from raysim.results.progress import Progress
 from raysim.results.report import draw_run
+from raysim.results.timeline import draw_timeline
 from raysim.results.tracking import Tracker
 from raysim.simulation.events import Finished, Round, Row, RunStopped, Saved
 
@@ -31,6 +33,7 @@ if TYPE_CHECKING:
 
 HISTORY, FAILURES, SUMMARY = "history.parquet", "failures.jsonl", "summary.json"
 PROBES = "probes"  # folder of what was seen of the local models
+_ENDING = ("model_sha256", "state_sha256", "peak_memory_bytes")  # what the summary says of the end
 Note: TypeAlias = Callable[[str], None]  # prints one line
 
 
@@ -53,7 +56,7 @@ class CurrentRun:
 
     def summary(self) -> dict[str, object]:
         """What summary.json says, of the rows so far; with the checksums of the model once the run has finished."""
-        ending = {} if self.finished is None else self.finished.__dict__
+        ending = {} if self.finished is None else {key: getattr(self.finished, key) for key in _ENDING}
         return summarise(self.rows, self.thresholds, **self.facts, **ending)
 
 
@@ -160,6 +163,40 @@ class HistoryFile(Observer):
         write_history(run.rows, run.folder / HISTORY)
 
 
+class JobFiles(Observer):
+    """jobs.parquet: every job on virtual time; written with each checkpoint, and however the run ends.
+
+    A run that is continued without it, from before there was such a file or into another folder, goes on without it.
+    """
+
+    def on_start(self, run: CurrentRun) -> None:
+        """Of an earlier session, keep the jobs of the rounds that the checkpoint holds: later ones come again."""
+        self._writer = JobWriter.of(run.folder, len(run.rows))
+
+    def on_round(self, run: CurrentRun, event: Round) -> None:
+        """Add this round's."""
+        if self._writer:
+            self._writer.add(event.jobs)
+
+    def on_checkpoint(self, run: CurrentRun, event: Saved) -> None:
+        """Write them."""
+        self._write()
+
+    def on_finish(self, run: CurrentRun, event: Finished) -> None:
+        """Write them, and those that are under way."""
+        if self._writer:
+            self._writer.add(event.jobs)
+        self._write()
+
+    def on_stop(self, run: CurrentRun, error: BaseException) -> None:
+        """Write them."""
+        self._write()
+
+    def _write(self) -> None:
+        if self._writer:
+            self._writer.write()
+
+
 class FailureFile(Observer):
     """failures.jsonl: a line for each client that failed and was left out of a round."""
 
@@ -206,11 +243,14 @@ class ProbeFiles(Observer):
 
 
 class Pictures(Observer):
-    """The plots of the history, of the methods' reports and of the probes."""
+    """The plots of the history, of the jobs, of the methods' reports and of the probes."""
 
     def on_finish(self, run: CurrentRun, event: Finished) -> None:
         """Draw those that there are numbers for."""
         run.pictures += [*draw_run(run.rows, run.folder, run.title), *self._probes(run)]
+        jobs = read_jobs(run.folder)
+        if jobs is not None and draw_timeline(jobs, run.rows, path := run.folder / "timeline.png", run.title):
+            run.pictures.append(path)
         for name, draw in (("methods", draw_reports), ("domains", draw_domains), ("decomposition", draw_decomposition)):
             if draw(run.rows, path := run.folder / f"{name}.png", run.title):
                 run.pictures.append(path)

@@ -9,11 +9,15 @@ import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from raysim.primitives.checks import known
 from raysim.primitives.files import from_json, replace_file
 from raysim.results.history import Row, column, read_history, summarise
+from raysim.results.jobs import read_jobs
+from raysim.results.theme import DARK, LIGHT, page_theme, time_unit
+from raysim.results.timeline import eventful, timeline_png
+from raysim.simulation.fleet import FLOAT_BYTES
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -27,9 +31,6 @@ METRICS = {
     "train_loss": "training loss",
     "loss_global": "loss on the central test set",
 }
-# Eight colours that differ for colour-blind eyes too; the second set keeps its contrast on a dark page.
-LIGHT = ("#0072b2", "#d55e00", "#009e73", "#b8559a", "#c98a00", "#4a9bd1", "#8c564b", "#5f6368")
-DARK = ("#5ab4f0", "#ff9558", "#3ddbab", "#eda3d3", "#f6c453", "#a3dcff", "#d2a797", "#c4c8cc")
 DASHES = ("-", "--", ":", "-.")
 
 
@@ -211,15 +212,8 @@ def _count(value: float | None) -> str:
 def _seconds(value: float | None) -> str:
     if value is None:
         return NOTHING
-    size, unit = _time_unit(value)
+    size, unit = time_unit(value)
     return f"{value / size:.3g} {unit}"
-
-
-def _time_unit(seconds: float) -> tuple[float, str]:
-    """Divisor and name of the unit in which a time is a number of few digits."""
-    return next(
-        ((size, unit) for size, unit in ((86400, "d"), (3600, "h"), (60, "min")) if seconds >= 2 * size), (1, "s")
-    )
 
 
 def _column(title: str, runs: Sequence[Run], key: str, show: Callable[[float | None], str], better: int) -> Column:
@@ -299,8 +293,8 @@ def _curve(label: str, rows: Sequence[Row], key: str, index: int) -> Curve:
     return Curve(label, finite, index % len(LIGHT), index // len(LIGHT) % len(DASHES))
 
 
-def _floats(row: Row) -> float:
-    return float(row.get("floats_down") or 0) + float(row.get("floats_up") or 0)
+def _bytes(row: Row) -> float:
+    return FLOAT_BYTES * (float(row.get("floats_down") or 0) + float(row.get("floats_up") or 0))
 
 
 def _value(key: str) -> Callable[[Row], float]:
@@ -310,7 +304,7 @@ def _value(key: str) -> Callable[[Row], float]:
 # Name of the axis, what of a row it shows, its unit, and what is said where nothing of it was used.
 AXES: tuple[tuple[str, Callable[[Row], float], str, str], ...] = (
     ("round", _value("round"), "", "no round was made"),
-    ("floats sent, both ways", _floats, "floats", "no floats were sent"),
+    ("sent, both ways", _bytes, "bytes", "nothing was sent"),
     ("virtual time", _value("virtual_seconds"), "seconds", "no virtual time passed on these devices"),
     ("wall time", _value("wall_seconds"), "seconds", "wall time was not recorded"),
 )
@@ -334,40 +328,26 @@ def _panel(
         return
     size = 1.0
     if unit == "seconds":
-        size, name = _time_unit(max(xs))
+        size, name = time_unit(max(xs))
         ax.set_xlabel(f"{title} ({name})")
     for curve in moving:
         x, y = [read(row) / size for row, _ in curve.points], [value for _, value in curve.points]
         # Few points are seen as points; a line alone would show nothing for one, and hide where two were measured.
         marker = "o" if len(x) <= 12 else None
         ax.plot(x, y, DASHES[curve.dash], color=colours[curve.colour], marker=marker, markersize=4, label=curve.label)
-    if unit == "floats":
-        ax.xaxis.set_major_formatter(EngFormatter())
+    if unit == "bytes":
+        ax.xaxis.set_major_formatter(EngFormatter("B"))
     ax.xaxis.set_major_locator(MaxNLocator(5, integer=title == "round"))
 
 
-def theme(ink: str) -> dict[Any, object]:
-    """What all of our figures look like, for `matplotlib.rc_context`."""
-    return {
-        "font.size": 11, "axes.labelsize": 11, "lines.linewidth": 1.8, "grid.alpha": 0.15,
-        "axes.spines.top": False, "axes.spines.right": False, "text.color": ink, "axes.labelcolor": ink,
-        "axes.edgecolor": ink, "xtick.color": ink, "ytick.color": ink, "grid.color": ink, "text.parse_math": False,
-        "legend.frameon": False,
-    }  # fmt: skip
-
-
 def _draw(curves: Sequence[Curve], title: str, ylabel: str, *, dark: bool = False) -> bytes:
-    """A PNG of 1300 x 1000 pixels or taller: the same curves against rounds, floats, virtual time and wall time."""
+    """A PNG of 1300 x 1000 pixels or taller: the same curves against rounds, bytes, virtual time and wall time."""
     import matplotlib
     from matplotlib.figure import Figure
 
-    ink, paper = ("#e6e8ea", "#16191d") if dark else ("#22262a", "#ffffff")
-    on_paper: dict[Any, object] = {"axes.grid": True} | dict.fromkeys(
-        ("figure.facecolor", "axes.facecolor", "savefig.facecolor"), paper
-    )
     names = [textwrap.shorten(curve.label, 100, placeholder=" …") for curve in curves]
     across = max(1, min(len(curves), 110 // (max(map(len, names), default=0) + 8)))
-    with matplotlib.rc_context(theme(ink) | on_paper):
+    with matplotlib.rc_context(page_theme(dark) | {"axes.grid": True}):
         figure = Figure(figsize=(10, 7.2 + 0.24 * math.ceil(len(curves) / across)), dpi=130, layout="constrained")
         panels = list(figure.subplots(2, 2, sharey=True).flat)
         for ax, axis in zip(panels, AXES, strict=True):
@@ -387,7 +367,7 @@ def _draw(curves: Sequence[Curve], title: str, ylabel: str, *, dark: bool = Fals
 
 
 def draw_run(rows: Sequence[Row], folder: Path, title: str) -> list[Path]:
-    """Write accuracy.png and loss.png: a run against rounds, floats, virtual time and wall time."""
+    """Write accuracy.png and loss.png: a run against rounds, bytes, virtual time and wall time."""
     kinds = {
         "accuracy": {
             "accuracy": "mean of the clients",
@@ -426,10 +406,20 @@ def compare(runs: Sequence[Run], out_folder: Path, title: str = "", sections: Se
         if curves:
             light, dark = (_draw(curves, about, key.replace("_", " "), dark=dark) for dark in (False, True))
             replace_file(out_folder / f"comparison_{key}.png", light)
-            figures.append(_picture(f"{about} against rounds, floats, virtual time and wall time", light, dark))
+            figures.append(_picture(f"{about} against rounds, bytes, virtual time and wall time", light, dark))
+    timelines = "".join(_timeline(name, run) for name, run in zip(names, runs, strict=True))
     page = out_folder / "report.html"
-    replace_file(page, _page(runs, figures, title, sections).encode())
+    replace_file(page, _page(runs, figures, timelines, title, sections).encode())
     return page
+
+
+def _timeline(name: str, run: Run) -> str:
+    """A run on virtual time, as in its own folder; "" where that says nothing, or is not known."""
+    jobs = None if run.folder == Path() else read_jobs(run.folder)  # a mean of runs has no folder
+    if jobs is None or not eventful(jobs):
+        return ""
+    light, dark = (timeline_png(jobs, run.rows, name, dark=dark) for dark in (False, True))
+    return _picture(f"{name}: clients, fleet and hosts on virtual time, and staleness", light, dark)
 
 
 def _picture(about: str, light: bytes, dark: bytes) -> str:
@@ -466,7 +456,9 @@ def _section(section: Section) -> str:
     return f"<h2>{html.escape(section.title)}</h2>{text}{_cells(section.columns, False)}{picture}"
 
 
-def _page(runs: Sequence[Run], figures: Sequence[str], title: str = "", sections: Sequence[Section] = ()) -> str:
+def _page(
+    runs: Sequence[Run], figures: Sequence[str], timelines: str = "", title: str = "", sections: Sequence[Section] = ()
+) -> str:
     different = differences(runs) if len(runs) > 1 else {}
     columns = [Column("run", labels(runs)), *(Column(key, values) for key, values in different.items())]
     title = title or (f"{len(runs)} runs compared" if len(runs) > 1 else runs[0].name)
@@ -478,6 +470,7 @@ def _page(runs: Sequence[Run], figures: Sequence[str], title: str = "", sections
         table=_cells(_columns(runs, limit=4), True),
         settings=settings_table,
         figures="".join(figures) or "<p>No run has measured anything yet.</p>",
+        timelines=f'<h2>On virtual time</h2><div class="figures whole">{timelines}</div>' if timelines else "",
     )
 
 
@@ -508,6 +501,7 @@ td i {{ display: inline-block; width: .7rem; height: .7rem; border-radius: 3px; 
   background: var(--day); }}
 .figures {{ display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 560px), 1fr)); gap: 1rem; }}
 .wide + .figures {{ max-width: 900px; margin-top: 1rem; }}
+.whole {{ grid-template-columns: 1fr; }}
 .figures img {{ display: block; width: 100%; border: 1px solid var(--line); border-radius: 10px; }}
 @media print {{ body {{ background: none; }} .figures {{ display: block; }} }}
 </style></head><body>
@@ -518,6 +512,7 @@ td i {{ display: inline-block; width: .7rem; height: .7rem; border-radius: 3px; 
 {settings}
 <h2>Curves</h2>
 <div class="figures">{figures}</div>
+{timelines}
 <h2>How to read the table</h2>
 <p>Accuracies are fractions. <em>Best 5</em> is the mean of the five best rounds, <em>last 10</em> mean and standard
 deviation over the last ten evaluated rounds, <em>final</em> the last one: of the mean over the clients' own tests, or

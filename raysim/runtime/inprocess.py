@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -34,6 +34,10 @@ class InProcess:
     def get(self, ref: Any) -> Any:
         """The value itself."""
         return ref
+
+    def ready(self, refs: Sequence[Any]) -> int:
+        """All are there."""
+        return 0
 
     def revive(self, host: int) -> None:
         """It dies with this process, never before."""

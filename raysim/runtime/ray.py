@@ -31,12 +31,13 @@ import ray
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from raysim.api.messages import Published
 from raysim.data.dataset import copied
 from raysim.primitives.errors import first_line
 from raysim.runtime import preflight
 from raysim.runtime.placement import CLUSTERS, RayOptions, Size, amounts, demand, fitting, gib, share, total, within
 from raysim.simulation.coordinator import Coordinator
-from raysim.simulation.events import Event, RunStopped
+from raysim.simulation.events import Event, Round, RunStopped
 from raysim.simulation.fleet import Fleet
 from raysim.simulation.runtime import HostDied
 from raysim.simulation.schedule import Schedule
@@ -60,7 +61,9 @@ __all__ = [
 Say = Callable[[str], None]
 Measure = Callable[[RunSpec], preflight.Need]
 
+INLINE = 1 << 16  # bytes that cost less to send with every call than to store once, which takes half a millisecond
 GRACE = 2  # seconds in which a group that fits is there; longer means that others hold what it needs
+TOGETHER = 0.1  # seconds in which finished rounds are collected for one message to the driver
 REVIVAL = 300  # seconds for a new host in the place of a dead one
 
 
@@ -309,9 +312,19 @@ class RayCoordinator:
         here = replace(_here(spec, content), device="cpu")
         self._coordinator = Coordinator(here, schedule, fleet, runtime, folder, resume)
 
-    def events(self) -> Iterator[Event]:
-        """The run's events, as they happen."""
-        yield from self._coordinator.run()
+    def events(self) -> Iterator[list[Event]]:
+        """The run's events, as they happen; rounds that follow each other at once in one message."""
+        batch: list[Event] = []
+        since = time.monotonic()
+        try:
+            for event in self._coordinator.run():
+                batch.append(event)
+                if not isinstance(event, Round) or time.monotonic() - since > TOGETHER:
+                    yield batch
+                    batch, since = [], time.monotonic()
+        except Exception:
+            yield batch
+            raise
 
 
 class RayRuntime:
@@ -324,9 +337,9 @@ class RayRuntime:
         self.hosts, self._make = hosts, start
         self._actors = [start(host) for host in range(hosts)]
 
-    def put(self, value: object) -> ray.ObjectRef[Any]:
-        """Into the object store, once; hosts of one node map the same memory."""
-        return ray.put(value)
+    def put(self, value: object) -> object:
+        """Into the object store, once; hosts of one node map the same memory. A small model travels in each call."""
+        return value if isinstance(value, Published) and value.nbytes <= INLINE else ray.put(value)
 
     def call(self, host: int, method: str, *args: object, returns: int = 1) -> list[Any]:
         """An actor task; its results belong to the caller."""
@@ -335,10 +348,18 @@ class RayRuntime:
 
     def get(self, ref: Any) -> Any:
         """Wait for a result; arrays in it are read-only views into the object store."""
+        if not isinstance(ref, ray.ObjectRef):
+            return ref
         try:
             return ray.get(ref)
         except (ray.exceptions.RayActorError, ray.exceptions.OutOfMemoryError) as error:
             raise HostDied(first_line(error)) from None
+
+    def ready(self, refs: Sequence[Any]) -> int:
+        """The first that is there, in the order of `refs`."""
+        if len(refs) == 1:
+            return 0  # `get` waits for it
+        return refs.index(ray.wait(list(refs), num_returns=1, fetch_local=False)[0][0])
 
     def revive(self, host: int) -> None:
         """Another actor in the same bundle; Ray moves the bundle where its node is gone and another one has room."""
@@ -408,7 +429,7 @@ def run(
         runtime, coordinator = _start(spec, schedule, fleet, size, group, name, folder, resume)
         try:
             for ref in coordinator.events.options(num_returns="streaming").remote():
-                yield ray.get(ref)
+                yield from ray.get(ref)
         except ray.exceptions.RayTaskError as error:
             cause = error.cause
             raise (_lost(cause) if isinstance(cause, ray.exceptions.RayError) else cause) from None

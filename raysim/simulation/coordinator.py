@@ -1,7 +1,8 @@
 """The event loop of a run: look ahead, dispatch, collect, aggregate, evaluate, checkpoint; the same for every schedule.
 
-Virtual time decides every order. Hosts get work as soon as the vector it starts from exists; the loop waits for results
-only when an aggregation needs them, so later events are looked at before earlier work is done.
+The planner decides every order, on virtual time, and is asked for steps that lie ahead. So hosts get a job as soon as
+the vector it starts from exists and it is known that an aggregation will take it; what is lost or discarded is never
+trained.
 """
 
 from __future__ import annotations
@@ -21,14 +22,16 @@ from raysim.primitives.streams import stream
 from raysim.simulation import checkpoint, snapshot
 from raysim.simulation.dispatcher import Dispatcher, InFlightJob
 from raysim.simulation.evaluator import Evaluator, Scoring
-from raysim.simulation.events import Event, Finished, Round, Row, Saved, Started, TooManyFailures
+from raysim.simulation.events import Event, Finished, JobEnd, Round, Row, Saved, Started, TooManyFailures
 from raysim.simulation.fleet import Fleet
 from raysim.simulation.history_row import RowWriter
-from raysim.simulation.planner import Planner
+from raysim.simulation.load import make_planner
+from raysim.simulation.planner import Deserted, Step
 from raysim.simulation.private_states import PrivateStates
 from raysim.simulation.runtime import Ref, Runtime
 from raysim.simulation.schedule import Schedule
 from raysim.simulation.server import Server, asked_weighting
+from raysim.simulation.under_way import UnderWay
 from raysim.training.determinism import make_deterministic
 from raysim.training.probe import balanced_rows
 from raysim.training.run_spec import RunSpec, build_networks
@@ -42,6 +45,7 @@ class _Pending:
     row: Row
     failures: tuple[Failure, ...]
     probes: tuple[Probe, ...]
+    jobs: tuple[JobEnd, ...]
     scoring: list[Scoring] = field(default_factory=list)
 
 
@@ -81,7 +85,7 @@ class Coordinator:
         )
         stateful = self.layout.has_personal or bool(owners(spec.methods, "state"))
         self.private = PrivateStates(runtime, self.layout, stateful, settings.state.bytes, folder)
-        self.planner = Planner(spec, schedule, fleet, self.server, self.private)
+        self.planner = make_planner(spec, self.layout, schedule, fleet)
         if settings.evaluate.probe and not len(spec.data.central):
             raise ValueError(
                 f"evaluate.probe={settings.evaluate.probe} looks at local models on the central test set, of "
@@ -90,27 +94,38 @@ class Coordinator:
         self.dispatcher = Dispatcher(runtime, settings.summation, self.layout.shared, self.private)
         self.evaluator = Evaluator(spec, self.layout, runtime, self.dispatcher, self.private)
         pooled = any(method.pools for method in spec.methods)
-        self.history = RowWriter(self.planner, self.dispatcher, self.private, pooled, spec.dtype.itemsize)
+        self.history = RowWriter(self.dispatcher, self.private, pooled, spec.dtype.itemsize)
         self.rows: list[Row] = []
-        self._published: dict[int, tuple[Published, Ref]] = {}  # the current version, and base versions of jobs
+        self._published: dict[int, Published] = {}  # the current version, and base versions of jobs
+        self._refs: dict[int, Ref] = {}  # where hosts find them
+        self.under_way = UnderWay(self.planner, self.server, self.dispatcher, settings)
         self._pending: list[_Pending] = []
 
     # --- the loop ------------------------------------------------------------------------------------------------
     def run(self) -> Iterator[Event]:
-        """Run to the last round. Raises TooManyFailures after writing a checkpoint."""
+        """Run to the last round. Raises TooManyFailures or Deserted after writing a checkpoint."""
         self.history.start()
         if self.resume:
             self._restore()
         else:
             self._contribute()
+            self.under_way.plan()  # what no fleet or schedule can do is refused before anything is written
         self._hand_out()
+        self.under_way.offer()
         yield Started(list(self.rows))
         self._publish()
         while self.server.version < self.settings.rounds:
-            taken = self.planner.look_ahead(self._published[self.server.version][0].floats)
+            try:
+                step = self.under_way.next_step()
+            except Deserted:
+                yield from self._report()
+                if self._checkpoint_every:
+                    yield self._save()
+                raise
+            taken = self.under_way.taken(step)
             self._submit(taken)
             yield from self._report()
-            pending = self._aggregate(taken)
+            pending = self._aggregate(step, taken)
             self._publish()
             self._evaluate(pending)
             version, every = self.server.version, self._checkpoint_every
@@ -131,14 +146,13 @@ class Coordinator:
         shares = np.array_split(self.planner.eligible, self.runtime.hosts)
         calls = [self.dispatcher.call(host, "contribute", share.tolist()) for host, share in enumerate(shares)]
         parts = [part for call in calls for part in self.dispatcher.wait(call)]
-        self.planner.floats["up"] += sum(array.size for part in parts for array in part.values())
+        self.planner.contributed(sum(array.size for part in parts for array in part.values()))
         for method in methods:
             method.assemble({key: [part[key] for part in parts] for key in parts[0]}, self.server)
 
     def _hand_out(self) -> None:
-        """Give every host what its clients receive once, and what is probed; counted at a client's first dispatch."""
+        """Give every host what its clients receive once, and what is probed."""
         once = self.server.sent_once()
-        self.planner.once = sum(array.size for array in once.values())
         if once or self.settings.evaluate.probe:
             self.dispatcher.keep(self.runtime.put(once), self._probed())
 
@@ -153,39 +167,36 @@ class Coordinator:
     def _publish(self) -> None:
         """Store the current version for all hosts; forget versions that no job needs."""
         version = self.server.version
-        published = self.server.published()
         if version not in self._published:
-            self._published[version] = (published, self.runtime.put(published))
-        needed = {job.version for job in self.planner.in_flight.values()} | {version}
-        for old in [v for v in self._published if v not in needed]:
-            del self._published[old]
+            self._published[version] = self.server.published()
+            self._refs[version] = self.runtime.put(self._published[version])
+        for old in [v for v in self._published if v != version and not self.under_way.needs(v)]:
+            del self._published[old], self._refs[old]
 
     def _submit(self, taken: Sequence[InFlightJob]) -> None:
-        """Give hosts the jobs of the next aggregation, and then the others that are under way."""
-        refs = {version: ref for version, (_, ref) in self._published.items()}
+        """Give hosts the jobs of the next aggregation, and then others that are under way."""
         summable = self.server.summable and not self.settings.evaluate.decomposes(self.server.version + 1)
-        self.dispatcher.submit(taken, list(self.planner.in_flight.values()), refs, summable)
+        self.dispatcher.submit(taken, self._refs, summable)
 
-    def _aggregate(self, taken: Sequence[InFlightJob]) -> _Pending:
+    def _aggregate(self, step: Step, taken: Sequence[InFlightJob]) -> _Pending:
         """Wait for the updates of these jobs, and make the next version of them."""
-        results = self.dispatcher.floats([*taken, *self.planner.in_flight.values()])
+        results = self.dispatcher.floats(self.under_way.jobs)
         outcomes, sums = self.dispatcher.collect(taken)
-        versions = {version: published for version, (published, _) in self._published.items()}
-        store_bytes = self.history.store_bytes(versions.values(), results)
+        store_bytes = self.history.store_bytes(self._published.values(), results)
         failures = tuple(outcome for outcome in outcomes if isinstance(outcome, Failure))
         if len(failures) > self.settings.faults.tolerate * len(taken):
             raise self._too_many(failures, taken)
         updates = [outcome if isinstance(outcome, Update) else None for outcome in outcomes]
-        self.server.step(updates, sums, [job.staleness for job in taken], versions)
+        self.server.step(updates, sums, [job.staleness for job in taken], self._published)
         self.private.accept([job.message for job in taken])
         present = [update for update in updates if update is not None]
         scoring = []
         if present and self.settings.evaluate.decomposes(self.server.version):
             singles = [update for update in present if isinstance(update, SingleUpdate)]
-            scoring.append(self.evaluator.decompose(singles, versions, self.server.published()))
-        row = self.history.row(self.server, taken, outcomes, store_bytes)
+            scoring.append(self.evaluator.decompose(singles, self._published, self.server.published()))
+        row = self.history.row(self.server, step, outcomes, store_bytes)
         probes = tuple(update.probe for update in present if update.probe is not None)
-        return _Pending(row, failures, probes, scoring)
+        return _Pending(row, failures, probes, self.under_way.made(step, outcomes), scoring)
 
     def _too_many(self, failures: tuple[Failure, ...], taken: Sequence[InFlightJob]) -> TooManyFailures:
         share = len(failures) / len(taken)
@@ -196,7 +207,6 @@ class Coordinator:
             "and go on"
         )
         if self.folder:
-            self.planner.put_back(taken)  # the checkpoint is of the time before the aggregation
             text += f"; resume continues from {self._save().path}"
         return TooManyFailures(text + "\n" + failures[0].traceback)
 
@@ -206,7 +216,7 @@ class Coordinator:
         version = self.server.version
         if not self.settings.evaluate.evaluates(version, self.settings.rounds):
             return
-        published, ref = self._published[version]
+        ref = self._refs[version]
         if (scored := self.server.scored()) is not self.server.vector:
             published = Published(version, scored.numpy(), self.server.counters.numpy(), mark="scored")
             ref = self.runtime.put(published)
@@ -218,22 +228,24 @@ class Coordinator:
             for scoring in pending.scoring:
                 pending.row |= self.evaluator.columns(scoring)
             self.rows.append(pending.row)
-            yield Round(pending.row, pending.failures, pending.probes)
+            yield Round(pending.row, pending.failures, pending.probes, pending.jobs)
         self._pending = []
 
     # --- checkpoints and the end ---------------------------------------------------------------------------------
     def _save(self) -> Saved:
         """Write a checkpoint."""
-        versions = {version: published for version, (published, _) in self._published.items()}
-        now = snapshot.take(self.server, self.planner, self.private, versions, self.rows, self.history.wall_seconds)
+        now = snapshot.take(
+            self.server, self.under_way.state(), self.private, self._published, self.rows, self.history.wall_seconds
+        )
         path = checkpoint.write(Path(self.folder) / "checkpoints", self.server.version, now)
         return Saved(self.server.version, str(path))
 
     def _restore(self) -> None:
         """Go on from a checkpoint."""
         earlier = checkpoint.read(Path(self.resume))
-        versions = snapshot.restore(earlier, self.server, self.planner, self.private)
-        self._published = {version: (published, self.runtime.put(published)) for version, published in versions.items()}
+        plan, self._published = snapshot.restore(earlier, self.server, self.planner, self.private)
+        self._refs = {version: self.runtime.put(published) for version, published in self._published.items()}
+        self.under_way.restore(plan)
         self.rows = earlier.numbers["rows"]
         self.history.resume(earlier.numbers["wall"])
 
@@ -244,4 +256,4 @@ class Coordinator:
             path = Path(self.folder) / "model.safetensors"
             save_file({name: tensor.clone() for name, tensor in shared.items()}, path)
         model, state = snapshot.model_sha256(self.server), snapshot.state_sha256(self.server, self.private)
-        return Finished(model, state, peak_memory())
+        return Finished(model, state, peak_memory(), self.under_way.unfinished())

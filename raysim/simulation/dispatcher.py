@@ -1,47 +1,63 @@
-"""Work for hosts: which job goes where, in which call, what is summed there, and what is done when a host dies."""
+"""Work for hosts: which job goes where, in which call, what is summed there, and what is done when a host dies.
+
+Where a job is trained, and in which order, changes no result; it only decides how busy the hosts are. What the next
+aggregation takes goes out at once, to the host with the least to do. Other jobs wait in one queue, in the order in
+which they will be aggregated, and a host that has fewer than two calls gets as many as are worth a message.
+"""
 
 from __future__ import annotations
 
 import copy
+import heapq
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeAlias
 
 from raysim.api.messages import Job, Outcome, SingleUpdate, Sum, Trained
 from raysim.simulation.events import RunStopped
 from raysim.simulation.private_states import PrivateStates
 from raysim.simulation.runtime import HostDied, Ref, Runtime
+from raysim.simulation.schedule import PlannedJob
 
 # Deltas that one call to a host may hold back until it returns, in floats (256 MiB).
 _CALL = 1 << 26
 _DEATHS = 3  # of one host, with no answer in between, that end a run
+_CALLS = 2  # under way on a host: it works on one while the other travels
+_BUNDLE = 0.02  # seconds of work that are worth a message
+_SEEN = 64  # jobs of the queue among which a host looks for clients whose state it has
 
 
 @dataclass
 class InFlightJob:
-    """A job between its dispatch and its aggregation."""
+    """A job that will be aggregated, from its dispatch on."""
 
+    plan: PlannedJob
     message: Job  # what its host is sent
-    finish: float  # virtual time of its arrival
-    work: float  # samples, extra passes counted
-    up: int  # floats that its client uploads
+    step: int  # the aggregation that takes it: the version that it is added to
     call: Call | None = None  # the call that trains it, once it is submitted
-    staleness: int = 0  # aggregations since its dispatch, once it has arrived
 
     @property
     def number(self) -> int:
         """Position in the run's order of dispatch."""
-        return self.message.number
+        return self.plan.number
 
     @property
     def client(self) -> int:
         """Whose job it is."""
-        return self.message.client
+        return self.plan.client
 
     @property
     def version(self) -> int:
         """The version of the model that it starts from."""
-        return self.message.version
+        return self.plan.version
+
+    @property
+    def staleness(self) -> int:
+        """Aggregations between its base version and the one that takes it."""
+        return self.step - self.plan.version
+
+
+Entry: TypeAlias = tuple[int, float, int, int, InFlightJob]  # of the queue: what orders a job, and the job
 
 
 @dataclass(eq=False)
@@ -54,6 +70,7 @@ class Call:
     # Client and job of the private state that each job or task starts from, in stateful runs.
     states: Sequence[tuple[int, int]] = ()
     jobs: Sequence[Job] = ()  # of a "train"
+    work: float = 0.0  # of its jobs, in samples
     floats: int = 0  # that it returns, private states apart
     ref: Ref = None
     read: int = 0  # bytes of private states that were read from disk for it
@@ -61,10 +78,11 @@ class Call:
     done: bool = False  # the value is here
     outcomes: dict[int, Outcome] = field(default_factory=dict)  # of a "train", by job: not yet collected
     sums: tuple[Sum, ...] = ()
+    collected: bool = False  # some of its outcomes are
 
 
 class Dispatcher:
-    """Gives jobs to hosts, longest first, and makes every call to them."""
+    """Gives jobs to hosts, and makes every call to them."""
 
     def __init__(self, runtime: Runtime, group: int, shared: int, private: PrivateStates):
         self.runtime, self.group, self.shared, self.private = runtime, group, shared, private
@@ -72,8 +90,13 @@ class Dispatcher:
         self.busy: dict[str, float] = {}  # by host: seconds that it has worked, as far as is known
         self.deaths = 0  # of hosts
         self._in_a_row = [0] * runtime.hosts  # by host: deaths since its last answer
-        self._open: list[list[Call]] = [[] for _ in range(runtime.hosts)]  # by host: calls without an answer
+        self._open: list[list[Call]] = [[] for _ in range(runtime.hosts)]  # by host: calls without an answer, in order
+        self._load = [0.0] * runtime.hosts  # by host: samples of the calls to train that it has not answered
         self._kept: tuple[object, ...] | None = None  # what every host was told to keep
+        self._queue: list[Entry] = []  # heap of jobs of later aggregations
+        self._refs: Mapping[int, Ref] = {}  # what was published, by version
+        self._trained = 0.0  # samples, of all calls that have been answered
+        self._unanswered: set[int] = set()  # jobs under way: the states that they leave are not there yet
 
     # --- calls -----------------------------------------------------------------------------------------------------
     def call(self, host: int, method: str, *args: object, states: Sequence[tuple[int, int]] = ()) -> Call:
@@ -83,15 +106,7 @@ class Dispatcher:
     def wait(self, call: Call) -> Any:
         """What a call returns; a host that died is replaced, and all that it had not answered is done again."""
         while not call.done:
-            try:
-                call.value = self.runtime.get(call.ref)
-            except HostDied as died:
-                self._revive(call.host, died)
-            else:
-                call.done, call.args, call.ref = True, (), None
-                self._open[call.host].remove(call)
-                self._in_a_row[call.host] = 0
-                self.private.returned(call.read)
+            self._answer()
         return call.value
 
     def keep(self, *args: object) -> None:
@@ -113,6 +128,33 @@ class Dispatcher:
         if after:
             self.private.store(call.jobs, after)
 
+    def _answer(self) -> None:
+        """Wait for the next answer of any host, and give that host more to do."""
+        calls = [own[0] for own in self._open if own]
+        call = calls[self.runtime.ready([call.ref for call in calls])]
+        try:
+            call.value = self.runtime.get(call.ref)
+        except HostDied as died:
+            self._revive(call.host, died)
+            return
+        call.done, call.args, call.ref = True, (), None
+        self._open[call.host].remove(call)
+        self._in_a_row[call.host] = 0
+        self.private.returned(call.read)
+        if isinstance(call.value, Trained):
+            self._take(call, call.value)
+        self._fill()
+
+    def _take(self, call: Call, trained: Trained) -> None:
+        """Note what a call to train returned."""
+        call.value = None  # its parts are taken one by one
+        call.outcomes, call.sums = {outcome.job: outcome for outcome in trained.outcomes}, trained.sums
+        self.busy[trained.host] = self.busy.get(trained.host, 0.0) + trained.busy
+        self._load[call.host] -= call.work
+        self._trained += call.work
+        self._unanswered.difference_update(call.outcomes)
+        self.private.measure(trained)
+
     def _revive(self, host: int, died: HostDied) -> None:
         """Start another host in the place of a dead one, and make all calls again that it had not answered."""
         self.deaths += 1
@@ -132,29 +174,30 @@ class Dispatcher:
             self._start(call)
 
     # --- jobs ------------------------------------------------------------------------------------------------------
-    def submit(
-        self, taken: Sequence[InFlightJob], others: Sequence[InFlightJob], published: Mapping[int, Ref], summable: bool
-    ) -> None:
-        """Give every job that no host has to a host: those in `taken` first, long ones first.
+    def offer(self, job: InFlightJob) -> None:
+        """Let a host train a job whose base version is there, whenever one has time for it."""
+        heapq.heappush(self._queue, (job.step, job.plan.finish, job.client, job.number, job))
 
-        taken: the jobs of the next aggregation. published: by version; summable: whether hosts may sum the updates of
-        `taken`.
+    def submit(self, taken: Sequence[InFlightJob], published: Mapping[int, Ref], summable: bool) -> None:
+        """Give the jobs of the next aggregation to hosts, long ones first, and then others to hosts that have time.
+
+        published: by version; summable: whether hosts may sum the updates of `taken`.
         """
-        waiting = [job for job in (*taken, *others) if job.call is None]
-        fresh = all(job.call is None for job in taken) and len({job.version for job in taken}) == 1
+        self._refs = published
+        waiting = [job for job in taken if job.call is None]
+        fresh = len(waiting) == len(taken) and len({job.version for job in taken}) == 1
         whole = fresh and summable and not self.private.stateful  # one call holds one version, and a group one call
         groups = self._groups(taken) if whole else []
         members = [tuple(job.number for job in unit) for unit in groups]
         summed = {number: group for group in members for number in group}
         units = groups + _by_client([job for job in waiting if job.number not in summed])
-        per_host: dict[int, list[list[InFlightJob]]] = {}
-        unaccepted = {job.number for job in (*taken, *others)}  # no call waits for a state of another host
-        for unit, host in zip(units, self._assign(units, unaccepted), strict=True):
-            per_host.setdefault(host, []).append(unit)
-        urgent = {job.number for job in taken}
-        for host, own in per_host.items():
-            for chunk in self._chunks(own, urgent, summed):
-                self._send(host, chunk, summed, published[chunk[0].version])
+        per_host: dict[int, list[InFlightJob]] = {}
+        for unit, host in zip(units, self._assign(units), strict=True):
+            per_host.setdefault(host, []).extend(unit)
+        for host, jobs in per_host.items():
+            for chunk in self._chunks(jobs, summed):
+                self._send(host, chunk, summed)
+        self._fill()
 
     def _groups(self, taken: Sequence[InFlightJob]) -> list[list[InFlightJob]]:
         """The groups of an aggregation for hosts to sum, long ones first; none if hosts would idle more that way."""
@@ -164,73 +207,100 @@ class Dispatcher:
             return []
         return sorted(groups, key=_work, reverse=True)
 
-    def _assign(self, units: Sequence[Sequence[InFlightJob]], unaccepted: set[int]) -> list[int]:
+    def _assign(self, units: Sequence[Sequence[InFlightJob]]) -> list[int]:
         """A host per unit: the least loaded one, but where a client's state lies if that costs at most a tenth."""
-        loads = [0.0] * self.runtime.hosts
-        fair = 1.1 * sum(map(_work, units)) / self.runtime.hosts
+        loads = list(self._load)
+        fair = 1.1 * (sum(loads) + sum(map(_work, units))) / self.runtime.hosts
         chosen = []
         for unit in units:
             host = min(range(len(loads)), key=loads.__getitem__)
             if (place := self.private.place(unit[0].client)) is not None:
                 home, last = place
-                if loads[home] + _work(unit) <= fair or last in unaccepted:
-                    host = home
+                if loads[home] + _work(unit) <= fair or last in self._unanswered:
+                    host = home  # no call waits for a state that another host still has to make
             loads[host] += _work(unit)
             chosen.append(host)
         return chosen
 
     def _chunks(
-        self, units: Sequence[list[InFlightJob]], urgent: set[int], summed: Mapping[int, tuple[int, ...]]
-    ) -> Iterator[list[InFlightJob]]:
-        """Calls to one host: urgent jobs first, one version and not too many deltas in each."""
-        calls: dict[tuple[bool, int], list[InFlightJob]] = {}
-        for job in (job for unit in units for job in unit):
-            calls.setdefault((job.number not in urgent, job.version), []).append(job)
-        for _, jobs in sorted(calls.items()):
-            together = len(jobs) if jobs[0].number in summed else self._most
-            yield from (jobs[i : i + together] for i in range(0, len(jobs), together))
+        self, jobs: Sequence[InFlightJob], summed: Mapping[int, tuple[int, ...]]
+    ) -> Iterator[Sequence[InFlightJob]]:
+        """Calls to one host, with not too many deltas in each."""
+        together = len(jobs) if jobs[0].number in summed else self._most
+        yield from (jobs[i : i + together] for i in range(0, len(jobs), together))
 
-    def _send(
-        self, host: int, jobs: Sequence[InFlightJob], summed: Mapping[int, tuple[int, ...]], published: Ref
-    ) -> None:
+    # --- the queue -------------------------------------------------------------------------------------------------
+    def _fill(self) -> None:
+        """Give hosts that have time the jobs at the front of the queue."""
+        queue = self._queue
+        while queue and queue[0][-1].call is not None:
+            heapq.heappop(queue)
+        if not queue:
+            return
+        for host in sorted(range(self.runtime.hosts), key=self._load.__getitem__):
+            while sum(bool(call.jobs) for call in self._open[host]) < _CALLS and (jobs := self._bundle(host)):
+                self._send(host, jobs, {})
+
+    def _bundle(self, host: int) -> list[InFlightJob]:
+        """Jobs from the front of the queue for a host: of clients whose states it has or nobody has, else of others."""
+        passed: list[Entry] = []
+        jobs: list[InFlightJob] = []
+        idle = not self._open[host]
+        seconds, work = sum(self.busy.values()) / self._trained if self._trained else _BUNDLE, 0.0
+        while self._queue and len(passed) < _SEEN and len(jobs) < self._most and work * seconds < _BUNDLE:
+            entry = heapq.heappop(self._queue)
+            if (job := entry[-1]).call is not None:
+                continue
+            if self._may(job, host, idle and not jobs):
+                jobs.append(job)
+                work += job.plan.work
+            else:
+                passed.append(entry)
+        for entry in passed:
+            heapq.heappush(self._queue, entry)
+        return jobs
+
+    def _may(self, job: InFlightJob, host: int, move: bool) -> bool:
+        """Whether a host takes a job. move: also one whose client's state is elsewhere, if it can be had."""
+        place = self.private.place(job.client)
+        return place is None or place[0] == host or (move and place[1] not in self._unanswered)
+
+    def _send(self, host: int, jobs: Sequence[InFlightJob], summed: Mapping[int, tuple[int, ...]]) -> None:
         messages = [job.message for job in jobs]
+        if self.private.stateful:
+            messages = [replace(job, state=self.private.dispatch(job.client, job.number)) for job in messages]
         sums = list({id(group): group for job in jobs if (group := summed.get(job.number)) is not None}.values())
         summed_here = sum(job.number in summed for job in jobs)
         states = [(message.client, message.state) for message in messages] if self.private.stateful else []
-        floats = sum(job.up for job in jobs) - self.shared * (summed_here - len(sums))
-        call = self._made(Call(host, "train", (messages, sums, published), states, messages, floats))
+        versions = list(dict.fromkeys(job.version for job in jobs))
+        args = messages, sums, len(versions), *(self._refs[version] for version in versions)
+        floats = sum(job.plan.up for job in jobs) - self.shared * (summed_here - len(sums))
+        self._load[host] += (work := _work(jobs))
+        self._unanswered.update(job.number for job in jobs)
+        call = self._made(Call(host, "train", args, states, messages, work, floats))
         for job in jobs:
             job.call = call
 
     def collect(self, jobs: Sequence[InFlightJob]) -> tuple[list[Outcome], list[Sum]]:
         """Their outcomes, in the same order, and the sums that hosts made of them; waits."""
         outcomes: list[Outcome] = []
-        new: list[Call] = []
         calls: dict[int, Call] = {}
         for job in jobs:
             call = job.call
             assert call is not None
-            if not call.done:
-                self._take(call)
-                new.append(call)
+            self.wait(call)
             outcomes.append(call.outcomes.pop(job.number))
             calls[id(call)] = call
-        for call in new:
-            call.outcomes = {number: _out_of_store(outcome) for number, outcome in call.outcomes.items()}
+        for call in calls.values():
+            if not call.collected:
+                call.collected = True
+                call.outcomes = {number: _out_of_store(outcome) for number, outcome in call.outcomes.items()}
         return outcomes, [part for call in calls.values() for part in call.sums]
-
-    def _take(self, call: Call) -> None:
-        """Wait for what a call to train returned."""
-        trained: Trained = self.wait(call)
-        call.value = None  # its parts are taken one by one
-        call.outcomes, call.sums = {outcome.job: outcome for outcome in trained.outcomes}, trained.sums
-        self.busy[trained.host] = self.busy.get(trained.host, 0.0) + trained.busy
-        self.private.measure(trained)
 
     def floats(self, jobs: Sequence[InFlightJob]) -> int:
         """What the results of jobs amount to that were submitted and not collected, private states apart."""
         calls = {id(job.call): job.call for job in jobs if job.call is not None}
-        return sum(call.floats for call in calls.values() if not call.done)
+        return sum(call.floats for call in calls.values() if not call.collected)
 
 
 def _out_of_store(outcome: Outcome) -> Outcome:
@@ -240,7 +310,7 @@ def _out_of_store(outcome: Outcome) -> Outcome:
 
 
 def _work(unit: Sequence[InFlightJob]) -> float:
-    return sum(job.work for job in unit)
+    return sum(job.plan.work for job in unit)
 
 
 def _by_client(jobs: Sequence[InFlightJob]) -> list[list[InFlightJob]]:

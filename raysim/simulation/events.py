@@ -3,9 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from raysim.api.messages import Failure, Probe
+
+
+class JobEnd(NamedTuple):
+    """What became of a job on the virtual clock."""
+
+    client: int
+    participation: int
+    version: int  # that it started from
+    start: float  # virtual seconds
+    finish: float
+    fate: str  # "aggregated", "failed", "discarded", "lost", or "under way" when the run ended
+    round: int  # the aggregation that took it, or the next one after it was lost, discarded or still under way
+    staleness: int  # of what was taken; 0 otherwise
+
 
 Row: TypeAlias = dict[str, float | int | None]
 
@@ -24,6 +38,7 @@ class Round:
     row: Row
     failures: tuple[Failure, ...]
     probes: tuple[Probe, ...] = ()  # of this round's local models
+    jobs: tuple[JobEnd, ...] = ()  # that ended in this round
 
 
 @dataclass(frozen=True)
@@ -41,6 +56,7 @@ class Finished:
     model_sha256: str
     state_sha256: str
     peak_memory_bytes: int
+    jobs: tuple[JobEnd, ...] = ()  # that no aggregation took, because there was none any more
 
 
 Event: TypeAlias = Started | Round | Saved | Finished

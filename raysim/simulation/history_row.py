@@ -8,9 +8,9 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from raysim.api.messages import Failure, Outcome, Published, Update
-from raysim.simulation.dispatcher import Dispatcher, InFlightJob
+from raysim.simulation.dispatcher import Dispatcher
 from raysim.simulation.events import Row
-from raysim.simulation.planner import Planner
+from raysim.simulation.planner import Step
 from raysim.simulation.private_states import PrivateStates
 from raysim.simulation.server import Server
 from raysim.training.probe import summarise_probes
@@ -22,8 +22,8 @@ class RowWriter:
     pooled: whether the clients are one that has all data, so that nothing is sent. itemsize: bytes of a float.
     """
 
-    def __init__(self, planner: Planner, dispatcher: Dispatcher, private: PrivateStates, pooled: bool, itemsize: int):
-        self.planner, self.dispatcher, self.private = planner, dispatcher, private
+    def __init__(self, dispatcher: Dispatcher, private: PrivateStates, pooled: bool, itemsize: int):
+        self.dispatcher, self.private = dispatcher, private
         self.pooled, self.itemsize = pooled, itemsize
         self._earlier = 0.0  # wall seconds of earlier sessions of this run
         self._since = time.monotonic()
@@ -44,16 +44,17 @@ class RowWriter:
         """Wall time of the run so far, with its earlier sessions."""
         return self._earlier + time.monotonic() - self._since
 
-    def row(self, server: Server, jobs: Sequence[InFlightJob], outcomes: Sequence[Outcome], store_bytes: int) -> Row:
-        """The row of the aggregation of these jobs, which the server has just made; without its scores."""
+    def row(self, server: Server, step: Step, outcomes: Sequence[Outcome], store_bytes: int) -> Row:
+        """The row of the aggregation that ends this step, which the server has just made; without its scores."""
         updates = [outcome for outcome in outcomes if isinstance(outcome, Update)]
+        stale = [each.staleness for each in step.taken]
         losses = [update.loss for update in updates if np.isfinite(update.loss)]
         row: Row = {
             "round": server.version,
-            "virtual_seconds": self.planner.now,
+            "virtual_seconds": step.now,
             "wall_seconds": self.wall_seconds,
-            "floats_down": None if self.pooled else self.planner.floats["down"],
-            "floats_up": None if self.pooled else self.planner.floats["up"],
+            "floats_down": None if self.pooled else step.down,
+            "floats_up": None if self.pooled else step.up,
             "train_loss": float(np.mean(losses)) if losses else None,
             "accuracy": None,
             "accuracy_worst": None,
@@ -67,7 +68,10 @@ class RowWriter:
             **self._busy(),
             "store_bytes": store_bytes,
             "spilled_bytes": self.private.spilled_bytes,
-            "staleness": float(np.mean([job.staleness for job in jobs])),
+            "staleness": float(np.mean(stale)),
+            "staleness_max": max(stale),
+            "lost": len(step.lost),
+            "discarded": len(step.discarded),
         }
         self._deaths = self.dispatcher.deaths
         row |= _reported(updates) | server.report
@@ -79,11 +83,7 @@ class RowWriter:
 
         results: floats that were under way. What is not known yet counts as what a job uploads, or as other states.
         """
-        published = [
-            version.vector.nbytes + version.counters.nbytes + sum(array.nbytes for array in version.extras.values())
-            for version in versions
-        ]
-        return sum(published) + results * self.itemsize + self.private.bytes
+        return sum(version.nbytes for version in versions) + results * self.itemsize + self.private.bytes
 
     def _busy(self) -> Row:
         """The share of wall time since the last row that hosts worked: their mean, and the one that worked least.

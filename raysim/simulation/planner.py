@@ -1,121 +1,364 @@
-"""Who is dispatched when and whose results have arrived: the run on virtual time, without any training in it."""
+"""The run on virtual time: who is sent off when with which version, and what becomes of every job.
+
+A function of configuration and seed alone, which knows nothing of training: so it can be asked for steps that lie ahead
+of what is trained, and tells every job's fate before a host sees it.
+"""
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, fields
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from raysim.api.composition import owners
-from raysim.api.messages import Job
 from raysim.primitives.streams import stream
-from raysim.simulation.dispatcher import InFlightJob
-from raysim.simulation.fleet import Fleet
-from raysim.simulation.private_states import PrivateStates
-from raysim.simulation.schedule import Aggregate, Dispatch, Schedule, View, check_concurrency
-from raysim.simulation.server import Server
-from raysim.training.run_spec import RunSpec
+from raysim.simulation.events import RunStopped
+from raysim.simulation.fleet import Devices
+from raysim.simulation.schedule import Aggregate, Discard, Dispatch, PlannedJob, Schedule, View, Wait, check_concurrency
+
+_TRIES = 16  # draws from the whole population for every client that is wanted, at least, before idle ones are listed
+_IN_VAIN = 10_000  # jobs in a row that are lost before a run gives up
+
+
+class Deserted(RunStopped):
+    """No client will be available any more."""
+
+
+class Load(NamedTuple):
+    """What a job asks of its client: samples (extra passes counted), and floats down and up."""
+
+    work: float
+    down: int
+    up: int
+
+
+class Taken(NamedTuple):
+    """A result that enters an aggregation. staleness: aggregations between its base version and this one."""
+
+    number: int
+    staleness: int
+
+
+@dataclass
+class Step:
+    """What happens from one aggregation to the next, and what that next one takes."""
+
+    now: float = 0.0  # virtual seconds of the aggregation
+    dispatched: list[PlannedJob] = field(default_factory=list)  # with the version that this step ends
+    taken: list[Taken] = field(default_factory=list)  # in the order in which they enter the sum
+    lost: list[int] = field(default_factory=list)  # jobs whose clients dropped out
+    discarded: list[int] = field(default_factory=list)
+    down: int = 0  # floats sent since the start
+    up: int = 0
+
+    def numbers(self) -> dict[str, Any]:
+        """As JSON."""
+        return {each.name: getattr(self, each.name) for each in fields(self)}
+
+    @classmethod
+    def of(cls, numbers: dict[str, Any]) -> Step:
+        """The step of which `numbers` made this."""
+        jobs = [PlannedJob(*job) for job in numbers["dispatched"]]
+        return cls(**numbers | {"dispatched": jobs, "taken": [Taken(*each) for each in numbers["taken"]]})
 
 
 class Planner:
-    """Follows the schedule on virtual time, draws the clients, and makes their jobs."""
+    """Follows a schedule over a fleet.
+
+    counts: int64 [clients] training samples; who has none is never sent off. load: what a job asks, of the client, the
+    version, the client's earlier participations, and how many of those were aggregated.
+    """
 
     def __init__(
         self,
-        spec: RunSpec,
         schedule: Schedule,
-        fleet: Fleet,
-        server: Server,
-        private: PrivateStates,
+        devices: Devices,
+        seed: int,
+        counts: np.ndarray,
+        load: Callable[[int, int, int, int], Load],
+        patience: float = math.inf,
     ):
-        self.spec, self.schedule, self.fleet, self.server = spec, schedule, fleet, server
-        self.private = private
-        self.eligible = np.flatnonzero(server.counts)
-        check_concurrency(schedule, server.counts)
-        self.now = 0.0
+        self.schedule, self.devices, self.seed, self._load = schedule, devices, seed, load
+        check_concurrency(schedule, counts)
+        self.eligible = np.flatnonzero(counts)
+        self._members = self._pools(counts)
+        self.now, self.version = 0.0, 0
         self.cohorts = 0  # drawn so far
         self.dispatched = 0  # jobs so far
-        self.participations: dict[int, int] = {}  # by client: its jobs so far
-        self.in_flight: dict[int, InFlightJob] = {}  # dispatched, not aggregated; by number
-        self.running: list[tuple[float, int, int]] = []  # heap of (finish, client, number)
-        self.arrived: list[int] = []  # numbers of jobs that wait for their aggregation, in order of acceptance
-        self.floats = {"down": 0, "up": 0}  # sent so far
-        self.once = 0  # floats that a client receives at its first participation only
-        self._costers = owners(spec.methods, "cost")
+        self.participations = np.zeros(len(counts), np.int32)  # [clients] jobs so far
+        self.accepted = np.zeros(len(counts), np.int32)  # [clients] jobs that entered an aggregation
+        self.running: dict[int, PlannedJob] = {}  # by number: whose result may still be used
+        self.arrived: list[PlannedJob] = []  # that wait for an aggregation, in order of arrival
+        self._events: list[tuple[float, int, PlannedJob]] = []  # heap by (time, client) of jobs that end
+        self._busy: set[int] = set()
+        self._in_pool = [0] * max(0, schedule.pools)
+        self._seen = MappingProxyType(self.running)
+        self._sent, self._since = 0, 0.0  # jobs of this version, and when the first was sent
+        self._step = Step()
+        self._patience = patience
+        self._in_vain = 0  # jobs in a row that were lost
 
-    def look_ahead(self, download: int) -> list[InFlightJob]:
-        """Go on until the schedule aggregates; the jobs that it takes, in order of acceptance.
+    def _pools(self, counts: np.ndarray) -> list[np.ndarray]:
+        """The clients of each pool, fastest first: by the seconds of a client's first job."""
+        if not self.schedule.pools:
+            return []
+        work = np.zeros(len(counts))
+        work[self.eligible] = np.fromiter(
+            (self._load(client, 0, 0, 0).work for client in self.eligible.tolist()), float
+        )
+        _, down, up = self._load(int(self.eligible[0]), 0, 0, 0)
+        seconds = self.devices.seconds(work, down, up)[self.eligible]
+        order = self.eligible[np.argsort(seconds, kind="stable")]
+        return [np.sort(part) for part in np.array_split(order, self.schedule.pools)]
 
-        download: floats that every client of the current version receives.
+    def contributed(self, floats: int) -> None:
+        """Count what clients sent before the first step."""
+        self._step.up += floats
+
+    # --- steps ---------------------------------------------------------------------------------------------------
+    def step(self) -> Step:
+        """Go on until the schedule aggregates.
+
+        Raises RuntimeError where a schedule contradicts itself, Deserted where clients have gone for good, and
+        ValueError where the first of them does not come soon enough.
         """
         while True:
-            idle = len(self.eligible) - len(self.running)
-            action = self.schedule.decide(View(len(self.running), self.arrived, idle))
+            action = self.schedule.decide(self._view())
             if isinstance(action, Aggregate):
-                self.arrived = self.arrived[len(action.jobs) :]
-                return [self.in_flight.pop(number) for number in action.jobs]
+                return self._aggregate(action.jobs)
             if isinstance(action, Dispatch):
-                self._dispatch(action.count, download)
+                if self._dispatch(action.count, action.pool) < action.count:
+                    self._advance(self._next_arrival(action.pool))
+            elif isinstance(action, Discard):
+                self._discard(action.jobs)
+            elif isinstance(action, Wait):
+                self._advance(action.until)
             else:
-                self._next_instant()
+                raise RuntimeError(f"{self._name}.decide returned {action!r}, which is no action")
 
-    def put_back(self, taken: Sequence[InFlightJob]) -> None:
-        """Undo the last `look_ahead`: the aggregation that it was for does not take place."""
-        self.arrived = [job.number for job in taken] + self.arrived
-        self.in_flight |= {job.number: job for job in taken}
-        self.in_flight = dict(sorted(self.in_flight.items()))
+    @property
+    def _name(self) -> str:
+        return f"schedule {type(self.schedule).__name__}"
 
-    def _next_instant(self) -> None:
-        """Advance the clock to the next arrival and take all arrivals of that instant, ties by client id."""
-        self.now = self.running[0][0]
-        while self.running and self.running[0][0] == self.now:
-            _, _, number = heapq.heappop(self.running)
-            job = self.in_flight[number]
-            job.staleness = self.server.version - job.version
-            self.floats["up"] += job.up
-            self.arrived.append(number)
+    def _view(self) -> View:
+        idle = len(self.eligible) - len(self._busy)
+        return View(
+            self.now, self.version, self._seen, self.arrived, idle, self._sent, self._since, self._in_pool
+        )  # fmt: skip
 
-    def _dispatch(self, count: int, download: int) -> None:
-        """Send so many idle clients off with the current version."""
-        for client in self._sample(count):
-            job = self._job(client, download)
-            self.in_flight[job.number] = job
-            heapq.heappush(self.running, (job.finish, client, job.number))
+    def _advance(self, until: float) -> None:
+        """To the next instant at which jobs end, and take all of them, ties by client id; or to `until` before that."""
+        events = self._events
+        if not events or events[0][0] > until:
+            if until == math.inf:
+                raise RuntimeError(f"{self._name} waits although no client is at work and none will be available")
+            self.now = max(self.now, until)
+            return
+        self.now = events[0][0]
+        while events and events[0][0] == self.now:
+            self._end(heapq.heappop(events)[2])
+        self._expire()
 
-    def _job(self, client: int, download: int) -> InFlightJob:
-        """The next job of this client, and what it costs."""
-        earlier = self.participations.get(client, 0)
-        self.participations[client] = earlier + 1
-        samples = int(self.server.counts[client])
-        trained = self.spec.settings.local.budget(samples)
-        costs = [method.cost(self.server, samples, trained, earlier) for method in self._costers]
-        extras = self.server.sent_to(client)
-        message = Job(
-            number=self.dispatched,
-            client=client,
-            participation=earlier,
-            version=self.server.version,
-            state=self.private.dispatch(client, self.dispatched),
-            weight=self.server.weight(client),
-            extras=extras,
-            probe=self.spec.settings.evaluate.probes(self.server.version + 1),
-        )
-        self.dispatched += 1
-        once = self.once if earlier == 0 else 0
-        work = trained + sum(cost.samples for cost in costs)
-        down = download + once + sum(a.size for a in extras.values()) + sum(cost.down for cost in costs)
-        up = self.server.layout.shared + sum(cost.up for cost in costs)
-        self.floats["down"] += down
-        return InFlightJob(
-            message, self.now + self.fleet.duration(self.spec.settings.seed, client, work, down, up), work, up
-        )
+    def _end(self, job: PlannedJob) -> None:
+        self._busy.discard(job.client)
+        if job.back:
+            self._step.up += job.up
+        if self.running.pop(job.number, None) is None:
+            return  # it was discarded
+        self._leave_pool(job)
+        if job.back:
+            self.arrived.append(job)
+            self._in_vain = 0
+        else:
+            self._step.lost.append(job.number)
+            self._in_vain += 1
+            if self._in_vain == _IN_VAIN:
+                raise ValueError(
+                    f"fleet: {_IN_VAIN:,} jobs in a row were lost, because clients leave or drop out before they are "
+                    "done: let them stay longer (fleet.on, fleet.hours), give them less to do, or lower fleet.dropout"
+                )
 
-    def _sample(self, count: int) -> list[int]:
-        """Idle clients, uniformly without replacement, ascending; its cost grows with the cohort."""
-        busy = np.searchsorted(self.eligible, np.sort(np.array([client for _, client, _ in self.running], np.int64)))
-        generator = stream(self.spec.settings.seed, "cohort", self.cohorts)
+    def _leave_pool(self, job: PlannedJob) -> None:
+        if job.pool >= 0:
+            self._in_pool[job.pool] -= 1
+
+    def _expire(self) -> None:
+        """Discard what is too stale for the next aggregation."""
+        most = self.schedule.max_staleness
+        if most is None or not self.arrived:
+            return
+        if late := [job.number for job in self.arrived if self.version - job.version > most]:
+            self._discard(late)
+
+    def _discard(self, numbers: Sequence[int]) -> None:
+        if not numbers:
+            raise RuntimeError(f"{self._name} discards nothing, again and again")
+        gone = set(numbers)
+        for number in numbers:
+            if (job := self.running.pop(number, None)) is not None:
+                self._leave_pool(job)
+                gone.discard(number)
+        self._drop(gone, "discard")
+        self._step.discarded += numbers
+
+    def _drop(self, numbers: set[int], what: str) -> None:
+        """Take jobs out of those that have arrived."""
+        left = [job for job in self.arrived if job.number not in numbers]
+        if len(self.arrived) - len(left) != len(numbers):
+            have = {job.number for job in self.arrived}
+            raise RuntimeError(f"{self._name} wants to {what} jobs that are not there: {sorted(numbers - have)}")
+        self.arrived = left
+
+    def _aggregate(self, numbers: Sequence[int]) -> Step:
+        """The step that ends with the aggregation of these jobs."""
+        count = len(numbers)
+        jobs = self.arrived[:count]
+        if count and [job.number for job in jobs] == list(numbers):
+            self.arrived = self.arrived[count:]
+        else:
+            jobs = self._chosen(numbers)
+        step = self._step
+        step.now, step.taken = self.now, [Taken(job.number, self.version - job.version) for job in jobs]
+        for job in jobs:
+            self.accepted[job.client] += 1
+        self.version += 1
+        self._sent, self._since = 0, self.now
+        self._step = Step(down=step.down, up=step.up)
+        self._expire()
+        return step
+
+    def _chosen(self, numbers: Sequence[int]) -> list[PlannedJob]:
+        """Jobs that are not those at the front, in this order; none may overtake another one of its client."""
+        if not numbers or len(set(numbers)) < len(numbers):
+            raise RuntimeError(f"{self._name} wants to aggregate {list(numbers)}: at least one job, and none twice")
+        have = {job.number: job for job in self.arrived}
+        self._drop(set(numbers), "aggregate")
+        jobs = [have[number] for number in numbers]
+        left: dict[int, int] = {}  # by client: its first job that goes on waiting
+        before: dict[int, int] = {}  # by client: its job in front of the one that is looked at
+        for job in self.arrived:
+            left.setdefault(job.client, job.number)
+        for job in jobs:
+            if not before.get(job.client, -1) < job.number < left.get(job.client, self.dispatched):
+                raise RuntimeError(f"{self._name} lets client {job.client}'s job {job.number} overtake an earlier one")
+            before[job.client] = job.number
+        return jobs
+
+    # --- dispatch ------------------------------------------------------------------------------------------------
+    def _dispatch(self, count: int, pool: int) -> int:
+        """Send so many idle clients off with the current version, or as many as there are; how many."""
+        clients = self._sample(count, pool)
+        for client in clients:
+            earlier = self.participations.item(client)
+            self.participations[client] = earlier + 1
+            work, down, up = self._load(client, self.version, earlier, self.accepted.item(client))
+            finish, back = self.devices.trip(client, earlier, self.now, work, down, up)
+            job = PlannedJob(
+                self.dispatched, client, earlier, self.version, pool, self.now, finish, back, work, down, up
+            )  # fmt: skip
+            self.dispatched += 1
+            self._step.down += down
+            self._step.dispatched.append(job)
+            self._under_way(job)
+        if clients and not self._sent:
+            self._since = self.now
+        self._sent += len(clients)
+        if pool >= 0:
+            self._in_pool[pool] += len(clients)
+        return len(clients)
+
+    def _under_way(self, job: PlannedJob) -> None:
+        self.running[job.number] = job
+        self._busy.add(job.client)
+        heapq.heappush(self._events, (job.finish, job.client, job))
+
+    def _sample(self, count: int, pool: int) -> list[int]:
+        """Idle, available clients, uniformly without replacement, ascending.
+
+        Its cost grows with the cohort, and not with the population or with the clients at work: clients are drawn from
+        all and put back if they are busy or away. Only where hardly anybody is left are the idle ones listed.
+        """
+        members = self._members[pool] if pool >= 0 else self.eligible
+        generator = stream(self.seed, "cohort", self.cohorts)
         self.cohorts += 1
-        ranks = generator.choice(len(self.eligible) - len(busy), size=count, replace=False)
-        places = ranks + np.searchsorted(busy - np.arange(len(busy)), ranks, side="right")  # step over the busy ones
-        return [int(client) for client in np.sort(self.eligible[places])]
+        devices, busy, now = self.devices, self._busy, self.now
+        if not busy and devices.always:
+            return sorted(generator.choice(members, size=min(count, len(members)), replace=False).tolist())
+        drawn: set[int] = set()
+        for place in self._places(generator, len(members), count):
+            client = members.item(place)
+            if client not in busy and client not in drawn and devices.available(client, now):
+                drawn.add(client)
+                if len(drawn) == count:
+                    return sorted(drawn)
+        free = busy | drawn
+        rest = [client for client in members.tolist() if client not in free and devices.available(client, now)]
+        more = generator.choice(rest, size=min(count - len(drawn), len(rest)), replace=False).tolist() if rest else []
+        return sorted([*drawn, *more])
+
+    @staticmethod
+    def _places(generator: np.random.Generator, clients: int, count: int) -> Iterator[int]:
+        """Draws in blocks that grow, until listing all clients would have cost less."""
+        size, left = 2 * count, max(_TRIES * count, clients)
+        while left > 0:
+            yield from generator.integers(clients, size=size).tolist()
+            left, size = left - size, 2 * size
+
+    def _next_arrival(self, pool: int) -> float:
+        """When an idle client's availability changes next; infinity where that never happens."""
+        if self.devices.always:
+            return math.inf
+        members = self._members[pool] if pool >= 0 else self.eligible
+        idle = (client for client in members.tolist() if client not in self._busy)
+        at = min((self.devices.next_change(client, self.now) for client in idle), default=math.inf)
+        if not self.dispatched and at > self._patience:
+            never = "no client will ever be available"
+            raise ValueError(
+                f"fleet: nobody is available at the start, and {never if at == math.inf else f'for {at:,.0f} s'}: "
+                "choose fleet.availability=always, or raise fleet.patience"
+            )
+        if at == math.inf and not self._events:
+            raise Deserted(
+                f"fleet: no client will be available any more after {self.now:,.0f} s of virtual time and "
+                f"{self.version} aggregations: let its trace begin again with fleet.wrap=true, or set "
+                f"rounds={self.version}"
+            )
+        return at
+
+    # --- checkpoints ---------------------------------------------------------------------------------------------
+    def state(self) -> dict[str, Any]:
+        """All that it holds, as JSON; `participations` and `accepted` apart."""
+        return {
+            "now": self.now,
+            "version": self.version,
+            "cohorts": self.cohorts,
+            "dispatched": self.dispatched,
+            "sent": self._sent,
+            "since": self._since,
+            "events": [job for _, _, job in sorted(self._events)],
+            "discarded": sorted({job.number for _, _, job in self._events} - self.running.keys()),
+            "arrived": self.arrived,
+            "step": self._step.numbers(),
+        }
+
+    def restore(self, state: dict[str, Any], participations: np.ndarray, accepted: np.ndarray) -> None:
+        """Go on from what these were; for a planner that made no step yet."""
+        self.now, self.version = state["now"], state["version"]
+        self.cohorts, self.dispatched = state["cohorts"], state["dispatched"]
+        self._sent, self._since = state["sent"], state["since"]
+        self.participations, self.accepted = np.array(participations, np.int32), np.array(accepted, np.int32)
+        discarded = set(state["discarded"])
+        for job in (PlannedJob(*each) for each in state["events"]):
+            self._under_way(job)
+            if job.number in discarded:
+                del self.running[job.number]
+            elif job.pool >= 0:
+                self._in_pool[job.pool] += 1
+        self.running = dict(sorted(self.running.items()))
+        self._seen = MappingProxyType(self.running)
+        self.arrived = [PlannedJob(*each) for each in state["arrived"]]
+        self._step = Step.of(state["step"])

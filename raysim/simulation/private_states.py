@@ -44,7 +44,10 @@ class PrivateStates:
 
     # --- which state a job starts from ---------------------------------------------------------------------------
     def dispatch(self, client: int, number: int) -> int:
-        """Note a client's new job; returns the job whose state it starts from, -1 for the initial state."""
+        """Note a client's new job; returns the job whose state it starts from, -1 for the initial state.
+
+        A job that is lost or discarded never comes here: the client's next one starts as if it had not been.
+        """
         if not self.stateful:
             return -1
         before = self._last.get(client, -1)
@@ -211,8 +214,8 @@ class PrivateStates:
             for name, array in named(state, self.layout).items()
         }
 
-    def restore(self, accepted: Mapping[int, int], tensors: Arrays, under_way: Sequence[Job]) -> None:
-        """Go on from a checkpoint's `accepted_jobs` and `named`, with the jobs that were under way."""
+    def restore(self, accepted: Mapping[int, int], tensors: Arrays) -> None:
+        """Go on from a checkpoint's `accepted_jobs` and `named`; jobs that were under way are submitted again."""
         states: dict[int, dict[str, np.ndarray]] = {client: {} for client in accepted}
         for key, array in tensors.items():
             client, _, name = key.partition("/")
@@ -223,4 +226,4 @@ class PrivateStates:
             self._measured(number, size(state))
             self._commit(owner, number)
             self._spill()
-        self._last = {**accepted, **{job.client: job.number for job in under_way}}
+        self._last = dict(accepted)

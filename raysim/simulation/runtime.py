@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Protocol, TypeAlias
 
 Ref: TypeAlias = Any  # a runtime's handle on a result that may not exist yet
@@ -29,6 +30,10 @@ class Runtime(Protocol):
 
     def get(self, ref: Ref) -> Any:
         """Wait for a value. Raises HostDied if the host that was to return it is no more."""
+        ...
+
+    def ready(self, refs: Sequence[Ref]) -> int:
+        """Wait for any of these values; the place of one that is there, or whose host died."""
         ...
 
     def revive(self, host: int) -> None:

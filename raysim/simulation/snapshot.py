@@ -1,14 +1,14 @@
 """What a run is between two aggregations: taken for a checkpoint, restored from one, and summed up in checksums.
 
-Jobs under way are part of it as jobs: after a resume they run again, from their base versions.
+Jobs under way are part of it as messages: after a resume they run again, from their base versions. The plan is what was
+pulled of it, and the planner as it was after that.
 """
 
 from __future__ import annotations
 
 import hashlib
-import heapq
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -16,18 +16,31 @@ import torch
 
 from raysim.api.messages import Job, Published
 from raysim.simulation.checkpoint import Snapshot
-from raysim.simulation.dispatcher import InFlightJob
 from raysim.simulation.events import Row
-from raysim.simulation.planner import Planner
+from raysim.simulation.planner import Planner, Step
 from raysim.simulation.private_states import PrivateStates
+from raysim.simulation.schedule import PlannedJob
 from raysim.simulation.server import Server
 
-_STORED = {"participation": "turn"}  # fields of `Job` that have another name in checkpoints
+
+@dataclass(frozen=True)
+class Plan:
+    """The plan of a run: steps that were not made yet, and what is under way.
+
+    sent: the last version of which the jobs are under way; jobs: all whose end was not reported; messages: by number,
+    what the hosts of those are sent that may be aggregated.
+    """
+
+    planner: Planner
+    steps: Sequence[Step]
+    sent: int
+    jobs: Collection[PlannedJob]
+    messages: Mapping[int, Job]
 
 
 def take(
     server: Server,
-    planner: Planner,
+    plan: Plan,
     private: PrivateStates,
     published: Mapping[int, Published],
     rows: Sequence[Row],
@@ -37,59 +50,75 @@ def take(
     arrays: dict[str, np.ndarray] = {
         "vector": server.vector.numpy(),
         "counters": server.counters.numpy(),
+        "participations": plan.planner.participations,
+        "taken": plan.planner.accepted,
         **{f"state/{name}": tensor.numpy() for name, tensor in server.state.items()},
     }
-    for version in {job.version for job in planner.in_flight.values()}:
+    for version in {job.version for job in plan.messages.values()}:
         base = published[version]
         arrays |= {f"published/{version}/vector": base.vector, f"published/{version}/counters": base.counters}
         arrays |= {f"published/{version}/extras/{key}": value for key, value in base.extras.items()}
-    for number, job in planner.in_flight.items():
-        arrays |= {f"job/{number}/{key}": value for key, value in job.message.extras.items()}
+    for number, job in plan.messages.items():
+        arrays |= {f"job/{number}/{key}": value for key, value in job.extras.items()}
     numbers = {
         "version": server.version,
-        "now": planner.now,
-        "draw": planner.cohorts,
-        "number": planner.dispatched,
-        "turns": list(planner.participations.items()),
-        "arrived": planner.arrived,
-        "floats": planner.floats,
+        "planner": plan.planner.state(),
+        "steps": [step.numbers() for step in plan.steps],
+        "sent": plan.sent,
+        "jobs": list(plan.jobs),
+        "messages": [asdict(job) | {"extras": {}} for job in plan.messages.values()],
         "wall": wall_seconds,
         "accepted": list(private.accepted_jobs.items()),
-        "flights": [_numbers(job) for job in planner.in_flight.values()],
         "rows": rows,
     }
     return Snapshot(numbers, arrays, private.named())
 
 
-def restore(snapshot: Snapshot, server: Server, planner: Planner, private: PrivateStates) -> dict[int, Published]:
-    """Make a run that has not begun what it was at a snapshot. Returns the base versions of jobs under way."""
+def restore(
+    snapshot: Snapshot, server: Server, planner: Planner, private: PrivateStates
+) -> tuple[Plan, dict[int, Published]]:
+    """Make a run that has not begun what it was at a snapshot. Returns its plan, and the base versions of its jobs."""
     numbers, arrays = snapshot.numbers, snapshot.server
+    if "planner" not in numbers:
+        numbers, arrays = _of_rounds(numbers, arrays, len(planner.participations))
     server.version = numbers["version"]
     server.vector, server.counters = torch.from_numpy(arrays["vector"]), torch.from_numpy(arrays["counters"])
     server.state = {name: torch.from_numpy(array) for name, array in _under(arrays, "state/").items()}
-    planner.now, planner.cohorts, planner.dispatched = numbers["now"], numbers["draw"], numbers["number"]
-    planner.participations = dict(map(tuple, numbers["turns"]))
-    planner.arrived, planner.floats = numbers["arrived"], numbers["floats"]
-    jobs = [_job(entry, _under(arrays, f"job/{entry['number']}/")) for entry in numbers["flights"]]
-    planner.in_flight = {job.number: job for job in jobs}
-    planner.running = [(job.finish, job.client, job.number) for job in jobs if job.number not in planner.arrived]
-    heapq.heapify(planner.running)
-    private.restore(dict(map(tuple, numbers["accepted"])), snapshot.clients, [job.message for job in jobs])
-    return {version: _published(arrays, version) for version in dict.fromkeys(job.version for job in jobs)}
+    planner.restore(numbers["planner"], arrays["participations"], arrays["taken"])
+    messages = [Job(**each | {"extras": _under(arrays, f"job/{each['number']}/")}) for each in numbers["messages"]]
+    jobs = [PlannedJob(*each) for each in numbers["jobs"]]
+    steps = [Step.of(step) for step in numbers["steps"]]
+    plan = Plan(planner, steps, numbers["sent"], jobs, {job.number: job for job in messages})
+    private.restore(dict(map(tuple, numbers["accepted"])), snapshot.clients)
+    return plan, {version: _published(arrays, version) for version in dict.fromkeys(job.version for job in messages)}
 
 
-def _numbers(job: InFlightJob) -> dict[str, Any]:
-    """A job under way as JSON, without its arrays."""
-    own = {"finish": job.finish, "work": job.work, "up": job.up, "staleness": job.staleness}
-    message = asdict(job.message) | {"extras": {}}
-    return own | {_STORED.get(name, name): value for name, value in message.items()}
-
-
-def _job(entry: Mapping[str, Any], extras: Mapping[str, np.ndarray]) -> InFlightJob:
-    """The job of which `_numbers` made this entry."""
-    names = ("number", "client", "participation", "version", "state", "weight", "probe")
-    message = Job(**{name: entry[_STORED.get(name, name)] for name in names}, extras=extras)
-    return InFlightJob(message, entry["finish"], entry["work"], entry["up"], staleness=entry["staleness"])
+def _of_rounds(
+    old: Mapping[str, Any], arrays: Mapping[str, np.ndarray], clients: int
+) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    """A snapshot of a version of raysim without a plan, as one of this version: that of a run in rounds is the same."""
+    if old["flights"] or old["arrived"]:
+        raise ValueError(
+            "this checkpoint is of an asynchronous run of an earlier version of raysim, which drew clients in another "
+            "way and counted staleness wrongly: it cannot go on to the same result; start the run anew"
+        )
+    participations = np.zeros(clients, np.int32)
+    for client, count in old["turns"]:
+        participations[client] = count
+    state = {
+        "now": old["now"],
+        "version": old["version"],
+        "cohorts": old["draw"],
+        "dispatched": old["number"],
+        "sent": 0,
+        "since": old["now"],
+        "events": [],
+        "discarded": [],
+        "arrived": [],
+        "step": Step(down=old["floats"]["down"], up=old["floats"]["up"]).numbers(),
+    }
+    plan = {"planner": state, "steps": [], "sent": old["version"] - 1, "jobs": [], "messages": []}
+    return {**old, **plan}, {**arrays, "participations": participations, "taken": participations}
 
 
 def _published(arrays: Mapping[str, np.ndarray], version: int) -> Published:

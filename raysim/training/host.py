@@ -104,22 +104,32 @@ class Host:
 
     # --- training ------------------------------------------------------------------------------------------------
     def train(
-        self, jobs: Sequence[Job], groups: Sequence[tuple[int, ...]], published: Published, *states: StoredState | None
+        self,
+        jobs: Sequence[Job],
+        groups: Sequence[tuple[int, ...]],
+        versions: int,
+        *values: Published | StoredState | None,
     ) -> Trained | tuple[Trained | StoredState, ...]:
         """Train the jobs in order. Returns a `Trained`; in stateful runs a tuple of it and each job's new state.
 
         groups: numbers of jobs, consecutive here, whose deltas are summed on this host.
-        states: for each job the accepted state to start from, or None if it is resident; nothing in stateless runs.
+        values: what was published, in so many versions, that the jobs start from; then, in stateful runs, for each job
+        the state to start from, or None if it is resident.
         """
         since = time.perf_counter()
         member = {number: group for group in groups for number in group}
         totals: dict[tuple[int, ...], np.ndarray] = {}
         outcomes: list[Outcome] = []
         after: list[StoredState] = []
-        base, counters, download = self._receive(published)
+        bases = {each.version: each for each in cast("tuple[Published, ...]", values[:versions])}
+        states = cast("tuple[StoredState | None, ...]", values[versions:])
+        received: Published | None = None
         for index, job in enumerate(jobs):
             if not self.trainer.prepared(job):
                 self.trainer.look_ahead(jobs[index:])
+            if bases[job.version] is not received:
+                received = bases[job.version]
+                base, counters, download = self._receive(received)
             state = self._state(job.client, job.state, states[index] if states else None)
             group = member.get(job.number)
             outcome, new = self._train(job, base, counters, download, state, single=group is None)

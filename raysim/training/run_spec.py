@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from raysim.api.composition import owner, owners
 from raysim.api.declarations import Evaluation, Local, Task
@@ -137,3 +138,12 @@ def build_networks(spec: RunSpec) -> tuple[dict[str, nn.Module], Layout]:
     for method in owners(methods, "personal"):
         stays |= set(method.personal(networks))
     return networks, plan_layout(networks, stays)
+
+
+def sample_flops(spec: RunSpec) -> float:
+    """Floating-point operations of one sample's forward and backward pass through the model, as PyTorch counts them."""
+    networks, _ = build_networks(spec)
+    inputs = torch.zeros(2, *spec.task.shape)
+    with FlopCounterMode(display=False) as counter:
+        networks["model"].float()(inputs).sum().backward()
+    return float(counter.get_total_flops()) / len(inputs)

@@ -217,7 +217,7 @@ def test_weighting_is_by_samples_unless_a_method_or_the_user_asks_otherwise() ->
         (["evaluate.every=0"], ["evaluate.every=0"]),
         (["faults.tolerate=2"], ["faults.tolerate=2"]),
         (["fleet=lognormal", "fleet.sigma=nan"], ["fleet.sigma=nan must be a number, not infinite or nan"]),
-        (["fleet=lognormal", "fleet.sigma=-1"], ["fleet.sigma=-1", "at least 0"]),
+        (["fleet=lognormal", "fleet.sigma=-1"], ["fleet.sigma=-1", "from 0 to 10"]),
         (["local.lr=inf"], ["local.lr=inf", "not infinite"]),
         (["state.budget=inf"], ["state.budget=inf must be a number or null, not infinite"]),
         (["method=[fedprox]", "method.fedprox.mu=nan"], ["method.fedprox.mu=nan", "not infinite or nan"]),

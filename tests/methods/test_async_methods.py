@@ -207,7 +207,7 @@ def test_a_cache_has_the_last_update_of_every_client_and_their_sum(method: Metho
     spy = Spy(study := run_spec(method, data=even(clients=12)))
     found = ran(coordinate(study, BUFFER, runtime=spy, rounds=7))
     state = {name.partition(".")[2]: tensor for name, tensor in found.coordinator.server.state.items()}
-    gone = {number for _, _, number in found.coordinator.planner.running} | set(found.coordinator.planner.arrived)
+    gone = found.under_way
     last = {u.client: u for u in sorted(spy.updates, key=lambda u: u.job) if u.job not in gone}
     assert set(state["clients"].tolist()) == set(last) and len(last) < 12, "some were never seen"
     trained = found.coordinator.layout.trained

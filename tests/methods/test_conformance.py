@@ -437,22 +437,26 @@ def test_the_history_counts_the_floats_that_messages_carry(name: str, schedule: 
     spied = study(FREIGHT[name]())
     spy = Spy(spied)
     found = ran(coordinate(spied, schedule, runtime=spy, rounds=5))
-    down = sum(published.floats + sum(map(np.size, job.extras.values())) for job, published in spy.sent)
     once = sum(array.size for array in spy.kept.values())
-    down += once * len({job.client for job, _ in spy.sent})  # at its first participation
     assert bool(once) == (name in ("fedbr once", "fedmix", "vhl"))
     if name == "centralized":
         assert found.rows[-1]["floats_down"] is None and found.rows[-1]["floats_up"] is None
         return
-    assert found.rows[-1]["floats_down"] == down
+    planned = {job.number: job for step in found.steps for job in step.dispatched}
+    for job, published in spy.sent:
+        first = once if job.participation == 0 else 0
+        assert planned[job.number].down == published.floats + sum(map(np.size, job.extras.values())) + first, job
+    assert found.rows[-1]["floats_down"] == sum(job.down for job in planned.values())
 
     shared = found.coordinator.layout.shared
-    unfinished = {number for _, _, number in found.coordinator.planner.running}
-    arrived = [update for update in spy.updates if update.job not in unfinished]
-    assert all(update.delta.size == shared for update in arrived if isinstance(update, SingleUpdate))
+    for update in spy.updates:
+        assert planned[update.job].up == shared + update.floats, update
+        assert not isinstance(update, SingleUpdate) or update.delta.size == shared
+    running = found.coordinator.planner.running
     before = sum(array.size for part in spy.contributed for array in part.values())
     assert bool(before) == TABLE[name.partition(" ")[0]].contributes
-    assert found.rows[-1]["floats_up"] == before + sum(shared + update.floats for update in arrived)
+    up = sum(job.up for job in planned.values() if job.number not in running)
+    assert found.rows[-1]["floats_up"] == before + up
 
 
 def test_pseudo_data_drawn_once_is_counted_once_per_client() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from tiny_runs import NOTHING, Spy, coordinate, ran, run, run_spec, setup, several
+from tiny_runs import NOTHING, Spy, coordinate, ran, run, run_spec, setup, several, taking_part
 from torch import Tensor, nn
 
 from raysim.api.context import Batch, Context
@@ -238,8 +238,7 @@ def test_the_reported_loss_is_the_classifiers_alone() -> None:
 def test_a_discriminator_step_saves_the_two_thirds_of_a_step_that_go_backwards(
     settings: dict[str, Any], saved: float
 ) -> None:
-    nothing: Any = None
-    assert Dann(**settings).cost(nothing, 5, 30.0, 0).samples == pytest.approx(-30 * saved * 2 / 3)
+    assert Dann(**settings).cost(taking_part(None, 5, 30.0)).samples == pytest.approx(-30 * saved * 2 / 3)
 
 
 # --- what is refused ----------------------------------------------------------------------------------------------

@@ -10,7 +10,22 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tiny_runs import BUFFER, NORMED, NOTHING, ROUNDS, Ran, Spy, coordinate, ran, run, run_spec, setup, several, tiny
+from tiny_runs import (
+    BUFFER,
+    NORMED,
+    NOTHING,
+    ROUNDS,
+    Ran,
+    Spy,
+    coordinate,
+    ran,
+    run,
+    run_spec,
+    setup,
+    several,
+    taking_part,
+    tiny,
+)
 from torch import Tensor, nn
 
 from raysim.api.context import Batch, Context, Outputs
@@ -158,8 +173,8 @@ def test_fresh_means_of_single_samples_are_samples_of_the_clients() -> None:
 @pytest.mark.parametrize("schedule", [ROUNDS, BUFFER], ids=["rounds", "buffer"])
 def test_mixture_uploads_no_data_and_its_means_are_counted_whenever_they_are_new(schedule: Any, refresh: Any) -> None:
     _, found, spy = watched(mixture(pseudo_refresh=refresh), schedule, rounds=5)
-    shared, jobs = found.coordinator.layout.shared, len(spy.sent)
-    clients = len({job.client for job, _ in spy.sent})
+    shared, jobs = found.coordinator.layout.shared, found.coordinator.planner.dispatched
+    clients = len(found.participations)
     assert not any(spy.contributed) and clients < jobs
     assert found.rows[-1]["floats_up"] == (jobs - len(found.coordinator.planner.running)) * shared
     times = jobs if refresh == "round" else clients
@@ -189,8 +204,7 @@ def test_fresh_means_upload_nothing_and_are_counted_for_every_client() -> None:
 def test_a_step_costs_a_pass_over_pseudo_data_and_a_forward_of_the_received_model_where_these_change(
     method: FedBR, passes: float
 ) -> None:
-    server: Any = SimpleNamespace(task=TASK)
-    assert method.cost(server, 5, 30.0, 0).samples == pytest.approx(30 * passes)
+    assert method.cost(taking_part(None, 5, 30.0)).samples == pytest.approx(30 * passes)
 
 
 # --- sources ------------------------------------------------------------------------------------------------------

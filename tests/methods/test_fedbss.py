@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from tiny_runs import LOCAL, setup
+from tiny_runs import LOCAL, setup, taking_part
 
 from raysim.methods.fedbss import FedBSS
 
 
 def charged(method: FedBSS, version: int) -> float:
-    server: Any = SimpleNamespace(version=version)
-    return method.cost(server, samples=30, trained=60.0, participation=1).samples
+    return method.cost(taking_part(None, 30, 60.0, 1, version)).samples
 
 
 def test_a_forward_pass_over_all_samples_is_charged_from_the_first_selecting_version_on() -> None:

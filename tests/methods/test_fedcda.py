@@ -359,7 +359,7 @@ def test_a_buffered_schedule_caches_what_clients_trained_from_older_versions() -
     assert max(row["staleness"] or 0 for row in found.rows) > 0
     assert max(row["fedcda.age"] or 0 for row in found.rows) > 0
     at = found.coordinator.server
-    running = {number for _, _, number in found.coordinator.planner.running} | set(found.coordinator.planner.arrived)
+    running = found.under_way
     for client in at.state["fedcda.clients"].tolist():
         mine = [update for update in spy.updates if update.client == client and update.job not in running]
         models = [published[update.job].vector + update.delta for update in mine]
@@ -417,5 +417,5 @@ def test_settings_out_of_range_are_refused(settings: dict[str, Any], text: str) 
 def test_a_study_keeps_one_cache_for_each_client_with_samples_that_was_seen() -> None:
     found = run(run_spec(FedCDA(), data=tiny()), rounds=2)
     state = found.coordinator.server.state
-    assert set(state["fedcda.clients"].tolist()) == set(found.coordinator.planner.participations)
-    assert len(state["fedcda.models"]) == len(found.coordinator.planner.participations) <= 6
+    assert set(state["fedcda.clients"].tolist()) == set(found.participations)
+    assert len(state["fedcda.models"]) == len(found.participations) <= 6

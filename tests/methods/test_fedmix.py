@@ -14,7 +14,21 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from tiny_runs import BUFFER, LOCAL, NORMED, ROUNDS, Spy, coordinate, ran, run, run_spec, same, setup, tiny
+from tiny_runs import (
+    BUFFER,
+    LOCAL,
+    NORMED,
+    ROUNDS,
+    Spy,
+    coordinate,
+    ran,
+    run,
+    run_spec,
+    same,
+    setup,
+    taking_part,
+    tiny,
+)
 from torch import Tensor, nn
 
 from raysim.api.composition import check_composition
@@ -412,9 +426,9 @@ def test_attention_has_the_second_derivative() -> None:
 
 
 def test_a_pass_costs_as_much_again() -> None:
-    assert FedMix().cost(None, 5, 20.0, 0).samples == 20  # type: ignore[arg-type]
-    assert FedMix(naive=True).cost(None, 5, 20.0, 0).samples == 0  # type: ignore[arg-type]
-    assert FedMix(0.0).cost(None, 5, 20.0, 0).samples == 0  # type: ignore[arg-type]
+    assert FedMix().cost(taking_part(None, 5, 20.0)).samples == 20
+    assert FedMix(naive=True).cost(taking_part(None, 5, 20.0)).samples == 0
+    assert FedMix(0.0).cost(taking_part(None, 5, 20.0)).samples == 0
 
 
 @pytest.mark.parametrize(

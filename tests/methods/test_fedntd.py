@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tiny_runs import MLP, NORMED, ROUNDS, run, run_spec
+from tiny_runs import MLP, NORMED, ROUNDS, run, run_spec, taking_part
 from torch import Tensor, nn
 
 from raysim.api.context import Batch, Context, Outputs
@@ -102,5 +102,5 @@ def test_settings_out_of_range_are_refused_by_name(settings: dict[str, float]) -
 
 
 def test_a_job_costs_the_teachers_forward_pass() -> None:
-    assert FedNTD().cost(None, 5, 30.0, 0).samples == 10  # type: ignore[arg-type]
-    assert FedNTD(0.0).cost(None, 5, 30.0, 0).samples == 0  # type: ignore[arg-type]
+    assert FedNTD().cost(taking_part(None, 5, 30.0)).samples == 10
+    assert FedNTD(0.0).cost(taking_part(None, 5, 30.0)).samples == 0

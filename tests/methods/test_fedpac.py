@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from tiny_runs import MLP, NORMED_MLP, SEED, Ran, Spy, coordinate, ran, run, run_spec, setup, tiny
+from tiny_runs import MLP, NORMED_MLP, SEED, Ran, Spy, coordinate, ran, run, run_spec, setup, taking_part, tiny
 from torch import Tensor, nn
 
 from raysim.api.composition import check_composition
@@ -654,13 +654,16 @@ def test_classes_that_no_participant_holds_have_no_prototype_and_stop_nobody() -
 
 
 def test_what_it_costs() -> None:
-    server = coordinate(run_spec(FedPAC(), local=TWO)).server
-    cost = FedPAC().cost(server, 30, 90, 0)
-    assert cost.up == 65 + 2 * 5 * 12 + 5 + 1
+    spec = run_spec(FedPAC(), local=TWO)
+    server = coordinate(spec).server
+    cost = FedPAC().cost(taking_part(spec, 30, 90))
+    assert (cost.up, cost.down) == (65 + 2 * 5 * 12 + 5 + 1, 0)
+    assert FedPAC().cost(taking_part(spec, 30, 90, version=1)).down == 5 * 12 + 5, "prototypes"
+    assert FedPAC().cost(taking_part(spec, 30, 90, 2, version=1, accepted=1)).down == 5 * 12 + 5 + 65, "and its head"
     assert cost.samples == pytest.approx(2 * 30 / 3 - 30 * 2 / 3), (
         "two forward passes; the head needs no other backward"
     )
-    short = FedPAC(head_epochs=2).cost(server, 30, 45, 0)
+    short = FedPAC(head_epochs=2).cost(taking_part(spec, 30, 45))
     assert short.samples == pytest.approx(2 * 30 / 3 - 30 * 2 / 3), "of 45 samples the head has two thirds, no 60"
     assert server.layout.shared == sum(p.numel() for p in MLP.build((1, 8, 8), 5, SEED).extractor.parameters())
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_runs import NORMED, NORMED_MLP, run, run_spec
+from tiny_runs import NORMED, NORMED_MLP, run, run_spec, taking_part
 from torch import Tensor, nn
 
 from raysim.api.composition import overrides
@@ -78,7 +78,7 @@ def test_without_a_distance_there_is_no_second_pass() -> None:
 
 
 def test_a_job_costs_twice_as_many_samples() -> None:
-    assert FedSAM().cost(SimpleNamespace(), 10, 40.0, 0).samples == 40.0  # type: ignore[arg-type]
+    assert FedSAM().cost(taking_part(None, 10, 40.0)).samples == 40.0
 
 
 def test_beside_fedbn_personal_layers_take_part_in_the_shift_and_come_back_from_it() -> None:

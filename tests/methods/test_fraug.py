@@ -29,6 +29,7 @@ from tiny_runs import (
     run_spec,
     same,
     setup,
+    taking_part,
     tiny,
 )
 from torch import Tensor, nn
@@ -798,17 +799,16 @@ def test_a_proximal_term_pulls_the_classifier_but_not_the_generator() -> None:
 
 
 def test_the_cost_is_a_forward_pass_and_the_small_networks_share() -> None:
-    found = run(run_spec(small(), model=NORMED_MLP), rounds=1)
-    server = found.coordinator.server
     classifier = 64 * 12 + 12 + 2 * 12 + 12 * 5 + 5
     generator = 12 * 11 + 12 + 24 + 12 * 12 + 12 + 24
     rtnet = 6 * 17 + 6 + 12 + 12 * 6 + 12 + 24
     extra = 1 / 3 + (generator * (1 + 4 / 3) + rtnet * (2 + 2 / 3)) / classifier
-    cost = small().cost(server, 10, 30.0, 0)
+    cost = small().cost(taking_part(run_spec(small(), model=NORMED_MLP), 10, 30.0))
     assert cost.samples == pytest.approx(30 * extra) and (cost.down, cost.up) == (0, 0)
     cheap = small(use_rtnet=False, generator_metric="mse", weight=0.0)
-    study = run(run_spec(cheap, model=NORMED_MLP), rounds=1).coordinator.server
-    assert cheap.cost(study, 10, 30.0, 0).samples == pytest.approx(30 * generator / classifier)
+    assert cheap.cost(taking_part(run_spec(cheap, model=NORMED_MLP), 10, 30.0)).samples == pytest.approx(
+        30 * generator / classifier
+    )
 
 
 def networks_of(model: Any) -> dict[str, nn.Module]:

@@ -25,6 +25,7 @@ from raysim.methods.fedprox import FedProx
 from raysim.methods.groupdro import GroupDRO, aggregation_weights
 from raysim.methods.mixup import Mixup
 from raysim.simulation import checkpoint
+from raysim.simulation.fleet import Ideal
 from raysim.simulation.schedule import Schedule, Synchronous
 
 LOG_WEIGHTS = "groupdro.log_weights"
@@ -81,7 +82,7 @@ def watched(*methods: Method, schedule: Schedule = ROUNDS, rounds: int = 5, **se
 
 @pytest.mark.parametrize("schedule", [ROUNDS, BUFFER], ids=["rounds", "buffer"])
 def test_a_clients_weight_grows_with_its_loss_and_lasts_while_it_is_idle(schedule: Schedule) -> None:
-    watch = watched(GroupDRO(0.5), schedule=schedule)
+    watch = watched(GroupDRO(0.5), schedule=schedule, fleet=Ideal())
     assert torch.equal(watch.log_weights[0], torch.full((6,), -math.log(6), dtype=torch.float64))
     for turn, (clients, losses) in enumerate(zip(watch.clients, watch.losses, strict=True)):
         assert len(set(clients)) == len(clients) < 6

@@ -75,7 +75,7 @@ def test_no_float_travels_in_either_direction(schedule: Any, model: ModelRecipe,
 POPULATIONS: dict[str, tuple[Sequence[int], Any, int]] = {
     "other data": ((0, 5, 2), Synchronous(2), 4),
     "more clients": ((0, 3, 2, 1, 4), Synchronous(4), 4),
-    "a buffer": ((0, 4, 2, 1), Buffered(concurrency=3, size=2), 9),
+    "a buffer": ((0, 4, 2, 1), Buffered(concurrency=3, size=2), 14),
 }
 
 

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from tiny_runs import MLP, NORMED, ROUNDS, private, run, run_spec
+from tiny_runs import MLP, NORMED, ROUNDS, private, run, run_spec, taking_part
 from torch import Tensor, nn
 
 from raysim.api.context import Batch, Context, Outputs
@@ -67,7 +67,7 @@ def test_the_previous_models_are_the_last_ones_that_the_client_itself_trained_to
     watch = Watch()
     found = run(run_spec(Moon(out=8, previous=pool), watch, model=model), ROUNDS, rounds=6)
     state = found.private
-    turns = found.coordinator.planner.participations
+    turns = found.participations
     assert max(turns.values()) > 2 and len(set(turns.values())) > 1, "somebody sat out"
     for client, count in turns.items():
         trained: list[Tensor] = []
@@ -225,7 +225,7 @@ def test_settings_out_of_range_are_refused_by_name(settings: dict[str, Any]) -> 
 
 def test_a_job_costs_a_forward_pass_of_the_received_and_of_each_previous_model() -> None:
     def passes(mu: float, turn: int) -> float:
-        return Moon(mu, previous=2).cost(None, 5, 30.0, turn).samples / 10  # type: ignore[arg-type]
+        return Moon(mu, previous=2).cost(taking_part(None, 5, 30.0, turn)).samples / 10
 
     assert [passes(1.0, turn) for turn in range(4)] == [0.0, 2.0, 3.0, 3.0]
     assert passes(0.0, 3) == 0.0

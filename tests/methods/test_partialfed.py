@@ -24,6 +24,7 @@ from tiny_runs import (
     run_spec,
     same,
     setup,
+    taking_part,
     tiny,
 )
 from torch import Tensor
@@ -462,9 +463,11 @@ def test_the_relaxed_model_is_the_one_between_and_knows_the_statistics_derivativ
 
 def test_the_policy_costs_its_batches_and_every_strategy_sends_the_whole_model() -> None:
     adaptive, fixed = PartialFed("adaptive", policy_steps=3, policy_batch=20), PartialFed()
-    server: Any = None
-    assert adaptive.cost(server, 50, 50, 0).samples == 0 == fixed.cost(server, 50, 50, 1).samples
-    assert adaptive.cost(server, 50, 50, 1).samples == 60 and adaptive.cost(server, 7, 7, 1).samples == 21
+    assert adaptive.cost(taking_part(None, 50, 50)).samples == 0 == fixed.cost(taking_part(None, 50, 50, 1)).samples
+    assert (
+        adaptive.cost(taking_part(None, 50, 50, 1)).samples == 60
+        and adaptive.cost(taking_part(None, 7, 7, 1)).samples == 21
+    )
     found, fedavg = (run(run_spec(*methods, model=NORMED_MLP)).rows[-1] for methods in ((PartialFed("none"),), ()))
     assert (found["floats_down"], found["floats_up"]) == (fedavg["floats_down"], fedavg["floats_up"])
 

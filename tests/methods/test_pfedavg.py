@@ -85,7 +85,7 @@ def test_after_local_a_client_is_judged_on_what_it_trained_last_however_long_ago
     watch = Watch()
     here = study(PFedAvg(), *others, watch)
     found = run(here, Synchronous(2), rounds=5)
-    turns = found.coordinator.planner.participations
+    turns = found.participations
     assert len(watch.last) > 2 and max(turns.values()) > 1
     layout, states = found.coordinator.layout, found.private
     host, tests = Host(here), here.data.partition.test

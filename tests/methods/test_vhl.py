@@ -23,6 +23,7 @@ from tiny_runs import (
     same,
     setup,
     several,
+    taking_part,
     tiny,
 )
 from torch import Tensor
@@ -413,8 +414,7 @@ def test_evaluation_folds_the_extra_outputs() -> None:
 
 def test_virtual_samples_are_counted_as_work_and_a_changed_batch_once_more() -> None:
     for methods, expected in (([Vhl()], 20), ([Vhl(), Mixup()], 40), ([Vhl(**NONE)], 0)):
-        server = coordinate(run_spec(*methods)).server
-        assert methods[0].cost(server, 5, 20.0, 0).samples == expected
+        assert methods[0].cost(taking_part(run_spec(*methods), 5, 20.0)).samples == expected
 
 
 @pytest.mark.parametrize(

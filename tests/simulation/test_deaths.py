@@ -88,6 +88,9 @@ class Mortal:
             calls[:] = [refs for refs in calls if ref not in refs]
         return ref.value
 
+    def ready(self, refs: Any) -> int:
+        return len(refs) - 1
+
     def revive(self, host: int) -> None:
         self.revived += 1
         self.members[host] = Host(self.study, f"host-{host}")

@@ -1,24 +1,260 @@
-"""Devices and schedules as their files in conf say, and the devices that are taken."""
+"""Fleets as their files in conf say: durations with a pencil, shares, drop-outs, and what is refused."""
 
 from __future__ import annotations
 
-import pytest
+import math
+from dataclasses import replace
+from typing import Any
 
-from raysim.experiment.compose import groups, load_yaml
+import numpy as np
+import pytest
+from hypothesis import given, settings, strategies as st
+from tiny_runs import run_spec
+
+from raysim.experiment.compose import compose, groups
+from raysim.experiment.execute import build as build_run
 from raysim.experiment.instantiate import TARGET, build, resolve
-from raysim.simulation.fleet import Ideal, Lognormal
+from raysim.models import Mlp
+from raysim.primitives.errors import Refused
+from raysim.simulation.delays import Delays, Kind
+from raysim.simulation.device_classes import DeviceClass, DeviceClasses
+from raysim.simulation.fleet import Devices, Fate, Fixed, Fleet, Ideal, Lognormal, Speeds
+from raysim.simulation.trace import Trace
+from raysim.training.run_spec import sample_flops
+
+FLEETS: list[Fleet] = [Ideal(), Lognormal(), DeviceClasses(), Delays()]
+QUICK = ["data=synthetic", "partition=iid", "partition.clients=10", "schedule.cohort=2"]
+
+
+def devices(fleet: Fleet, clients: int = 1, seed: int = 0, flops: float = 1.0) -> Devices:
+    return fleet.devices(seed, clients, lambda: flops)
 
 
 @pytest.mark.parametrize(
     ("group", "name"), [(group, name) for group in ("fleet", "schedule") for name in groups().files[group]]
 )
 def test_what_is_made_without_arguments_is_what_its_file_says(group: str, name: str) -> None:
-    node = load_yaml(groups().files[group][name])
+    node = compose([f"{group}={name}"])[group]
     cls = resolve(node[TARGET], group)
     assert build(cls, node, group) == cls()
 
 
+# --- durations ----------------------------------------------------------------------------------------------------
 def test_a_device_may_be_as_slow_as_it_likes() -> None:
-    assert Ideal(speed=0.5).duration(0, 0, 1.0, 0, 0) == 2.0
+    assert devices(Ideal(speed=0.5)).trip(0, 0, 0.0, 1.0, 0, 0) == (2.0, True)
     slow = Lognormal(speed=0.5, sigma=0.0, bandwidth_down=0.5, bandwidth_up=0.25, bandwidth_sigma=0.0)
-    assert slow.duration(0, 0, 1.0, down=1, up=1) == 2.0 + 8.0 + 16.0
+    assert devices(slow).trip(0, 0, 0.0, 1.0, 1, 1) == (2.0 + 8.0 + 16.0, True)
+
+
+def test_a_job_is_received_trained_and_sent_one_after_another() -> None:
+    plain = Lognormal(speed=100.0, sigma=0.0, bandwidth_down=4e3, bandwidth_up=2e3, bandwidth_sigma=0.0)
+    # 1,000 floats of 4 bytes down at 4,000 bytes a second: 1 s; up at half of it: 2 s; 50 samples: 0.5 s
+    assert devices(plain).trip(0, 3, 10.0, 50.0, 1000, 1000) == (13.5, True)
+
+
+def test_the_time_on_a_class_of_devices_follows_from_the_flops_of_the_model() -> None:
+    only = {"box": DeviceClass(share=1.0, flops=2e9, bandwidth_down=1e6, bandwidth_up=5e5)}
+    fleet = DeviceClasses(only, sigma=0.0, bandwidth_sigma=0.0)
+    # 300 samples of 10 MFLOP are 3 GFLOP, at 2 GFLOP a second 1.5 s; 1 MB down takes 1 s, and up 2 s
+    finish, back = devices(fleet, flops=10e6).trip(0, 0, 0.0, 300.0, 250_000, 250_000)
+    assert back
+    assert finish == pytest.approx(1.5 + 1.0 + 2.0)
+
+
+def test_the_flops_of_a_model_are_those_of_its_forward_and_backward_pass() -> None:
+    spec = run_spec(model=Mlp((16,)))
+    inputs, classes = math.prod(spec.task.shape), spec.task.num_classes
+    first, second = 2 * inputs * 16, 2 * 16 * classes  # a multiplication and an addition for each weight
+    # Forward; gradients of the weights; and of the second layer's inputs: the first one's need none.
+    assert sample_flops(spec) == (first + second) + (first + second) + second
+
+
+def test_a_model_without_flops_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"FLOPs of the model=0\.0 must be above 0: choose fleet=lognormal"):
+        devices(DeviceClasses(), flops=0.0)
+
+
+@pytest.mark.parametrize("fleet", FLEETS, ids=lambda fleet: type(fleet).__name__)
+def test_seconds_of_all_clients_are_those_of_their_trips(fleet: Fleet) -> None:
+    found, samples = devices(fleet, 40), np.arange(1.0, 41.0)
+    expected = found.seconds(samples, 10, 20)
+    trips = [
+        [found.trip(client, each, 0.0, samples[client], 10, 20).finish for each in range(400)] for client in range(40)
+    ]
+    # Delays draws each trip between two bounds of which the mean is given; the widest are 3 s apart.
+    assert np.allclose(np.mean(trips, axis=1), expected, rtol=1e-12, atol=0.2 if isinstance(fleet, Delays) else 0)
+
+
+# --- seeds --------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("availability", ["always", "diurnal", "markov"])
+@pytest.mark.parametrize("fleet", FLEETS, ids=lambda fleet: type(fleet).__name__)
+@given(
+    seed=st.integers(0, 2**40),
+    client=st.integers(0, 29),
+    participation=st.integers(0, 1000),
+    start=st.floats(0, 1e7),
+    dropout=st.floats(0, 0.9),
+)
+@settings(max_examples=20, deadline=None)
+def test_a_trip_is_a_function_of_the_seed(
+    fleet: Fleet, availability: str, seed: int, client: int, participation: int, start: float, dropout: float
+) -> None:
+    fleet = replace(fleet, availability=availability, dropout=dropout)
+    job = client, participation, start, 100.0, 1000, 1000
+    trip = devices(fleet, 30, seed).trip(*job)
+    assert devices(fleet, 30, seed).trip(*job) == trip
+    unhindered = devices(replace(fleet, availability="always", dropout=0.0), 30, seed).trip(*job)
+    assert unhindered.back
+    assert start <= trip.finish <= unhindered.finish
+    assert trip.finish == unhindered.finish or not trip.back
+
+
+def test_another_seed_gives_other_devices() -> None:
+    for fleet in (Lognormal(), DeviceClasses(), Delays()):
+        one, same, other = (devices(fleet, 50, seed).seconds(np.ones(50), 1, 1) for seed in (1, 1, 2))
+        assert np.array_equal(one, same)
+        assert not np.array_equal(one, other)
+
+
+# --- classes of devices -------------------------------------------------------------------------------------------
+@given(seed=st.integers(0, 1000), clients=st.integers(1, 500))
+@settings(max_examples=50, deadline=None)
+def test_every_class_has_its_share_but_for_rounding(seed: int, clients: int) -> None:
+    fleet = DeviceClasses()
+    labels = fleet.labels(seed, clients)
+    found = np.bincount(labels.kinds, minlength=len(labels.names))
+    wanted = np.array([fleet.classes[name].share * clients for name in labels.names])
+    assert found.sum() == clients
+    assert np.all(np.abs(found - wanted) <= 1)
+
+
+def test_labels_name_the_class_that_the_speed_is_of() -> None:
+    fleet = DeviceClasses(sigma=0.0, bandwidth_sigma=0.0)
+    labels, speeds = fleet.labels(7, 200), fleet.speeds(7, 200, lambda: 1.0)
+    for client in range(200):
+        each = fleet.classes[labels.names[labels.kinds[client]]]
+        assert (speeds.samples[client], speeds.down[client]) == (each.flops, each.bandwidth_down)
+
+
+def test_a_class_with_share_0_has_no_clients() -> None:
+    nothing = DeviceClass(0.0, 1.0, 1.0, 1.0)
+    labels = DeviceClasses({"none": nothing, **DeviceClasses().classes, "last": nothing}).labels(0, 1000)
+    assert not {0, len(labels.names) - 1} & set(labels.kinds.tolist())
+
+
+def test_a_fleet_without_classes_has_one_label() -> None:
+    assert Lognormal().labels(0, 3).names == ("lognormal",)
+    assert Lognormal().labels(0, 3).kinds.tolist() == [0, 0, 0]
+
+
+# --- delays -------------------------------------------------------------------------------------------------------
+def test_fadas_jobs_take_times_between_the_bounds_of_their_clients_kind() -> None:
+    fleet = Delays()
+    labels, found = fleet.labels(3, 300), devices(fleet, 300, 3)
+    for client in range(300):
+        kind = fleet.kinds[labels.names[labels.kinds[client]]]
+        times = [found.trip(client, each, 0.0, 1.0, 1, 1).finish for each in range(20)]
+        assert kind.least <= min(times) < max(times) < kind.most
+
+
+def test_kinds_are_the_largest_parts_of_dirichlet_draws() -> None:
+    # Of Dirichlet(1, 1) each part is the larger one half of the time; of a large scale the heavier one always is.
+    even = {"a": Kind(1.0, 1.0, 2.0), "b": Kind(1.0, 3.0, 4.0)}
+    assert 0.45 < Delays(even).labels(0, 4000).kinds.mean() < 0.55
+    uneven = even | {"b": Kind(2.0, 3.0, 4.0)}
+    assert Delays(uneven, scale=1000.0).labels(0, 400).kinds.all()
+
+
+# --- drop-outs ----------------------------------------------------------------------------------------------------
+def test_as_many_jobs_are_lost_as_said_and_at_any_moment() -> None:
+    found = devices(Ideal(speed=1.0, dropout=0.3), 100)
+    trips = [found.trip(client, each, 5.0, 10.0, 0, 0) for client in range(100) for each in range(100)]
+    lost = np.array([trip.finish for trip in trips if not trip.back])
+    # 10,000 coins: a standard deviation of 0.0046; uniform on [5, 15): a mean of 10 and a deviation of 0.053 for 3,000
+    assert abs(len(lost) / len(trips) - 0.3) < 5 * 0.0046
+    assert 5.0 <= lost.min() < 5.1 < 14.9 < lost.max() < 15.0
+    assert abs(lost.mean() - 10.0) < 5 * 0.053
+    assert {trip.finish for trip in trips if trip.back} == {15.0}
+
+
+def test_a_client_that_goes_away_loses_its_job() -> None:
+    class Leaves:
+        def available(self, client: int, now: float) -> bool:
+            return now < 7.0
+
+        def next_change(self, client: int, now: float, until: float) -> float:
+            return min(7.0, until)
+
+    speeds = Speeds(np.ones(1), np.full(1, math.inf), np.full(1, math.inf))
+    found = Fixed(speeds, Fate(Leaves()))
+    assert found.trip(0, 0, 2.0, 4.0, 9, 9) == (6.0, True)
+    assert found.trip(0, 0, 2.0, 5.0, 9, 9) == (7.0, True)  # it is back as it goes
+    assert found.trip(0, 0, 2.0, 6.0, 9, 9) == (7.0, False)
+
+
+# --- what is refused ----------------------------------------------------------------------------------------------
+CLASSES = DeviceClasses().classes
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (lambda: Ideal(speed=0), "fleet.speed=0 must be above 0"),
+        (lambda: Lognormal(sigma=-1), "fleet.sigma=-1 must be from 0 to 10"),
+        (lambda: Lognormal(sigma=math.nan), "fleet.sigma=nan must be from 0 to 10"),
+        (lambda: Lognormal(sigma=1e5), "fleet.sigma=100000.0 must be from 0 to 10"),
+        (lambda: Lognormal(bandwidth_sigma=math.inf), "fleet.bandwidth_sigma=inf"),
+        (lambda: Lognormal(bandwidth_up=0), "fleet.bandwidth_up=0 must be above 0"),
+        (lambda: Ideal(availability="diurnl"), "did you mean 'diurnal'?"),
+        (lambda: Ideal(availability="trace"), "fleet.availability='trace' does not exist"),
+        (lambda: Trace(availability="sometimes"), "use one of 'trace', 'always', 'diurnal', 'markov'"),
+        (lambda: Ideal(hours=0), "fleet.hours=0 must be above 0 and at most 24"),
+        (lambda: Ideal(on=0), "fleet.on=0 must be above 0"),
+        (lambda: Ideal(off=math.nan), "fleet.off=nan"),
+        (lambda: Ideal(dropout=1.0), "fleet.dropout=1.0 must be at least 0 and below 1"),
+        (lambda: Ideal(patience=-1), "fleet.patience=-1 must be at least 0"),
+        (lambda: DeviceClasses({"a": replace(CLASSES["tablet"], share=0.5)}), "add up to 1, and not to 0.5"),
+        (lambda: DeviceClasses({}), "add up to 1, and not to 0"),
+        (lambda: DeviceClasses({"a": replace(CLASSES["tablet"], share=-0.5)}), "fleet.classes.a.share=-0.5"),
+        (lambda: DeviceClasses({"a": replace(CLASSES["tablet"], share=1.0, flops=0)}), "fleet.classes.a.flops=0"),
+        (lambda: DeviceClasses(sigma=math.nan), "fleet.sigma=nan"),
+        (lambda: Delays({"a": Kind(1.0, 2.0, 1.0)}), "fleet.kinds.a.most=1.0 must be at least 2"),
+        (lambda: Delays({"a": Kind(0.0, 2.0, 3.0)}), "fleet.kinds.a.weight=0.0 must be above 0"),
+        (lambda: Delays({}), "fleet.kinds={} must be at least one kind"),
+        (lambda: Delays(scale=math.inf), "fleet.scale=inf"),
+    ],
+)
+def test_a_fleet_that_cannot_be_is_refused_in_one_sentence(make: Any, text: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        make()
+    assert text in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (["fleet=devices", "fleet.classes.phone.share=1"], "fleet.classes.phone does not exist: did you mean phone_"),
+        (["fleet=devices", "fleet.classes.tablet.share=1"], "add up to 1, and not to 1.93"),
+        (["fleet=devices", "fleet.classes.tablet.flops=fast"], "fleet.classes.tablet.flops=fast must be a number"),
+        (["fleet=device"], "fleet=device does not exist: did you mean devices?"),
+        (["fleet=fadas", "fleet.kinds.slow.speed=1"], "fleet.kinds.slow.speed does not exist"),
+    ],
+)
+def test_what_a_fleet_does_not_have_is_refused_with_the_nearest_name(words: list[str], text: str) -> None:
+    with pytest.raises(Refused) as caught:
+        build_run([*QUICK, *words])
+    assert text in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["ideal", "lognormal", "devices", "fadas"])
+def test_availability_and_dropout_can_be_set_for_every_fleet(name: str) -> None:
+    words = [f"fleet={name}", "fleet.availability=markov", "fleet.on=600", "fleet.off=300", "fleet.dropout=0.1"]
+    fleet = build_run([*QUICK, *words]).fleet
+    assert (fleet.availability, fleet.on, fleet.off, fleet.dropout) == ("markov", 600.0, 300.0, 0.1)
+
+
+def test_a_key_that_yaml_takes_for_a_truth_value_is_refused_in_a_sentence() -> None:
+    with pytest.raises(Refused, match=r"fleet\.True does not exist"):
+        build(Ideal, {True: 600.0}, "fleet")  # type: ignore[dict-item]

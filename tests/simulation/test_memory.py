@@ -44,7 +44,7 @@ def test_memory_is_the_same_at_round_200_as_when_every_client_was_seen(
     study = run_spec(*methods, model=Mlp((64,)), data=even())
     coordinator = coordinate(study, schedule, rounds=200, evaluate=Evaluation(every=50))
     early, late = held_after(coordinator, (30, 190))
-    assert len(coordinator.planner.participations) == 6, "every client was seen"
+    assert coordinator.planner.participations.all(), "every client was seen"
     assert late <= early * 1.02
 
 
@@ -60,7 +60,7 @@ def test_clients_that_were_never_sampled_cost_nothing() -> None:
         run_spec(Scaffold(), data=data), Synchronous(3), rounds=4, evaluate=Evaluation(every=10**9)
     )
     list(coordinator.run())
-    seen = set(coordinator.planner.participations)
+    seen = set(np.flatnonzero(coordinator.planner.participations).tolist())
     assert len(seen) <= 12
     assert set(coordinator.runtime.members[0]._resident) == seen == set(coordinator.private.accepted_jobs)  # type: ignore[attr-defined]
     assert len(coordinator.private._stored) == len(seen)

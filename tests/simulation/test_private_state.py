@@ -127,7 +127,7 @@ def test_a_clients_normalisation_goes_on_from_where_it_was() -> None:
     # With one client a round, FedBN's statistics must count every batch that the client ever saw.
     found = run(study(FedBN()), Synchronous(1), rounds=12)
     states = dict(found.coordinator.private.accepted())
-    turns, counts = found.coordinator.planner.participations, found.coordinator.counts
+    turns, counts = found.participations, found.coordinator.counts
     assert max(turns.values()) > 1
     for client, turn in turns.items():
         batches = turn * LOCAL.epochs * math.ceil(counts[client] / LOCAL.batch)  # type: ignore[operator]

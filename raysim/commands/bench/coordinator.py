@@ -89,7 +89,9 @@ class Ready:
         self._arrays = [np.full(shared, 1e-9, np.float32) for _ in range(16)]  # written, and more than a cache holds
         self._next = 0
 
-    def train(self, jobs: Sequence[Job], groups: Sequence[tuple[int, ...]], published: Published) -> Trained:
+    def train(
+        self, jobs: Sequence[Job], groups: Sequence[tuple[int, ...]], versions: int, *published: Published
+    ) -> Trained:
         """See `Host`."""
         summed = {number for group in groups for number in group}
         outcomes = tuple(self._update(job, alone=job.number not in summed) for job in jobs)
@@ -118,6 +120,10 @@ class Fleet:
         """See `Runtime`."""
         return self._few.call(host % self._few.hosts, method, *args, returns=returns)
 
+    def ready(self, refs: Sequence[Any]) -> int:
+        """See `Runtime`."""
+        return self._few.ready(refs)
+
     def get(self, ref: Any) -> Any:
         """See `Runtime`."""
         if isinstance(value := self._few.get(ref), Trained):
@@ -127,7 +133,7 @@ class Fleet:
 
 
 # --- what is measured -----------------------------------------------------------------------------------------------
-def _spec(case: Case, settings: RunSettings) -> RunSpec:
+def spec_of(case: Case, settings: RunSettings) -> RunSpec:
     """Twice as many clients as take part, of 5 to 15 samples that nobody reads."""
     few = federate(Synthetic(shape=[1, 8, 8], samples=100, test_samples=10), IID(clients=2), 0)
     offsets = np.concatenate([[0], np.cumsum(5 + np.arange(2 * case.clients) * 7 % 11)])
@@ -142,7 +148,7 @@ def measure(case: Case, rounds: int) -> Cost:
     From one aggregation to the next, without the first round, and without the last, after which nothing is dispatched.
     """
     evaluate = Evaluation(every=10**9)
-    spec = _spec(case, RunSettings(rounds=rounds + 2, summation=case.group, evaluate=evaluate))
+    spec = spec_of(case, RunSettings(rounds=rounds + 2, summation=case.group, evaluate=evaluate))
     few: Any = InProcess(Ready(spec))
     if case.ray:
         from raysim.runtime.ray import start_hosts
@@ -165,9 +171,11 @@ def main(out: Path, rounds: int, say: Callable[[str], None]) -> list[Cost]:
     from rich.console import Console
     from rich.table import Table
 
+    from raysim.commands.bench import planner
     from raysim.runtime import ray as cluster
 
     torch.set_num_threads(1)
+    planned = planner.main(say)
     costs: list[Cost] = []
     mine = False
     try:
@@ -190,5 +198,5 @@ def main(out: Path, rounds: int, say: Callable[[str], None]) -> list[Cost]:
             *(f"{number:.3g}" for number in numbers),
         )  # fmt: skip
     Console().print(table)
-    write_json({"rounds": rounds, "hosts": HOSTS, "results": [asdict(cost) for cost in costs]}, out)
+    write_json({"rounds": rounds, **planned, "hosts": HOSTS, "results": [asdict(cost) for cost in costs]}, out)
     return costs

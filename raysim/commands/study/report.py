@@ -21,8 +21,9 @@ from raysim.primitives.checks import known
 from raysim.primitives.errors import Refused, instead
 from raysim.primitives.files import replace_file
 from raysim.results.history import COLUMNS, write_json
-from raysim.results.report import DARK, LIGHT, NOTHING, Column, Run, Section, aligned, compare, load_run, theme
+from raysim.results.report import NOTHING, Column, Run, Section, aligned, compare, load_run
 from raysim.results.significance import Difference, holm, mean_deviation, paired
+from raysim.results.theme import DARK, LIGHT, theme
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -132,7 +133,9 @@ def averaged(campaign: Campaign, scores: Sequence[Scores]) -> list[Run]:
 
 def _one(name: str, runs: Sequence[Run]) -> Run:
     rows = [cast(dict[str, int | float | None], _mean(at)) for at in zip(*(run.rows for run in runs), strict=False)]
-    return replace(runs[0], name=name, rows=rows, summary=cast(Any, _mean([run.summary for run in runs])))
+    return replace(
+        runs[0], name=name, folder=Path(), rows=rows, summary=cast(Any, _mean([run.summary for run in runs]))
+    )
 
 
 def _mean(values: Sequence[object]) -> object:

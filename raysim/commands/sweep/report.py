@@ -19,7 +19,7 @@ from raysim.primitives.files import replace_file
 from raysim.results.figures import figure_file
 from raysim.results.history import write_json
 from raysim.results.progress import duration
-from raysim.results.report import LIGHT
+from raysim.results.theme import LIGHT
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -1,0 +1,1 @@
+"""Traces of devices: made from the FedScale format, and checked."""

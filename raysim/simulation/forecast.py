@@ -1,0 +1,44 @@
+"""What schedule and fleet will make of a run: its first steps, planned without training anything."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from raysim.simulation.planner import Planner, Step
+
+BUSY = 8  # clients at work for each host, from which on hosts seldom wait for a client to be sent off
+_TURNS = 4  # how often each place of a client at work is filled
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """Means over the second half of the steps that were planned, where a run has found its pace."""
+
+    at_work: float  # clients
+    seconds: float  # virtual, from one aggregation to the next
+    staleness: float  # of results that are aggregated
+    lost: float  # share of the jobs that end
+    discarded: float
+
+
+def forecast(planner: Planner, rounds: int) -> Forecast:
+    """Of a run of so many rounds; uses up the planner. Raises ValueError where the fleet lets no run begin."""
+    steps: list[Step] = []
+    while len(steps) < rounds and planner.dispatched < _TURNS * planner.schedule.concurrency:
+        steps.append(planner.step())
+    half = len(steps) // 2
+    begin, end = steps[half - 1].now if half else 0.0, steps[-1].now
+    jobs = [job for step in steps for job in step.dispatched]
+    start, finish = (np.clip([getattr(job, name) for job in jobs], begin, end) for name in ("start", "finish"))
+    later = steps[half:]
+    taken, lost, discarded = (sum(len(getattr(s, name)) for s in later) for name in ("taken", "lost", "discarded"))
+    ended = taken + lost + discarded
+    return Forecast(
+        at_work=float((finish - start).sum() / (end - begin)) if end > begin else 0.0,
+        seconds=(end - begin) / len(later),
+        staleness=float(np.mean([each.staleness for step in later for each in step.taken])),
+        lost=lost / ended,
+        discarded=discarded / ended,
+    )

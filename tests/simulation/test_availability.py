@@ -1,0 +1,223 @@
+"""When clients are there: each kind of availability by hand, in properties and in statistics, and runs that wait."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from array import array
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings, strategies as st
+from tiny_runs import ran, silent
+
+from raysim.simulation.availability import DAY, HOUR, Availability, Diurnal, Intervals, Markov
+from raysim.simulation.fleet import Fleet, Ideal
+from raysim.simulation.planner import Deserted, Load, Planner
+from raysim.simulation.schedule import Buffered, Schedule
+
+
+def intervals(*rows: list[float], period: float = 100.0, wrap: bool = True) -> Intervals:
+    """Client k has bounds rows[k]."""
+    first = np.cumsum([0, *map(len, rows)])
+    bounds = array("d", [bound for row in rows for bound in row])
+    return Intervals(bounds, first, np.full(len(rows), period), np.arange(len(rows)), wrap)
+
+
+def changes(presence: Availability, client: int, until: float) -> list[float]:
+    """All times after 0 at which the client comes or goes."""
+    found, now = [], 0.0
+    while (now := presence.next_change(client, now, until)) < until:
+        found.append(now)
+    return found
+
+
+# --- by hand ------------------------------------------------------------------------------------------------------
+def test_diurnal_clients_are_there_from_midnight_of_their_time_zone() -> None:
+    presence = Diurnal(np.array([0, 6, 23]), hours=8.0)
+    hours = [h for h in range(48) if presence.available(1, h * HOUR)]
+    assert hours == [*range(6, 14), *range(30, 38)]
+    assert [presence.available(client, 0.0) for client in range(3)] == [True, False, True]  # zone 23: since 23 h before
+    assert changes(presence, 1, 2 * DAY) == [6 * HOUR, 14 * HOUR, 30 * HOUR, 38 * HOUR]
+    assert changes(presence, 2, 2 * DAY) == [7 * HOUR, 23 * HOUR, 31 * HOUR, 47 * HOUR]
+    assert presence.next_change(1, 0.0, 100.0) == 100.0
+
+
+def test_a_client_is_there_at_a_start_and_not_at_an_end() -> None:
+    presence = intervals([10.0, 20.0, 30.0, 90.0])
+    there = {0.0: False, 10.0: True, 19.9: True, 20.0: False, 30.0: True, 90.0: False, 100.0: False, 110.0: True}
+    assert {now: presence.available(0, now) for now in there} == there
+    assert changes(presence, 0, 235.0) == [10.0, 20.0, 30.0, 90.0, 110.0, 120.0, 130.0, 190.0, 210.0, 220.0, 230.0]
+
+
+def test_without_wrapping_a_client_stays_away_after_its_last_interval() -> None:
+    presence = intervals([10.0, 20.0], wrap=False)
+    assert changes(presence, 0, 500.0) == [10.0, 20.0]
+    assert not presence.available(0, 110.0)
+    assert presence.next_change(0, 20.0, math.inf) == math.inf
+
+
+def test_an_interval_that_passes_the_end_of_the_period_goes_on_in_the_next_one() -> None:
+    presence = intervals([0.0, 15.0, 80.0, 100.0])
+    assert changes(presence, 0, 300.0) == [15.0, 80.0, 115.0, 180.0, 215.0, 280.0]
+    assert presence.available(0, 100.0)
+
+
+def test_who_is_always_there_never_changes_and_nor_does_who_never_is() -> None:
+    presence = intervals([0.0, 100.0], [])
+    assert presence.available(0, 12345.6)
+    assert not presence.available(1, 12345.6)
+    assert [presence.next_change(client, 50.0, math.inf) for client in (0, 1)] == [math.inf, math.inf]
+
+
+def test_an_interval_that_begins_or_ends_with_the_period_alone_changes_there() -> None:
+    assert changes(intervals([0.0, 40.0]), 0, 250.0) == [40.0, 100.0, 140.0, 200.0, 240.0]
+    assert changes(intervals([40.0, 100.0]), 0, 250.0) == [40.0, 100.0, 140.0, 200.0, 240.0]
+
+
+# --- properties ---------------------------------------------------------------------------------------------------
+bounds = st.lists(st.integers(0, 100), max_size=12, unique=True).map(lambda b: [float(x) for x in sorted(b)])
+presences = st.one_of(
+    st.builds(lambda zone, hours: Diurnal(np.array([zone]), hours), st.integers(0, 23), st.sampled_from([0.5, 8, 23])),
+    st.builds(Markov, st.integers(0, 2**62), st.floats(1, 1e4), st.floats(1, 1e4)),
+    st.builds(lambda b, wrap: intervals(b[: len(b) // 2 * 2], wrap=wrap), bounds, st.booleans()),
+)
+
+
+@given(presence=presences, now=st.integers(0, 400_000), parts=st.integers(1, 20))
+@settings(max_examples=300, deadline=None)
+def test_nothing_changes_before_the_next_change_and_then_it_does(presence: Availability, now: int, parts: int) -> None:
+    until = now + 200_000.0
+    there, change = presence.available(0, now), presence.next_change(0, now, until)
+    assert now < change <= until
+    for part in range(parts):
+        between = now + (change - now) * part / parts  # which rounding may push to the end
+        assert between >= change or presence.available(0, between) == there
+    if change < until:
+        assert presence.available(0, math.nextafter(change, math.inf)) != there
+
+
+@given(
+    row=st.lists(st.floats(0, 1.0, exclude_min=True), min_size=2, max_size=8, unique=True).map(sorted),
+    now=st.floats(0, 1e6),
+    period=st.floats(0.1, 1e4),
+)
+@settings(max_examples=300, deadline=None)
+def test_rounding_never_stops_the_clock(row: list[float], now: float, period: float) -> None:
+    scaled = [bound * period for bound in row[: len(row) // 2 * 2]]
+    presence = intervals(scaled, period=max(period, scaled[-1]))
+    for _ in range(40):
+        after = presence.next_change(0, now, math.inf)
+        assert after > now
+        if (now := after) == math.inf:  # there at any time
+            break
+
+
+# --- statistics ---------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(("on", "off"), [(600.0, 600.0), (300.0, 900.0), (5000.0, 100.0)])
+def test_markov_clients_are_there_for_their_share_of_the_time_and_as_long_as_said(on: float, off: float) -> None:
+    presence = Markov(17, on, off)
+    there = np.array([[presence.available(client, at * (on + off)) for at in range(40)] for client in range(250)])
+    share = on / (on + off)
+    # Looked at so far apart that they are hardly alike: 10,000 coins, and as many at the start as ever
+    assert abs(there.mean() - share) < 6 * math.sqrt(share * (1 - share) / there.size)
+    assert abs(there[:, 0].mean() - share) < 5 * math.sqrt(share * (1 - share) / 250)
+    spans: dict[bool, list[float]] = {True: [], False: []}
+    for client in range(40):
+        times = changes(presence, client, 60 * (on + off))
+        for begins, ends in itertools.pairwise(times):
+            spans[presence.available(client, begins)].append(ends - begins)
+    for state, mean in ((True, on), (False, off)):
+        # Spans are geometric: as wide as their mean. Some 2,400 of them: 2 % of it.
+        assert np.mean(spans[state]) == pytest.approx(mean, rel=0.12)
+
+
+def test_diurnal_zones_are_spread_around_the_world() -> None:
+    presence = Ideal(availability="diurnal", hours=6.0).presence(3, 4000)
+    assert presence is not None
+    for hour in (0, 7, 13):
+        share = np.mean([presence.available(client, hour * HOUR) for client in range(4000)])
+        assert abs(share - 0.25) < 5 * math.sqrt(0.25 * 0.75 / 4000)
+
+
+def test_24_hours_a_day_are_always() -> None:
+    assert Ideal(availability="diurnal", hours=24.0).presence(0, 5) is None
+
+
+def test_another_seed_gives_other_times() -> None:
+    for kind in ("diurnal", "markov"):
+        fleet = Ideal(availability=kind)
+        one, other = (fleet.presence(seed, 60) for seed in (1, 2))
+        assert one is not None
+        assert other is not None
+        assert [one.available(c, 0.0) for c in range(60)] != [other.available(c, 0.0) for c in range(60)]
+
+
+# --- runs ---------------------------------------------------------------------------------------------------------
+class Recorded(Fleet):
+    """Ideal devices that are there in given intervals."""
+
+    def __init__(self, *rows: list[float], wrap: bool = False, **settings: Any):
+        super().__init__(**settings)
+        object.__setattr__(self, "rows", rows)
+        object.__setattr__(self, "wrap", wrap)
+
+    speeds = Ideal(speed=1.0).speeds
+
+    def presence(self, seed: int, clients: int) -> Intervals:
+        return intervals(*self.rows, period=1000.0, wrap=self.wrap)  # type: ignore[attr-defined]
+
+
+def planner(fleet: Fleet, clients: int, schedule: Schedule) -> Planner:
+    devices = fleet.devices(0, clients, lambda: 1.0)
+    return Planner(schedule, devices, 0, np.full(clients, 10), lambda *_: Load(10.0, 1, 1), fleet.patience)
+
+
+def test_a_run_waits_for_the_first_client_and_then_for_the_next() -> None:
+    fleet = Recorded([50.0, 65.0], [500.0, 900.0])
+    step = planner(fleet, 2, Buffered(1, 1)).step()
+    assert [(job.client, job.start, job.finish) for job in step.dispatched] == [(0, 50.0, 60.0)]
+    # Client 0 is sent off again at once, and lost as it goes.
+    both = planner(fleet, 2, Buffered(2, 2)).step()
+    assert [(job.client, job.finish, job.back) for job in both.dispatched] == [
+        (0, 60.0, True),
+        (0, 65.0, False),
+        (1, 510.0, True),
+    ]
+    assert both.now == 510.0
+
+
+def test_a_fleet_that_keeps_everybody_waiting_is_refused_with_the_time() -> None:
+    fleet = Recorded([500.0, 900.0], patience=499.0)
+    with pytest.raises(ValueError, match="nobody is available at the start, and for 500 s: choose fleet"):
+        planner(fleet, 1, Buffered(1, 1)).step()
+    with pytest.raises(ValueError, match="at the start, and no client will ever be available"):
+        planner(Recorded([]), 1, Buffered(1, 1)).step()
+
+
+def test_clients_that_go_for_good_end_the_run_after_what_they_did() -> None:
+    # Ten seconds a job: three of them fit, and the fourth is lost.
+    coordinator, _, _ = silent([10], Buffered(1, 1), Recorded([0.0, 35.0]), rounds=9)
+    with pytest.raises(
+        Deserted, match=r"after 35 s of virtual time and 3 aggregations: .* fleet\.wrap=true, .*rounds=3"
+    ):
+        list(coordinator.run())
+    assert [row["virtual_seconds"] for row in coordinator.rows] == [10.0, 20.0, 30.0]
+
+
+def test_what_was_done_before_clients_went_can_be_finished(tmp_path: Path) -> None:
+    setup: dict[str, Any] = {"rounds": 9, "checkpoint_every": 100}
+    coordinator, _, _ = silent([10], Buffered(1, 1), Recorded([0.0, 35.0]), folder=str(tmp_path), **setup)
+    with pytest.raises(Deserted):
+        list(coordinator.run())
+    (last,) = sorted((tmp_path / "checkpoints").iterdir())[-1:]
+    again, _, _ = silent([10], Buffered(1, 1), Recorded([0.0, 35.0]), rounds=3, resume=str(last))
+    straight, _, _ = silent([10], Buffered(1, 1), Recorded([0.0, 35.0]), rounds=3)
+    assert ran(again).bits == ran(straight).bits
+
+
+def test_a_trace_that_begins_again_lets_the_run_go_on() -> None:
+    coordinator, _, _ = silent([10], Buffered(1, 1), Recorded([0.0, 25.0], wrap=True), rounds=4)
+    assert [row["virtual_seconds"] for row in ran(coordinator).rows] == [10.0, 20.0, 1010.0, 1020.0]

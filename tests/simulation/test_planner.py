@@ -1,0 +1,278 @@
+"""Properties of the plan over random fleets and schedules: every job ends once, nothing goes back, nothing is lost."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, reject, settings, strategies as st
+from tiny_runs import Clock, ran, silent
+
+from raysim.simulation.fleet import Fleet, Ideal, Lognormal
+from raysim.simulation.planner import Load, Planner, Step
+from raysim.simulation.schedule import (
+    Action,
+    Aggregate,
+    Buffered,
+    Deadline,
+    Discard,
+    Dispatch,
+    Immediate,
+    Oversample,
+    Schedule,
+    Synchronous,
+    Tiered,
+    View,
+    Wait,
+)
+
+CLIENTS = 12
+caps = st.none() | st.integers(0, 4)
+SCHEDULES: st.SearchStrategy[Schedule] = st.one_of(
+    st.builds(Synchronous, st.integers(1, CLIENTS)),
+    st.builds(Oversample, st.integers(1, 6), st.floats(1.0, 2.0)),
+    st.builds(Deadline, st.integers(1, CLIENTS), st.floats(0.01, 3.0), st.sampled_from(["stale", "discard"]), caps),
+    st.integers(1, CLIENTS).flatmap(lambda most: st.builds(Buffered, st.just(most), st.integers(1, most), caps)),
+    st.builds(Immediate, st.integers(1, CLIENTS), caps),
+    st.builds(Tiered, st.integers(1, 3), st.integers(1, 4), caps),
+)
+CONDITIONS = {
+    "availability": st.sampled_from(["always", "diurnal", "markov"]),
+    "hours": st.floats(1, 24),
+    "on": st.floats(1, 100),
+    "off": st.floats(1, 100),
+    "dropout": st.sampled_from([0.0, 0.3, 0.8]),
+}
+FLEETS: st.SearchStrategy[Fleet] = st.one_of(
+    st.builds(Ideal, st.floats(1, 1000), **CONDITIONS), st.builds(Lognormal, st.floats(1, 1000), **CONDITIONS)
+)
+COUNTS = st.lists(st.integers(1, 50), min_size=CLIENTS, max_size=CLIENTS + 3)
+
+
+def load(client: int, version: int, earlier: int, accepted: int) -> Load:
+    return Load(5.0 + 3 * client, 100 + version, 10 + earlier)
+
+
+def planner(schedule: Schedule, fleet: Fleet, seed: int, counts: Sequence[int]) -> Planner:
+    return Planner(schedule, fleet.devices(seed, len(counts), lambda: 1.0), seed, np.asarray(counts), load)
+
+
+def steps(plan: Planner, count: int) -> list[Step]:
+    """Random fleets may be such that no job ever comes back; those show nothing here."""
+    try:
+        return [plan.step() for _ in range(count)]
+    except ValueError as error:
+        assert "jobs in a row were lost" in str(error)
+        reject()
+
+
+@settings(deadline=None, max_examples=150)
+@given(SCHEDULES, FLEETS, st.integers(0, 99), COUNTS)
+def test_every_job_ends_once_and_nothing_goes_back(
+    schedule: Schedule, fleet: Fleet, seed: int, counts: list[int]
+) -> None:
+    plan = planner(schedule, fleet, seed, counts)
+    found = steps(plan, 12)
+    jobs = {job.number: job for step in found for job in step.dispatched}
+    assert list(jobs) == list(range(len(jobs))), "numbered in the order of dispatch"
+
+    ends: Counter[int] = Counter()
+    for step in found:
+        ends.update([*(each.number for each in step.taken), *step.lost, *step.discarded])
+    assert set(ends.values()) <= {1}, "no job ends twice"
+    left = {*plan.running, *(job.number for job in plan.arrived)}
+    assert ends.keys() | left >= jobs.keys() - {job.number for job in plan._step.dispatched}
+    assert not ends.keys() & left
+
+    times = [step.now for step in found]
+    assert times == sorted(times)
+    for version, step in enumerate(found):
+        assert step.taken
+        for job in step.dispatched:
+            assert job.version == version and job.start <= step.now and job.finish >= job.start
+        for number, staleness in step.taken:
+            job = jobs[number]
+            assert job.back and job.finish <= step.now and staleness == version - job.version >= 0
+            assert schedule.max_staleness is None or staleness <= schedule.max_staleness
+        assert all(not jobs[number].back for number in step.lost)
+
+    for client in range(len(counts)):
+        own = sorted((job for job in jobs.values() if job.client == client), key=lambda job: job.number)
+        assert all(before.finish <= after.start for before, after in pairwise(own)), "never twice"
+        assert [job.participation for job in own] == list(range(len(own)))
+    assert found[-1].down == sum(job.down for job in jobs.values())
+    assert found[-1].up == sum(job.up for job in jobs.values() if job.back and job.finish <= found[-1].now)
+    devices = fleet.devices(seed, len(counts), lambda: 1.0)
+    assert all(devices.available(job.client, job.start) for job in jobs.values())
+
+
+@settings(deadline=None, max_examples=60)
+@given(SCHEDULES, FLEETS, st.integers(0, 99), COUNTS, st.integers(0, 8))
+def test_a_plan_that_is_stored_goes_on_as_it_was(
+    schedule: Schedule, fleet: Fleet, seed: int, counts: list[int], at: int
+) -> None:
+    whole = planner(schedule, fleet, seed, counts)
+    first = planner(schedule, fleet, seed, counts)
+    expected = steps(whole, 12)
+    steps(first, at)
+    stored = json.loads(json.dumps(first.state()))
+    again = planner(schedule, fleet, seed, counts)
+    again.restore(stored, first.participations, first.accepted)
+    assert steps(again, 12 - at) == expected[at:]
+
+
+@settings(deadline=None, max_examples=25)
+@given(SCHEDULES, FLEETS, st.integers(0, 9))
+def test_a_run_follows_the_plan(schedule: Schedule, fleet: Fleet, seed: int) -> None:
+    counts = [3 + client for client in range(CLIENTS)]
+    coordinator, ledger, runtime = silent(counts, schedule, fleet, seed=seed, rounds=6)
+    devices = fleet.devices(seed, CLIENTS, lambda: 1.0)
+    expected = steps(Planner(schedule, devices, seed, np.asarray(counts), coordinator.planner._load), 6)
+    found = ran(coordinator)
+    assert found.steps == expected
+    jobs = {job.number: job for step in expected for job in step.dispatched}
+    assert ledger.cohorts == [[jobs[each.number].client for each in step.taken] for step in expected]
+    assert ledger.staleness == [[each.staleness for each in step.taken] for step in expected]
+    assert {job.number for job in runtime.jobs} == {each.number for step in expected for each in step.taken}
+    fates = Counter(end.fate for end in found.jobs)
+    assert fates["lost"] == sum(len(step.lost) for step in expected)
+    assert fates["discarded"] == sum(len(step.discarded) for step in expected)
+
+
+def test_a_job_that_is_lost_frees_its_client_and_sends_nothing() -> None:
+    plan = planner(Immediate(3), Ideal(dropout=0.5), 1, [5] * 6)
+    found = steps(plan, 60)
+    jobs = {job.number: job for step in found for job in step.dispatched}
+    lost = [jobs[number] for step in found for number in step.lost]
+    assert 30 < len(lost) < 100, "about as many as come back"
+    assert all(job.finish < job.start + load(job.client, 0, 0, 0).work / 1000 for job in lost)
+    assert found[-1].up == sum(job.up for job in jobs.values() if job.back and job.finish <= plan.now)
+
+
+def test_a_client_that_goes_away_loses_its_job() -> None:
+    # Away half of the time, in stretches that are as long as a job.
+    fleet = Ideal(speed=1.0, availability="markov", on=20.0, off=20.0)
+    found = steps(planner(Synchronous(4), fleet, 0, [5] * 12), 30)
+    devices = fleet.devices(0, 12, lambda: 1.0)
+    jobs = {job.number: job for step in found for job in step.dispatched}
+    lost = [jobs[number] for step in found for number in step.lost]
+    assert lost
+    for job in lost:
+        assert not devices.available(job.client, job.finish)
+        assert devices.available(job.client, job.finish - 1e-6)
+
+
+def test_a_round_takes_as_many_as_are_there() -> None:
+    fleet = Ideal(availability="diurnal", hours=4.0)
+    plan = planner(Synchronous(12), fleet, 3, [5] * 12)
+    first = plan.step()
+    devices = fleet.devices(3, 12, lambda: 1.0)
+    there = [client for client in range(12) if devices.available(client, first.dispatched[0].start)]
+    assert [job.client for job in first.dispatched] == there
+    assert 0 < len(first.taken) < 12
+
+
+def test_nobody_at_the_start_is_refused_with_how_long_it_would_take() -> None:
+    class Late(Fleet):
+        def devices(self, seed: int, clients: int, sample_flops: Any) -> Any:
+            devices: Any = Ideal(availability="diurnal", hours=1.0).devices(seed, clients, sample_flops)
+            devices._presence._midnight = devices._presence._midnight.__class__("d", [7 * 3600.0] * clients)
+            return devices
+
+    with pytest.raises(ValueError, match=r"nobody is available at the start, and for 25,200 s: .*fleet.patience"):
+        Planner(Synchronous(2), Late().devices(0, 4, lambda: 1.0), 0, np.array([1] * 4), load, 3600.0).step()
+    waited = Planner(Synchronous(2), Late().devices(0, 4, lambda: 1.0), 0, np.array([1] * 4), load, 86400.0).step()
+    assert waited.dispatched[0].start == 7 * 3600.0
+
+
+# --- schedules of one's own ---------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class Script:
+    """Dispatches everybody and then does one thing."""
+
+    action: Action
+    concurrency: int = 3
+    size: int = 3
+    max_staleness: int | None = None
+    pools: int = 0
+    stale: bool = True
+
+    def decide(self, view: View) -> Action:
+        if not view.sent:
+            return Dispatch(self.concurrency)
+        return Wait() if not view.arrived else self.action
+
+
+@pytest.mark.parametrize(
+    ("action", "text"),
+    [
+        (Aggregate([]), "at least one job, and none twice"),
+        (Aggregate([0, 0]), "at least one job, and none twice"),
+        (Aggregate([7]), r"wants to aggregate jobs that are not there: \[7\]"),
+        (Discard([]), "discards nothing, again and again"),
+        (Discard([9]), r"wants to discard jobs that are not there: \[9\]"),
+        (None, "returned None, which is no action"),
+    ],
+)
+def test_a_schedule_that_contradicts_itself_is_told_so(action: Any, text: str) -> None:
+    with pytest.raises(RuntimeError, match=f"schedule Script.*{text}"):
+        planner(Script(action), Ideal(), 0, [5] * 4).step()
+
+
+def test_a_schedule_that_waits_for_nothing_is_told_so() -> None:
+    @dataclass(frozen=True)
+    class Idle(Script):
+        def decide(self, view: View) -> Action:
+            return Wait()
+
+    with pytest.raises(RuntimeError, match="schedule Idle waits although no client is at work"):
+        planner(Idle(Wait()), Ideal(), 0, [5] * 4).step()
+
+
+def test_a_job_may_not_overtake_an_earlier_one_of_its_client() -> None:
+    @dataclass(frozen=True)
+    class Newest(Script):
+        """Sends off whoever is back, and aggregates the last arrival when five wait."""
+
+        def decide(self, view: View) -> Action:
+            if len(view.arrived) >= 5:
+                return Aggregate([view.arrived[-1].number])
+            return Dispatch(1) if not view.running else Wait()
+
+    with pytest.raises(RuntimeError, match="lets client 0's job 4 overtake an earlier one"):
+        planner(Newest(Wait(), concurrency=1), Ideal(), 0, [5]).step()
+
+
+# --- virtual time by pencil ---------------------------------------------------------------------------------------
+
+
+def test_virtual_time_equals_a_calculation_by_hand() -> None:
+    # Two at a time of three clients that need 1, 2 and 4 seconds; who is drawn is up to the seed.
+    coordinator, _, _ = silent([2] * 3, Immediate(3), Clock((1.0, 2.0, 4.0)), rounds=7)
+    found = ran(coordinator)
+    assert [row["virtual_seconds"] for row in found.rows] == [1.0, 2.0, 2.0, 3.0, 4.0, 4.0, 4.0]
+    assert [end.client for end in found.jobs] == [0, 0, 1, 0, 0, 1, 2]
+    # A job's base version is the number of arrivals before its dispatch; at t=2 client 0 came first.
+    assert [end.version for end in found.jobs] == [0, 1, 0, 3, 4, 3, 0]
+    assert [end.staleness for end in found.jobs] == [0, 0, 2, 0, 0, 2, 6]
+
+
+def test_the_cost_of_an_event_does_not_grow_with_the_population() -> None:
+    import tracemalloc
+
+    plan = planner(Buffered(50, 10), Lognormal(availability="markov", on=600, off=600), 0, [1] * 1_000_000)
+    plan.step()
+    tracemalloc.start()
+    try:
+        steps(plan, 20)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert plan.dispatched >= 200
+    assert peak < 1_000_000, "a single array over the clients takes 4 MB"

@@ -1,0 +1,361 @@
+"""Traces: what is read, who is which row, what is refused and where, and those of FedScale."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import pickle
+from collections import OrderedDict
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given, settings, strategies as st
+from tiny_runs import ran, silent
+
+import raysim
+from raysim import cli
+from raysim.primitives.errors import Refused
+from raysim.simulation import trace
+from raysim.simulation.schedule import Buffered
+from raysim.simulation.trace import Trace, read, rows_of, write
+
+Row = dict[str, Any]
+PERIOD = 1000.0
+QUICK = [
+    *("runtime=inprocess", "tracking=none", "data=synthetic", "partition=iid", "partition.clients=10"),
+    *("schedule.cohort=2", "rounds=2", "local.epochs=1"),
+]
+
+
+def row(client: int = 0, **others: Any) -> Row:
+    return {
+        "client": client,
+        "start": [10.0, 300.0],
+        "end": [200.0, 900.0],
+        "period": PERIOD,
+        "down": 4e3,
+        "up": 2e3,
+        "speed": 50.0,
+    } | others
+
+
+def sample(clients: int, seed: int = 0) -> list[Row]:
+    """A few intervals for each client, at whole seconds."""
+    generator, rows = np.random.default_rng(seed), []
+    for client in range(clients):
+        bounds = np.sort(generator.choice(1001, size=2 * generator.integers(0, 5), replace=False)).astype(float)
+        speed, down, up = generator.lognormal(4, 1, size=3).tolist()
+        times = {"start": bounds[::2].tolist(), "end": bounds[1::2].tolist()}
+        rows.append(row(client, **times, speed=speed, down=1e4 * down, up=1e4 * up))
+    return rows
+
+
+def stored(folder: Path, rows: list[Row], **columns: pa.DataType) -> str:
+    """Rows as they are, unchecked; columns: types that are not those of the schema."""
+    table = pa.Table.from_pylist(rows)
+    for name, kind in columns.items():
+        table = table.set_column(table.schema.names.index(name), name, table[name].cast(kind))
+    pq.write_table(table, path := folder / "trace.parquet", row_group_size=3)
+    return str(path)
+
+
+# --- what is read -------------------------------------------------------------------------------------------------
+def test_a_client_does_what_its_row_says(tmp_path: Path) -> None:
+    write(tmp_path / "trace.parquet", [row()])
+    devices = Trace(file=str(tmp_path / "trace.parquet")).devices(0, 1, lambda: 1.0)
+    # 1,000 floats: 1 s down and 2 s up; 100 samples at 50 a second: 2 s
+    assert devices.trip(0, 0, 10.0, 100.0, 1000, 1000) == (15.0, True)
+    assert devices.trip(0, 0, 196.0, 100.0, 1000, 1000) == (200.0, False)
+    assert [devices.available(0, now) for now in (0.0, 10.0, 250.0, 1010.0)] == [False, True, False, True]
+    assert devices.next_change(0, 900.0) == 1010.0
+
+
+def test_a_trace_may_have_flops_instead_of_samples_a_second(tmp_path: Path) -> None:
+    mine = row()
+    mine["flops"] = 1e9 * mine.pop("speed")
+    write(tmp_path / "trace.parquet", [mine])
+    devices = Trace(file=str(tmp_path / "trace.parquet")).devices(0, 1, lambda: 2e9)
+    assert devices.seconds(np.array([100.0]), 0, 0) == 4.0  # 200 GFLOP at 50 GFLOP a second
+
+
+def test_any_kind_of_numbers_and_names_will_do(tmp_path: Path) -> None:
+    rows = [row(f"phone {each}", start=[10, 300], end=[200, 900], period=1000) for each in range(2)]  # type: ignore[arg-type]
+    found = read(stored(tmp_path, rows, speed=pa.float32(), start=pa.large_list(pa.int32())))
+    assert found.bounds.tolist() == [10.0, 200.0, 300.0, 900.0] * 2
+    assert found.first.tolist() == [0, 4, 8]
+
+
+def test_a_file_is_read_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = stored(tmp_path, sample(20))
+    whole = read(file)
+    monkeypatch.setattr(trace, "_ROWS", 3)
+    for one, other in zip(whole, read(file), strict=True):
+        assert np.array_equal(one, other)
+
+
+def test_intervals_that_touch_are_one(tmp_path: Path) -> None:
+    rows = [row(0, start=[0.0, 5.0, 9.0], end=[5.0, 9.0, 12.0]), row(1, start=[12.0], end=[20.0])]
+    found = read(stored(tmp_path, rows))
+    assert found.bounds.tolist() == [0.0, 12.0, 12.0, 20.0]
+    assert found.first.tolist() == [0, 2, 4]
+
+
+@given(seed=st.integers(0, 10_000), client=st.integers(0, 7), times=st.lists(st.integers(0, 3000), max_size=30))
+@settings(max_examples=60, deadline=None)
+def test_clients_are_there_in_their_intervals_and_at_no_other_time(
+    tmp_path_factory: pytest.TempPathFactory, seed: int, client: int, times: list[int]
+) -> None:
+    rows = sample(8, seed)
+    write(path := tmp_path_factory.mktemp("trace") / "trace.parquet", rows)
+    for wrap in (True, False):
+        devices = Trace(file=str(path), wrap=wrap).devices(0, 8, lambda: 1.0)
+        for now in times:
+            at = now % PERIOD if wrap else now
+            there = any(s <= at < e for s, e in zip(rows[client]["start"], rows[client]["end"], strict=True))
+            assert devices.available(client, now) == there
+
+
+def test_with_another_availability_only_the_speeds_are_the_files(tmp_path: Path) -> None:
+    write(tmp_path / "trace.parquet", [row()])
+    devices = Trace(file=str(tmp_path / "trace.parquet"), availability="always").devices(0, 1, lambda: 1.0)
+    assert devices.always
+    assert devices.trip(0, 0, 950.0, 100.0, 1000, 1000) == (955.0, True)
+
+
+# --- who is which row ---------------------------------------------------------------------------------------------
+def test_as_many_clients_as_rows_are_these_rows() -> None:
+    assert rows_of(5, 4, 4).tolist() == [0, 1, 2, 3]
+
+
+@given(seed=st.integers(0, 100), clients=st.integers(1, 60), rows=st.integers(1, 60))
+@settings(max_examples=100, deadline=None)
+def test_rows_are_used_equally_often(seed: int, clients: int, rows: int) -> None:
+    found = rows_of(seed, clients, rows)
+    uses = np.bincount(found, minlength=rows)
+    assert len(found) == clients
+    assert uses.max() - uses.min() <= 1
+    assert np.array_equal(found, rows_of(seed, clients, rows))
+
+
+def test_another_seed_draws_other_rows() -> None:
+    assert rows_of(1, 10, 1000).tolist() != rows_of(2, 10, 1000).tolist()
+    assert rows_of(1, 30, 10).tolist() != rows_of(2, 30, 10).tolist()
+
+
+# --- what is refused ----------------------------------------------------------------------------------------------
+BAD: list[tuple[Mapping[str, Any], str]] = [
+    ({"start": [10.0, 150.0]}, "interval 2, from 150.0 to 900.0, overlaps the one before it, which ends at 200.0"),
+    ({"start": [300.0, 10.0], "end": [900.0, 200.0]}, "interval 2, from 10.0 to 200.0, is unsorted"),
+    ({"start": [-1.0, 300.0]}, "interval 1, from -1.0 to 200.0, has a negative time"),
+    ({"start": [10.0, math.nan]}, "interval 2, from nan to 900.0, has a time that is no finite number"),
+    ({"end": [200.0, math.inf]}, "interval 2, from 300.0 to inf, has a time that is no finite number"),
+    ({"end": [200.0, None]}, "interval 2, from 300.0 to None, has a time that is no finite number"),
+    ({"end": [10.0, 900.0]}, "interval 1, from 10.0 to 10.0, does not end after its start"),
+    ({"end": [200.0, 1000.5]}, "interval 2, from 300.0 to 1000.5, ends after the period of 1000.0 s"),
+    ({"end": [200.0]}, "2 starts and 1 ends"),
+    ({"start": None}, "start is missing"),
+    ({"period": math.inf}, "period is inf, and must be a finite number above 0"),
+    ({"period": 0.0}, "period is 0.0, and must be"),
+    ({"down": math.nan}, "down is nan, and must be"),
+    ({"up": -1.0}, "up is -1.0, and must be"),
+    ({"speed": None}, "speed is None, and must be"),
+]
+
+
+@pytest.mark.parametrize(("wrong", "text"), BAD, ids=[text for _, text in BAD])
+@pytest.mark.parametrize("at", [0, 4])
+def test_a_row_that_cannot_be_is_refused_with_its_file_client_and_number(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wrong: Mapping[str, Any], text: str, at: int
+) -> None:
+    monkeypatch.setattr(trace, "_ROWS", 3)
+    rows = [row(100 + each) for each in range(6)]
+    rows[at] |= wrong
+    with pytest.raises(ValueError) as caught:
+        read(file := stored(tmp_path, rows))
+    assert str(caught.value).startswith(f"{file}: client {100 + at} (row {at}): {text}")
+    assert "\n" not in str(caught.value)
+
+
+def without(name: str) -> list[Row]:
+    return [{key: value for key, value in row().items() if key != name}]
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns", "text"),
+    [
+        (without("client"), {}, "no column client (or two): it holds integers or strings"),
+        (without("end"), {}, "no column end (or two): it holds a list of numbers in each row"),
+        (without("up"), {}, "no column up (or two): it holds numbers"),
+        (without("speed"), {}, "has neither speed nor flops: a trace has one of the two"),
+        ([row(flops=1.0)], {}, "has speed and flops: a trace has one of the two"),
+        ([row()], {"period": pa.string()}, "column period is of type string, but holds numbers"),
+        ([row()], {"start": pa.list_(pa.string())}, "column start is of type list<"),
+        ([row(start=1.0)], {}, "column start is of type double, but holds a list of numbers in each row"),
+        ([row(1.5)], {}, "column client is of type double, but holds integers or strings"),  # type: ignore[arg-type]
+        ([row(7), row(8), row(7)], {}, "client 7 is in rows 0 and 2: a trace has one row for each client"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_file_of_another_form_is_refused(tmp_path: Path, rows: list[Row], columns: Any, text: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        read(file := stored(tmp_path, rows, **columns))
+    assert str(caught.value).startswith(file)
+    assert text in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_what_is_no_trace_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    (tmp_path / "text.parquet").write_text("client,start")
+    pq.write_table(pa.Table.from_pylist([row()]).slice(0, 0), tmp_path / "empty.parquet")
+    write(tmp_path / "late.parquet", [row(start=[1e6], end=[2e6], period=3e6)])
+    expected = {
+        "text.parquet": "cannot be read as a Parquet file",
+        "missing.parquet": "cannot be read as a Parquet file",
+        "empty.parquet": "has no rows",
+        "late.parquet": "nobody is available at the start, and for 1,000,000 s",
+    }
+    for name, text in expected.items():
+        with pytest.raises(Refused, match=text) as caught:
+            raysim.run([*QUICK, "fleet=trace", f"fleet.file={tmp_path / name}", f"out={tmp_path / 'out'}"], quiet=True)
+        assert "\n" not in str(caught.value)
+    with pytest.raises(Refused, match=r"fleet\.file=null names no trace"):
+        raysim.run([*QUICK, "fleet=trace", f"out={tmp_path / 'out'}"], quiet=True)
+    assert not (tmp_path / "out").exists()
+
+
+# --- runs ---------------------------------------------------------------------------------------------------------
+def test_a_run_on_a_trace_has_the_virtual_times_of_the_trace(tmp_path: Path) -> None:
+    write(path := tmp_path / "trace.parquet", [row(start=[100.0], end=[600.0], down=math.pi * 1e9, up=1e12, speed=0.1)])
+    coordinator, _, _ = silent([10], Buffered(1, 1), Trace(file=str(path)), rounds=6)
+    # 10 samples take 100 s: five of them fit into an interval, and the network takes a moment: the last is lost
+    seconds = [row["virtual_seconds"] for row in ran(coordinator).rows]
+    assert seconds == pytest.approx([200.0, 300.0, 400.0, 500.0, 1200.0, 1300.0], abs=1e-3)
+
+
+def test_the_same_run_on_a_trace_has_the_same_bits(tmp_path: Path) -> None:
+    write(path := tmp_path / "trace.parquet", sample(30))
+    words = [*QUICK, "fleet=trace", f"fleet.file={path}", "fleet.dropout=0.1", "schedule=buffered", "rounds=3"]
+    words = [word for word in words if not word.startswith("schedule.cohort")]
+    words += ["schedule.concurrency=4", "schedule.size=2"]
+    one, other = (raysim.run([*words, f"out={tmp_path / name}"], quiet=True) for name in "ab")
+    assert one.summary["model_sha256"] == other.summary["model_sha256"]
+    assert one.rows[-1]["virtual_seconds"] == other.rows[-1]["virtual_seconds"]
+
+
+# --- FedScale -----------------------------------------------------------------------------------------------------
+# The entry that its users quote, and others like it.
+BEHAVIOUR: dict[int, dict[str, Any]] = {
+    3834: {
+        "duration": 211625,
+        "inactive": [65881, 133574, 208292, 276575, 295006, 356236, 400906, 475099],
+        "finish_time": 518400,
+        "active": [12788, 100044, 188992, 271372, 276663, 352625, 356267, 441193],
+        "model": "CPH1801",
+    },
+    7: {"duration": 100, "inactive": [100], "finish_time": 518400, "active": [0], "model": "X"},
+}
+CAPACITY = {432802: {"computation": 162.0, "communication": 5648.0}}
+
+
+def pickled(folder: Path, name: str, value: object) -> str:
+    (path := folder / name).write_bytes(pickle.dumps(value))
+    return str(path)
+
+
+def convert(folder: Path, capacity: object, behaviour: object, status: int = 0) -> str:
+    files = pickled(folder, "capacity", capacity), pickled(folder, "behaviour", behaviour)
+    out = str(folder / "new" / "trace.parquet")
+    assert cli.call(["fleet", "convert", *files, "--out", out]) == status
+    return out
+
+
+def test_fedscales_files_become_a_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = convert(tmp_path, CAPACITY, BEHAVIOUR)
+    assert capsys.readouterr().out == f"2 clients in {out}\n"
+    found, first = read(out), BEHAVIOUR[3834]
+    assert found.first.tolist() == [0, 16, 18]
+    assert found.bounds.tolist()[:16] == list(itertools.chain(*zip(first["active"], first["inactive"], strict=True)))
+    assert found.period.tolist() == [518400.0] * 2
+    # 162 ms for inference, three times as long for training; 5,648 x 1,024 bits a second
+    assert found.rate == pytest.approx([1 / 0.486] * 2)
+    assert found.down.tolist() == found.up.tolist() == [5648 * 128.0] * 2
+    assert cli.call(["fleet", "check", out]) == 0
+    assert capsys.readouterr().out.startswith(f"{out}: 2 clients in 9 intervals, ")
+
+
+def test_clients_that_no_trace_could_hold_are_left_out_and_counted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    broken = {"inactive": [5, 9], "finish_time": 10, "active": [0, 4]}
+    out = convert(
+        tmp_path, CAPACITY, {1: broken, **BEHAVIOUR, 2: {"finish_time": 10, "active": ["x"], "inactive": [3]}}
+    )
+    said = capsys.readouterr().out
+    assert f"2 clients in {out}; 2 were left out, the first of them client 1: interval 2" in said
+    assert len(read(out).rate) == 2
+
+
+def test_numbers_and_containers_of_numpy_and_python_are_read(tmp_path: Path) -> None:
+    numbers = {key: np.float64(value) for key, value in CAPACITY[432802].items()}
+    out = convert(tmp_path, OrderedDict({1: numbers}), BEHAVIOUR)
+    assert read(out).rate == pytest.approx([1 / 0.486] * 2)
+
+
+class Evil:
+    def __init__(self, target: Path):
+        self.target = target
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self.target,)
+
+
+@pytest.mark.parametrize("place", ["capacity", "behaviour"])
+def test_a_pickle_that_would_run_something_is_refused_and_runs_nothing(
+    tmp_path: Path, place: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    evil = {1: {"computation": Evil(tmp_path / "touched"), "finish_time": 1}}
+    files = {"capacity": CAPACITY, "behaviour": BEHAVIOUR, place: evil}
+    convert(tmp_path, files["capacity"], files["behaviour"], status=2)
+    said = capsys.readouterr().err
+    assert "may hold nothing but containers and numbers" in said
+    assert said.count("\n") == 1
+    assert not (tmp_path / "touched").exists()
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize(
+    ("capacity", "behaviour", "text"),
+    [
+        ([1, 2], BEHAVIOUR, "capacity is no pickle of FedScale: it holds no dictionary of clients"),
+        ({}, BEHAVIOUR, "it holds no dictionary of clients"),
+        (BEHAVIOUR, CAPACITY, "client 3834 has no 'computation'; check the files' order"),
+        (CAPACITY, {1: {"finish_time": 0}}, "no client that a trace could hold; the first: client 1: period is 0.0"),
+    ],
+)
+def test_other_pickles_are_refused(
+    tmp_path: Path, capacity: object, behaviour: object, text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    convert(tmp_path, capacity, behaviour, status=2)
+    said = capsys.readouterr().err
+    assert text in said
+    assert said.count("\n") == 1
+
+
+def test_what_is_no_pickle_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "text").write_text("hello")
+    assert cli.call(["fleet", "convert", str(tmp_path / "text"), str(tmp_path / "text")]) == 2
+    assert "is no pickle of FedScale" in capsys.readouterr().err
+    assert cli.call(["fleet", "convert", "no-such-file", str(tmp_path / "text")]) == 2
+    assert "no-such-file" in capsys.readouterr().err
+
+
+def test_a_wrong_number_of_files_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.call(["fleet", "convert", "one"]) == 2
+    assert "fleet convert takes 2" in capsys.readouterr().err
+    assert cli.call(["fleet", "check", "one", "two"]) == 2
+    assert "fleet check takes 1" in capsys.readouterr().err
