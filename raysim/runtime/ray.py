@@ -6,6 +6,7 @@ The only file besides the sweep that imports Ray.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import signal
 import socket
@@ -355,11 +356,11 @@ class RayRuntime:
         except (ray.exceptions.RayActorError, ray.exceptions.OutOfMemoryError) as error:
             raise HostDied(first_line(error)) from None
 
-    def ready(self, refs: Sequence[Any]) -> int:
+    def ready(self, refs: Sequence[Any], seconds: float) -> int | None:
         """The first that is there, in the order of `refs`."""
-        if len(refs) == 1:
-            return 0  # `get` waits for it
-        return refs.index(ray.wait(list(refs), num_returns=1, fetch_local=False)[0][0])
+        timeout = None if math.isinf(seconds) else seconds
+        found, _ = ray.wait(list(refs), num_returns=1, timeout=timeout, fetch_local=False)
+        return refs.index(found[0]) if found else None
 
     def revive(self, host: int) -> None:
         """Another actor in the same bundle; Ray moves the bundle where its node is gone and another one has room."""

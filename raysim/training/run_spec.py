@@ -34,16 +34,20 @@ class Checkpoint:
 class Faults:
     """The largest share of an aggregation's clients that may fail before the run stops, and when a client has failed.
 
-    norm: the largest norm that the update of a client's parameters may have; None: any.
+    norm: the largest norm that the update of a client's parameters may have; None: any. timeout: seconds after which a
+    host that has not answered a call is replaced; None: never.
     """
 
     tolerate: float = 0.1
     norm: float | None = None
+    timeout: float | None = 3600.0
 
     def __post_init__(self) -> None:
         between("faults.tolerate", self.tolerate, 0, 1)
         if self.norm is not None:
             above("faults.norm", self.norm, 0)
+        if self.timeout is not None:
+            above("faults.timeout", self.timeout, 0)
 
 
 @dataclass(frozen=True)
