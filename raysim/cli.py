@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from raysim.primitives.errors import Refused, instead, refusing
+from raysim.primitives.files import held, is_full
 
 RUN = """\
 examples:
@@ -161,7 +162,9 @@ def _parsed(words: Sequence[str]) -> argparse.Namespace:
 def _guarded(command: Callable[[], int]) -> int:
     """What ends a command early, as a sentence and a status."""
     try:
-        return command()
+        status = command()
+        sys.stdout.flush()
+        return status
     except Refused as error:
         return _say(str(error), 2)
     except KeyboardInterrupt as error:
@@ -175,6 +178,11 @@ def _guarded(command: Callable[[], int]) -> int:
     except BrokenPipeError:  # the reader of our output has left
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except OSError as error:
+        if not is_full(error):
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the rest of it fails at the end
+        return _say(f"the output cannot be written: {error.strerror}", 1)
 
 
 def _say(sentence: str, status: int) -> int:
@@ -277,10 +285,15 @@ def _study(given: argparse.Namespace) -> int:
     campaign = check(campaign, given.allow, given.parallel)
     print(campaign, flush=True)
     with refusing():
-        store(campaign)
-    failed = carry_out(campaign, parallel=given.parallel, allow=given.allow, say=lambda text: print(text, flush=True))
-    with refusing():
-        print(f"\n{report(campaign, given.metric, failed)}")
+        campaign.folder.mkdir(parents=True, exist_ok=True)
+    with held(campaign.folder):
+        with refusing():
+            store(campaign)
+        failed = carry_out(
+            campaign, parallel=given.parallel, allow=given.allow, say=lambda text: print(text, flush=True)
+        )
+        with refusing():
+            print(f"\n{report(campaign, given.metric, failed)}")
     for name, sentence in failed.items():
         sys.stderr.write(f"raysim: run {name} failed: {sentence}\n")
     return 1 if failed else 0
@@ -288,8 +301,12 @@ def _study(given: argparse.Namespace) -> int:
 
 def _sweep(given: argparse.Namespace) -> int:
     from raysim.commands.sweep.search import read_request
+    from raysim.runtime.placement import RayOptions, listen_on_loopback
 
     search = read_request(given.overrides, given.conf)  # before torch and Ray are imported
+    moved = search.known and any(word.startswith("runtime") for word in search.words)
+    for draft in () if moved else search.search.drafts.values():
+        listen_on_loopback(RayOptions(address=draft["runtime"].get("address")))
     if given.allow:
         sys.path.insert(0, os.getcwd())
     from raysim.commands.sweep.tune import run

@@ -3,26 +3,43 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from safetensors import SafetensorError
 
 from raysim import cli
+from raysim.data.dataset import Samples, cached
 from raysim.experiment import execute as experiment
+from raysim.primitives.errors import Refused
+from raysim.primitives.files import held
 from raysim.results.history import read_history
 from raysim.results.progress import Progress
+from raysim.simulation import checkpoint, coordinator
 from raysim.simulation.checkpoint import available
 
 QUICK = (
     *("runtime=inprocess", "tracking=none", "data=synthetic", "partition=iid", "partition.clients=10"),
     *("schedule.cohort=3", "local.epochs=1", "rounds=4", "checkpoint.every=2"),
 )
+OWNER = """
+import sys
+from pathlib import Path
+from raysim.primitives.files import alone
+with alone(Path(sys.argv[1]), "data.cache"):
+    print(flush=True)
+    sys.stdin.read()
+"""
 KILLED = Path(__file__).parent / "killed.py"
 
 
@@ -201,6 +218,54 @@ def test_another_study_is_not_continued_in_a_runs_folder(capsys: pytest.CaptureF
     run("out=a", "resume=latest", "rounds=5", "checkpoint.every=1", "faults.tolerate=0.5")
 
 
+def test_a_folder_in_which_another_process_works_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    refused = []
+
+    def second(row: object) -> None:
+        with pytest.raises(Refused) as error:
+            experiment.run([*QUICK, "out=a", "resume=latest", "rounds=6"], quiet=True)
+        refused.append(str(error.value))
+
+    experiment.run([*QUICK, "out=a"], quiet=True, on_round=second)
+    assert set(refused) == {
+        f"out=a is in use by process {os.getpid()} on {socket.gethostname()}: wait for its end, or choose another out"
+    }
+    with held(Path("a")):
+        run("out=a", "resume=latest", "rounds=6", status=2)
+    assert "out=a is in use by" in one_sentence(capsys.readouterr().err)
+    run("out=a", "resume=latest", "rounds=6")
+
+
+def test_a_study_that_another_process_carries_out_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["study", *QUICK, "method=[],[fedprox]", "rounds=1", "out=s"]
+    assert cli.call(words) == 0
+    with held(Path("s")):
+        assert cli.call(["study", "out=s", "resume=latest"]) == 2
+    assert "out=s is in use by" in capsys.readouterr().err
+
+
+def samples() -> Samples:
+    zeros = np.zeros(2, dtype=np.int64)
+    return Samples(np.ones((2, 1, 2, 2), dtype=np.uint8), zeros, zeros, 1, ["a"], ["b"])
+
+
+@pytest.mark.slow
+def test_who_waits_for_a_cache_says_for_whom(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    owner = subprocess.Popen(
+        [sys.executable, "-c", OWNER, str(tmp_path)], stdout=subprocess.PIPE, stdin=subprocess.PIPE
+    )
+    assert owner.stdout is not None and owner.stdin is not None
+    owner.stdout.readline()
+    waiting = threading.Thread(target=lambda: cached(str(tmp_path), "one", {}, samples))
+    waiting.start()
+    while "waiting" not in (text := capsys.readouterr().err):
+        waiting.join(0.01)
+    owner.stdin.close()
+    waiting.join()
+    assert f"raysim: waiting for process {owner.pid} on " in text and f"which writes {tmp_path}" in text
+    assert owner.wait() == 0 and list(tmp_path.glob("one-*.arrow"))
+
+
 def test_a_damaged_checkpoint_is_refused_by_name(capsys: pytest.CaptureFixture[str]) -> None:
     run("out=a")
     last = available(Path("a/checkpoints"))[-1]
@@ -217,6 +282,58 @@ def test_a_checkpoint_is_continued_in_a_new_folder() -> None:
     run("out=a")
     run("out=b", "resume=a/checkpoints/round-000002")
     assert bits("a") == bits("b")
+
+
+NoRoom = SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+
+# --- disks without room ---------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("full", ["fsync", "save_file", "model", "write_text"])
+@pytest.mark.parametrize("nth", [1, 2, 5, 9])
+def test_a_full_disk_ends_a_run_in_a_sentence_and_the_run_goes_on_when_there_is_room(
+    full: str, nth: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    places = {
+        "fsync": (os, "fsync"),
+        "save_file": (checkpoint, "save_file"),
+        "model": (coordinator, "save_file"),
+        "write_text": (Path, "write_text"),
+    }
+    place, name = places[full]
+    original, calls = getattr(place, name), []
+
+    def write(*given: Any, **named: Any) -> Any:
+        calls.append(1)
+        if len(calls) >= nth:
+            raise OSError(errno.ENOSPC, "No space left on device") if full != "model" else NoRoom
+        return original(*given, **named)
+
+    run("out=whole", "method=[scaffold]")
+    with monkeypatch.context() as patch:
+        patch.setattr(place, name, write)
+        status = cli.call(["run", *QUICK, "out=a", "method=[scaffold]"])
+    if len(calls) < nth:
+        assert status == 0
+        return
+    text = one_sentence(capsys.readouterr().err)
+    assert status in (1, 2) and ("disk is full" in text or "No space left" in text)
+    if status == 1:
+        assert "out=a and resume=latest goes on from the last checkpoint" in text
+    run("out=a", "method=[scaffold]", "resume=latest")
+    assert bits("a") == bits("whole")
+    assert not [path for path in Path("a").rglob(".*") if path.name != ".held"], "nothing unfinished is left"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("words", [["methods"], ["methods", "--json"], ["run", *QUICK], ["report", "a"], ["partition"]])
+def test_an_output_that_cannot_be_written_is_one_sentence(words: list[str]) -> None:
+    if words == ["report", "a"]:
+        run("out=a")
+    with open("/dev/full", "w") as full:
+        command = [sys.executable, "-m", "raysim", *words]
+        ended = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=600)
+    assert "No space left on device" in one_sentence(ended.stderr)
+    assert ended.returncode in (1, 2)
 
 
 # --- failures -----------------------------------------------------------------------------------------------------

@@ -32,6 +32,16 @@ def owner(methods: Sequence[Method], slot: str) -> Method | None:
     return next(iter(owners(methods, slot)), None)
 
 
+def blamed(error: BaseException) -> str:
+    """The name of the innermost method whose code was running when the error was raised, or ""."""
+    name, frame = "", error.__traceback__
+    while frame is not None:
+        if isinstance(method := frame.tb_frame.f_locals.get("self"), Method):
+            name = method.name
+        frame = frame.tb_next
+    return name
+
+
 _DOES = {
     "model": "replace the model",
     "stages": "decide the stages of an iteration",

@@ -16,6 +16,7 @@ from raysim.data.sources import Cifar10, Cifar100, Digits, FashionMnist, Mnist, 
 from raysim.data.stored import Stored, holds_images, named_folder
 from raysim.primitives.checks import require
 from raysim.primitives.errors import instead
+from raysim.primitives.files import user_path
 
 DOWNLOADED = {
     "mnist": Mnist,
@@ -68,7 +69,7 @@ class Domains(Source):
             return Digits()
         if name in DOWNLOADED:
             return DOWNLOADED[name](root=self.root, download=self.download, cache=self.cache)
-        root = Path(self.root).expanduser() if self.root else cache_folder(self.cache)
+        root = user_path(self.root) if self.root else cache_folder(self.cache)
         folder = named_folder(root, name)
         if folder and holds_images(folder):
             return Stored(root=str(folder))

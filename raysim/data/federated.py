@@ -92,6 +92,11 @@ def _check(source: Source, clean: Dataset) -> None:
         raise ValueError(
             f"data.pool={source.pool} does not divide images of {height} x {width} pixels: choose a divisor."
         )
+    if "crop" in source.augment and source.crop_padding > max(height, width):
+        raise ValueError(
+            f"data.crop_padding={source.crop_padding} is more than images of {height} x {width} pixels: a crop may "
+            "show nothing of them; lower it."
+        )
     if source.label_noise and clean.num_classes < 2:
         raise ValueError(
             f"data.label_noise={source.label_noise} needs at least two classes, the data has one: set it to 0."

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,8 +9,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from raysim.data.partition import Ints
-from raysim.data.pictures import Picture, numbered
+from raysim.data.pictures import Picture, are_names, numbered
 from raysim.data.raw import Raw, Source
+from raysim.primitives.checks import require
+from raysim.primitives.files import from_json, user_path
 
 
 @dataclass(frozen=True)
@@ -43,10 +44,10 @@ class Strips(Source):
 
     def folder(self) -> Path:
         """Where the files are. Raises ValueError when they are not there."""
-        folder = Path(self.root or "").expanduser()
+        folder = user_path(self.root or "")
         folder = folder / self.name if self.name and (folder / self.name).is_dir() else folder
         for split in ("train", "test"):
-            if not self.root or not all(path.is_file() for path in _files(folder, split)[-2:]):
+            if not self.root or not all(path.is_file() for path in _files(folder, split)):
                 raise ValueError(
                     f"data.root={self.root} holds no {self.name or 'strips'}: looked for {split}-000.png (or .webp) "
                     f"and {split}-labels.npy in {folder if self.root else 'it'}; name the folder that has them."
@@ -68,10 +69,13 @@ def _files(folder: Path, split: str) -> list[Path]:
 def _meta(path: Path) -> tuple[int | None, list[str] | None]:
     """Height of one image, and the names of the classes, as far as the file says."""
     try:
-        meta = json.loads(path.read_text()) if path.is_file() else {}
-        return meta.get("height"), meta.get("classes")
-    except (ValueError, AttributeError) as error:
+        meta = from_json(path.read_bytes()) if path.is_file() else {}
+        height, names = meta.get("height"), meta.get("classes")
+    except (OSError, ValueError, AttributeError) as error:
         raise ValueError(f"{path} is no readable JSON mapping ({error}): fetch it again.") from error
+    require(f"{path}: height", height, height is None or (type(height) is int and height > 0), "a number of pixels")
+    require(f"{path}: classes", names, names is None or are_names(names), "a list of different texts")
+    return height, names
 
 
 def _split(folder: Path, split: str, height: int | None) -> tuple[NDArray[np.uint8], Ints]:
@@ -80,8 +84,10 @@ def _split(folder: Path, split: str, height: int | None) -> tuple[NDArray[np.uin
     try:
         with file.open("rb") as content:
             labels = np.lib.format.read_array(content)  # never unpickles
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, MemoryError, SyntaxError, TypeError) as error:
         raise ValueError(f"{file} is no readable NumPy file ({error}): fetch it again.") from error
+    if labels.dtype.kind not in "iuU":
+        raise ValueError(f"{file} has labels of type {labels.dtype}: they must be integers or text.")
     parts = [_cut(path, height) for path in strips]
     for path, part in zip(strips, parts, strict=True):
         if part.shape[1:] != parts[0].shape[1:]:

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from raysim.primitives.checks import above, at_least, in_range, one_of
+from raysim.primitives.memory import must_fit
 from raysim.primitives.streams import stream
 
 Ints: TypeAlias = NDArray[np.int64]
@@ -315,6 +316,11 @@ class Partitioner:
         return Partition(kept, parts.test, CSR(**_grouped(train.indices[left], train.owners[left], len(train))))
 
 
+def _clients(name: str, value: int) -> None:
+    """Refuse a number of clients that cannot be."""
+    must_fit(f"{name}={at_least(name, value, 1)}: indices of all clients", 100 * value)
+
+
 @dataclass(frozen=True)
 class IID(Partitioner):
     """Equal parts of a random permutation."""
@@ -322,7 +328,7 @@ class IID(Partitioner):
     clients: int
 
     def check(self) -> None:
-        at_least("partition.clients", self.clients, 1)
+        _clients("partition.clients", self.clients)
 
     def assign(self, draws: Draws) -> CSR:
         return CSR(**iid_split(order=draws.order(), num_clients=self.clients))
@@ -345,7 +351,7 @@ class Dirichlet(Partitioner):
     per: Literal["class", "client"] = "class"
 
     def check(self) -> None:
-        at_least("partition.clients", self.clients, 1)
+        _clients("partition.clients", self.clients)
         above("partition.alpha", self.alpha, 0)
         if self.minimum is not None:
             at_least("partition.minimum", self.minimum, 0)
@@ -403,7 +409,7 @@ class DirichletClient(Partitioner):
     turns: Literal["rotating", "sequential"] = "rotating"
 
     def check(self) -> None:
-        at_least("partition.clients", self.clients, 1)
+        _clients("partition.clients", self.clients)
         above("partition.alpha", self.alpha, 0)
         one_of("partition.concentration", self.concentration, ("symmetric", "prior_scaled"))
         one_of("partition.turns", self.turns, ("rotating", "sequential"))
@@ -457,16 +463,18 @@ class Shards(Partitioner):
     shards_per_client: int
 
     def check(self) -> None:
-        at_least("partition.clients", self.clients, 1)
+        _clients("partition.clients", self.clients)
         at_least("partition.shards_per_client", self.shards_per_client, 1)
 
     def assign(self, draws: Draws) -> CSR:
         total, shards = len(draws.labels), self.clients * self.shards_per_client
         if shards > total:
+            fewer = f"partition.clients={total // self.shards_per_client}"
+            if self.shards_per_client > total:
+                fewer = f"partition.shards_per_client={max(1, total // self.clients)}"
             raise ValueError(
                 f"partition.clients={self.clients} with partition.shards_per_client={self.shards_per_client} needs "
-                f"{shards} samples, the training data has {total}: set partition.clients="
-                f"{total // self.shards_per_client} or less."
+                f"{shards} samples, the training data has {total}: set {fewer} or less."
             )
         return CSR(
             **shard_split(
@@ -488,7 +496,7 @@ class Quantity(Partitioner):
     minimum: int = 1
 
     def check(self) -> None:
-        at_least("partition.clients", self.clients, 1)
+        _clients("partition.clients", self.clients)
         above("partition.alpha", self.alpha, 0)
         at_least("partition.minimum", self.minimum, 0)
 
@@ -510,7 +518,7 @@ class Domain(Partitioner):
     clients_per_domain: int = 1
 
     def check(self) -> None:
-        at_least("partition.clients_per_domain", self.clients_per_domain, 1)
+        _clients("partition.clients_per_domain", self.clients_per_domain)
 
     def assign(self, draws: Draws) -> CSR:
         return CSR(

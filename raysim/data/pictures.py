@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from raysim.data.partition import Ints, guarded_floor
+from raysim.primitives.files import regular
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -33,9 +34,11 @@ class Picture:
         try:
             if self.content is None:
                 raise OSError("it is empty")
+            if isinstance(self.content, Path):
+                regular(self.content)
             picture = Image.open(self.content if isinstance(self.content, Path) else io.BytesIO(self.content))
             picture.load()
-        except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+        except Exception as error:  # each of the formats has its own ways to fail
             reason = str(error).replace(f" {str(self.content)!r}", "")
             raise ValueError(
                 f"{self.place} is not a readable picture ({reason}): remove it or fetch it again."
@@ -97,8 +100,16 @@ def train_first(test: NDArray[np.bool_]) -> tuple[Ints, int]:
     return np.argsort(test, kind="stable"), int((~test).sum())
 
 
+def are_names(value: object) -> bool:
+    """Whether a value that was read can be the names of classes."""
+    return isinstance(value, list) and all(isinstance(name, str) for name in value) and len({*value}) == len(value) > 0
+
+
 def numbered(values: NDArray[np.generic], names: list[str] | None, place: str) -> tuple[Ints, list[str]]:
-    """Labels as numbers 0..C-1 and the names of the C classes; text is numbered by `names`, or alphabetically."""
+    """Labels as numbers 0..C-1 and the names of the C classes; text is numbered by `names`, or alphabetically.
+
+    Without names there are as many classes as the largest label says, but no more than samples.
+    """
     if values.dtype.kind in "OU":
         present = sorted(set(values.tolist()))
         names = names or present
@@ -110,12 +121,19 @@ def numbered(values: NDArray[np.generic], names: list[str] | None, place: str) -
         return np.array([number[value] for value in values.tolist()], dtype=np.int64), names
     if values.dtype.kind not in "iu":
         raise ValueError(f"{place} has labels of type {values.dtype}: they must be integers or text.")
-    labels = values.astype(np.int64)
-    classes = len(names) if names else int(labels.max()) + 1
-    if labels.min() < 0 or labels.max() >= classes:
-        worst = int(labels.min()) if labels.min() < 0 else int(labels.max())
+    if not len(values):
+        return values.astype(np.int64), names or []
+    lowest, highest = int(values.min()), int(values.max())
+    if not names and highest >= len(values) and lowest >= 0:
+        raise ValueError(
+            f"{place} has the label {highest}, and {len(values)} images: labels without names count the classes from "
+            "0, so number them without gaps, or give all classes their names."
+        )
+    classes = len(names) if names else highest + 1
+    if lowest < 0 or highest >= classes:
+        worst = lowest if lowest < 0 else highest
         raise ValueError(f"{place} has the label {worst}, its classes are 0 to {classes - 1}: correct it.")
-    return labels, names or [str(label) for label in range(classes)]
+    return values.astype(np.int64), names or [str(label) for label in range(classes)]
 
 
 def _as_pictures(images: Pixels) -> Iterator[Image]:

@@ -19,6 +19,7 @@ from raysim.data.partition import Ints
 from raysim.data.pictures import Picture, numbered, stacked
 from raysim.primitives.checks import at_least, between, require
 from raysim.primitives.errors import instead
+from raysim.primitives.memory import must_fit
 
 AUGMENTATIONS = ("crop", "flip", "rotate", "resized_crop", "jitter", "grey")
 
@@ -61,11 +62,12 @@ class Source:
 
     def __post_init__(self) -> None:
         if self.size is not None:
-            at_least("data.size", self.size, 1)
+            between("data.size", self.size, 1, 2**15)
         require("data.channels", self.channels, self.channels in (None, 1, 3), "1, 3 or null")
         between("data.label_noise", self.label_noise, 0, 1)
         at_least("data.pool", self.pool, 1)
-        require("data.only", self.only, self.only is None or self.only, "a list of names, or null")
+        different = self.only is None or 0 < len(self.only) == len(set(self.only))
+        require("data.only", self.only, different, "a list of different names, or null")
         require("data.mean", self.mean, all(map(math.isfinite, self.mean or ())), "finite, or null")
         spread = all(0 < value < math.inf for value in self.std or ())
         require("data.std", self.std, spread, "above 0 and finite everywhere, or null")
@@ -127,6 +129,8 @@ class Source:
             raise ValueError(f"data source {type(self).__name__} has no training images: check data.root.")
         domains = np.zeros(count, dtype=np.int64) if raw.domains is None else raw.domains
         names = raw.domain_names or [type(self).__name__.lower()]
+        if self.size is not None:
+            must_fit(f"{count} images of data.size={self.size}", count * (self.channels or 1) * self.size**2)
         images = stacked(raw.images, count, self.size, self.channels)
         return Samples(images, raw.labels.astype(np.int64), domains, raw.train_rows, raw.class_names, names)
 

@@ -7,9 +7,10 @@ data: the pixels (size, channels), the corruptions (`federated.py` applies them)
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,11 +18,12 @@ from numpy.typing import NDArray
 from raysim.data.dataset import Dataset, cache_folder
 from raysim.data.packed import Strips
 from raysim.data.partition import Ints
-from raysim.data.pictures import spread_test, train_first
+from raysim.data.pictures import numbered, spread_test, train_first
 from raysim.data.raw import Raw, Source
 from raysim.data.stored import ImageFolder, Parquet, Stored, holds_images, named_folder
 from raysim.primitives.checks import at_least, require
-from raysim.primitives.files import alone
+from raysim.primitives.files import alone, user_path
+from raysim.primitives.memory import must_fit
 from raysim.primitives.streams import stream
 
 __all__ = [
@@ -42,6 +44,7 @@ __all__ = [
 ]
 
 IDX = tuple(f"raw/{split}-{kind}-ubyte" for split in ("train", "t10k") for kind in ("images-idx3", "labels-idx1"))
+IDX_SETS = ("MNIST", "FashionMNIST")
 BATCHES = (*(f"data_batch_{number}" for number in range(1, 6)), "test_batch", "batches.meta")
 TORCHVISION = {  # the files that torchvision's classes read, below their root
     "MNIST": [f"MNIST/{file}" for file in IDX],
@@ -185,7 +188,7 @@ def _read(source: Downloadable, kind: str) -> Raw:
 
 
 def _root(source: Downloadable) -> Path:
-    return Path(source.root).expanduser() if source.root else cache_folder(source.cache)
+    return user_path(source.root) if source.root else cache_folder(source.cache)
 
 
 def _complete(root: Path, kind: str) -> Path | None:
@@ -200,9 +203,14 @@ def _stored(root: Path, kind: str) -> Stored | None:
 
 
 def _download(folder: Path, kind: str, missing: str) -> None:
+    if kind in IDX_SETS and (processed := folder / kind / "processed").is_dir():
+        raise ValueError(
+            f"data.root={folder} holds no {kind}: {missing} is missing there, and {processed} of an old torchvision "
+            "keeps this one from downloading it: remove it."
+        )
     try:
         for split in ("train", "test"):
-            _half(folder, kind, split, download=True)
+            _opened(folder, kind, split, download=True)
     except Exception as error:  # torchvision and the network fail in many ways; the user needs one sentence
         raise ValueError(
             f"data.root={folder} holds no {kind} ({missing} is missing there) and its download failed ({error}): name "
@@ -211,27 +219,42 @@ def _download(folder: Path, kind: str, missing: str) -> None:
 
 
 def _torchvision(folder: Path, kind: str) -> Raw:
+    place = f"data.root={folder}: {kind}"
     try:
-        parts = [_half(folder, kind, split, download=False) for split in ("train", "test")]
+        parts = [_half(folder, kind, split) for split in ("train", "test")]
     except Exception as error:  # whatever a damaged file makes of torchvision's reader
-        raise ValueError(f"data.root={folder}: {kind} cannot be read there ({error}): fetch it again.") from error
-    images = np.concatenate([images for images, *_ in parts])
-    if images.ndim == 3:
-        images = images[:, None]
-    elif images.shape[-1] == 3:
-        images = images.transpose(0, 3, 1, 2)
-    labels = np.concatenate([labels for _, labels, _ in parts])
-    return Raw(images, labels, len(parts[0][1]), parts[0][2])
+        raise ValueError(f"{place} cannot be read there ({error}): fetch it again.") from error
+    for (images, labels, _), what in zip(parts, ("training", "testing"), strict=True):
+        if len(images) != len(labels):
+            raise ValueError(f"{place} has {len(images)} images and {len(labels)} labels for {what}: fetch it again.")
+    first, second = (f"{images.shape[2]} x {images.shape[3]}" for images, *_ in parts)
+    if first != second:
+        raise ValueError(f"{place} has images of {first} pixels for training and of {second} for testing.")
+    labels, names = numbered(np.concatenate([labels for _, labels, _ in parts]), parts[0][2], place)
+    return Raw(np.concatenate([images for images, *_ in parts]), labels, len(parts[0][1]), names)
 
 
-def _half(folder: Path, kind: str, split: str, download: bool) -> tuple[NDArray[np.uint8], Ints, list[str]]:
-    """Images, labels and class names (digits where torchvision has none) of one split, as torchvision has them."""
+def _half(folder: Path, kind: str, split: str) -> tuple[NDArray[np.uint8], Ints, list[str]]:
+    """Images [n, c, h, w], labels and class names (digits where torchvision has none) of one split."""
+    if kind in IDX_SETS:  # its class would rather read what an old version of itself pickled beside these files
+        from torchvision.datasets import mnist
+
+        files = [str(folder / name) for name in TORCHVISION[kind][0 if split == "train" else 2 :][:2]]
+        pixels = mnist.read_image_file(files[0]).numpy()[:, None]
+        return pixels, mnist.read_label_file(files[1]).numpy(), list(getattr(mnist, kind).classes)
+    found = _opened(folder, kind, split, download=False)
+    pixels = np.asarray(found.data)
+    pixels = pixels[:, None] if pixels.ndim == 3 else pixels if kind == "SVHN" else pixels.transpose(0, 3, 1, 2)
+    labels = np.asarray(found.labels if kind == "SVHN" else found.targets, dtype=np.int64)
+    return pixels, labels, list(getattr(found, "classes", "0123456789"))
+
+
+def _opened(folder: Path, kind: str, split: str, download: bool) -> Any:
+    """A split as torchvision's class has it."""
     import torchvision
 
     which = {"split": split} if kind == "SVHN" else {"train": split == "train"}
-    dataset = getattr(torchvision.datasets, kind)(str(folder), download=download, **which)
-    labels = np.asarray(dataset.labels if kind == "SVHN" else dataset.targets, dtype=np.int64)
-    return np.asarray(dataset.data), labels, list(getattr(dataset, "classes", "0123456789"))
+    return getattr(torchvision.datasets, kind)(str(folder), download=download, **which)
 
 
 @dataclass(frozen=True)
@@ -254,6 +277,10 @@ class Synthetic(Source):
             at_least(f"data.{key}", getattr(self, key), 1)
         for key in ("test_samples", "noise", "shift", "seed"):
             at_least(f"data.{key}", getattr(self, key), 0)
+        images, patterns, size = self.samples + self.test_samples, self.classes + self.domains, math.prod(self.shape)
+        must_fit(f"data.samples={self.samples} and data.test_samples={self.test_samples}", images * 40)
+        must_fit(f"data.classes={self.classes} and data.domains={self.domains}", patterns * 200)
+        must_fit(f"{images} images of data.shape={self.shape}", (images + 4 * patterns) * size)
 
     def read(self) -> Raw:
         rng = stream(self.seed, "synthetic")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import csv
 import itertools
-import json
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -17,9 +16,10 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from raysim.data.packed import Strips, are_strips
-from raysim.data.pictures import Picture, numbered, spread_test, train_first
+from raysim.data.pictures import Picture, are_names, numbered, spread_test, train_first
 from raysim.data.raw import Raw, Source, numbered_domains
-from raysim.primitives.checks import in_range
+from raysim.primitives.checks import in_range, require
+from raysim.primitives.files import from_json, regular, user_path
 
 PICTURES = frozenset((".jpg", ".jpeg", ".png", ".bmp", ".webp", ".gif", ".tif", ".tiff", ".ppm", ".pgm"))
 
@@ -55,6 +55,7 @@ class Parquet(Source):
         ]
         columns = [self._columns(path, folder.name, len(folders) > 1) for _, folder, path in tables]
         paths = [path for *_, path in tables]
+        _same_kind(paths, self.label_column)
         labels, class_names = numbered(
             np.concatenate([labels for labels, _ in columns]), _class_names(paths, self.label_column), str(folders[0])
         )
@@ -77,14 +78,14 @@ class Parquet(Source):
                 "data.root is empty: name a folder with train.parquet and test.parquet, or a list of them."
             )
         if isinstance(self.root, list):
-            folders = [Path(root).expanduser() for root in self.root]
+            folders = [user_path(root) for root in self.root]
             names = [folder.name for folder in folders]
             if len(set(names)) < len(names):
                 raise ValueError(
                     f"data.root={self.root} has two folders of one name, and a domain is named by its folder."
                 )
         else:
-            root = Path(self.root).expanduser()
+            root = user_path(self.root)
             inner = [] if _parts(root, "train") or not root.is_dir() else sorted(root.iterdir())
             folders = [folder for folder in inner if _parts(folder, "train")] or [root]
         for folder in folders:
@@ -107,10 +108,10 @@ class Parquet(Source):
             table = pq.read_table(path, columns=[n for n in names if n in (self.label_column, self.domain_column)])
         if any(column.null_count for column in table.columns):
             raise ValueError(f"{path} has rows without a label or a domain: remove them.")
-        labels = table[self.label_column].to_numpy()
+        labels = _integers_or_text(table, self.label_column, path)
         if self.domain_column not in names:
             return labels, np.full(len(labels), folder)
-        domains = table[self.domain_column].to_numpy().astype(np.str_)
+        domains = _integers_or_text(table, self.domain_column, path).astype(np.str_)
         return labels, np.char.add(f"{folder}/", domains) if several else domains
 
     def _chosen(self, paths: list[Path], masks: list[NDArray[np.bool_]]) -> Iterator[Picture]:
@@ -119,7 +120,15 @@ class Parquet(Source):
                 yield from itertools.compress(self._pictures(path), mask)
 
     def _pictures(self, path: Path) -> Iterator[Picture]:
-        batches = pq.ParquetFile(path).iter_batches(256, columns=[self.image_column])
+        kind = _schema(path).field(self.image_column).type
+        inner = kind.field("bytes").type if pa.types.is_struct(kind) and kind.get_field_index("bytes") >= 0 else kind
+        if not (pa.types.is_binary(inner) or pa.types.is_large_binary(inner)):
+            raise ValueError(
+                f"{path}: column {self.image_column} holds {kind}: it must hold the bytes of picture files, alone or "
+                "as `bytes` of a struct; set data.image_column to the one that does."
+            )
+        with _readable(path):
+            batches = pq.ParquetFile(path).iter_batches(256, columns=[self.image_column])
         rows = itertools.count()
         while True:
             with _readable(path):
@@ -166,7 +175,7 @@ class ImageFolder(Source):
         return Raw(pictures, classes[order], train_rows, class_names, domains[order], domain_names)
 
     def _root(self) -> Path:
-        root = Path(self.root or "").expanduser()
+        root = user_path(self.root or "")
         if not self.root or not root.is_dir():
             raise ValueError(f"data.root={self.root} is no folder: name one with a subfolder of pictures per class.")
         return root
@@ -205,7 +214,7 @@ class Stored(Source):
         try:
             return self.form().files()
         except ValueError as error:
-            root = Path(self.root or "").expanduser()
+            root = user_path(self.root or "")
             if not self.name or not root.is_dir() or named_folder(root, self.name):
                 raise
             raise ValueError(f"data.root={root} has no folder {self.name} and is none itself: {error}") from error
@@ -215,7 +224,7 @@ class Stored(Source):
 
     def form(self) -> Strips | Parquet | ImageFolder:
         """The source that reads what is there. Raises ValueError when nothing is."""
-        root = Path(self.root or "").expanduser()
+        root = user_path(self.root or "")
         if not self.root or not root.is_dir():
             raise ValueError(
                 f"data.root={self.root} is no folder: name the one with {self.name or 'the images'} as strips, Parquet "
@@ -252,11 +261,20 @@ def _has_parquet(folder: Path) -> bool:
 
 
 def _listed(path: Path) -> list[tuple[str, str, str, str]]:
-    with path.open(newline="") as file:
-        reader = csv.DictReader(file)
-        if missing := {"path", "domain", "class", "split"} - set(reader.fieldnames or ()):
-            raise ValueError(f"{path} lacks the column {sorted(missing)[0]}; it needs path, domain, class and split.")
-        rows = [(row["path"], row["domain"], row["class"], row["split"]) for row in reader]
+    columns = ("path", "domain", "class", "split")
+    try:
+        with path.open(newline="") as file:
+            reader = csv.DictReader(file)
+            if missing := set(columns) - set(reader.fieldnames or ()):
+                raise ValueError(f"it lacks the column {sorted(missing)[0]}")
+            found = [[row[column] for column in columns] for row in reader]
+    except (OSError, ValueError, csv.Error) as error:
+        raise ValueError(f"{path} is no table of path, domain, class and split ({error}): correct it.") from error
+    rows = []
+    for number, values in enumerate(found, 2):
+        if any(value is None or "\0" in value for value in values):
+            raise ValueError(f"{path}, line {number} has no path, domain, class and split: correct it.")
+        rows.append((values[0], values[1], values[2], values[3]))
     for name, _, _, split in rows:
         if split not in ("train", "test"):
             raise ValueError(f"{path}: split={split} of {name} must be train or test.")
@@ -280,8 +298,10 @@ def _below(root: Path, only_domain: str) -> list[tuple[str, str, str]]:
     rows = []
     for path in root.glob("*/**/*"):
         parts = path.relative_to(root).parts
-        if path.suffix.lower() not in PICTURES or any(part.startswith(".") for part in parts):
+        hidden = any(part.startswith(".") for part in parts)
+        if path.suffix.lower() not in PICTURES or hidden or path.is_dir():
             continue
+        regular(path)
         if len(parts) not in (2, 3):
             raise ValueError(f"{path} lies too deep: pictures belong into class/ or domain/class/ below {root}.")
         rows.append(("/".join(parts), parts[0] if len(parts) == 3 else only_domain, parts[-2]))
@@ -292,7 +312,7 @@ def _below(root: Path, only_domain: str) -> list[tuple[str, str, str]]:
 
 def _parts(folder: Path, split: str) -> list[Path]:
     whole = folder / f"{split}.parquet"
-    return [whole] if whole.is_file() else sorted(folder.glob(f"{split}-*.parquet"))
+    return [whole] if whole.is_file() else [regular(path) for path in sorted(folder.glob(f"{split}-*.parquet"))]
 
 
 @contextlib.contextmanager
@@ -308,15 +328,51 @@ def _schema(path: Path) -> pa.Schema:
         return pq.read_schema(path)
 
 
+def _values(kind: pa.DataType) -> pa.DataType:
+    """The type of a column's values, which a dictionary of them hides."""
+    return kind.value_type if pa.types.is_dictionary(kind) else kind
+
+
+def _is_text(kind: pa.DataType) -> bool:
+    return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind))
+
+
+def _integers_or_text(table: pa.Table, name: str, path: Path) -> NDArray[np.generic]:
+    kind = _values(table[name].type)
+    if not (_is_text(kind) or pa.types.is_integer(kind)):
+        raise ValueError(f"{path}: column {name} holds {kind}: labels and domains must be integers or text.")
+    values: NDArray[np.generic] = table[name].cast(kind).to_numpy()
+    return values
+
+
+def _same_kind(paths: list[Path], name: str) -> None:
+    """Refuse text in one file and numbers in another."""
+    first, *others = [_values(_schema(path).field(name).type) for path in paths]
+    for path, kind in zip(paths[1:], others, strict=True):
+        if _is_text(kind) != _is_text(first):
+            raise ValueError(
+                f"{path}: column {name} holds {kind}, but {paths[0]} holds {first}: use one for all files."
+            )
+
+
 def _class_names(paths: list[Path], label_column: str) -> list[str] | None:
     """The class names that the files' metadata give, ours or Hugging Face's; all files must agree."""
     earlier: list[str] | None = None
     for path in paths:
-        metadata = _schema(path).metadata or {}
-        names = json.loads(metadata.get(b"class_names", b"null"))
-        features = json.loads(metadata.get(b"huggingface", b"{}")).get("info", {}).get("features", {})
-        names = names or features.get(label_column, {}).get("names")
+        names = _named(path, label_column)
         if names and earlier and names != earlier:
             raise ValueError(f"{path} names the classes {', '.join(names)}, the files before it {', '.join(earlier)}.")
         earlier = earlier or names
     return earlier
+
+
+def _named(path: Path, label_column: str) -> list[str] | None:
+    names: list[str] | None
+    metadata = _schema(path).metadata or {}
+    try:
+        names = from_json(metadata.get(b"class_names", b"null"))
+        features = from_json(metadata.get(b"huggingface", b"{}")).get("info", {}).get("features", {})
+        names = names if names is not None else features.get(label_column, {}).get("names")
+    except (ValueError, AttributeError) as error:
+        raise ValueError(f"{path}: its class names ({error}) must be a list of different texts in JSON.") from error
+    return require(f"{path}: its class names", names, names is None or are_names(names), "a list of different texts")

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias, cast
 
-import yaml
 from hydra import version
 from hydra._internal.config_repository import CachingConfigRepository, ConfigRepository
 from hydra._internal.config_search_path_impl import ConfigSearchPathImpl
@@ -24,10 +23,12 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from raysim.primitives.errors import Refused, first_line, instead, nearest
+from raysim.primitives.files import regular, user_path, without_password
 
 Node: TypeAlias = dict[str, Any]
 
 LISTS = ("method",)  # groups of which any number of options is chosen
+COMPLETE = ("method", "schedule", "fleet", "data", "partition", "model")  # groups without which nothing runs
 SWEEP = "sweep"  # the group that no run has
 ALTERNATIVES = (("local.epochs", "local.steps"),)  # setting one empties the other, unless it is set too
 _QUOTE = "put a value with special characters into quotes, such as 'out=\"a=b\"'"
@@ -55,6 +56,8 @@ def groups(folders: Sequence[Path] = ()) -> Groups:
             raise Refused(f"the configuration folder {root} does not exist: name one that does, or leave it out")
         for path in sorted(root.glob("*/**/*.yaml")):
             group, *rest = path.relative_to(root).with_suffix("").parts
+            if root in folders and not load_yaml(path) and group in LISTS:
+                raise Refused(f"{path} is empty: name a class in it, or remove it")
             if not path.name.startswith("_"):  # what several options have in common
                 files.setdefault(group, {})["/".join(rest)] = path
     return Groups(files)
@@ -79,7 +82,7 @@ def compose(
 
 def config_folders(folders: Sequence[str | Path]) -> list[Path]:
     """The user's own folders of configuration, as absolute paths."""
-    return [Path(folder).expanduser().resolve() for folder in folders]
+    return [user_path(folder).absolute() for folder in folders]
 
 
 def _drafted(
@@ -126,14 +129,23 @@ def _stored(path: str | Path | None) -> Node | None:
     """A configuration file to start from, without what belongs to its own run alone."""
     if path is None:
         return None
-    if not Path(path).expanduser().is_file():
+    if not user_path(path).is_file():
         raise Refused(f"{path} is no file: name the config.yaml of a run, or the best.yaml of a search")
-    node = load_yaml(Path(path).expanduser())
-    if not isinstance(node, dict) or not isinstance(node.get("choices"), dict):
+    node = load_yaml(user_path(path))
+    if not _is_complete(node):
         raise Refused(
             f"{path} is no complete configuration: name the config.yaml of a run, or the best.yaml of a search"
         )
     return node | {"out": None, "resume": None}
+
+
+def _is_complete(node: Node) -> bool:
+    """Whether it has what every run has: groups, and the names of their options."""
+    choices = node.get("choices")
+    if not isinstance(choices, dict) or not all(isinstance(node.get(group), dict) for group in COMPLETE):
+        return False
+    names = (name for each in choices.values() for name in (each if isinstance(each, list) else [each]))
+    return all(isinstance(name, str) for name in names)
 
 
 def _chosen_before(stored: Node | None, known: Groups) -> dict[str, list[str]]:
@@ -179,7 +191,7 @@ def _continued(values: Mapping[str, Any]) -> Node | None:
     folder = out if resume == "latest" else resume and Path(str(resume)).parent.parent
     if not resume or not folder:
         return None
-    path = Path(str(folder)).expanduser() / "config.yaml"
+    path = user_path(str(folder)) / "config.yaml"
     return load_yaml(path) if path.is_file() else None
 
 
@@ -189,7 +201,10 @@ def _onto(stored: Node, config: DictConfig, named: Sequence[str]) -> DictConfig:
     for key in named:
         pairs = next((pair for pair in ALTERNATIVES if key in pair), (key,))
         for each in pairs:
-            OmegaConf.update(result, each, OmegaConf.select(config, each), merge=False, force_add=True)
+            try:
+                OmegaConf.update(result, each, OmegaConf.select(config, each), merge=False, force_add=True)
+            except (OmegaConfBaseException, ValueError, TypeError) as error:
+                raise Refused(f"the stored configuration has no place for {each}: restore its file") from error
         if key in config.choices:
             OmegaConf.update(result, f"choices.{key}", config.choices[key])
     return result
@@ -275,7 +290,9 @@ def _composed(chosen: Mapping[str, list[str]], known: Groups, roots: Sequence[Pa
     try:
         parts, choices = _parts(list(words.values()), roots)
         config = _merged(parts)
-    except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
+    except Exception as error:
+        if not roots and not isinstance(error, (HydraException, OmegaConfBaseException)):
+            raise
         raise Refused(
             f"the configuration files do not fit together ({first_line(error).rstrip('.:')}): check your own files"
         ) from error
@@ -395,15 +412,26 @@ def plain(config: DictConfig | Mapping[str, Any]) -> Node:
 
 
 def to_yaml(config: Node) -> str:
-    """As it is stored in a run folder."""
-    return str(OmegaConf.to_yaml(OmegaConf.create(config)))
+    """As it is stored in a run folder: without the passwords of addresses."""
+    return without_password(str(OmegaConf.to_yaml(OmegaConf.create(config))))
 
 
 def load_yaml(path: Path) -> Node:
-    """A stored configuration. Raises Refused where the file is broken."""
+    """A stored configuration. Raises Refused where the file is broken, or holds anything but names and their values."""
     try:
-        return cast(Node, OmegaConf.to_container(OmegaConf.load(path)))
+        node = OmegaConf.to_container(OmegaConf.load(regular(path)))
+        if not isinstance(node, dict) or not _has_text_keys(node):
+            raise ValueError("it holds no names with values")
+        if "${oc.env" in str(node).replace(" ", ""):
+            raise ValueError("it reads the environment, which would be stored with the results; write the value itself")
     except Exception as error:  # a damaged file fails in the YAML reader in many ways
         raise Refused(
             f"{path} cannot be read ({first_line(error).rstrip('.:')}): restore it, or start in a new folder"
         ) from error
+    return cast(Node, node)
+
+
+def _has_text_keys(node: object) -> bool:
+    if isinstance(node, dict):
+        return all(isinstance(key, str) and _has_text_keys(value) for key, value in node.items())
+    return not isinstance(node, list) or all(map(_has_text_keys, node))

@@ -6,14 +6,16 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Generator, Iterator, Mapping, Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import fields, replace
 from itertools import chain
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from omegaconf import DictConfig
+from safetensors import SafetensorError
 
 from raysim.api.composition import check_composition, check_private_names
 from raysim.api.declarations import Local
@@ -29,9 +31,10 @@ from raysim.experiment.run_folder import Place, place
 from raysim.experiment.settings import ExecutionOptions, Experiment, Interrupted, Result
 from raysim.models import ModelRecipe
 from raysim.primitives.errors import Refused, instead, refusing
-from raysim.primitives.files import replace_file
+from raysim.primitives.files import held, is_full, replace_file
 from raysim.results.observers import Observer, ObserverFailed
-from raysim.simulation.events import Event, TooManyFailures
+from raysim.runtime.placement import listen_on_loopback
+from raysim.simulation.events import Event, RunStopped, TooManyFailures
 from raysim.simulation.fleet import Fleet
 from raysim.simulation.schedule import Schedule, Synchronous, check_concurrency
 from raysim.simulation.server import asked_weighting
@@ -62,7 +65,7 @@ _NEEDS = {"schedule": "decide", "fleet": "devices", "data": "read", "partition":
 
 
 def _object(config: Node, group: str, allow: Sequence[str]) -> Any:
-    node = config[group]
+    node = config.get(group)
     if not isinstance(node, Mapping) or TARGET not in node:
         raise Refused(f"{group}={shown(node)} names no class: choose an option of the group {group}")
     cls = resolve(node[TARGET], group, allow)
@@ -73,6 +76,8 @@ def _object(config: Node, group: str, allow: Sequence[str]) -> Any:
 
 def _methods(config: Node, allow: Sequence[str]) -> tuple[Method, ...]:
     parts = []
+    if not isinstance(config.get("method"), Mapping):
+        raise Refused(f"method={shown(config.get('method'))} is no mapping: name each part of the method in it")
     for name, node in config["method"].items():
         path = f"method.{name}"
         if not isinstance(node, Mapping) or TARGET not in node:
@@ -90,12 +95,14 @@ def _device(asked: str, elsewhere: bool) -> str:
     if asked == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     kind, _, index = asked.partition(":")
-    if kind not in ("cpu", "cuda", "mps") or (index and not index.isdigit()):
+    if kind not in ("cpu", "cuda", "mps") or (index and not (index.isdecimal() and len(index) < 4)):
         raise Refused(f"device={asked} does not exist: {instead(asked, ('auto', 'cpu', 'cuda', 'mps'))}")
     if kind == "cuda" and not elsewhere and int(index or 0) >= torch.cuda.device_count():
         raise Refused(
             f"device={asked} needs a GPU that torch does not see (it sees {torch.cuda.device_count()}): set device=cpu"
         )
+    if kind != "cuda" and index not in ("", "0"):
+        raise Refused(f"device={asked} does not exist, there is one: set device={kind}")
     if kind == "mps" and not torch.backends.mps.is_available():
         raise Refused("device=mps needs a Mac with Metal: set device=cpu")
     return asked
@@ -200,15 +207,33 @@ def run(
     if where.finished:
         say(console, where.note)
         return finished(experiment, where.folder, console)
-    with refusing():
-        plan = overview(experiment, where.folder)
-    for text in (plan, where.note, *experiment.warnings):
-        say(console, text)
-    with closing(_events(experiment, where, console)) as events:
+    with ExitStack() as stack:
+        stack.enter_context(_unwritable(where.folder))
+        if where.exists:
+            stack.enter_context(held(where.folder))
+        with refusing():
+            plan = overview(experiment, where.folder)
+        for text in (plan, where.note, *experiment.warnings):
+            say(console, text)
+        events = stack.enter_context(closing(_events(experiment, where, console)))
         with refusing():
             started = next(events)  # only now hosts are known to fit
             _make_folder(experiment, where)
+        if not where.exists:
+            stack.enter_context(held(where.folder))
         return record(experiment, where.folder, chain([started], events), console, quiet, users)
+
+
+@contextmanager
+def _unwritable(folder: Path) -> Iterator[None]:
+    """What cannot be written, for want of room or otherwise, ends a run in one sentence."""
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        what = error.strerror if is_full(error) and isinstance(error, OSError) else str(error)
+        again = f"out={folder} and resume=latest" if folder.is_dir() else "the same command"
+        mend = "make room" if is_full(error) else "mend that"
+        raise RunStopped(f"{what}; {mend}, then {again} goes on from the last checkpoint") from error
 
 
 def _events(experiment: Experiment, where: Place, console: Console) -> Generator[Event, None, None]:
@@ -223,6 +248,7 @@ def _events(experiment: Experiment, where: Place, console: Console) -> Generator
 
 
 def _on_ray(experiment: Experiment, where: Place, console: Console) -> Iterator[Event]:
+    listen_on_loopback(experiment.execution.runtime)
     from raysim.runtime import ray
 
     def tell(text: str) -> None:

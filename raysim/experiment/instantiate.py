@@ -110,10 +110,15 @@ def _fits(value: Any, kind: Any) -> bool:
     if get_origin(kind) is Literal:
         return any(type(value) is type(choice) and value == choice for choice in get_args(kind))
     if kind is float:
-        return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+        return (isinstance(value, float) and math.isfinite(value)) or _is_integer(value)
     if kind is int:
-        return isinstance(value, int) and not isinstance(value, bool)
+        return _is_integer(value)
     return isinstance(kind, type) and isinstance(value, kind)
+
+
+def _is_integer(value: Any) -> bool:
+    """Of 64 bits: what NumPy and torch can count with."""
+    return isinstance(value, int) and not isinstance(value, bool) and -(2**63) <= value < 2**63
 
 
 def _near(value: Any, kind: Any) -> str:
@@ -125,7 +130,8 @@ def _near(value: Any, kind: Any) -> str:
 def _allowed(kind: Any, value: Any) -> str:
     """What an annotation allows, as the answer to a value that it does not."""
     endless = isinstance(value, float) and not math.isfinite(value)
-    return f"{described(kind)}{', not infinite or nan' if endless else ''}"
+    long = isinstance(value, int) and not isinstance(value, bool) and not _is_integer(value)
+    return f"{described(kind)}{', not infinite or nan' if endless else ' of at most 64 bits' if long else ''}"
 
 
 def described(kind: Any) -> str:

@@ -11,16 +11,13 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from raysim.experiment.instantiate import shown
 from raysim.primitives.checks import known
 from raysim.primitives.errors import Refused, refusing
 from raysim.results.history import Row, last_measured
 from raysim.results.significance import mean_deviation
-
-if TYPE_CHECKING:
-    from raysim.runtime.placement import RayOptions
+from raysim.runtime.placement import RayOptions, listen_on_loopback
 
 FINAL = ("accuracy", "accuracy_global")  # what "final" means: the first of them that a run has
 DEVIATION = "_std"  # the end of a column's name that holds the deviation over seeds
@@ -83,6 +80,7 @@ def how_to_go_on(command: str, folder: Path) -> str:
 
 def join_ray(options: RayOptions, session: ExitStack) -> None:
     """Have a Ray for all runs until the session ends: this process's own if it has one, else what the options name."""
+    listen_on_loopback(options)
     from raysim.runtime import ray
 
     with refusing():

@@ -12,6 +12,7 @@ from raysim.experiment.instantiate import shown
 from raysim.experiment.many_runs import check_free, dated_folder
 from raysim.experiment.settings import Experiment
 from raysim.primitives.errors import Refused
+from raysim.primitives.files import user_path, without_password
 from raysim.results.tracking import flatten
 from raysim.simulation import checkpoint
 
@@ -28,6 +29,7 @@ FREE = (
     "data.cache",
     "data.download",
 )
+
 FREE_RUNTIME = ("name", "hosts", "cpus", "gpus", "address")  # but not threads
 
 
@@ -46,15 +48,15 @@ def place(experiment: Experiment) -> Place:
     """Decide on folder and checkpoint; refuses a folder that is taken or holds another run. Writes nothing."""
     options, rounds = experiment.execution, experiment.spec.settings.rounds
     if options.resume is None:
-        folder = Path(options.out).expanduser() if options.out else dated_folder(Path("runs"), experiment.title)
+        folder = user_path(options.out) if options.out else dated_folder(Path("runs"), experiment.title)
         check_free(folder)
         _check_writable(folder)
         return Place(folder)
     if options.resume != "latest":
-        return _continued(experiment, Path(options.resume).expanduser())
+        return _continued(experiment, user_path(options.resume))
     if not options.out:
         raise Refused("resume=latest needs the folder of the run: add out=DIR")
-    folder = Path(options.out).expanduser()
+    folder = user_path(options.out)
     if folder.exists() and not (folder / "config.yaml").is_file() and (not folder.is_dir() or any(folder.iterdir())):
         raise Refused(f"out={folder} is not the folder of a run: choose another one, or leave resume out")
     _check_writable(folder)
@@ -81,7 +83,7 @@ def _continued(experiment: Experiment, path: Path) -> Place:
         )
     if (origin / "config.yaml").is_file():
         _check_same(load_yaml(origin / "config.yaml"), experiment.config, origin)
-    folder = Path(experiment.execution.out).expanduser() if experiment.execution.out else origin
+    folder = user_path(experiment.execution.out) if experiment.execution.out else origin
     same = folder.resolve() == origin
     if folder.exists() and not same:
         raise Refused(
@@ -111,7 +113,7 @@ def _check_writable(folder: Path) -> None:
 
 def _check_same(stored: Node, config: Node, folder: Path) -> None:
     """Refuse to resume a run with other settings than the folder's."""
-    before, now = flatten(stored), flatten(config)
+    before, now = flatten(stored), {key: _as_stored(value) for key, value in flatten(config).items()}
     for key in dict.fromkeys([*before, *now]):
         head = key.partition(".")[0]
         free = head in FREE or key in FREE or (head == "runtime" and key.partition(".")[2] in FREE_RUNTIME)
@@ -120,6 +122,11 @@ def _check_same(stored: Node, config: Node, folder: Path) -> None:
             raise Refused(
                 f"{key}={new} differs from {key}={old} of the run in {folder}: set it back, or choose another out"
             )
+
+
+def _as_stored(value: object) -> object:
+    """As the folder's configuration has it."""
+    return without_password(value) if isinstance(value, str) else value
 
 
 def _rounds_done(folder: Path) -> int:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 from raysim.experiment.compose import Node
-from raysim.primitives.checks import at_least
+from raysim.primitives.checks import between
 from raysim.results.history import THRESHOLDS
 from raysim.runtime.placement import RayOptions
 from raysim.simulation.fleet import Fleet
@@ -26,7 +26,7 @@ class RuntimeOptions(RayOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        at_least("runtime.threads", self.threads, 1)
+        between("runtime.threads", self.threads, 1, 1024)
         if self.name == "cluster" and not self.address:
             raise ValueError(
                 "runtime.address=null names no cluster: set it to auto, or to the address of its head node"

@@ -1,4 +1,4 @@
-"""What server rules share that only need the inner products of updates: a changed weighted sum, never formed."""
+"""What server rules share: a changed weighted sum that is never formed, and rules for each parameter by itself."""
 
 from __future__ import annotations
 
@@ -8,12 +8,32 @@ import torch
 from torch import Tensor
 
 from raysim.api.server_view import Aggregation, Server
+from raysim.vectors.blocks import in_blocks
 from raysim.vectors.gram import Granularity, combination, gram, stretches
 
 
 def parameters_of(aggregation: Aggregation, server: Server) -> list[Tensor]:
     """Of each update the part [trained] that belongs to trainable parameters; views."""
     return [delta[: server.layout.trained] for delta in aggregation.deltas]
+
+
+def counting(aggregation: Aggregation, server: Server) -> list[Tensor]:
+    """The same of the updates that have a weight. Raises ValueError where none has."""
+    rows = [row for row, weight in zip(parameters_of(aggregation, server), aggregation.weights, strict=True) if weight]
+    if not rows:
+        raise ValueError("all updates have the weight 0")
+    return rows
+
+
+def by_coordinate(rule: Callable[[Tensor], Tensor], aggregation: Aggregation, server: Server) -> Tensor:
+    """[trained] a rule that makes one number of each column of the updates that count, [m, d] -> [d], in blocks."""
+    rows, direction = counting(aggregation, server), torch.empty_like(server.params)
+
+    def fill(part: slice) -> None:
+        direction[part] = rule(torch.stack([row[part] for row in rows]))
+
+    in_blocks(len(direction), fill)
+    return direction
 
 
 def recombined(

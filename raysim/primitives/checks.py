@@ -33,8 +33,13 @@ def in_range(
         allowed = [f"from {least:g} to {most:g}"]
     elif not allowed or value == math.inf:
         allowed.append("finite")
-    holds = math.isfinite(value) and least <= value <= most and above < value < below
+    holds = is_finite(value) and least <= value <= most and above < value < below
     return require(name, value, holds, " and ".join(allowed), why)
+
+
+def is_finite(value: float) -> bool:
+    """Whether a number is neither nan nor infinite; an integer never is, even one that no float can hold."""
+    return isinstance(value, int) or math.isfinite(value)
 
 
 def at_least(name: str, value: N, least: float) -> N:

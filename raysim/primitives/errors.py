@@ -6,6 +6,8 @@ import difflib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
+_TOO_LARGE = ("can't allocate memory", "Storage size calculation overflowed")  # what torch calls a RuntimeError
+
 
 class Refused(ValueError):
     """A study that cannot be run as asked: one sentence with the value, its place and what to do."""
@@ -18,8 +20,12 @@ def refusing() -> Iterator[None]:
         yield
     except Refused:
         raise
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, OverflowError) as error:
         raise Refused(" ".join(_text(error).split())) from error
+    except (MemoryError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and not any(text in str(error) for text in _TOO_LARGE):
+            raise
+        raise Refused(f"this takes more memory than there is ({first_line(error)}): ask for less") from error
 
 
 def first_line(error: BaseException) -> str:

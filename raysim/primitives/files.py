@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import json
 import os
+import re
+import shutil
+import socket
+import sys
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO, TextIO
+
+from raysim.primitives.errors import Refused
+
+_FULL = ("No space left on device", "Disk quota exceeded", "File too large")  # in errors of libraries' own kinds
 
 
 @contextlib.contextmanager
@@ -26,24 +36,120 @@ def whole(path: Path) -> Iterator[BinaryIO]:
 
 def replace_file(path: Path, content: bytes) -> None:
     """Write a `whole` file."""
-    with whole(path) as file:
+    with room_for(path, len(content)), whole(path) as file:
         file.write(content)
 
 
 @contextlib.contextmanager
+def room_for(path: Path, needed: int) -> Iterator[None]:
+    """Where the disk is full, an OSError of its own kind says what was to be written and what is free, in bytes."""
+    try:
+        yield
+    except Exception as error:
+        if not is_full(error):
+            raise
+        free = shutil.disk_usage(path.parent).free
+        text = f"the disk is full: {path} takes {needed:,} bytes, of which {free:,} are free"
+        raise OSError(errno.ENOSPC, text) from error
+
+
+def is_full(error: BaseException) -> bool:
+    """Whether something could not be written for want of room, or of leave to take it."""
+    known = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+    return known or any(text in str(error) for text in _FULL)
+
+
+def user_path(text: str | Path) -> Path:
+    """The path that a user wrote, ~ being the home folder. Raises Refused for what cannot be a path."""
+    if "\0" in str(text):
+        raise Refused(f"{str(text)!r} is no path: it contains a NUL")
+    try:
+        path = Path(text).expanduser()
+        path.is_dir()
+        return path
+    except OSError as error:  # a name that is too long
+        raise Refused(f"{str(text)[:60]}... is no path: {error.strerror}") from None
+    except RuntimeError:
+        raise Refused(f"{text} names a user whose home folder is not known: write the path in full") from None
+
+
+def without_password(text: str) -> str:
+    """The same text with users, passwords and tokens taken out of every address in it."""
+    bare = re.sub(r"://[^/\s\"']*@", "://", text)
+    return re.sub(r"([?&](?:user|password|passwd|pwd|token)=)[^&\s\"']*", r"\1", bare)
+
+
+def regular(path: Path) -> Path:
+    """The path of a file that can be read to its end: no folder, pipe or device, and no link to one.
+
+    Raises ValueError for any other.
+    """
+    if not path.is_file():
+        raise ValueError(f"{path} is no regular file: remove it, or put the file there.")
+    return path
+
+
+def from_json(text: str | bytes) -> Any:
+    """What JSON says. Raises ValueError, also for what Python cannot nest so deeply."""
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
+@contextlib.contextmanager
 def alone(folder: Path, setting: str) -> Iterator[None]:
-    """One process at a time per folder, which is made if need be; `setting` names it.
+    """One process at a time per folder, which is made if need be; `setting` names it. Says so where it has to wait.
 
     Raises ValueError if the folder cannot be written.
     """
-    import fcntl
-
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        handle = (folder / ".lock").open("a")
+        handle = (folder / ".lock").open("a+")
     except OSError as error:
         raise ValueError(f"{folder} cannot be written ({error}): name another folder in {setting}") from error
     with handle:
-        with contextlib.suppress(OSError):  # some network file systems have no locks
-            fcntl.flock(handle, fcntl.LOCK_EX)
+        if not _locked(handle):
+            print(f"raysim: waiting for {_owner(handle)}, which writes {folder}", file=sys.stderr, flush=True)
+            _locked(handle, wait=True)
+        _sign(handle)
         yield
+
+
+@contextlib.contextmanager
+def held(folder: Path) -> Iterator[None]:
+    """The folder of a run for this process alone, as long as it works there. Raises Refused where another one does."""
+    path = folder / ".held"
+    if path.exists() and not path.is_file():
+        raise Refused(f"{path} is no file that can be locked: remove it")
+    with path.open("a+") as handle:
+        if not _locked(handle):
+            raise Refused(f"out={folder} is in use by {_owner(handle)}: wait for its end, or choose another out")
+        _sign(handle)
+        yield
+
+
+def _locked(handle: TextIO, wait: bool = False) -> bool:
+    """Lock a file until it is closed; False where another process has it. Some network file systems have no locks."""
+    import fcntl
+
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+    except BlockingIOError:
+        return False
+    except OSError:
+        pass
+    return True
+
+
+def _sign(handle: TextIO) -> None:
+    """Leave in a locked file who has it."""
+    with contextlib.suppress(OSError):  # a full disk is the next one's to tell
+        handle.truncate(0)
+        handle.write(f"process {os.getpid()} on {socket.gethostname()}")
+        handle.flush()
+
+
+def _owner(handle: TextIO) -> str:
+    handle.seek(0)
+    return handle.read() or "another process"

@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from raysim.primitives.checks import known
-from raysim.primitives.files import replace_file
+from raysim.primitives.files import replace_file, without_password
 
 Row: TypeAlias = Mapping[str, int | float | None]
 Values: TypeAlias = Sequence[int | float | None]
@@ -144,9 +144,9 @@ def _plain(value: object) -> object:
         return _plain(value.item())
     if isinstance(value, float) and not math.isfinite(value):
         return None
-    return value if value is None or isinstance(value, (bool, int, float, str)) else str(value)
+    return value if value is None or isinstance(value, (bool, int, float)) else without_password(str(value))
 
 
 def write_json(obj: object, path: Path) -> None:
-    """Write indented JSON atomically; nan and infinities become null, what JSON cannot say becomes text."""
+    """Write indented JSON atomically, without passwords; nan and infinities become null, what JSON cannot say text."""
     replace_file(Path(path), (json.dumps(_plain(obj), indent=2, allow_nan=False) + "\n").encode())

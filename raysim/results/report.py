@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import html
 import io
-import json
 import math
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
@@ -13,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from raysim.primitives.checks import known
-from raysim.primitives.files import replace_file
+from raysim.primitives.files import from_json, replace_file
 from raysim.results.history import Row, column, read_history, summarise
 from raysim.results.jobs import read_jobs
 from raysim.results.theme import DARK, LIGHT, page_theme, time_unit
@@ -105,7 +104,7 @@ def load_run(folder: Path) -> Run:
     if not rows:
         raise ValueError(f"{folder} has a history without a round; let the run get further and ask again.")
     finished = (folder / "summary.json").is_file()
-    summary = _read(folder / "summary.json", json.loads) if finished else summarise(rows)
+    summary = _read(folder / "summary.json", from_json) if finished else summarise(rows)
     return Run(folder.resolve().name, _read(folder / "config.yaml", _yaml), rows, summary, folder, finished)
 
 
@@ -114,7 +113,7 @@ def _yaml(text: str) -> object:
 
     try:
         return yaml.safe_load(text)
-    except yaml.YAMLError as problem:
+    except Exception as problem:  # the YAML reader fails in many ways
         raise ValueError(str(problem)) from problem
 
 

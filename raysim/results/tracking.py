@@ -7,6 +7,7 @@ is resumed, replayed or cut off in the middle of a call has no gap and no step t
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import threading
@@ -16,7 +17,7 @@ from numbers import Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
-from raysim.primitives.files import alone
+from raysim.primitives.files import alone, from_json, regular, without_password
 from raysim.results.history import Row, read_history, write_json
 
 if TYPE_CHECKING:
@@ -45,11 +46,6 @@ KEY_LENGTH, PARAM_LENGTH, TAG_LENGTH = 250, 6000, 5000
 def default_uri(root: Path) -> str:
     """The SQLite file that all runs under one root share."""
     return f"sqlite:///{Path(root).resolve() / 'mlflow.db'}"
-
-
-def without_password(text: str) -> str:
-    """The same text with user and password taken out of every address in it."""
-    return re.sub(r"://[^/@\s]*@", "://", text)
 
 
 def flatten(nested: Mapping[str, object], prefix: str = "") -> dict[str, object]:
@@ -382,11 +378,15 @@ class Tracker:
                 )
 
     def _append(self, rows: Sequence[Row], anew: bool = False) -> None:
-        if rows:
+        if not rows:
+            return
+        try:
             with (self._folder / BACKLOG).open("w" if anew else "a") as stream:
                 stream.writelines(json.dumps(_numbers(row)) + "\n" for row in rows)
                 stream.flush()
                 os.fsync(stream.fileno())
+        except OSError as problem:
+            self._say(f"{self._folder / BACKLOG} cannot be written ({problem}): the rows are in history.parquet alone.")
 
 
 def replay(
@@ -428,7 +428,7 @@ def replay(
 def read_record(folder: Path) -> Record:
     """What `tracking.json` says; empty where there is none that can be read."""
     try:
-        return dict(_mapping(json.loads((folder / RECORD).read_text())))
+        return dict(_mapping(from_json(regular(folder / RECORD).read_bytes())))
     except (OSError, ValueError):
         return {}
 
@@ -436,16 +436,16 @@ def read_record(folder: Path) -> Record:
 def read_backlog(folder: Path) -> list[Row]:
     """Rows of the backlog file; a last line that a crash cut short is left out."""
     try:
-        lines = (folder / BACKLOG).read_text().splitlines()
-    except OSError:
+        lines = regular(folder / BACKLOG).read_bytes().splitlines()
+    except (OSError, ValueError):
         return []
     rows: list[Row] = []
     for line in lines:
         try:
-            rows.append(_numbers(_mapping(json.loads(line))))
-        except ValueError:
+            rows.append(_numbers(_mapping(from_json(line))))
+        except (ValueError, OverflowError):
             continue
-    return [row for row in rows if "round" in row]
+    return [row for row in rows if math.isfinite(row.get("round", math.nan) or 0)]
 
 
 def merge(first: Sequence[Row], second: Sequence[Row]) -> list[Row]:

@@ -35,7 +35,7 @@ class InProcess:
         """The value itself."""
         return ref
 
-    def ready(self, refs: Sequence[Any]) -> int:
+    def ready(self, refs: Sequence[Any], seconds: float) -> int:
         """All are there."""
         return 0
 

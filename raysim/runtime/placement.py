@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import os
+import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,6 +16,7 @@ Resources: TypeAlias = Mapping[str, float]  # CPU, GPU, memory in bytes, and wha
 
 GIB = 2**30
 STEPS = 10_000  # Ray counts resources in steps of 0.0001
+CLUSTERS = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"  # "0": no process of Ray listens beyond loopback, on any system
 KEYS = {"CPU": "runtime.cpus", "GPU": "runtime.gpus"}  # what to lower; else it is a key of runtime.resources
 
 
@@ -51,6 +54,15 @@ class RayOptions:
                 f"runtime.gpus={self.gpus:g} is neither a share of one GPU nor a whole number: "
                 f"set it to 1 or {math.ceil(self.gpus)}"
             )
+
+
+def listen_on_loopback(options: RayOptions) -> None:
+    """Keep a Ray that this process will start for itself from listening on the network.
+
+    Ray reads what says so when it is imported; in a process that has imported it already it listens on all interfaces.
+    """
+    if options.address in (None, "local") and "ray" not in sys.modules:
+        os.environ.setdefault(CLUSTERS, "0")
 
 
 @dataclass(frozen=True)

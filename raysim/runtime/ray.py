@@ -6,6 +6,7 @@ The only file besides the sweep that imports Ray.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import signal
 import socket
@@ -35,7 +36,7 @@ from raysim.api.messages import Published
 from raysim.data.dataset import copied
 from raysim.primitives.errors import first_line
 from raysim.runtime import preflight
-from raysim.runtime.placement import RayOptions, Size, amounts, demand, fitting, gib, share, total, within
+from raysim.runtime.placement import CLUSTERS, RayOptions, Size, amounts, demand, fitting, gib, share, total, within
 from raysim.simulation.coordinator import Coordinator
 from raysim.simulation.events import Event, Round, RunStopped
 from raysim.simulation.fleet import Fleet
@@ -73,6 +74,10 @@ def connect(options: RayOptions) -> bool:
     if ray.is_initialized():
         return False
     address = options.address or "local"
+    if address != "local" and os.environ.get(CLUSTERS) == "0" and not address.startswith("127."):
+        raise ValueError(
+            f"runtime.address={address}: this process, or {CLUSTERS}=0, keeps Ray to this machine: start a new process"
+        )
     try:
         host, _, port = address.rpartition(":")
         if host and port.isdigit():  # Ray would try for minutes
@@ -351,11 +356,11 @@ class RayRuntime:
         except (ray.exceptions.RayActorError, ray.exceptions.OutOfMemoryError) as error:
             raise HostDied(first_line(error)) from None
 
-    def ready(self, refs: Sequence[Any]) -> int:
+    def ready(self, refs: Sequence[Any], seconds: float) -> int | None:
         """The first that is there, in the order of `refs`."""
-        if len(refs) == 1:
-            return 0  # `get` waits for it
-        return refs.index(ray.wait(list(refs), num_returns=1, fetch_local=False)[0][0])
+        timeout = None if math.isinf(seconds) else seconds
+        found, _ = ray.wait(list(refs), num_returns=1, timeout=timeout, fetch_local=False)
+        return refs.index(found[0]) if found else None
 
     def revive(self, host: int) -> None:
         """Another actor in the same bundle; Ray moves the bundle where its node is gone and another one has room."""

@@ -1,8 +1,8 @@
 """Checkpoints: everything a run is, written atomically, verified on reading, without pickle.
 
 A checkpoint is a folder `round-000050` of `run.json` (numbers), `server.safetensors` and `clients.safetensors`
-(named tensors; many go into several files) and `manifest.json` (SHA-256 of the others). It appears under its name only
-when it is complete.
+(named tensors; many go into several files) and `manifest.json` (SHA-256 of the others and of what it says itself). It
+appears under its name only when it is complete.
 """
 
 from __future__ import annotations
@@ -21,6 +21,10 @@ import numpy as np
 from safetensors.numpy import save_file
 from safetensors.torch import load_file as map_file
 
+from raysim.primitives.files import from_json, regular, room_for
+
+MANIFEST = "manifest.json"
+_NEEDED = {"run.json", "server.safetensors", "clients.safetensors"}
 _KEEP = 2  # the last one, and one more in case it is damaged
 _MOST = 100_000  # tensors in a file: their names and places may take 100 MB at most, and take some 150 bytes each
 
@@ -51,23 +55,36 @@ def write(folder: Path, version: int, snapshot: Snapshot) -> Path:
     """Write a checkpoint below `folder`, then delete all but the newest two. Returns its path."""
     folder.mkdir(parents=True, exist_ok=True)
     final = folder / f"round-{version:06d}"
-    draft = folder / f".{final.name}.{os.getpid()}"
     for unfinished in folder.glob(".round-*"):  # of a process that was killed while it wrote
         shutil.rmtree(unfinished)
-    draft.mkdir()
-    (draft / "run.json").write_text(json.dumps(snapshot.numbers))
-    for name, arrays in (("server", snapshot.server), ("clients", snapshot.clients)):
-        for index, part in enumerate(_parts(arrays)):
-            save_file(part, draft / f"{name}{f'-{index}' if index else ''}.safetensors")
-    (draft / "manifest.json").write_text(json.dumps({path.name: _digest(path) for path in sorted(draft.iterdir())}))
-    for path in (*draft.iterdir(), draft):
-        _sync(path)
+    draft = folder / f".{final.name}.{os.getpid()}"
+    arrays = (*snapshot.server.values(), *snapshot.clients.values())
+    with room_for(final, sum(array.nbytes for array in arrays)):
+        try:
+            _write(draft, snapshot)
+        except Exception:
+            shutil.rmtree(draft, ignore_errors=True)
+            raise
     shutil.rmtree(final, ignore_errors=True)
     draft.rename(final)
     _sync(folder)
     for old in available(folder)[:-_KEEP]:
         shutil.rmtree(old)
     return final
+
+
+def _write(draft: Path, snapshot: Snapshot) -> None:
+    """All files, complete on the disk."""
+    draft.mkdir()
+    (draft / "run.json").write_text(json.dumps(snapshot.numbers))
+    for name, arrays in (("server", snapshot.server), ("clients", snapshot.clients)):
+        for index, part in enumerate(_parts(arrays)):
+            save_file(part, path := draft / f"{name}{f'-{index}' if index else ''}.safetensors")
+            shutil.copymode(draft / "run.json", path)  # safetensors keeps what it writes to its user
+    digests = {path.name: _digest(path) for path in sorted(draft.iterdir())}
+    (draft / MANIFEST).write_text(json.dumps({**digests, MANIFEST: _own_digest(digests)}))
+    for path in (*draft.iterdir(), draft):
+        _sync(path)
 
 
 def _parts(arrays: Mapping[str, np.ndarray]) -> Iterator[dict[str, np.ndarray]]:
@@ -79,19 +96,35 @@ def _parts(arrays: Mapping[str, np.ndarray]) -> Iterator[dict[str, np.ndarray]]:
 
 def available(folder: Path) -> list[Path]:
     """Complete checkpoints, oldest first."""
-    return sorted(folder.glob("round-*")) if folder.is_dir() else []
+    found = [path for path in folder.glob("round-*") if path.name[6:].isdecimal() and path.is_dir()]
+    return sorted(found, key=lambda path: int(path.name[6:]))
 
 
 def damage(path: Path) -> str:
     """What is wrong with a checkpoint, or ""."""
     try:
-        manifest = json.loads((path / "manifest.json").read_text())
+        manifest = _manifest(path)
         for name, digest in manifest.items():
-            if _digest(path / name) != digest:
+            if _digest(regular(path / name)) != digest:
                 return f"{name} does not have the checksum of its manifest"
     except (OSError, ValueError) as error:
-        return f"{type(error).__name__}: {error}"
+        return str(error).rstrip(".")
     return ""
+
+
+def _manifest(path: Path) -> dict[str, str]:
+    """The checksums of a checkpoint's files. Raises ValueError where they are not those that were written."""
+    manifest = from_json(regular(path / MANIFEST).read_bytes())
+    if not isinstance(manifest, dict) or not manifest.keys() >= _NEEDED or any("/" in name for name in manifest):
+        raise ValueError(f"{MANIFEST} does not name the files of a checkpoint")
+    own = manifest.pop(MANIFEST, None)  # earlier versions wrote none
+    if own is not None and own != _own_digest(manifest):
+        raise ValueError(f"{MANIFEST} does not have its own checksum")
+    return manifest
+
+
+def _own_digest(digests: Mapping[str, str]) -> str:
+    return hashlib.sha256(json.dumps(digests, sort_keys=True).encode()).hexdigest()
 
 
 def read(path: Path) -> Snapshot:
@@ -118,6 +151,5 @@ def _mapped(path: Path, name: str) -> dict[str, np.ndarray]:
 
     Mapped, not read: caches and states may be larger than memory. What is written to stays out of the file.
     """
-    manifest = json.loads((path / "manifest.json").read_text())
-    files = [file for file in manifest if re.fullmatch(rf"{name}(-\d+)?\.safetensors", file)]
+    files = [file for file in _manifest(path) if re.fullmatch(rf"{name}(-\d+)?\.safetensors", file)]
     return {key: tensor.numpy() for file in files for key, tensor in map_file(path / file).items()}

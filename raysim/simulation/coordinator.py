@@ -7,6 +7,7 @@ trained.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -91,7 +92,9 @@ class Coordinator:
                 f"evaluate.probe={settings.evaluate.probe} looks at local models on the central test set, of "
                 "which the data has none: set evaluate.probe=0"
             )
-        self.dispatcher = Dispatcher(runtime, settings.summation, self.layout.shared, self.private)
+        self.dispatcher = Dispatcher(
+            runtime, settings.summation, self.layout.shared, self.private, settings.faults.timeout or math.inf
+        )
         self.evaluator = Evaluator(spec, self.layout, runtime, self.dispatcher, self.private)
         pooled = any(method.pools for method in spec.methods)
         self.history = RowWriter(self.dispatcher, self.private, pooled, spec.dtype.itemsize)

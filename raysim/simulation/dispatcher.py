@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import copy
 import heapq
+import math
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
@@ -84,8 +86,10 @@ class Call:
 class Dispatcher:
     """Gives jobs to hosts, and makes every call to them."""
 
-    def __init__(self, runtime: Runtime, group: int, shared: int, private: PrivateStates):
+    def __init__(self, runtime: Runtime, group: int, shared: int, private: PrivateStates, timeout: float = math.inf):
         self.runtime, self.group, self.shared, self.private = runtime, group, shared, private
+        self.timeout = timeout  # seconds without an answer to a call after which its host counts as dead
+        self._since = [0.0] * runtime.hosts  # by host: when it began with the first of its open calls
         self._most = max(1, _CALL // max(1, shared))  # unsummed deltas per call
         self.busy: dict[str, float] = {}  # by host: seconds that it has worked, as far as is known
         self.deaths = 0  # of hosts
@@ -116,6 +120,8 @@ class Dispatcher:
             self.wait(call)
 
     def _made(self, call: Call) -> Call:
+        if not self._open[call.host]:
+            self._since[call.host] = time.monotonic()
         self._open[call.host].append(call)
         self._start(call)
         return call
@@ -131,7 +137,14 @@ class Dispatcher:
     def _answer(self) -> None:
         """Wait for the next answer of any host, and give that host more to do."""
         calls = [own[0] for own in self._open if own]
-        call = calls[self.runtime.ready([call.ref for call in calls])]
+        since, slowest = min((self._since[call.host], call.host) for call in calls)
+        left = max(0.0, since + self.timeout - time.monotonic())
+        place = self.runtime.ready([call.ref for call in calls], left)
+        if place is None:  # a process that was stopped, or a machine that is out of reach
+            self._revive(slowest, HostDied(f"no answer for faults.timeout={self.timeout:g} s"))
+            return
+        call = calls[place]
+        self._since[call.host] = time.monotonic()
         try:
             call.value = self.runtime.get(call.ref)
         except HostDied as died:
@@ -167,6 +180,7 @@ class Dispatcher:
                 "checkpoint"
             )
         self.runtime.revive(host)
+        self._since[host] = time.monotonic()
         self.private.host_died(host)
         if self._kept is not None:
             self.runtime.call(host, "keep", *self._kept)

@@ -32,8 +32,8 @@ class Runtime(Protocol):
         """Wait for a value. Raises HostDied if the host that was to return it is no more."""
         ...
 
-    def ready(self, refs: Sequence[Ref]) -> int:
-        """Wait for any of these values; the place of one that is there, or whose host died."""
+    def ready(self, refs: Sequence[Ref], seconds: float) -> int | None:
+        """Wait for any of these values; the place of one that is there, or whose host died. None: so long none was."""
         ...
 
     def revive(self, host: int) -> None:

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import traceback
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from raysim.api.composition import overrides, owner, owners
+from raysim.api.composition import blamed, overrides, owner, owners
 from raysim.api.declarations import Task, Tensors
 from raysim.api.messages import Arrays, Published, SingleUpdate, Sum, Update
 from raysim.api.method import Method
 from raysim.api.server_view import Aggregation, Weighting
 from raysim.primitives.streams import stream
+from raysim.simulation.events import RunStopped
 from raysim.vectors.blocks import Group, folded, grouped, in_blocks
 from raysim.vectors.layout import Layout
 
@@ -21,6 +24,10 @@ from raysim.vectors.layout import Layout
 def asked_weighting(methods: Sequence[Method]) -> Weighting:
     """By samples, unless a method asks for uniform weights."""
     return "uniform" if any(method.weighting == "uniform" for method in methods) else "samples"
+
+
+class AggregationFailed(RunStopped):
+    """The server could not make the next version."""
 
 
 class Server:
@@ -116,14 +123,28 @@ class Server:
         """One aggregation. updates: in the order of acceptance; a failed client is None and keeps its place."""
         self.report = {}
         if any(update is not None for update in updates):
-            aggregation = self._weighed(updates, staleness, bases)
-            direction, buffers = self._combined(aggregation, updates, sums)
-            for method in self._mixers:
-                direction = method.mix(direction, aggregation, self)
-            self._move(direction, buffers, aggregation)
-            for method in self._absorbers:
-                method.absorb(aggregation, self)
+            with self._named():
+                aggregation = self._weighed(updates, staleness, bases)
+                direction, buffers = self._combined(aggregation, updates, sums)
+                for method in self._mixers:
+                    direction = method.mix(direction, aggregation, self)
+                self._move(direction, buffers, aggregation)
+                for method in self._absorbers:
+                    method.absorb(aggregation, self)
         self.version += 1
+
+    @contextmanager
+    def _named(self) -> Iterator[None]:
+        """Name the method in whose hook an aggregation fails. Raises AggregationFailed."""
+        try:
+            yield
+        except (Exception, SystemExit) as error:
+            if not (name := blamed(error)):
+                raise
+            raise AggregationFailed(
+                f"method {name!r} failed on the server in round {self.version + 1}: {type(error).__name__}: {error}. "
+                f"The run goes on from its last checkpoint with resume=latest\n{traceback.format_exc()}"
+            ) from error
 
     def _weighed(
         self, updates: Sequence[Update | None], staleness: Sequence[int], bases: Mapping[int, Published]
@@ -166,9 +187,27 @@ class Server:
             self._applier.apply(direction, out, aggregation, self)
         # Buffers are statistics: no server rate or momentum touches them.
         torch.add(self.vector[trained:], buffers, out=moved[trained:])
+        if not all(in_blocks(len(moved), lambda part: bool(moved[part].isfinite().all()))):
+            raise AggregationFailed(self._diverged(aggregation))
         if len(self.counters):
             self.counters = torch.from_numpy(np.max([update.counters for update in aggregation.updates], axis=0))
         self.vector = moved
+
+    def _diverged(self, aggregation: Aggregation) -> str:
+        """Why the next vector is not finite: no weights, or whose updates are the longest."""
+        clients = [update.client for update in aggregation.updates]
+        why = f"of clients {', '.join(map(str, clients[:20]))}"
+        if not any(aggregation.weights):
+            why = f"all weights {why} are 0"
+        elif aggregation.deltas:
+            norms = [float(torch.linalg.vector_norm(delta, dtype=torch.float64)) for delta in aggregation.deltas]
+            longest = sorted(range(len(norms)), key=norms.__getitem__, reverse=True)[:3]
+            why = f"the longest updates are {', '.join(f'{norms[i]:g} of client {clients[i]}' for i in longest)}"
+        return (
+            f"the shared vector is not finite after round {self.version + 1} ({why}), and stays as it was before: set "
+            "faults.norm to leave out clients with longer updates, or lower local.lr; resume=latest goes on from the "
+            "last checkpoint"
+        )
 
     def _averaged(self, buffers: Tensor, aggregation: Aggregation) -> Tensor:
         """The weighted sum of the buffers' changes, turned into the step to the weighted mean of the clients' buffers.

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from raysim.api.composition import owner, owners
+from raysim.api.composition import blamed, owner, owners
 from raysim.api.context import Context, Own
 from raysim.api.declarations import Finetune
 from raysim.api.messages import (
@@ -30,7 +30,6 @@ from raysim.api.messages import (
     Task as Score,
     Trained,
 )
-from raysim.api.method import Method
 from raysim.api.private_state import PrivateState, StoredState, size
 from raysim.models import Classifier
 from raysim.primitives.streams import stream
@@ -197,6 +196,7 @@ class Host:
             # Personal entries too: they do not travel, but the client's next job would start from them.
             if not ((np.isfinite(loss) or not len(losses)) and _is_finite(self.vector.data)):
                 raise NotFinite(self._diverged(losses, job))
+            _check_norm(delta[: self.layout.trained], self.spec.settings.faults.norm)
             for key, value in ctx.upload.items():
                 if not _is_finite(value):
                     raise NotFinite(f"the upload {key} is not finite; lower local.lr or set local.clip", key)
@@ -224,11 +224,11 @@ class Host:
             if not single:
                 return summed, left
             return SingleUpdate(**vars(summed), delta=delta.to("cpu", copy=True).numpy()), left
-        except Exception as error:  # a client must not take the others down
+        except (Exception, SystemExit) as error:  # a client must not take the others down
             where = f"client {job.client}, version {job.version}, host {self.name}"
             text = f"{where}: {type(error).__name__}: {error}"
-            blamed = error.method if isinstance(error, NotFinite) else _blame(error)
-            return Failure(job.number, job.client, job.version, self.name, blamed, text, traceback.format_exc()), state
+            whose = error.method if isinstance(error, NotFinite) else blamed(error)
+            return Failure(job.number, job.client, job.version, self.name, whose, text, traceback.format_exc()), state
 
     def _moves(self, ctx: Context) -> tuple[tuple[int, int, float], ...]:
         """For methods that read single updates."""
@@ -350,16 +350,11 @@ def _array(value: Tensor) -> np.ndarray:
     return value.cpu().numpy()
 
 
+def _check_norm(delta: Tensor, most: float | None) -> None:
+    if most is not None and not (norm := float(torch.linalg.vector_norm(delta))) <= most:
+        raise ValueError(f"the update has the norm {norm:g}, faults.norm={most:g} allows less")
+
+
 def _is_finite(values: Tensor) -> bool:
     """In one pass and without a copy: a sum is finite only if every entry is."""
     return bool(np.isfinite(float(values.sum())))
-
-
-def _blame(error: BaseException) -> str:
-    """The name of the innermost method whose code was running when the error was raised, or ""."""
-    name, frame = "", error.__traceback__
-    while frame is not None:
-        if isinstance(owner_ := frame.tb_frame.f_locals.get("self"), Method):
-            name = owner_.name
-        frame = frame.tb_next
-    return name

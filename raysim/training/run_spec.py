@@ -15,7 +15,7 @@ from raysim.api.method import Method
 from raysim.api.server_view import Weighting
 from raysim.data.federated import FederatedData
 from raysim.models import ModelRecipe
-from raysim.primitives.checks import at_least, between
+from raysim.primitives.checks import above, at_least, between, in_range
 from raysim.primitives.streams import torch_seed
 from raysim.vectors.layout import Layout, plan_layout
 
@@ -32,12 +32,22 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class Faults:
-    """The largest share of an aggregation's clients that may fail before the run stops."""
+    """The largest share of an aggregation's clients that may fail before the run stops, and when a client has failed.
+
+    norm: the largest norm that the update of a client's parameters may have; None: any. timeout: seconds after which a
+    host that has not answered a call is replaced; None: never.
+    """
 
     tolerate: float = 0.1
+    norm: float | None = None
+    timeout: float | None = 3600.0
 
     def __post_init__(self) -> None:
         between("faults.tolerate", self.tolerate, 0, 1)
+        if self.norm is not None:
+            above("faults.norm", self.norm, 0)
+        if self.timeout is not None:
+            above("faults.timeout", self.timeout, 0)
 
 
 @dataclass(frozen=True)
@@ -75,7 +85,7 @@ class RunSettings:
     state: State = field(default_factory=State)
 
     def __post_init__(self) -> None:
-        at_least("seed", self.seed, 0)
+        in_range("seed", self.seed, least=0, below=2**63)
         at_least("rounds", self.rounds, 1)
         at_least("summation", self.summation, 1)
 

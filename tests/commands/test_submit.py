@@ -88,6 +88,32 @@ def test_hidden_files_and_byte_code_stay_behind(tmp_path: Path) -> None:
     assert not [name for name in names if "pycache" in name or "/." in name]
 
 
+def test_links_out_of_a_packed_folder_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "secret").write_text("hunter2")
+    (tmp_path / "mine/sub").mkdir(parents=True)
+    (tmp_path / "mine/a.py").write_text("")
+    (tmp_path / "mine/b.py").symlink_to("a.py")
+    assert "mine/b.py" in {piece.name for piece in pieces([tmp_path / "mine"])}
+    for target in (tmp_path / "secret", "../../secret"):
+        (link := tmp_path / "mine/sub/c.py").symlink_to(target)
+        with pytest.raises(Refused, match=f"{link} links out of {tmp_path / 'mine'}, to {tmp_path / 'secret'}"):
+            pieces([tmp_path / "mine"])
+        link.unlink()
+    (tmp_path / "mine/d").symlink_to(tmp_path)
+    with pytest.raises(Refused, match="mine/d links to a folder"):
+        pieces([tmp_path / "mine"])
+
+
+@pytest.mark.parametrize("given", ["loop", "~nosuchuser", "a\0b"])
+def test_what_is_no_path_cannot_be_packed(given: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("loop").symlink_to("loop")
+    with pytest.raises(Refused):
+        pieces([given])
+    with pytest.raises(Refused):
+        runtime_env(given)
+
+
 def test_a_package_that_is_too_large_names_its_largest_files(tmp_path: Path) -> None:
     (mine := tmp_path / "mine").mkdir()
     (mine / "weights.bin").write_bytes(bytes(3_000_000))

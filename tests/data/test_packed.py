@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import numpy as np
@@ -85,6 +86,60 @@ def test_strips_of_broken_or_unequal_size_are_named(tmp_path: Path) -> None:
     write_strips(tmp_path)
     (tmp_path / "train-labels.npy").write_bytes(b"no array")
     with pytest.raises(ValueError, match=r"train-labels.npy is no readable NumPy file"):
+        Strips(root=str(tmp_path)).build()
+
+
+@pytest.mark.parametrize(
+    "meta",
+    [
+        {"height": "4"},
+        {"height": 4.0},
+        {"height": -4},
+        {"height": 0},
+        {"height": True},
+        {"height": 10**400},
+        {"classes": 3},
+        {"classes": [1, 2]},
+        {"classes": ["a", "a"]},
+        {"classes": {"a": 1}},
+        [],
+        None,
+        3,
+    ],
+)
+def test_what_a_description_may_not_say_is_named(meta: object, tmp_path: Path) -> None:
+    write_strips(tmp_path)
+    (tmp_path / "meta.json").write_text(json.dumps(meta))
+    with pytest.raises(ValueError, match=rf"^{tmp_path / 'meta.json'}|no multiple of 1000"):
+        Strips(root=str(tmp_path)).build()
+
+
+@pytest.mark.parametrize("content", [b"[" * 100_000, b'{"height": 1' + b"0" * 5000 + b"}", b"\xff", b"\0"])
+def test_a_description_that_is_no_json_is_named(content: bytes, tmp_path: Path) -> None:
+    write_strips(tmp_path)
+    (tmp_path / "meta.json").write_bytes(content)
+    with pytest.raises(ValueError, match=rf"^{tmp_path / 'meta.json'} is no readable JSON mapping"):
+        Strips(root=str(tmp_path)).build()
+
+
+def test_labels_of_strips_are_one_integer_for_each_image(tmp_path: Path) -> None:
+    for labels, sentence in ((np.zeros(10), "float64"), (np.zeros(10, dtype="M8[s]"), "datetime64"), (3, "shape")):
+        write_strips(tmp_path)
+        np.save(tmp_path / "test-labels.npy", labels)
+        with pytest.raises(ValueError, match=rf"test-labels.npy has labels of .*{sentence}"):
+            Strips(root=str(tmp_path)).build()
+    write_strips(tmp_path)
+    header = b"\x93NUMPY\x01\x00v\x00{'descr': '|u1', 'fortran_order': False, 'shape': (1000000000000000,), }"
+    (tmp_path / "test-labels.npy").write_bytes(header.ljust(127) + b"\n" + bytes(10))
+    with pytest.raises(ValueError, match=r"test-labels.npy is no readable NumPy file"):
+        Strips(root=str(tmp_path)).build()
+
+
+def test_strips_that_are_no_regular_files_are_not_opened(tmp_path: Path) -> None:
+    write_strips(tmp_path)
+    (tmp_path / "train-000.png").unlink()
+    os.mkfifo(tmp_path / "train-000.png")
+    with pytest.raises(ValueError, match=r"train-000.png"):
         Strips(root=str(tmp_path)).build()
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 from tiny import DIGITS, picture, write_mnist, write_picture, write_strips
 
@@ -75,7 +76,8 @@ def test_processes_that_ask_at_once_get_one_file_and_one_of_them_builds_it(cache
         thread.start()
     for thread in threads:
         thread.join()
-    assert len(built) == 1 and [path.suffix for path in cache.iterdir() if path.name != ".lock"] == [".arrow"]
+    (made,) = cache.glob("one-*.arrow")
+    assert len(built) == 1 and {path.name for path in cache.iterdir()} == {".lock", ".verified", made.name}
 
 
 def test_a_write_that_fails_leaves_no_file(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,6 +95,52 @@ def test_a_damaged_file_is_named(cache: Path) -> None:
     path.write_bytes(path.read_bytes()[:500])
     with pytest.raises(ValueError, match=rf"{path} is not a readable data set .* delete it"):
         Dataset(path)
+
+
+def flip(path: Path, place: int) -> None:
+    """Another byte at one place of a file."""
+    content = bytearray(path.read_bytes())
+    content[place] ^= 0xFF
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("array", ["images", "labels", "domains"])
+def test_a_flipped_byte_of_any_array_is_noticed(array: str) -> None:
+    built = Synthetic(samples=50, test_samples=0).build()
+    flip(built.path, built.path.read_bytes().find(getattr(built, array)[20:40].tobytes()))
+    with pytest.raises(ValueError, match=rf"{built.path} is not .* \(its checksum is another\): delete it"):
+        Synthetic(samples=50, test_samples=0).build()
+
+
+def test_no_damaged_byte_of_a_file_gives_other_data() -> None:
+    path = Synthetic(shape=[1, 2, 2], classes=2, samples=4, test_samples=0).build().path
+    content = path.read_bytes()
+    good = Dataset(path)
+    names, images = [good.class_names, good.domain_names], good.images.copy()
+    for place in range(0, len(content), 3):
+        flip(path, place)
+        try:
+            found = Dataset(path)
+        except ValueError as error:
+            assert str(path) in str(error)
+        else:  # padding, or what the reader has twice
+            assert np.array_equal(found.images, images) and [found.class_names, found.domain_names] == names
+        path.write_bytes(content)
+
+
+def test_a_file_is_verified_once_on_a_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    from raysim.data import dataset
+
+    verified: list[object] = []
+    original = dataset._checksum
+    monkeypatch.setattr(dataset, "_checksum", lambda *parts: (verified.append(1), original(*parts))[1])
+    path = Synthetic().build().path
+    Synthetic().build()
+    Dataset(path)
+    assert len(verified) == 2, "written, and opened for the first time"
+    monkeypatch.setattr(dataset.socket, "gethostname", lambda: "another")
+    Dataset(path)
+    assert len(verified) == 3
 
 
 # ---- named data sets -----------------------------------------------------------------------------------------------
@@ -158,6 +206,40 @@ def test_a_damaged_mnist_file_is_named(tmp_path: Path) -> None:
         Mnist(root=str(tmp_path)).build()
 
 
+def test_an_idx_label_file_must_have_a_label_for_every_image_of_its_split(tmp_path: Path) -> None:
+    write_mnist(tmp_path, train=6, test=5)
+    file = tmp_path / "MNIST/raw/train-labels-idx1-ubyte"
+    content = file.read_bytes()
+    file.write_bytes(np.array([2049, 5], ">i4").tobytes() + content[8:13])
+    with pytest.raises(ValueError, match=rf"data.root={tmp_path}: MNIST has 6 images and 5 labels for training"):
+        Mnist(root=str(tmp_path)).build()
+    file.write_bytes(content[:-1] + b"\xc8")
+    with pytest.raises(ValueError, match=rf"{tmp_path}.*MNIST.* has the label 200, its classes are 0 to 9"):
+        Mnist(root=str(tmp_path)).build()
+
+
+def test_images_of_training_and_testing_must_be_of_one_size(tmp_path: Path) -> None:
+    images = write_mnist(tmp_path, train=6, test=3)
+    header = np.array([2051, 3, 14, 56], ">i4").tobytes()
+    (tmp_path / "MNIST/raw/t10k-images-idx3-ubyte").write_bytes(header + images[6:].tobytes())
+    with pytest.raises(ValueError, match=r"MNIST has images of 28 x 28 pixels for training and of 14 x 56 for testing"):
+        Mnist(root=str(tmp_path)).build()
+
+
+def test_a_cache_of_an_old_torchvision_beside_the_files_is_not_read(tmp_path: Path) -> None:
+    images = write_mnist(tmp_path)
+    other = (torch.zeros(2, 28, 28, dtype=torch.uint8), torch.zeros(2, dtype=torch.int64))
+    (tmp_path / "MNIST/processed").mkdir()
+    for name in ("training.pt", "test.pt"):
+        torch.save(other, tmp_path / "MNIST/processed" / name)
+    built = Mnist(root=str(tmp_path)).build()
+    assert np.array_equal(built.images[:, 0], images) and built.train_rows == 6
+    for file in (tmp_path / "MNIST/raw").iterdir():
+        file.unlink()
+    with pytest.raises(ValueError, match=r"MNIST/processed .* remove it"):
+        Mnist(root=str(tmp_path)).build()
+
+
 def write_usps(folder: Path) -> None:
     """Three training images and one test image; labels are 1 to 10 in the file, pixels -1 to 1."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -214,7 +296,7 @@ def test_noise_free_synthetic_classes_differ_and_domains_shift_them() -> None:
 @pytest.mark.parametrize(
     ("settings", "sentence"),
     [
-        ({"size": 0}, r"data.size=0 .* at least 1"),
+        ({"size": 0}, r"data.size=0 .* from 1 to 32768"),
         ({"channels": 2}, r"data.channels=2 .* 1, 3 or null"),
         ({"label_noise": 1.5}, r"data.label_noise=1.5 .* from 0 to 1"),
         ({"pool": 0}, r"data.pool=0"),

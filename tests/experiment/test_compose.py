@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from raysim.api.declarations import Evaluation, Local
 from raysim.api.method import Method
@@ -226,6 +229,27 @@ def test_weighting_is_by_samples_unless_a_method_or_the_user_asks_otherwise() ->
         (["runtime.hosts=2"], ["runtime.hosts", "runtime=inprocess"]),
         (["runtime.threads=0"], ["runtime.threads=0"]),
         (["runtime=cluster", "runtime.address=null"], ["runtime.address"]),
+        (["seed=18446744073709551616"], ["seed=18446744073709551616", "64 bits"]),
+        ([f"rounds=1{'0' * 400}"], ["rounds=1000", "64 bits"]),
+        ([f"local.lr=1{'0' * 400}"], ["local.lr=1000", "64 bits"]),
+        ([f"thresholds=[1{'0' * 400}]"], ["thresholds[0]=1000", "64 bits"]),
+        (["partition=iid", f"partition.clients={10**12}"], [f"partition.clients={10**12}", "GiB", "ask for less"]),
+        (["data=synthetic", f"data.samples={10**12}"], [f"data.samples={10**12}", "GiB"]),
+        (["data=synthetic", f"data.test_samples={10**12}"], [f"data.test_samples={10**12}", "GiB"]),
+        (["data=synthetic", f"data.classes={10**12}"], [f"data.classes={10**12}", "GiB"]),
+        (["data=synthetic", f"data.domains={10**12}"], [f"data.domains={10**12}", "GiB"]),
+        (["data=synthetic", "data.shape=[1,1000000,1000000]"], ["data.shape=[1, 1000000, 1000000]", "GiB"]),
+        ([f"data.size={10**12}"], [f"data.size={10**12}"]),
+        (["data.size=30000"], ["data.size=30000", "GiB"]),
+        (["data.only=['1','1']"], ["data.only=['1', '1']", "different"]),
+        ([f"data.crop_padding={10**12}", "data.augment=[crop]"], ["data.crop_padding=", "8 x 8"]),
+        ([f"runtime.threads={10**12}"], ["runtime.threads=", "from 1 to 1024"]),
+        ([f"device=cuda:1{'0' * 5000}"], ["device=cuda:1000"]),
+        (["device=cpu:7"], ["device=cpu:7", "device=cpu"]),
+        (["model=mlp", f"model.widths=[{10**12}]"], ["memory"]),
+        (["partition=shards", f"partition.shards_per_client={10**12}"], ["partition.shards_per_client=10 or less"]),
+        (["data=parquet", "data.root='~nosuchuser/x'"], ["~nosuchuser/x names a user"]),
+        (["data.cache='~nosuchuser/x'"], ["~nosuchuser/x names a user"]),
         (["experiment=fedbr/rotatedmnist"], ["did you mean fedbr/rotated_mnist?"]),
     ],
     ids=lambda value: " ".join(value)[:40] if isinstance(value, list) and "=" in " ".join(value) else "",
@@ -234,6 +258,104 @@ def test_a_wrong_word_is_answered_in_one_sentence(words: list[str], parts: list[
     text = sentence(*words)
     for part in parts:
         assert part in text
+
+
+@pytest.mark.parametrize("path", ["~nosuchuser", "~nosuchuser/x", "a\0b", "/dev/full", "loop", "a/b"])
+def test_what_is_no_folder_or_file_of_configuration_is_refused(
+    path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("loop").symlink_to("loop")
+    for given in ({"folders": [path]}, {"stored": path}):
+        with pytest.raises(Refused):
+            compose([], **given)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"3", b"[1, 2]", b"- fedprox", b"1: 2", b"\xff\xfe", b"a\0b", b"a: [", b"a: " + b"[" * 20_000, b"&a [*a]"],
+)
+def test_options_of_ones_own_that_cannot_be_read_are_refused(content: bytes, tmp_path: Path) -> None:
+    for group in ("method", "data", "schedule"):
+        (tmp_path / group).mkdir()
+        (tmp_path / group / "mine.yaml").write_bytes(content)
+        chosen = "[mine]" if group == "method" else "mine"
+        with pytest.raises(Refused):
+            build(compose([*QUICK, f"{group}={chosen}"], [tmp_path]))
+
+
+def test_a_folder_or_a_pipe_called_like_an_option_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "data/mine.yaml").mkdir(parents=True)
+    (tmp_path / "method").mkdir()
+    os.mkfifo(tmp_path / "method/pipe.yaml")
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model/loop.yaml").symlink_to("loop.yaml")
+    for word in ("data=mine", "method=[pipe]", "model=loop"):
+        with pytest.raises(Refused):
+            compose([word], [tmp_path])
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "[1]",
+        "3",
+        "choices: {}",
+        "choices: {}\nmethod: 3",
+        "choices: {}\nmethod: [1]",
+        "choices: []",
+        "1: 2\nchoices: {}",
+        "choices: {1: 2}",
+        "choices: {method: [[1]]}",
+        "choices: {method: {a: 1}}",
+        "choices: {data: 3}",
+    ],
+)
+def test_a_stored_configuration_that_is_none_is_refused(content: str, tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text(content)
+    with pytest.raises(Refused):
+        build(compose([], stored=tmp_path / "config.yaml"))
+
+
+def test_no_file_copies_the_environment_into_what_is_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SECRET", "hunter2")
+    content = plain(compose(QUICK)) | {"out": "${oc.env:SECRET}"}
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(content | {"device": "${ oc.env : SECRET }"}))
+    with pytest.raises(Refused, match="it reads the environment"):
+        compose([], stored=tmp_path / "config.yaml")
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data/mine.yaml").write_text("_target_: raysim.data.sources.Digits\ncache: ${oc.env:SECRET}\n")
+    with pytest.raises(Refused, match="it reads the environment"):
+        compose(["data=mine"], [tmp_path])
+
+
+def test_a_stored_configuration_without_a_place_for_what_is_named_is_refused(tmp_path: Path) -> None:
+    content = plain(compose(QUICK)) | {"local": [1, 2]}
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(content))
+    with pytest.raises(Refused, match=r"no place for local\.epochs"):
+        compose(["local.epochs=1"], stored=tmp_path / "config.yaml")
+
+
+def test_a_path_that_is_too_long_is_refused(tmp_path: Path) -> None:
+    for given in ({"folders": ["x" * 5000]}, {"stored": "x" * 5000}):
+        with pytest.raises(Refused, match="is no path: File name too long"):
+            compose([], **given)
+
+
+@pytest.mark.parametrize("key", ["method", "data", "seed", "choices", "schedule", "model", "local", "partition"])
+@pytest.mark.parametrize("value", ["null", "[]", "[1, {a: 2}]", "{1: 2}", "{a: {b: [c]}}", "x", "1.5", None])
+def test_a_stored_configuration_with_another_value_runs_or_is_refused(
+    key: str, value: str | None, tmp_path: Path
+) -> None:
+    stored = to_yaml(plain(compose(QUICK)))
+    node = yaml.safe_load(stored)
+    if value is None:
+        del node[key]
+    else:
+        node[key] = yaml.safe_load(value)
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(node))
+    with contextlib.suppress(Refused):
+        build(compose([], stored=tmp_path / "config.yaml"))
 
 
 def test_a_missing_folder_of_ones_own_is_refused(tmp_path: Path) -> None:

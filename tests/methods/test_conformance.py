@@ -42,6 +42,7 @@ from raysim.api.private_state import flat
 from raysim.methods.ace import ACE
 from raysim.methods.ca2fl import CA2FL
 from raysim.methods.centralized import Centralized
+from raysim.methods.coordinate_median import CoordinateMedian
 from raysim.methods.dann import Dann
 from raysim.methods.ditto import Ditto
 from raysim.methods.fadas import FADAS
@@ -69,14 +70,18 @@ from raysim.methods.fedsam import FedSAM
 from raysim.methods.fedspeed import FedSpeed
 from raysim.methods.fedsr import FedSR
 from raysim.methods.fraug import FRAug
+from raysim.methods.geometric_median import GeometricMedian
 from raysim.methods.groupdro import GroupDRO
 from raysim.methods.inco import InCo
+from raysim.methods.krum import Krum
 from raysim.methods.local import LocalTraining
 from raysim.methods.mixup import Mixup
 from raysim.methods.moon import Moon
+from raysim.methods.norm_clipping import NormClipping
 from raysim.methods.partialfed import PartialFed
 from raysim.methods.pfedavg import PFedAvg
 from raysim.methods.scaffold import Scaffold
+from raysim.methods.trimmed_mean import TrimmedMean
 from raysim.methods.vhl import Vhl
 from raysim.models import ModelRecipe
 from raysim.simulation.fleet import Ideal
@@ -278,6 +283,16 @@ TABLE: dict[str, Row] = {
     "ca2fl": Row(CA2FL),
     "ace": Row(lambda: ACE(0.5, max_staleness=3)),
     "fadas": Row(lambda: FADAS(0.05, bias_correction=True)),
+    "coordinate_median": Row(
+        CoordinateMedian, {"with one client": Plain(CoordinateMedian, run=UNIFORM | {"schedule": Synchronous(1)})}
+    ),
+    "trimmed_mean": Row(lambda: TrimmedMean(0.3), {"share=0": Plain(lambda: TrimmedMean(0.0), run=UNIFORM)}),
+    "krum": Row(
+        lambda: Krum(1, 2),
+        {"selecting all": Plain(lambda: Krum(0, 9), run=UNIFORM), "f=0": Plain(lambda: Krum(0, None), run=UNIFORM)},
+    ),
+    "geometric_median": Row(GeometricMedian, {"steps=0": Plain(lambda: GeometricMedian(0))}),
+    "norm_clipping": Row(lambda: NormClipping(0.1), {"a large bound": Plain(lambda: NormClipping(1e9))}),
     "fedavgm": Row(
         lambda: FedAvgM(server_lr=0.9),
         {

@@ -45,6 +45,14 @@ def test_the_end_of_the_sentence_says_why() -> None:
     assert require("names", ["a"], True, "a list of names") == ["a"]
 
 
+def test_integers_that_no_float_can_hold_are_compared_as_what_they_are() -> None:
+    assert at_least("rounds", 10**400, 1) == 10**400
+    with pytest.raises(ValueError, match=r"^rounds=-1000.* must be at least 1$"):
+        at_least("rounds", -(10**400), 1)
+    with pytest.raises(ValueError, match=r"^share=1000.* must be from 0 to 1$"):
+        between("share", 10**400, 0, 1)
+
+
 def test_a_choice_is_answered_with_all_of_them_and_the_nearest() -> None:
     assert one_of("kind", "cosine", ("cosine", "linear")) == "cosine"
     for value, end in (("cosin", "; did you mean 'cosine'?"), ("zzz", "")):

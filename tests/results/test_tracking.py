@@ -12,8 +12,20 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from raysim.experiment.compose import compose, plain, to_yaml
 from raysim.results.history import Row, write_history
-from raysim.results.tracking import BACKLOG, RECORD, NoTracker, Record, Tracker, default_uri, flatten, replay
+from raysim.results.tracking import (
+    BACKLOG,
+    RECORD,
+    NoTracker,
+    Record,
+    Tracker,
+    default_uri,
+    flatten,
+    read_backlog,
+    read_record,
+    replay,
+)
 
 if TYPE_CHECKING:
     from mlflow.tracking import MlflowClient
@@ -92,6 +104,29 @@ def deliver(made: Tracker, shelf: Shelf, some: Sequence[Row]) -> None:
         shelf.answered.clear()
         made.log(row)
         assert shelf.answered.wait(600)
+
+
+def test_no_password_is_stored_anywhere(tmp_path: Path) -> None:
+    uri = "postgresql://me:p@ss:w0rd@host/db?password=w0rd&sslmode=require"
+    config = plain(compose(["runtime=inprocess"])) | {"tracking": {"name": "mlflow", "uri": uri}}
+    (tmp_path / "config.yaml").write_text(to_yaml(config))
+    shelf = Shelf()
+    made = tracker(tmp_path, shelf, [])
+    made.start(config, {"tracking.uri": uri})
+    made.finish({"uri": uri})
+    for name in ("config.yaml", "tracking.json"):
+        text = (tmp_path / name).read_text()
+        assert "w0rd" not in text and "postgresql://host/db?password=&sslmode=require" in text
+
+
+@pytest.mark.parametrize(
+    "content", ["null", "[]", "3", "[" * 100_000, "\0", '{"round": 1' + "0" * 400 + "}", '{"round": null}']
+)
+def test_records_that_a_crash_or_a_hand_damaged_are_none(content: str, tmp_path: Path) -> None:
+    (tmp_path / "tracking.json").write_text(content)
+    (tmp_path / "tracking_backlog.jsonl").write_text(content + "\n" + '{"round": 3}' + "\n")
+    assert isinstance(read_record(tmp_path), dict)
+    assert read_backlog(tmp_path)[-1] == {"round": 3}
 
 
 def test_every_row_arrives_in_a_call_of_its_own_when_the_server_keeps_up(tmp_path: Path) -> None:

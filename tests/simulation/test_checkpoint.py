@@ -69,6 +69,32 @@ def test_the_newest_two_are_kept(tmp_path: Path) -> None:
     assert checkpoint.available(tmp_path / "nowhere") == []
 
 
+def test_rounds_are_counted_not_spelt(tmp_path: Path) -> None:
+    for version in (999_998, 999_999, 1_000_000, 1_000_001):
+        path = checkpoint.write(tmp_path, version, snapshot(version))
+        assert path.is_dir(), "the one that was written last is never the oldest"
+    assert [each.name for each in checkpoint.available(tmp_path)] == ["round-1000000", "round-1000001"]
+
+
+def test_folders_of_ones_own_beside_checkpoints_are_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "round-best").mkdir()
+    (tmp_path / "round-000000").write_text("a file")
+    for version in (1, 2, 3):
+        checkpoint.write(tmp_path, version, snapshot(version))
+    assert names(tmp_path) == ["round-000000", "round-000002", "round-000003", "round-best"]
+
+
+def test_files_have_the_mode_that_the_umask_gives(tmp_path: Path) -> None:
+    before = os.umask(0o027)
+    try:
+        path = checkpoint.write(tmp_path, 1, snapshot())
+    finally:
+        os.umask(before)
+    assert {file.name: oct(file.stat().st_mode & 0o777) for file in path.iterdir()} == dict.fromkeys(
+        names(path), oct(0o640)
+    )
+
+
 def test_the_same_version_may_be_written_again(tmp_path: Path) -> None:
     checkpoint.write(tmp_path, 3, snapshot(1))
     path = checkpoint.write(tmp_path, 3, snapshot(2))
@@ -139,10 +165,46 @@ def test_a_missing_checkpoint_is_refused_with_its_path(tmp_path: Path) -> None:
         checkpoint.read(tmp_path / "nothing")
 
 
+@pytest.mark.parametrize(
+    "manifest",
+    ["{}", "null", "[]", "3", '"run.json"', "[" * 100_000, '{"run.json": 3}', '{"../round-000004/run.json": "x"}'],
+)
+def test_a_manifest_that_does_not_name_the_files_is_damage(manifest: str, tmp_path: Path) -> None:
+    good, bad = (checkpoint.write(tmp_path, version, snapshot()) for version in (4, 8))
+    (bad / "manifest.json").write_text(manifest)
+    with pytest.raises(ValueError, match=f"checkpoint {bad} is damaged .*; resume={good} continues"):
+        checkpoint.read(bad)
+
+
+def test_an_entry_cannot_leave_the_manifest_unnoticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpoint, "_MOST", 1)
+    path = checkpoint.write(tmp_path, 1, snapshot())
+    manifest = json.loads((path / "manifest.json").read_text())
+    del manifest["clients-1.safetensors"]
+    (path / "manifest.json").write_text(json.dumps(manifest))
+    assert checkpoint.damage(path) == "manifest.json does not have its own checksum"
+
+
+def test_a_checkpoint_of_before_manifests_had_a_checksum_of_their_own_is_read(tmp_path: Path) -> None:
+    path = checkpoint.write(tmp_path, 1, snapshot())
+    manifest = json.loads((path / "manifest.json").read_text())
+    del manifest["manifest.json"]
+    (path / "manifest.json").write_text(json.dumps(manifest))
+    assert same(checkpoint.read(path).clients, snapshot().clients)
+
+
+@pytest.mark.parametrize("file", ["run.json", "manifest.json"])
+def test_a_pipe_in_the_place_of_a_file_is_not_waited_for(file: str, tmp_path: Path) -> None:
+    path = checkpoint.write(tmp_path, 1, snapshot())
+    (path / file).unlink()
+    os.mkfifo(path / file)
+    assert f"{file} is no regular file" in checkpoint.damage(path)
+
+
 def test_files_that_the_manifest_does_not_list_are_no_part_of_a_checkpoint(tmp_path: Path) -> None:
     path = checkpoint.write(tmp_path, 1, snapshot())
     assert set(json.loads((path / "manifest.json").read_text())) == {
-        "run.json", "server.safetensors", "clients.safetensors",
+        "run.json", "server.safetensors", "clients.safetensors", "manifest.json",
     }  # fmt: skip
 
 

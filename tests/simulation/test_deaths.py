@@ -26,7 +26,7 @@ from raysim.simulation.fleet import Lognormal
 from raysim.simulation.runtime import HostDied, Runtime
 from raysim.simulation.schedule import Buffered, Synchronous
 from raysim.training.host import Host
-from raysim.training.run_spec import RunSpec
+from raysim.training.run_spec import Faults, RunSpec
 
 SCHEDULES = {"rounds": Synchronous(3), "buffer": Buffered(concurrency=4, size=2)}
 METHODS: dict[str, Callable[[], list[Method]]] = {
@@ -88,12 +88,38 @@ class Mortal:
             calls[:] = [refs for refs in calls if ref not in refs]
         return ref.value
 
-    def ready(self, refs: Any) -> int:
+    def ready(self, refs: Any, seconds: float) -> int | None:
         return len(refs) - 1
 
     def revive(self, host: int) -> None:
         self.revived += 1
         self.members[host] = Host(self.study, f"host-{host}")
+
+
+class Stopped(Mortal):
+    """Hosts that answer nothing more from the calls with these numbers on, and are still there."""
+
+    def ready(self, refs: Any, seconds: float) -> int | None:
+        return next((place for place, ref in enumerate(refs) if not ref.lost), None)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("name", METHODS)
+def test_a_host_that_answers_no_more_is_replaced_and_the_bits_are_the_same(name: str, schedule: str) -> None:
+    whole, calls = calls_of(name, schedule)
+    for number in range(1, calls + 1, 9):
+        runtime = Stopped(study(name), 2, {number})
+        found = ran(coordinate(study(name), SCHEDULES[schedule], runtime=runtime, **ASKED))
+        assert (found.bits, found.history) == (whole.bits, whole.history), number
+        assert runtime.revived == 1
+
+
+def test_one_that_never_answers_ends_the_run_with_a_sentence() -> None:
+    runtime: Runtime = Stopped(study("upload and state"), 2, set(range(9, 99)))
+    with pytest.raises(
+        RunStopped, match=r"died 3 times in a row \(no answer for faults.timeout=3600 s\), the last time"
+    ):
+        ran(coordinate(study("upload and state"), SCHEDULES["rounds"], runtime=runtime, **ASKED))
 
 
 def calls_of(name: str, schedule: str) -> tuple[Ran, int]:
@@ -134,14 +160,14 @@ class Deadly(Method):
     name = "deadly"
     paper = "a test"
 
-    def __init__(self, folder: str, times: int, client: int = 2):
-        self.folder, self.times, self.client = folder, times, client
+    def __init__(self, folder: str, times: int, client: int = 2, how: int = signal.SIGKILL):
+        self.folder, self.times, self.client, self.how = folder, times, client, how
 
     def finish(self, ctx: Any) -> None:
         done = len(list(Path(self.folder).iterdir()))
         if ctx.client == self.client and done < self.times:
             Path(self.folder, str(done)).touch()
-            os.kill(os.getpid(), signal.SIGKILL)
+            os.kill(os.getpid(), self.how)
 
 
 def test_an_actor_that_is_killed_is_replaced_and_the_bits_are_the_same(ray_session: None, tmp_path: Path) -> None:
@@ -171,3 +197,21 @@ def test_a_job_that_always_kills_its_actor_ends_the_run(ray_session: None, tmp_p
         ran(coordinate(study, Synchronous(6), runtime=runtime, **ASKED))
     runtime.stop()
     assert len(list(tmp_path.iterdir())) == 3
+
+
+def test_an_actor_that_is_stopped_is_replaced_and_the_bits_are_the_same(ray_session: None, tmp_path: Path) -> None:
+    from raysim.runtime import ray as on_ray
+
+    def of(times: int) -> RunSpec:
+        method = Deadly(str(tmp_path), times, how=signal.SIGSTOP)
+        return run_spec(Scaffold(), method, model=MLP, local=LOCAL, data=tiny(clients=6))
+
+    whole = run(of(0), SCHEDULES["buffer"], **ASKED)
+    runtime = on_ray.start_hosts(of(1), 2)
+    for host in range(2):
+        runtime.get(runtime.call(host, "ready")[0])
+    asked = ASKED | {"faults": Faults(timeout=10.0)}
+    found = ran(coordinate(of(1), SCHEDULES["buffer"], runtime=runtime, **asked))
+    runtime.stop()
+    assert found.bits == whole.bits and len(list(tmp_path.iterdir())) == 1
+    assert sum(int(row["host_deaths"] or 0) for row in found.rows) == 1

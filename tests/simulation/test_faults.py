@@ -19,8 +19,10 @@ from raysim.methods.fedbn import FedBN
 from raysim.methods.scaffold import Scaffold
 from raysim.simulation import checkpoint
 from raysim.simulation.coordinator import Coordinator, Round, Saved, TooManyFailures
+from raysim.simulation.events import RunStopped
 from raysim.simulation.fleet import Ideal
 from raysim.simulation.schedule import Buffered, Synchronous
+from raysim.training.run_spec import Faults
 
 # Who fails: (client, version of the model it received).
 HITS = frozenset({(2, 1), (5, 2), (0, 2)})
@@ -87,11 +89,74 @@ class Absent(Method):
         return aggregation.reweighted([0.0 if out else w for out, w in zip(gone, aggregation.weights, strict=True)])
 
 
+class Leaving(Raising):
+    """A hook of somebody else's code that ends its process."""
+
+    name = "leaving"
+
+    def receive(self, ctx: Any) -> None:
+        if self.hit(ctx):
+            raise SystemExit(7)
+
+
+class Long(Raising):
+    """A client whose update is far too long, and finite."""
+
+    name = "long"
+
+    def __init__(self, hits: frozenset[tuple[int, int]] = HITS, length: float = 1e20):
+        self.hits, self.length = hits, length
+
+    def receive(self, ctx: Any) -> None:
+        pass
+
+    def finish(self, ctx: Any) -> None:
+        if self.hit(ctx):
+            ctx.vector.shared[0] = self.length
+
+
+class Server(Method):
+    """A hook that fails on the server in the third round."""
+
+    name = "server"
+
+    def __init__(self, hook: str, error: type[BaseException] = ZeroDivisionError):
+        self.hook, self.error = hook, error
+
+    def fail(self, hook: str, server: Any) -> None:
+        if hook == self.hook and server.version == 2:
+            raise self.error("on purpose")
+
+    def weigh(self, aggregation: Aggregation, server: Any) -> Aggregation:
+        self.fail("weigh", server)
+        return aggregation
+
+    def mix(self, direction: Tensor, aggregation: Aggregation, server: Any) -> Tensor:
+        self.fail("mix", server)
+        return direction
+
+    def apply(self, direction: Tensor, out: Tensor, aggregation: Aggregation, server: Any) -> None:
+        self.fail("apply", server)
+        out.copy_(server.params + direction)
+
+    def absorb(self, aggregation: Aggregation, server: Any) -> None:
+        self.fail("absorb", server)
+
+
+class Weightless(Method):
+    """Nobody counts."""
+
+    name = "weightless"
+
+    def weigh(self, aggregation: Aggregation, server: Any) -> Aggregation:
+        return aggregation.reweighted([0.0 for _ in aggregation.weights])
+
+
 def where(failures: Sequence[Failure]) -> set[tuple[int, int]]:
     return {(failure.client, failure.version) for failure in failures}
 
 
-@pytest.mark.parametrize("kind", [Raising, Diverging, Overflowing], ids=lambda kind: kind.name)
+@pytest.mark.parametrize("kind", [Raising, Diverging, Overflowing, Leaving], ids=lambda kind: kind.name)
 def test_a_client_that_fails_has_weight_zero_and_nothing_else_changes(kind: Any) -> None:
     found = run(run_spec(kind()), ALL, Ideal(), rounds=4, tolerate=0.5)
     without = run(run_spec(Absent()), ALL, Ideal(), rounds=4)
@@ -215,3 +280,41 @@ def test_without_a_folder_the_run_stops_without_a_checkpoint() -> None:
     with pytest.raises(TooManyFailures) as stopped:
         run(run_spec(Raising(hits)), ROUNDS)
     assert "resume" not in str(stopped.value)
+
+
+# --- the server ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("error", [ZeroDivisionError, ValueError, SystemExit])
+@pytest.mark.parametrize("hook", ["weigh", "mix", "apply", "absorb"])
+def test_a_hook_that_fails_on_the_server_names_its_method(hook: str, error: type[BaseException]) -> None:
+    with pytest.raises(RunStopped) as stopped:
+        run(run_spec(Server(hook, error)), ALL, rounds=4)
+    first, *rest = str(stopped.value).splitlines()
+    assert first.startswith(f"method 'server' failed on the server in round 3: {error.__name__}: on purpose")
+    assert any(f"in {hook}" in line for line in rest)
+
+
+def test_a_vector_that_is_not_finite_never_becomes_the_next_version(tmp_path: Path) -> None:
+    coordinator = coordinate(run_spec(Weightless()), ALL, rounds=2, folder=str(tmp_path))
+    with pytest.raises(RunStopped, match=r"not finite after round 1 \(all weights of clients 2, .* are 0\)"):
+        ran(coordinator)
+    assert coordinator.server.version == 0 and coordinator.server.vector.isfinite().all()
+    assert not (tmp_path / "model.safetensors").exists()
+
+
+def test_the_clients_with_the_longest_updates_are_named() -> None:
+    hits = frozenset({(2, 1), (4, 1)})
+    with pytest.raises(
+        RunStopped, match=r"after round 2 \(the longest updates are \S+ of client [24], \S+ of client [24]"
+    ):
+        run(run_spec(Long(hits, 3e38), Absent()), ALL, rounds=3)
+
+
+@pytest.mark.parametrize("single", [True, False])
+def test_a_client_whose_update_is_too_long_is_left_out(single: bool) -> None:
+    methods = [Long(), *([Absent()] if single else [])]
+    found = run(run_spec(*methods), ALL, rounds=4, faults=Faults(0.5, norm=1e3))
+    without = run(run_spec(Absent()), ALL, rounds=4)
+    assert where(found.failures) == HITS and "faults.norm=1000 allows less" in found.failures[0].error
+    assert found.finished.model_sha256 == without.finished.model_sha256

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from pathlib import Path
 from typing import Any
 
@@ -141,6 +142,17 @@ def test_arrays_come_back_as_they_were_whatever_they_are() -> None:
                     and array.shape == found[key].shape
                 )
                 assert not found[key].flags.writeable or not found[key].size
+
+
+def test_states_of_many_clients_are_open_at_once_in_few_files() -> None:
+    spill = Spill()
+    before = len(os.listdir("/proc/self/fd"))
+    held = []
+    for client in range(300):
+        spill.write(client, {"x": np.full(100, client)})
+        held.append(spill.read(client)["x"])  # a map of its own for each would be a file for each
+    assert len(os.listdir("/proc/self/fd")) - before < 20
+    assert [int(array[-1]) for array in held] == list(range(300))
 
 
 def test_a_client_without_entries_has_a_state_too() -> None:

@@ -120,9 +120,9 @@ class Fleet:
         """See `Runtime`."""
         return self._few.call(host % self._few.hosts, method, *args, returns=returns)
 
-    def ready(self, refs: Sequence[Any]) -> int:
+    def ready(self, refs: Sequence[Any], seconds: float) -> int | None:
         """See `Runtime`."""
-        return self._few.ready(refs)
+        return self._few.ready(refs, seconds)
 
     def get(self, ref: Any) -> Any:
         """See `Runtime`."""

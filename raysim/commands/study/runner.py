@@ -42,9 +42,10 @@ from raysim.experiment.many_runs import (
 from raysim.experiment.run_folder import place
 from raysim.experiment.settings import Interrupted
 from raysim.primitives.errors import Refused, first_line, refusing
-from raysim.primitives.files import replace_file
+from raysim.primitives.files import replace_file, user_path
 from raysim.results.progress import duration
 from raysim.results.tracking import default_uri
+from raysim.runtime.placement import RayOptions
 from raysim.simulation.events import RunStopped
 
 ALWAYS = ("method", "seed")  # in every run's name, so that a study can be continued with more of them
@@ -101,7 +102,7 @@ def plan(words: Sequence[str], conf: Sequence[str] = ()) -> Campaign:
     """
     given = {key: tuple(each) for key, each in map(spread, words)}
     out, _ = (given.pop(key, ()) for key in ("out", "resume"))
-    campaign = Campaign(_folder(out), tuple(str(Path(root).expanduser().resolve()) for root in conf), given)
+    campaign = Campaign(_folder(out), tuple(str(user_path(root).absolute()) for root in conf), given)
     if asked_to_continue(words, "study"):
         campaign = _continued(campaign)
     else:
@@ -118,7 +119,7 @@ def _folder(out: Sequence[str]) -> Path:
         return dated_folder(Path("studies"))
     if len(out) > 1:
         raise Refused(f"{' and '.join(out)} are two folders, but a study has one: name one")
-    return Path(str(plain(compose(out))["out"])).expanduser()
+    return user_path(str(plain(compose(out))["out"]))
 
 
 def _continued(campaign: Campaign) -> Campaign:
@@ -287,9 +288,9 @@ def _join(runtime: Node, session: ExitStack) -> str:
     """Have the Ray that a run asks for, until the session ends; its address, or ""."""
     if runtime["name"] == "inprocess":
         return ""
+    join_ray(RayOptions(address=runtime.get("address") or "local"), session)
     from raysim.runtime import ray
 
-    join_ray(ray.RayOptions(address=runtime.get("address") or "local"), session)
     return ray.address()
 
 
@@ -355,7 +356,7 @@ def _start(cell: Cell, log: Path, address: str, allow: Sequence[str]) -> subproc
             start_new_session=True,  # an interrupt at the terminal reaches it through us, once
         )
     assert started.stdin is not None
-    started.stdin.write(json.dumps([to_yaml(cell.config), str(log), address, list(allow)]) + "\n")
+    started.stdin.write(json.dumps([cell.config, str(log), address, list(allow)]) + "\n")
     started.stdin.flush()
     return started
 
@@ -374,17 +375,15 @@ def _answer(child: subprocess.Popen[str], log: Path) -> str:
 
 def child() -> None:
     """A run's own process: the first line of stdin says what to do; when stdin ends, the study has, and so do we."""
-    from omegaconf import OmegaConf
-
     answer = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what libraries print is no answer
-    text, log, address, allow = json.loads(sys.stdin.readline())
+    config, log, address, allow = json.loads(sys.stdin.readline())
     threading.Thread(target=_stop_with_parent, daemon=True).start()
     try:
         with ExitStack() as session:
             if address:
                 _join({"name": "cluster", "address": address}, session)
-            sentence = attempt(plain(OmegaConf.create(text)), Path(log), allow)
+            sentence = attempt(config, Path(log), allow)
     except KeyboardInterrupt:
         sys.exit(130)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # stdin may end from here on

@@ -22,6 +22,7 @@ import yaml
 import raysim
 from raysim.experiment.compose import compose, conf_folder
 from raysim.primitives.errors import Refused, refusing
+from raysim.primitives.files import user_path
 
 COMMANDS = ("run", "study", "sweep")
 PROJECT = ("pyproject.toml", "README.md", "LICENSE")  # what building the package takes
@@ -51,7 +52,7 @@ def pieces(extra: Sequence[str | Path] = ()) -> list[Piece]:
         found += [_piece(path, path.name) for name in PROJECT if (path := package.parent / name).is_file()]
     taken = {piece.name.partition("/")[0] for piece in found}
     for given in extra:
-        path = Path(given).expanduser().resolve()
+        path = Path(os.path.realpath(user_path(given)))
         if not path.exists():
             raise Refused(f"--with {given} does not exist: name a file or a folder that does")
         if path.name in taken:
@@ -65,9 +66,16 @@ def _below(root: Path) -> list[Piece]:
     pieces = []
     for folder, folders, files in os.walk(root):
         folders[:] = sorted(name for name in folders if not _left_out(name))
+        for name in folders:
+            if Path(folder, name).is_symlink():
+                raise Refused(f"{Path(folder, name)} links to a folder: put the folder there, or name it with --with")
         for name in sorted(files):
             path = Path(folder, name)
             if not _left_out(name) and path.is_file():
+                if not path.resolve().is_relative_to(root):
+                    raise Refused(
+                        f"{path} links out of {root}, to {path.resolve()}: put the file there, or leave it out"
+                    )
                 pieces.append(_piece(path, str(path.relative_to(root.parent))))
     return pieces
 
@@ -154,7 +162,7 @@ def check_command(command: Command, found: Sequence[Piece]) -> None:
                 f"{option} {value} is not in the package: add --with {Path(value).parts[0]} before the command"
             )
     files = [*command.conf, *([command.config] if command.config else [])]
-    if command.words[0] == "run" and all(Path(path).expanduser().exists() for path in files):
+    if command.words[0] == "run" and all(user_path(path).exists() for path in files):
         compose(command.overrides, command.conf, command.config)
 
 
@@ -162,11 +170,11 @@ def runtime_env(path: str | None) -> dict[str, Any]:
     """What a file says of the job's environment, as Ray reads it: pip, env_vars, ... Raises Refused."""
     if path is None:
         return {}
-    if not Path(path).expanduser().is_file():
+    if not user_path(path).is_file():
         raise Refused(f"--runtime-env {path} is no file: name a YAML file such as jobs/runtime_env.yaml")
     try:
-        node = yaml.safe_load(Path(path).expanduser().read_text())
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        node = yaml.safe_load(user_path(path).read_text())
+    except Exception as error:  # the YAML reader fails in many ways
         raise Refused(f"--runtime-env {path} is no YAML: see jobs/runtime_env.yaml") from error
     if not isinstance(node, Mapping):
         raise Refused(f"--runtime-env {path} holds no keys and values: see jobs/runtime_env.yaml")

@@ -20,6 +20,7 @@ from raysim.experiment.instantiate import build, shown
 from raysim.experiment.many_runs import asked_to_continue, check_free, dated_folder, not_a_folder_of
 from raysim.primitives.checks import above, at_least
 from raysim.primitives.errors import Refused
+from raysim.primitives.files import user_path
 from raysim.primitives.streams import stream
 from raysim.results.history import write_json
 
@@ -145,7 +146,7 @@ def plan(words: Sequence[str], conf: Sequence[str] = ()) -> Search:
             "this search has no space: choose one with sweep=NAME, or give a key several values, such as "
             "method.fedprox.mu=0.01,0.1,1 or local.lr='tag(log, interval(1e-3, 1))'"
         )
-    known = groups([Path(folder).expanduser().resolve() for folder in conf]).files
+    known = groups([user_path(folder).absolute() for folder in conf]).files
     for key in space:
         if why := NOT_SEARCHED.get(key.partition(".")[0]):
             raise Refused(f"{key} is not searched over: {why}")
@@ -185,7 +186,7 @@ def folder_of(search: Search) -> Path:
     """Where a search writes: as out= says, else runs/<date>-sweep-<name>."""
     out = next(iter(search.drafts.values()))["out"]
     if out:
-        return Path(str(out)).expanduser()
+        return user_path(str(out))
     return dated_folder(Path("runs"), f"sweep-{search.options.name}")
 
 
@@ -236,7 +237,7 @@ def read_request(words: Sequence[str], conf: Sequence[str] = ()) -> SweepRequest
     """What the words of `raysim sweep` mean. Raises Refused."""
     if asked_to_continue(words, "search"):
         out = dict(word.split("=", 1) for word in words if word.startswith("out="))["out"]
-        folder = Path(out).expanduser()
+        folder = user_path(out)
         return SweepRequest(continued(folder, words), folder, True, tuple(words))
     search = plan(words, conf)
     check_free(folder := folder_of(search))

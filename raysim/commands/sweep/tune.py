@@ -34,6 +34,7 @@ from raysim.commands.sweep.space import Choice, Point, Space, nearest
 from raysim.experiment.many_runs import how_to_go_on, join_ray, last_score, value_label
 from raysim.experiment.settings import Experiment, Interrupted, RuntimeOptions
 from raysim.primitives.errors import Refused, first_line, refusing
+from raysim.primitives.files import held
 from raysim.primitives.streams import stream
 from raysim.results.progress import duration
 from raysim.runtime.placement import Resources, Size, amounts, demand, total
@@ -333,6 +334,7 @@ def run(
         if not request.known:
             folder.mkdir(parents=True)
             store(search, folder)
+        session.enter_context(held(folder))
         return _search(search, folder, experiments, each, slots, allow, console, quiet, since)
 
 

@@ -1,0 +1,47 @@
+"""Norm clipping: an update longer than a bound is shortened to it, and the updates are averaged as ever.
+
+Sun, Kairouz, Suresh and McMahan, "Can You Really Backdoor Federated Learning?" (2019), without the noise:
+
+    x + sum_i w_i g_i min(1, bound / |g_i|) / sum_i w_i
+
+Norms are over all trainable parameters; BatchNorm's statistics are averaged as ever.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from raysim.api.method import Method
+from raysim.methods.recombination import parameters_of
+from raysim.primitives.checks import above
+from raysim.vectors.gram import combination
+
+if TYPE_CHECKING:
+    from raysim.api.server_view import Aggregation, Server
+
+
+def clip_factor(update: Tensor, bound: float) -> float:
+    """What ``update`` [d] is multiplied by: 1 unless it is longer than ``bound``."""
+    norm = float(torch.linalg.vector_norm(update, dtype=torch.float64))
+    return bound / norm if norm > bound else 1.0
+
+
+class NormClipping(Method):
+    """bound: the longest an update may be."""
+
+    name = "norm_clipping"
+    paper = "Sun et al., 2019"
+
+    def __init__(self, bound: float = 1.0):
+        self.bound = above("method.norm_clipping.bound", bound, 0.0)
+
+    def combine(self, aggregation: Aggregation, server: Server) -> Tensor:
+        """The weighted mean of clipped updates; where none is clipped FedAvg's bits."""
+        rows = parameters_of(aggregation, server)
+        factors = [clip_factor(row, self.bound) for row in rows]
+        server.report["norm_clipping.clipped"] = float(sum(factor < 1 for factor in factors))
+        weights = [weight * factor for weight, factor in zip(aggregation.weights, factors, strict=True)]
+        return combination(rows, weights, server.group).div_(aggregation.divisor)

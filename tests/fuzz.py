@@ -1,0 +1,364 @@
+"""Throws random command lines, configurations and damaged files at raysim: a run, or one sentence and status 2.
+
+    uv run python tests/fuzz.py --cases 10000        all kinds of input; the counts of each, and what broke
+
+A case breaks the promise where something is raised that nobody catches, where a refusal is not one sentence, where
+nothing comes back for a minute, or where a refused command leaves a file behind.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import yaml
+from hypothesis import HealthCheck, Phase, given, settings, strategies as st
+
+sys.path.append(str(Path(__file__).parent / "data"))
+
+from tiny import picture, write_mnist, write_parquet, write_picture, write_strips
+
+from raysim import cli
+from raysim.experiment.compose import compose, plain
+from raysim.results.tracking import flatten
+
+QUICK = (
+    *("runtime=inprocess", "tracking=none", "data=synthetic", "data.samples=60", "data.test_samples=10"),
+    *("partition=iid", "partition.clients=5", "schedule.cohort=2", "local.epochs=1", "model=mlp", "rounds=1"),
+)
+PATIENCE = 60  # seconds
+SLOW = {"rounds", "local.epochs", "local.steps", "evaluate.finetune.epochs", "data.samples"}  # a large one is meant
+
+
+class Hang(BaseException):
+    """Nothing came back."""
+
+
+@dataclass
+class Findings:
+    """Cases by kind and outcome, and the broken ones."""
+
+    counts: Counter[tuple[str, str]] = field(default_factory=Counter)
+    broken: list[str] = field(default_factory=list)
+
+
+FOUND = Findings()
+
+
+# --- one case -------------------------------------------------------------------------------------------------------
+@contextlib.contextmanager
+def _limited() -> Iterator[None]:
+    def stop(*_: object) -> None:
+        raise Hang
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.alarm(PATIENCE)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def outcome(words: list[str]) -> str:
+    """ "run", "refused" or "failed", as a command ends; else what is wrong with its end."""
+    out, err = io.StringIO(), io.StringIO()
+    try:
+        with _limited(), contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            try:
+                status = cli.call(words)
+            except SystemExit as stopped:
+                status = int(stopped.code or 0)
+    except Hang:
+        return "hangs"
+    except BaseException as error:
+        at = [frame for frame in traceback.extract_tb(error.__traceback__) if "/raysim/" in frame.filename][-1]
+        return f"raises {type(error).__name__}: {str(error)[:200]} ({at.filename}:{at.lineno})"
+    sentences = [line for line in err.getvalue().splitlines() if line.startswith("raysim: ")]
+    if status == 2 and len(sentences) == 1:
+        return "refused"
+    return {0: "run", 1: "failed"}.get(status, f"status {status}, {len(sentences)} sentences: {err.getvalue()[:300]}")
+
+
+def files(folder: Path) -> set[str]:
+    """All that lies there, without caches of data."""
+    return {str(path) for path in folder.rglob("*") if "cache" not in path.relative_to(folder).parts[:1]}
+
+
+def case(kind: str, words: list[str], folder: Path) -> None:
+    """Carry out and judge one command in a folder of its own."""
+    before, here = files(folder), os.getcwd()
+    os.chdir(folder)
+    try:
+        found = outcome(words)
+    finally:
+        os.chdir(here)
+    if found == "refused" and (left := files(folder) - before):
+        found = f"leaves {sorted(left)[0]}"
+    FOUND.counts[kind, found.split(":")[0]] += 1
+    if found not in ("run", "refused", "failed"):
+        FOUND.broken.append(f"{kind}: {words}: {found}")
+    assert found in ("run", "refused", "failed"), f"{words}: {found}"
+
+
+@contextlib.contextmanager
+def somewhere() -> Iterator[Path]:
+    """An empty folder, and a cache of data in it."""
+    before = os.environ.get("RAYSIM_CACHE")
+    with tempfile.TemporaryDirectory(prefix="raysim-fuzz-") as text:
+        os.environ["RAYSIM_CACHE"] = f"{text}/cache"
+        try:
+            yield Path(text)
+        finally:
+            os.environ.pop("RAYSIM_CACHE") if before is None else os.environ.update(RAYSIM_CACHE=before)
+
+
+# --- what is thrown ---------------------------------------------------------------------------------------------------
+ODD = st.sampled_from(
+    (
+        *(
+            "null",
+            "[]",
+            "{}",
+            "''",
+            "true",
+            "-1",
+            "0",
+            "1e400",
+            "nan",
+            "-inf",
+            "[[]]",
+            "[null]",
+            "{a: {b: 1}}",
+            "latest",
+        ),
+        *("~", "~nosuchuser", "/dev/full", "/dev/null", "..", ".", "a\0b", "${seed}", "${oc.env:HOME}", "${", "\udcff"),
+        *(str(10**12), str(2**63), str(2**64), "1" + "0" * 400, "x" * 5000, "a/" * 3000, "[1,2,3]", "0.5", "2", "7"),
+    )
+)
+VALUES = st.one_of(
+    ODD,
+    st.integers().map(str),
+    st.floats().map(repr),
+    st.text(max_size=20),
+    st.lists(ODD, max_size=3).map(lambda each: f"[{','.join(each)}]"),
+)
+NODES = st.recursive(
+    st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=10), st.just("???")),
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=3),
+        st.dictionaries(st.one_of(st.text(max_size=5), st.integers(), st.just("_target_")), inner, max_size=3),
+    ),
+    max_leaves=6,
+)
+
+
+@cache
+def keys() -> list[str]:
+    """Every key of a run with a few methods, and every group."""
+    config = plain(compose([*QUICK, "method=[fedprox,scaffold,fedavgm]"]))
+    names = [key for key in flatten(config) if key.split(".")[0] not in ("choices", "tracking")]
+    return [*names, *config["choices"], "nothing", "method.fedprox", "data.rotation", "local"]
+
+
+def _words(key: str, value: str) -> list[str]:
+    number = value.lstrip("-").split(".")[0].split("e")[0]
+    if key in SLOW and number.isdigit() and len(number) > 1:
+        value = "2"
+    return [f"{key}={value}"]
+
+
+OVERRIDES = st.one_of(
+    st.builds(_words, st.sampled_from(keys()), VALUES),
+    st.builds(lambda option, value: [option, value], st.sampled_from(["--conf", "--config", "--allow"]), VALUES),
+    st.text(max_size=30).map(lambda text: [text]),
+)
+
+
+def _rest(given: list[str]) -> list[str]:
+    """The quick run without what is given."""
+    return [word for word in QUICK if word.split("=")[0] not in {each.split("=")[0] for each in given}]
+
+
+def command_lines(data: Any) -> None:
+    """One or two settings of a run, as a user might mistype them."""
+    given_words = [word for words in data.draw(st.lists(OVERRIDES, min_size=1, max_size=2)) for word in words]
+    with somewhere() as folder:
+        methods = "method=[fedprox,scaffold,fedavgm]"
+        case("command line", ["run", "out=out", *_rest(given_words), methods, *given_words], folder)
+
+
+def stored_configurations(data: Any) -> None:
+    """The configuration of another run in which one value is another one, or a few characters are."""
+    config: Any = plain(compose([*QUICK, "out=out"]))
+    if data.draw(st.booleans()):
+        path = data.draw(st.sampled_from(sorted(flatten(config)))).split(".")
+        path = path[: data.draw(st.integers(1, len(path)))]
+        node = config
+        for part in path[:-1]:
+            node = node[part]
+        value = data.draw(NODES)
+        node[path[-1]] = 2 if ".".join(path) in SLOW and isinstance(value, int) else value
+        text = yaml.safe_dump(config).encode()
+    else:
+        text = mutated(data, yaml.safe_dump(config).encode())
+    with somewhere() as folder:
+        (folder / "stored.yaml").write_bytes(text)
+        short = [*QUICK[:2], "rounds=1", "local.epochs=1"]
+        case("configuration", ["run", "--config", "stored.yaml", "out=out", *short], folder)
+
+
+def mutated(data: Any, content: bytes) -> bytes:
+    """Some bytes changed, cut off, doubled or inserted."""
+    changed = bytearray(content)
+    for _ in range(data.draw(st.integers(1, 3))):
+        place = data.draw(st.integers(0, len(changed)))
+        kind = data.draw(st.sampled_from(["change", "cut", "insert", "zero", "drop"]))
+        if kind == "change" and place < len(changed):
+            changed[place] ^= data.draw(st.integers(1, 255))
+        elif kind == "cut":
+            del changed[place:]
+        elif kind == "insert":
+            changed[place:place] = data.draw(st.binary(min_size=1, max_size=8))
+        elif kind == "zero":
+            changed[place : place + 64] = bytes(len(changed[place : place + 64]))
+        else:
+            del changed[place : place + data.draw(st.integers(1, 64))]
+    return bytes(changed)
+
+
+def damage(data: Any, path: Path) -> None:
+    """Another content, or something that is no file."""
+    kind = data.draw(st.sampled_from(["bytes"] * 8 + ["pipe", "folder", "loop", "missing", "empty", "device"]))
+    content = path.read_bytes()
+    path.unlink()
+    if kind == "bytes":
+        path.write_bytes(mutated(data, content))
+    elif kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "folder":
+        path.mkdir()
+    elif kind == "loop":
+        path.symlink_to(path.name)
+    elif kind == "device":
+        path.symlink_to("/dev/zero")
+    elif kind == "empty":
+        path.touch()
+
+
+@cache
+def prepared(kind: str) -> Path:
+    """A folder with what a kind of case damages: made once, copied for each."""
+    root = Path(tempfile.mkdtemp(prefix="raysim-fuzz-"))
+    names = [f"{index}.png" for index in range(8)]
+    if kind == "parquet":
+        for split in ("train", "test"):
+            pixels, labels = [picture() for _ in range(20)], [0, 1] * 10
+            write_parquet(root / f"data/{split}.parquet", pixels, labels, domain=["a"] * 20)
+    elif kind == "strips":
+        write_strips(root / "data", rows=(20, 10))
+    elif kind == "pictures":
+        for label in ("cat", "dog"):
+            for name in names:
+                write_picture(root / "data" / label / name, picture())
+        pairs = [(label, name) for label in ("cat", "dog") for name in names]
+        rows = [f"{label}/{name},x,{label},{'test' if name[0] > '5' else 'train'}" for label, name in pairs]
+        (root / "data/split.csv").write_text("path,domain,class,split\n" + "\n".join(rows) + "\n")
+    elif kind == "idx":
+        write_mnist(root / "data", 20, 10)
+    else:
+        os.environ["RAYSIM_CACHE"] = str(root / "cache")
+        here = os.getcwd()
+        os.chdir(root)
+        assert outcome(["run", *QUICK, "rounds=2", "checkpoint.every=1", "out=out", "--quiet"]) == "run"
+        os.chdir(here)
+    return root
+
+
+def _reading(*words: str) -> list[str]:
+    """A run on data that lie in the folder data."""
+    return ["run", *(word for word in QUICK if not word.startswith("data")), *words, "data.root=data", "out=new"]
+
+
+GO_ON = ["run", *QUICK, "out=out", "resume=latest", "rounds=3"]
+READERS: Mapping[str, tuple[str, list[str]]] = {  # which of the prepared files is damaged, and what reads it
+    "parquet": ("data/*.parquet", _reading("data=parquet")),
+    "strips": ("data/*", _reading("data=strips")),
+    "pictures": ("data/**/*.*", _reading("data=image_folder")),
+    "idx": ("data/MNIST/raw/*", _reading("data=mnist", "data.download=false")),
+    "cache": ("cache/*.arrow", ["run", *QUICK, "out=new"]),
+    "checkpoint": ("out/checkpoints/*/*", GO_ON),
+    "run folder": ("out/*.*", GO_ON),
+    "report": ("out/*.*", ["report", "out", "--out", "page"]),
+}
+
+
+def damaged_files(data: Any) -> None:
+    """One file of those that a command reads."""
+    kind = data.draw(st.sampled_from(sorted(READERS)))
+    pattern, words = READERS[kind]
+    with somewhere() as folder:
+        shutil.copytree(prepared(kind), folder, dirs_exist_ok=True)
+        found = sorted(path for path in folder.glob(pattern) if path.is_file())
+        damage(data, data.draw(st.sampled_from(found)))
+        case(kind, words, folder)
+
+
+TARGETS: Mapping[str, Callable[[Any], None]] = {
+    "command_lines": command_lines,
+    "stored_configurations": stored_configurations,
+    "damaged_files": damaged_files,
+}
+
+
+def fuzz(target: str, cases: int, seeded: bool) -> None:
+    """So many cases of one kind; fails at the first broken one, made small. seeded: the same ones each time."""
+    check = [
+        HealthCheck.too_slow,
+        HealthCheck.data_too_large,
+        HealthCheck.filter_too_much,
+        HealthCheck.large_base_example,
+    ]
+
+    @settings(max_examples=cases, deadline=None, database=None, derandomize=seeded, suppress_health_check=check,
+              phases=[Phase.generate, Phase.shrink] if not seeded else [Phase.generate], print_blob=False)  # fmt: skip
+    @given(st.data())
+    def run(data: Any) -> None:
+        TARGETS[target](data)
+
+    run()
+
+
+def main() -> int:
+    """All kinds; the status is 1 where something broke."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cases", type=int, default=300, help="of each kind (300)")
+    parser.add_argument("--only", choices=TARGETS, help="one kind alone")
+    parsed = parser.parse_args()
+    for target in [parsed.only] if parsed.only else TARGETS:
+        try:
+            fuzz(target, parsed.cases, seeded=False)
+        except (AssertionError, BaseExceptionGroup) as error:
+            print(f"{target}: {error}", file=sys.stderr)
+    for (kind, found), count in sorted(FOUND.counts.items()):
+        print(f"{count:6d}  {kind:15s} {found}")
+    for text in dict.fromkeys(FOUND.broken):
+        print(text[:500])
+    return 1 if FOUND.broken else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,60 @@
+"""A Ray that a run starts for itself can be reached from this machine alone."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from raysim.runtime.placement import CLUSTERS, RayOptions
+
+PROGRAM = """
+import os, re, sys
+from pathlib import Path
+from raysim.experiment.execute import run
+
+def descendants(pid):
+    for task in Path(f"/proc/{pid}/task").glob("*/children"):
+        for child in task.read_text().split():
+            yield child
+            yield from descendants(child)
+
+def look(row):
+    inodes = set()
+    for pid in [str(os.getpid()), *descendants(os.getpid())]:
+        for descriptor in Path(f"/proc/{pid}/fd").glob("*"):
+            try:
+                inodes |= {*re.findall(r"socket:\\[(\\d+)", os.readlink(descriptor))}
+            except OSError:
+                pass
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+            local, _, state, inode = (line.split()[place] for place in (1, 2, 3, 9))
+            if state == "0A" and inode in inodes:
+                print("listens", local.split(":")[0], flush=True)
+
+run(["runtime=local", "runtime.hosts=1", "tracking=none", "data=synthetic", "rounds=1", "out=a"], on_round=look)
+"""
+LOOPBACK = {"0100007F", "0000000000000000FFFF00000100007F"}  # 127.0.0.1 as the kernel writes it
+
+
+@pytest.mark.slow
+def test_no_process_of_a_local_run_listens_beyond_loopback(tmp_path: Path) -> None:
+    environment = {key: value for key, value in os.environ.items() if key != CLUSTERS}
+    command = [sys.executable, "-c", PROGRAM]
+    ended = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600)
+    assert ended.returncode == 0, ended.stderr
+    places = [line.split()[1] for line in ended.stdout.splitlines() if line.startswith("listens ")]
+    assert len(places) > 3 and set(places) <= LOOPBACK
+
+
+def test_a_process_that_keeps_ray_to_this_machine_joins_no_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+    from raysim.runtime import ray
+
+    monkeypatch.setattr(ray.ray, "is_initialized", lambda: False)
+    monkeypatch.setenv(CLUSTERS, "0")
+    with pytest.raises(ValueError, match=r"runtime.address=10.0.0.1:6379: .* start a new process"):
+        ray.connect(RayOptions(address="10.0.0.1:6379"))

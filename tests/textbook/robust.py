@@ -1,0 +1,78 @@
+"""Robust aggregation: median and trimmed mean (Yin et al. 2018), Krum (Blanchard et al. 2017), the geometric median
+(Pillutla et al. 2022) and norm clipping (Sun et al. 2019), each from its paper, one coordinate or one pair at a time.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from dataclasses import replace
+from math import floor
+
+import torch
+from torch import Tensor
+
+from textbook.servers import Cohort, stepped
+from textbook.world import Book, World
+
+
+def _each(world: World, rule: Callable[[list[float]], float]) -> Book:
+    """A number of every coordinate's values."""
+    return stepped(world, lambda at: at.x + torch.tensor([rule(v) for v in at.changes.T.tolist()], dtype=at.x.dtype))
+
+
+def coordinate_median(world: World) -> Book:
+    """med of the values."""
+    return _each(world, statistics.median)
+
+
+def trimmed_mean(world: World, share: float) -> Book:
+    """Without the floor(share m) least and as many greatest values."""
+
+    def rule(values: list[float]) -> float:
+        k = floor(share * len(values))
+        return statistics.fmean(sorted(values)[k : len(values) - k])
+
+    return _each(world, rule)
+
+
+def krum(world: World, f: int, selected: int | None = 1) -> Book:
+    """s(i) = sum over the n - f - 2 nearest j of |g_i - g_j|^2; the mean of those of least s."""
+
+    def rule(at: Cohort) -> Tensor:
+        g, n = list(at.changes), len(at.changes)
+        score = []
+        for i in range(n):
+            away = sorted(float((g[i] - g[j]) @ (g[i] - g[j])) for j in range(n) if j != i)
+            score.append(sum(away[: max(1, n - f - 2)]))
+        m = n - f if selected is None else selected
+        best = sorted(range(n), key=lambda i: score[i])[:m]
+        return at.x + sum(g[i] for i in best) / len(best)
+
+    return stepped(world, rule)
+
+
+def geometric_median(world: World, steps: int = 3, nu: float = 1e-5) -> Book:
+    """z <- sum b_i g_i / sum b_i, with b_i = a_i / max(nu, |z - g_i|)."""
+
+    def rule(at: Cohort) -> Tensor:
+        z = at.mean
+        for _ in range(steps):
+            b = [float(a) / max(nu, float((z - g).norm())) for a, g in zip(at.weights, at.changes, strict=True)]
+            z = sum(w * g for w, g in zip(b, at.changes, strict=True)) / sum(b)
+        return at.x + z
+
+    return stepped(world, rule)
+
+
+def norm_clipping(world: World, bound: float) -> Book:
+    """Each g_i times min(1, bound / |g_i|), then the weighted mean."""
+    counts: list[float] = []
+
+    def rule(at: Cohort) -> Tensor:
+        norms = [float(g.norm()) for g in at.changes]
+        counts.append(sum(norm > bound for norm in norms))
+        clipped = torch.stack([g * min(1.0, bound / norm) for g, norm in zip(at.changes, norms, strict=True)])
+        return at.x + at.weights @ clipped / at.weights.sum()
+
+    return replace(stepped(world, rule), columns={"norm_clipping.clipped": counts})
