@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from omegaconf import DictConfig
+from torch import nn
 
 from raysim.api.composition import check_composition
 from raysim.api.declarations import Local
@@ -147,8 +148,15 @@ def build(config: DictConfig | Mapping[str, Any] | Sequence[str] = (), allow: Se
         check_concurrency(schedule, data.partition.train.counts)
         spec = RunSpec(model, methods, data, settings, device, execution.runtime.threads)
         networks, _ = build_networks(spec)
+        spec = replace(spec, lanes=execution.runtime.lanes or lanes_for(spec, networks))
+        node = {**node, "runtime": {**node["runtime"], "lanes": spec.lanes}}
         warnings = tuple(text for method in methods for text in method.check(spec.task, settings.local, networks))
     return Experiment(node, spec, schedule, fleet, execution, warnings)
+
+
+def lanes_for(spec: RunSpec, networks: Mapping[str, nn.Module]) -> int:
+    """How many clients to train at once where nobody says."""
+    return 1
 
 
 def _pooled(data: FederatedData, schedule: Schedule, local: Local) -> tuple[FederatedData, Schedule, Local]:

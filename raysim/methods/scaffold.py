@@ -117,7 +117,7 @@ class Scaffold(Method):
         """Option II, for each group with the number of steps that it made."""
         own, server = ctx.state["scaffold.control"], ctx.download["scaffold.control"]
         control, momentum = own.clone(), ctx.trainer.local.momentum
-        for part, steps, factor in ctx.trainer.step.movements():
+        for part, steps, factor in ctx.optimizers.movements():
             y, rate = ctx.vector.data[part], ctx.rate * factor
             control[part] = updated_control_variate(own[part], server[part], ctx.base[part], y, rate, steps, momentum)
         ctx.upload["scaffold.control"] = control - own

@@ -152,7 +152,6 @@ def test_at_weight_zero_the_model_is_fedavgs_on_the_generators_batches_and_the_d
     step = Step(host.vector, [], local.settings())
     alone = copy.copy(ctx)
     alone.vector = host.vector
-    step.begin()
     for batch in mine:
         step(alone, batch, study.methods[0].stages(ctx.plan)[ratio - 1])  # type: ignore[arg-type]
     expected = dict(host.vector.networks["model"].named_parameters())
