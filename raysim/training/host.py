@@ -145,7 +145,7 @@ class Host:
             if states:
                 self._resident[jobs[index].client] = (jobs[index].number, state)
 
-        self._loop.train(len(jobs), ready, begin, end, fail)
+        self._loop.train([job.number for job in jobs], ready, begin, end, fail)
         outcomes, after = (
             [ends[i][0] for i in range(len(jobs))],
             [ends[i][1].each(_array) for i in range(len(jobs)) if states],

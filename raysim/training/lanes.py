@@ -1,8 +1,11 @@
 """Lanes: K clients of one version train at once, each in a row of a stack [K, D], under one `torch.func.vmap`.
 
-A batch of the usual size is stepped for all lanes that are at the same kind of iteration; other lanes wait, and lanes
-without a client compute on whatever lies there. A batch of another size is stepped by `Step`, for its client alone. So
-what a client ends with depends on K, and neither on its lane nor on its neighbours.
+A batch of a usual size is stepped for all lanes that are at the same kind of iteration; other lanes wait, and lanes
+without a client compute on whatever lies there. A batch of another size is stepped by `Step`, for its client alone.
+
+What a client ends with does not depend on its neighbours. In the last bit it may depend on its lane, since kernels
+treat the end of a tensor, and rows that begin off a border of 64 bytes, in other ways. So the job's number decides its
+lane, whichever host trains it.
 
 Hooks run as they are. What a client keeps is handed to them with an axis for the lanes: `_LaneContext` has the names
 of a `Context`. A fact that has to be a Python value, such as `ctx.step`, decides which lanes are stepped together.
@@ -181,7 +184,9 @@ class _LaneContext(Context):
 
     __slots__ = ("_client", "_frozen", "_lanes", "_lead", "_open", "_start")
 
-    def __init__(self, lanes: Lanes, lead: _Lane, stage: Stage, given: Tensors, open_: ExitStack):
+    def __init__(
+        self, lanes: Lanes, lead: _Lane, stage: Stage, given: Tensors, common: Mapping[str, Tensor], open_: ExitStack
+    ):
         ctx = lead.ctx
         self.trainer, self.seed, self.version, self.rate = ctx.trainer, ctx.seed, ctx.version, ctx.rate
         self.vector, self.received, self.base = ctx.vector, ctx.received, given.get("base", ctx.base)
@@ -189,9 +194,12 @@ class _LaneContext(Context):
         self.state = _Table("state", given["state"], lanes.wanted)
         self.kept = _Table("kept", given["kept"], lanes.wanted)
         self._start = _Table("start", given["start"], lanes.wanted)
-        self.download = ctx.download if "download" not in given else _Table("download", given["download"], lanes.wanted)
+        self.download = ctx.download
+        if "download" in given:
+            self.download = _Table("download", {**common, **given["download"]}, lanes.wanted)
         self.draws = _Table("draws", given["draws"], lanes.wanted)  # type: ignore[assignment]
-        self._lanes, self._lead, self._client, self._open = lanes, lead, given["client"], open_
+        self._lanes, self._lead, self._open = lanes, lead, open_
+        self._client: Tensor = given["client"]
         self._frozen: dict[str, Mapping[str, nn.Module]] = {}
 
     def _fact(self, name: str) -> Any:
@@ -250,24 +258,18 @@ class _LaneContext(Context):
         return _across(compute, loss, inputs)
 
 
-class _PerLane(TorchFunctionMode):
-    """Computes by the lane what would otherwise differ from a client's own: draws, and BatchNorm of rows [B, C].
-
-    Every client draws from its own generator, as it would alone; `vmap` refuses what is not drawn here. Of [B, C] the
-    kernels treat the last channels of all lanes together differently from the others, in the last bit.
-    """
+class _Draws(TorchFunctionMode):
+    """Lets every client draw from its own generator what the model draws in its forward pass, as it would alone."""
 
     def __init__(self, generators: Mapping[int, torch.Generator], lane: Tensor):
         super().__init__()
         self.generators, self.lane = generators, lane  # by row; the row as a tensor
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """See above."""
+        """Dropout and `*_like` are drawn here; `vmap` refuses all others."""
         kwargs = kwargs or {}
         if func is F.dropout:
             return self._dropout(*args, **kwargs)
-        if func is F.batch_norm and args[0].ndim == 2:
-            return self._batch_norm(*args, **kwargs)
         if func in (torch.randn_like, torch.rand_like) and not kwargs:
             return self._drawn(args[0], Tensor.normal_ if func is torch.randn_like else Tensor.uniform_)
         return func(*args, **kwargs)
@@ -275,7 +277,11 @@ class _PerLane(TorchFunctionMode):
     def _dropout(self, inputs: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
         if not training or not 0 < p < 1:
             return F.dropout(inputs, p, training)
-        return inputs * self._drawn(inputs, lambda noise, generator: noise.bernoulli_(1 - p, generator=generator)) / (1 - p)
+        return (
+            inputs
+            * self._drawn(inputs, lambda noise, generator: noise.bernoulli_(1 - p, generator=generator))
+            / (1 - p)
+        )
 
     def _drawn(self, like: Tensor, fill: Callable[..., Tensor]) -> Tensor:
         def compute(lane: Tensor, likes: Tensor) -> Tensor:
@@ -285,21 +291,6 @@ class _PerLane(TorchFunctionMode):
             return noise
 
         return _across(compute, self.lane, like)
-
-    @staticmethod
-    def _batch_norm(*args: Any, **options: Any) -> Tensor:
-        leaves, form = pytree.tree_flatten((args, options))
-        tensors = [index for index, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
-
-        def compute(*whole: Tensor) -> Tensor:
-            rows = []
-            for parts in zip(*whole, strict=True):
-                own = dict(zip(tensors, parts, strict=True))
-                one, more = pytree.tree_unflatten([own.get(i, leaf) for i, leaf in enumerate(leaves)], form)
-                rows.append(F.batch_norm(*one, **more))
-            return torch.stack(rows)
-
-        return _across(compute, *(leaves[index] for index in tensors))
 
 
 @dataclass(frozen=True)
@@ -348,6 +339,7 @@ class _Work:
     def __init__(self, lanes: Lanes, active: Sequence[_Lane], stage: Stage, cached: Tensors, more: bool):
         self.lanes, self.active, self.stage, self.more = lanes, active, stage, more
         self.vector, self.step, self.group = lanes.trainer.vector, lanes.step, lanes.group(stage.trains)
+        self.common: dict[str, Tensor] = {}  # downloads that all have, where others have some of their own
         self.given = self._given()
         self.batch = self._batch()
         self.cached = cached
@@ -363,7 +355,11 @@ class _Work:
         given: Tensors = {name: {} for name in _TABLES if name != "base"}
         for table, key in lanes.wanted:
             if lanes.shape(active[0], table, key) is not None:
-                given[table][key] = lanes.stacked(table, key, active)
+                one, *others = (_TABLES[table](lane, key) for lane in active)
+                if table == "download" and all(other is one for other in others):
+                    self.common[key] = one
+                else:
+                    given[table][key] = lanes.stacked(table, key, active)
         if all(ctx.download is contexts[0].download for ctx in contexts):
             del given["download"]
         if any(ctx.base is not contexts[0].base for ctx in contexts):
@@ -382,10 +378,10 @@ class _Work:
         """Inside vmap: what hooks see. The networks and the vector are those of the lane."""
         with ExitStack() as stack:
             stack.enter_context(self.vector.standing_for(data, counters, tensors))
-            if self.lanes.per_lane:
+            if self.lanes.trainer.stochastic:
                 generators = {lane.row: lane.generator for lane in self.active if lane.generator is not None}
-                stack.enter_context(_PerLane(generators, given["client"]))
-            yield _LaneContext(self.lanes, self.active[0], self.stage, given, stack)
+                stack.enter_context(_Draws(generators, given["client"]))
+            yield _LaneContext(self.lanes, self.active[0], self.stage, given, self.common, stack)
 
     # --- the loss ------------------------------------------------------------------------------------------------
     def forward(self, buffers: Sequence[Tensor] | None = None, again: bool = False) -> Tensors:
@@ -409,8 +405,8 @@ class _Work:
             if ctx.upload or ctx.report:
                 name = next(iter({**ctx.upload, **ctx.report}))
                 raise NotInLanes(
-                    f"runtime.lanes={self.lanes.count}: method '{name.partition('.')[0]}' writes {name} of one client in "
-                    "a step, and lanes step several: let it write that in `finish`, or set runtime.lanes=1"
+                    f"runtime.lanes={self.lanes.count}: method '{name.partition('.')[0]}' writes {name} in a step, where "
+                    "lanes have several clients: let it write that in `finish`, or set runtime.lanes=1"
                 )
             kept = {key: value for key, value in out.kept.items() if _is_tensors(value)} if self.more else {}
             return {
@@ -549,8 +545,6 @@ class Lanes:
         # .data: autograd must not mistake a step on its neighbours for one on it
         self.leaves = [self._view(e).data.requires_grad_() for e in layout.entries if e.parameter]
         self.wanted: dict[tuple[str, str], None] = {}  # tables' entries that steps have asked for, in that order
-        modules = [module for network in vector.networks.values() for module in network.modules()]
-        self.per_lane = trainer.stochastic or any(isinstance(module, nn.BatchNorm1d) for module in modules)
         self.facts: set[str] = set()
         self.seconds: dict[str, Vector] = {}  # further sets of networks that steps have asked for
         self._tried: set[Kind] = set()
@@ -564,21 +558,23 @@ class Lanes:
     # --- the loop ------------------------------------------------------------------------------------------------
     def train(
         self,
-        count: int,
+        numbers: Sequence[int],
         ready: Callable[[int], bool],
         begin: Callable[[int], Participation],
         end: Callable[[int, Participation], None],
         fail: Callable[[int, Exception], None],
     ) -> None:
         """See `OneByOne`. Raises NotInLanes where a hook or the model does what cannot be done for several at once."""
-        waiting = list(range(count))
+        waiting: list[list[int]] = [[] for _ in self.lanes]
+        for index, number in enumerate(numbers):
+            waiting[(number + number // self.count) % self.count].append(index)
         try:
             while True:
                 for lane in self.lanes:
-                    self._work_alone(lane, waiting, ready, begin, end, fail)
+                    self._work_alone(lane, waiting[lane.row], ready, begin, end, fail)
                 if busy := [lane for lane in self.lanes if lane.work is not None]:
                     self._step_together(busy)
-                elif not waiting:
+                elif not any(waiting):
                     return
         finally:
             for lane in self.lanes:

@@ -360,18 +360,18 @@ class OneByOne:
 
     def train(
         self,
-        count: int,
+        numbers: Sequence[int],
         ready: Callable[[int], bool],
         begin: Callable[[int], Participation],
         end: Callable[[int, Participation], None],
         fail: Callable[[int, Exception], None],
     ) -> None:
-        """Train clients 0..count-1 in order.
+        """Train clients in order, one for each of these numbers of jobs; the functions get its place among them.
 
         ready: whether a client may begin yet, as here each may at its turn. begin: what it starts with; end: what is
         done with what it ends with, while the trainer's vector is its own; fail: it raised an error.
         """
-        for index in range(count):
+        for index in range(len(numbers)):
             try:
                 work = begin(index)
                 self.trainer.steps(work)
