@@ -119,10 +119,11 @@ class Host:
         received = self._receive(published)
         sums, ends = _Sums(jobs, groups), dict[int, tuple[Outcome, PrivateState[Tensor]]]()
         starts: dict[int, tuple[float, PrivateState[Tensor]]] = {}
+        unfinished = {job.number for job in jobs}
 
         def ready(index: int) -> bool:
             """Whether no other job of this call has to end first."""
-            return not any(job.number == jobs[index].state and number not in ends for number, job in enumerate(jobs))
+            return jobs[index].state not in unfinished
 
         def begin(index: int) -> Participation:
             job = jobs[index]
@@ -141,6 +142,7 @@ class Host:
 
         def settle(index: int, outcome: Outcome, state: PrivateState[Tensor]) -> None:
             ends[index] = outcome, state
+            unfinished.remove(jobs[index].number)
             sums.add(jobs[index], self.vector.shared if isinstance(outcome, SummedUpdate) else None)
             if states:
                 self._resident[jobs[index].client] = (jobs[index].number, state)
@@ -176,6 +178,8 @@ class Host:
     def _state(self, client: int, number: int, sent: StoredState | None) -> PrivateState[Tensor]:
         """The private state that job `number` left: resident, or as sent, or (number -1) the initial one."""
         if number < 0:
+            if not self._stateful:
+                return self._initial
             samples = len(self.spec.data.partition.train.rows(client))
             methods: dict[str, Tensor] = {}
             for method in self._stateful:

@@ -16,19 +16,19 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias, cast
+from typing import Any, TypeAlias
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import vmap
-from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from raysim.api.context import Batch, Context, Stage
 from raysim.primitives.errors import Refused, first_line
+from raysim.training.across import InLanes, across
 from raysim.training.second_pass import generator_state, set_generator_state
 from raysim.training.step import blamed, gradients, set_modes
+from raysim.training.tape import Tape
 from raysim.training.trainer import Participation, Trainer
 from raysim.vectors.layout import Entry, Vector
 from raysim.vectors.optimizer import StackedOptimizer
@@ -150,35 +150,6 @@ class _Sizes:
         return len(self.sizes)
 
 
-class _Across(torch.autograd.Function):
-    """See `_across`."""
-
-    @staticmethod
-    def forward(compute: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
-        """Of tensors that all lanes share: constants."""
-        return compute(*(tensor.unsqueeze(0) for tensor in tensors))[0]
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        """Nothing to keep: autograd sees what `compute` does."""
-
-    @staticmethod
-    def vmap(info: Any, in_dims: Sequence[int | None], compute: Callable[..., Tensor], *tensors: Tensor) -> Any:
-        """With the axis of the lanes in front."""
-        whole = [
-            tensor.expand(info.batch_size, *tensor.shape) if dim is None else tensor.movedim(dim, 0) if dim else tensor
-            for tensor, dim in zip(tensors, in_dims[1:], strict=True)
-        ]
-        with torch.enable_grad():
-            return compute(*whole), 0
-
-
-def _across(compute: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
-    """Inside `vmap`: what `compute` makes of the tensors of all lanes at once, [K, ...] each."""
-    found = _Across.apply(compute, *tensors)
-    return cast(Tensor, found)
-
-
 class _LaneContext(Context):
     """What hooks see of all clients of a step at once: tensors of each, behind the names of a `Context`."""
 
@@ -246,7 +217,7 @@ class _LaneContext(Context):
 
     def leaf(self, inputs: Tensor) -> Tensor:
         """See `Context`."""
-        return _across(lambda whole: whole.detach().requires_grad_(), inputs)
+        return across(lambda whole: whole.detach().requires_grad_(), inputs)
 
     def input_gradient(self, loss: Tensor, inputs: Tensor) -> Tensor:
         """See `Context`."""
@@ -255,42 +226,7 @@ class _LaneContext(Context):
             (gradient,) = torch.autograd.grad(losses.sum(), whole, create_graph=True)
             return gradient
 
-        return _across(compute, loss, inputs)
-
-
-class _Draws(TorchFunctionMode):
-    """Lets every client draw from its own generator what the model draws in its forward pass, as it would alone."""
-
-    def __init__(self, generators: Mapping[int, torch.Generator], lane: Tensor):
-        super().__init__()
-        self.generators, self.lane = generators, lane  # by row; the row as a tensor
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Dropout and `*_like` are drawn here; `vmap` refuses all others."""
-        kwargs = kwargs or {}
-        if func is F.dropout:
-            return self._dropout(*args, **kwargs)
-        if func in (torch.randn_like, torch.rand_like) and not kwargs:
-            return self._drawn(args[0], Tensor.normal_ if func is torch.randn_like else Tensor.uniform_)
-        return func(*args, **kwargs)
-
-    def _dropout(self, inputs: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
-        if not training or not 0 < p < 1:
-            return F.dropout(inputs, p, training)
-        return (
-            inputs
-            * self._drawn(inputs, lambda noise, generator: noise.bernoulli_(1 - p, generator=generator))
-            / (1 - p)
-        )
-
-    def _drawn(self, like: Tensor, fill: Callable[..., Tensor]) -> Tensor:
-        def compute(lane: Tensor, likes: Tensor) -> Tensor:
-            noise = torch.zeros_like(likes, memory_format=torch.contiguous_format)
-            for row, generator in self.generators.items():
-                noise[row] = fill(torch.empty_like(likes[row].detach()), generator=generator)
-            return noise
-
-        return _across(compute, self.lane, like)
+        return across(compute, loss, inputs)
 
 
 @dataclass(frozen=True)
@@ -315,6 +251,10 @@ def _changed(found: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> dict[s
 
 def _is_tensors(value: object) -> bool:
     return all(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(value))
+
+
+def _flat(found: Tensors, gradient: list[Tensor]) -> list[Tensor]:
+    return [found["loss"].detach(), *gradient]
 
 
 @contextmanager
@@ -378,9 +318,8 @@ class _Work:
         """Inside vmap: what hooks see. The networks and the vector are those of the lane."""
         with ExitStack() as stack:
             stack.enter_context(self.vector.standing_for(data, counters, tensors))
-            if self.lanes.trainer.stochastic:
-                generators = {lane.row: lane.generator for lane in self.active if lane.generator is not None}
-                stack.enter_context(_Draws(generators, given["client"]))
+            generators = {lane.row: lane.generator for lane in self.active if lane.generator is not None}
+            stack.enter_context(InLanes(generators, given["client"]))
             yield _LaneContext(self.lanes, self.active[0], self.stage, given, self.common, stack)
 
     # --- the loss ------------------------------------------------------------------------------------------------
@@ -405,8 +344,8 @@ class _Work:
             if ctx.upload or ctx.report:
                 name = next(iter({**ctx.upload, **ctx.report}))
                 raise NotInLanes(
-                    f"runtime.lanes={self.lanes.count}: method '{name.partition('.')[0]}' writes {name} in a step, where "
-                    "lanes have several clients: let it write that in `finish`, or set runtime.lanes=1"
+                    f"runtime.lanes={self.lanes.count}: method '{name.partition('.')[0]}' writes {name} in a step, and "
+                    "a step is of many clients: let it write that in `finish`, or set runtime.lanes=1"
                 )
             kept = {key: value for key, value in out.kept.items() if _is_tensors(value)} if self.more else {}
             return {
@@ -416,6 +355,32 @@ class _Work:
                 "state": _changed(ctx.state, given["state"]),
                 "kept": _changed(ctx.kept, given["kept"]),
             }
+
+    def passes(self) -> tuple[Tensors, list[Tensor]]:
+        """Forward and backward."""
+        found = self.forward()
+        return found, self.gradient(found["loss"])
+
+    def played(self) -> tuple[Tensors, list[Tensor]]:
+        """The same where only the model decides what is computed: from a tape, once it has proved itself."""
+        lanes, inputs = self.lanes, [*self.batch, *self.lanes.leaves, *self.buffers]
+        key = self.stage.name, self.stage.trains, *(tensor.shape for tensor in self.batch)
+        tape, trusted = lanes.tapes.get(key, (None, False))
+        if tape is None:
+            tape = Tape(lambda: _flat(*self.passes()), inputs)
+            found = tape.first
+        elif not trusted:
+            copies = [*inputs[: -len(self.buffers) or None], *(buffer.clone() for buffer in self.buffers)]
+            again = tape.play(copies)
+            found = _flat(*self.passes())
+            trusted = all(
+                map(torch.equal, [*found, *self.buffers], [*again, *copies[len(copies) - len(self.buffers) :]])
+            )
+            lanes.plain = trusted
+        else:
+            found = tape.play(inputs)
+        lanes.tapes[key] = tape, trusted
+        return {"loss": found[0], "task": found[0], "out": {}, "state": {}, "kept": {}}, found[1:]
 
     def gradient(self, loss: Tensor) -> list[Tensor]:
         """Of each tensor of the stage, [K, ...]; zeros where the loss does not depend on it."""
@@ -505,7 +470,7 @@ class _Work:
             given: Tensors, params: Tensor, grad: Tensor, tensors: list[Tensor], data: Tensor, counters: Tensor
         ) -> Tensor:
             with self._context(given, data, counters, tensors) as ctx:
-                found: Tensor = perturber.perturb(ctx, params, grad, lambda shift: _across(self._gradient_at, shift))
+                found: Tensor = perturber.perturb(ctx, params, grad, lambda shift: across(self._gradient_at, shift))
                 return found
 
         with _explained(lanes.count):
@@ -545,6 +510,9 @@ class Lanes:
         # .data: autograd must not mistake a step on its neighbours for one on it
         self.leaves = [self._view(e).data.requires_grad_() for e in layout.entries if e.parameter]
         self.wanted: dict[tuple[str, str], None] = {}  # tables' entries that steps have asked for, in that order
+        # Whether nothing but the model decides what a step computes up to its gradient.
+        self.plain = not (trainer.stochastic or trainer.stager or self.step.has_hooks)
+        self.tapes: dict[Kind, tuple[Tape, bool]] = {}  # and whether they may be played
         self.facts: set[str] = set()
         self.seconds: dict[str, Vector] = {}  # further sets of networks that steps have asked for
         self._tried: set[Kind] = set()
@@ -647,7 +615,8 @@ class Lanes:
     def _alone(self, lane: _Lane, drawing: bool = True) -> Iterator[None]:
         """The lane's row is the trainer's vector, and torch's generator stands where the client's does."""
         device = self.data.device
-        self.trainer.vector.rehome(lane.data, lane.counters)
+        if self.trainer.vector.data is not lane.data:
+            self.trainer.vector.rehome(lane.data, lane.counters)
         if lane.generator is not None and drawing:
             set_generator_state(device, lane.generator.get_state())
         yield
@@ -769,8 +738,7 @@ class Lanes:
                 set_modes(self.trainer.vector.networks, modes)
             work = _Work(self, group, stage, cached, more=stage is not lead.stages[-1])
             with _explained(self.count):
-                found = work.forward()
-                gradient = work.gradient(found["loss"])
+                found, gradient = work.passes() if dry or not self.plain else work.played()
             if dry:
                 work.try_corrections()
             else:

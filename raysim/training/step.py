@@ -90,6 +90,11 @@ class Step:
             self._descend(ctx, stage, loss, second)
         return reported
 
+    @property
+    def has_hooks(self) -> bool:
+        """Whether a method takes part in what is computed before a gradient is corrected."""
+        return bool(self.transforms or self.extenders or self.terms or self.logits or self.loss or self.perturber)
+
     def outputs(self, ctx: Context, batch: Batch) -> Outputs:
         """What the model will make of the batch, changed as methods ask."""
         for method in self.transforms:

@@ -126,6 +126,9 @@ class StackedOptimizer(LocalOptimizer):
 
     def begin(self, row: int, saved: Mapping[str, Tensor]) -> None:
         """Start a row anew, from what `save` of an optimiser returned if there is any."""
+        if not self.first:
+            self.counts[row] = int(saved.get("steps", 0))
+            return
         single = self.row(row)
         for buffer in (*single.first, *single.second):
             buffer.zero_()
