@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from omegaconf import DictConfig
-from torch import nn
 
 from raysim.api.composition import check_composition
 from raysim.api.declarations import Local
@@ -35,6 +34,7 @@ from raysim.simulation.events import Event, TooManyFailures
 from raysim.simulation.fleet import Fleet
 from raysim.simulation.schedule import Schedule, Synchronous, check_concurrency
 from raysim.simulation.server import asked_weighting
+from raysim.training.lanes import usual_lanes
 from raysim.training.run_spec import RunSettings, RunSpec, build_networks
 
 if TYPE_CHECKING:
@@ -148,15 +148,10 @@ def build(config: DictConfig | Mapping[str, Any] | Sequence[str] = (), allow: Se
         check_concurrency(schedule, data.partition.train.counts)
         spec = RunSpec(model, methods, data, settings, device, execution.runtime.threads)
         networks, _ = build_networks(spec)
-        spec = replace(spec, lanes=execution.runtime.lanes or lanes_for(spec, networks))
+        spec = replace(spec, lanes=execution.runtime.lanes or usual_lanes(spec, networks, schedule.concurrency))
         node = {**node, "runtime": {**node["runtime"], "lanes": spec.lanes}}
         warnings = tuple(text for method in methods for text in method.check(spec.task, settings.local, networks))
     return Experiment(node, spec, schedule, fleet, execution, warnings)
-
-
-def lanes_for(spec: RunSpec, networks: Mapping[str, nn.Module]) -> int:
-    """How many clients to train at once where nobody says."""
-    return 1
 
 
 def _pooled(data: FederatedData, schedule: Schedule, local: Local) -> tuple[FederatedData, Schedule, Local]:
