@@ -119,6 +119,7 @@ class Host:
         received = self._receive(published)
         sums, ends = _Sums(jobs, groups), dict[int, tuple[Outcome, PrivateState[Tensor]]]()
         starts: dict[int, tuple[float, PrivateState[Tensor]]] = {}
+        order = self._loop.order([job.number for job in jobs])
         unfinished = {job.number for job in jobs}
 
         def ready(index: int) -> bool:
@@ -128,7 +129,7 @@ class Host:
         def begin(index: int) -> Participation:
             job = jobs[index]
             if not self.trainer.prepared(job):
-                self.trainer.look_ahead(jobs[index:])
+                self.trainer.look_ahead([jobs[other] for other in order[order.index(index) :]])
             state = self._state(job.client, job.state, states[index] if states else None)
             starts[index] = time.perf_counter(), state
             return self.trainer.begin(job, *self._with_extras(job, received), state)

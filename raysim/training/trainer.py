@@ -164,6 +164,7 @@ class Trainer:
         if self.selector is not None or self.pipeline.augment:
             return
         fitting, room = 0, _CHUNK / self._row
+        jobs = [job for job in jobs if not self.prepared(job)]
         for job in jobs:
             room -= self.local.budget(len(self.partition.rows(job.client)))
             if room < 0:
@@ -181,7 +182,7 @@ class Trainer:
         inputs, labels = self.gather(np.concatenate(rows))
         sizes = [size for _, plan in plans for size in plan.sizes]
         batches = iter([Batch(x, y, x, y) for x, y in zip(inputs.split(sizes), labels.split(sizes), strict=True)])
-        self._ahead = {number: (plan, [next(batches) for _ in plan.sizes]) for number, plan in plans}
+        self._ahead |= {number: (plan, [next(batches) for _ in plan.sizes]) for number, plan in plans}
 
     def contribution(self, client: int) -> Contribution:
         """What `contribute` sees."""
@@ -357,6 +358,10 @@ class OneByOne:
 
     def __init__(self, trainer: Trainer):
         self.trainer = trainer
+
+    def order(self, numbers: Sequence[int]) -> Sequence[int]:
+        """Places among jobs of these numbers, in the order in which they will begin."""
+        return range(len(numbers))
 
     def train(
         self,
