@@ -54,7 +54,7 @@ class Workload:
 
 @dataclass(frozen=True)
 class Options:
-    """hosts: processes on each side. lanes: clients trained at once; None: as a run does. floor: whether to measure it."""
+    """hosts: processes on each side. lanes: clients trained at once, None: as a run does. floor: measure it as well."""
 
     hosts: int = 2
     lanes: int | None = None
