@@ -25,7 +25,7 @@ from raysim.primitives.errors import Refused
 from raysim.primitives.files import held
 from raysim.results.history import read_history
 from raysim.results.progress import Progress
-from raysim.simulation import checkpoint, coordinator
+from raysim.simulation import checkpoint
 from raysim.simulation.checkpoint import available
 
 QUICK = (
@@ -296,7 +296,7 @@ def test_a_full_disk_ends_a_run_in_a_sentence_and_the_run_goes_on_when_there_is_
     places = {
         "fsync": (os, "fsync"),
         "save_file": (checkpoint, "save_file"),
-        "model": (coordinator, "save_file"),
+        "model": (checkpoint, "save_file"),
         "write_text": (Path, "write_text"),
     }
     place, name = places[full]

@@ -87,6 +87,21 @@ def _write(draft: Path, snapshot: Snapshot) -> None:
         _sync(path)
 
 
+def save_model(tensors: Mapping[str, np.ndarray], path: Path) -> None:
+    """Named tensors as one file, complete or not at all."""
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    with room_for(path, sum(array.nbytes for array in tensors.values())):
+        try:
+            draft.touch()
+            mode = draft.stat().st_mode  # safetensors keeps what it writes to its user
+            save_file({name: np.asarray(array, order="C") for name, array in tensors.items()}, draft)
+            draft.chmod(mode)
+            _sync(draft)
+            draft.replace(path)
+        finally:
+            draft.unlink(missing_ok=True)
+
+
 def _parts(arrays: Mapping[str, np.ndarray]) -> Iterator[dict[str, np.ndarray]]:
     """The arrays, contiguous, so many at a time as fit into one file; at least one part."""
     keys = list(arrays)

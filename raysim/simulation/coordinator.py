@@ -14,7 +14,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from safetensors.torch import save_file
 
 from raysim.api.composition import owners
 from raysim.api.messages import Failure, Probe, Published, SingleUpdate, Update
@@ -256,7 +255,7 @@ class Coordinator:
         """Write the shared model; the checksums of all that the run ended at."""
         if self.folder:
             shared = self.initial.named(self.server.vector, self.server.counters)
-            path = Path(self.folder) / "model.safetensors"
-            save_file({name: tensor.clone() for name, tensor in shared.items()}, path)
+            tensors = {name: tensor.numpy() for name, tensor in shared.items()}
+            checkpoint.save_model(tensors, Path(self.folder) / "model.safetensors")
         model, state = snapshot.model_sha256(self.server), snapshot.state_sha256(self.server, self.private)
         return Finished(model, state, peak_memory(), self.under_way.unfinished())

@@ -381,6 +381,10 @@ def test_the_saved_model_is_the_final_shared_model(tmp_path: Path) -> None:
     assert same(saved, found.tensors)
     assert "model.head.weight" in saved
     assert not any("running_mean" in name for name in saved), "personal entries are no part of it"
+    (tmp_path / "other").touch()
+    modes = [(tmp_path / name).stat().st_mode for name in ("model.safetensors", "other")]
+    assert modes[0] == modes[1], "as the umask says"
+    assert names(tmp_path) == ["model.safetensors", "other"]
 
 
 def test_a_folder_is_made_with_those_above_it(tmp_path: Path) -> None:
