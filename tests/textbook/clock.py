@@ -2,8 +2,8 @@
 
 Rounds, or a buffer of `size` with `concurrency` clients at work (Nguyen et al. 2022, Algorithm 1). No heap, no look
 ahead: at every instant all clients are gone through. While others are at work, clients are drawn by random places in
-the list of all, in blocks of 2, 4, 8, ... times as many as are wanted. Busy ones and repetitions do not count; if too many do
-not count, the rest is drawn from the idle ones.
+the list of all, in blocks of 2, 4, 8, ... times as many as are wanted. Busy ones and repetitions do not count; if too
+many do not count, the rest is drawn from the idle ones.
 """
 
 from __future__ import annotations

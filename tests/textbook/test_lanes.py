@@ -37,7 +37,7 @@ def test_raysim_in_lanes_and_the_textbook_end_alike(name: str) -> None:
     if name.startswith("asynchronous") and isinstance(row.schedule, Buffered):
         row = replace(row, book=late(row.book, row.schedule is FEW))
     if "fedmix, fresh" in name:  # whose steps gather raw data
-        with pytest.raises(NotInLanes, match="runtime.lanes=3: method 'fedmix' cannot train several clients at once"):
+        with pytest.raises(NotInLanes, match=r"runtime.lanes=3: method 'fedmix' cannot train several clients at once"):
             check(row, lanes=3)
         return
     check(row, lanes=3)
