@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import math
 import re
 from pathlib import Path
@@ -160,3 +162,16 @@ def test_the_page_shows_curves_beside_itself_only_for_what_was_measured(tmp_path
 def test_a_report_of_no_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="name at least one folder"):
         report.compare([], tmp_path)
+
+
+ODD = ["text", [1], {"a": 1}, True, None, 1e300, -1, "1" * 5000]
+
+
+@pytest.mark.parametrize("odd", range(len(ODD)))
+def test_a_summary_with_odd_values_is_reported_or_refused(odd: int, tmp_path: Path) -> None:
+    make(tmp_path / "one", [0.5, 0.75])
+    good = json.loads((tmp_path / "one/summary.json").read_text())
+    for key in good:
+        (tmp_path / "one/summary.json").write_text(json.dumps(good | {key: ODD[odd]}))
+        with contextlib.suppress(ValueError):
+            report.table([report.load_run(tmp_path / "one")])
