@@ -59,6 +59,7 @@ VICTIMS = {
     "gcs": "gcs_server",
 }
 MEASURED = ("wall_seconds", "host_seconds", "host_busy", "host_busy_least", "store_bytes", "host_deaths")
+PATIENT = {"RAY_raylet_start_wait_time_s": "300", "RAY_agent_register_timeout_ms": "300000"}  # on a busy machine
 PATIENCE = 300  # seconds for a run of a few
 
 
@@ -127,6 +128,7 @@ def start(words: list[str], folder: Path, size: int | None = None) -> subprocess
         return subprocess.Popen(
             [sys.executable, "-m", "raysim", *words],
             cwd=folder, stdout=subprocess.DEVNULL, stderr=err, text=True, start_new_session=True, preexec_fn=limit,
+            env=os.environ | PATIENT,
         )  # fmt: skip
 
 

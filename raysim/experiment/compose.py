@@ -144,7 +144,9 @@ def _is_complete(node: Node) -> bool:
     choices = node.get("choices")
     if not isinstance(choices, dict) or not all(isinstance(node.get(group), dict) for group in COMPLETE):
         return False
-    names = (name for each in choices.values() for name in (each if isinstance(each, list) else [each]))
+    if not choices.keys() >= {*COMPLETE} or not all(isinstance(choices[group], list) for group in LISTS):
+        return False
+    names = (name for group, each in choices.items() for name in (each if group in LISTS else [each]))
     return all(isinstance(name, str) for name in names)
 
 
@@ -192,7 +194,11 @@ def _continued(values: Mapping[str, Any]) -> Node | None:
     if not resume or not folder:
         return None
     path = user_path(str(folder)) / "config.yaml"
-    return load_yaml(path) if path.is_file() else None
+    if not path.is_file():
+        return None
+    if not _is_complete(node := load_yaml(path)):
+        raise Refused(f"{path} is no complete configuration: restore it, or start in a new folder")
+    return node
 
 
 def _onto(stored: Node, config: DictConfig, named: Sequence[str]) -> DictConfig:

@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from raysim.primitives.checks import known
-from raysim.primitives.files import replace_file, without_password
+from raysim.primitives.files import regular, replace_file, without_password
 
 Row: TypeAlias = Mapping[str, int | float | None]
 Values: TypeAlias = Sequence[int | float | None]
@@ -67,14 +67,19 @@ def write_history(rows: Sequence[Row], path: Path) -> None:
 def read_history(path: Path) -> list[dict[str, int | float | None]]:
     """Rows in order, with every column in every row.
 
-    Raises `ValueError` where the file is no Parquet file or has no column `round`.
+    Raises `ValueError` where the file is no Parquet file, has no column `round`, or holds anything but numbers.
     """
     try:
-        table = pq.read_table(pa.BufferReader(Path(path).read_bytes()))
-    except pa.ArrowException as problem:
+        table = pq.read_table(pa.BufferReader(regular(Path(path)).read_bytes()))
+    except (pa.ArrowException, OSError) as problem:
         raise ValueError(f"{path} is no readable history; restore the file or run the study again.") from problem
     if "round" not in table.column_names:
         raise ValueError(f"{path} has no column 'round', so it is no history; name the folder of a raysim run.")
+    for column in table.schema:
+        if not any(check(column.type) for check in (pa.types.is_integer, pa.types.is_floating, pa.types.is_null)):
+            raise ValueError(f"{path} has {column.type} in the column {column.name!r}, so it is no history.")
+    if not pa.types.is_integer(table.schema.field("round").type) or table["round"].null_count:
+        raise ValueError(f"{path} has rows without a round, so it is no history; restore the file.")
     rows: list[dict[str, int | float | None]] = table.to_pylist()
     return rows
 

@@ -329,6 +329,15 @@ def test_no_file_copies_the_environment_into_what_is_stored(tmp_path: Path, monk
         compose(["data=mine"], [tmp_path])
 
 
+@pytest.mark.parametrize("choices", [{"schedule": []}, {"model": None}, {"method": "fedprox"}, {"data": ["digits"]}])
+def test_a_stored_configuration_with_other_choices_is_refused(choices: dict[str, Any], tmp_path: Path) -> None:
+    content = plain(compose(QUICK))
+    content["choices"] = {key: value for key, value in (content["choices"] | choices).items() if value is not None}
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(content))
+    with pytest.raises(Refused, match="is no complete configuration"):
+        compose([], stored=tmp_path / "config.yaml")
+
+
 def test_a_stored_configuration_without_a_place_for_what_is_named_is_refused(tmp_path: Path) -> None:
     content = plain(compose(QUICK)) | {"local": [1, 2]}
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(content))

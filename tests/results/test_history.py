@@ -7,6 +7,7 @@ import math
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
@@ -128,3 +129,22 @@ def test_peak_memory_is_in_bytes_and_holds_what_was_once_resident() -> None:
     before = memory.peak_memory()
     held = np.ones(before // 8 + 1_000_000)  # more than all that was resident until now
     assert memory.peak_memory() >= held.nbytes > before > 0
+
+
+@pytest.mark.parametrize(
+    "columns",
+    [
+        {"round": ["1"]},
+        {"round": [1.5]},
+        {"round": [None]},
+        {"round": [[1]]},
+        {"round": [1], "accuracy": ["a"]},
+        {"round": [1], "accuracy": [{"a": 1}]},
+        {"round": [1], "accuracy": [b"a"]},
+        {"round": [1], "accuracy": [True]},
+    ],
+)
+def test_a_history_of_anything_but_numbers_is_refused(columns: dict, tmp_path: Path) -> None:
+    pq.write_table(pa.table(columns), tmp_path / "history.parquet")
+    with pytest.raises(ValueError, match=f"{tmp_path / 'history.parquet'} has"):
+        metrics.read_history(tmp_path / "history.parquet")
