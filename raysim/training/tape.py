@@ -61,7 +61,7 @@ class Tape:
             self.first = list(compute())
         self._slots = {id(tensor): slot for slot, tensor in enumerate(inputs)}
         self._inputs, self._constants = len(inputs), dict[int, Tensor]()
-        calls = [self._call(*call) for call in recorder.calls]
+        calls = [call for each in recorder.calls if (call := self._call(*each)) is not None]
         self._outputs = [self._slots[id(tensor)] for tensor in self.first]
         kept = {*self._outputs, *self._constants}
         for call in reversed(calls):
@@ -77,7 +77,11 @@ class Tape:
             self._constants[len(self._slots)] = tensor
         return self._slots.setdefault(id(tensor), len(self._slots))
 
-    def _call(self, run: Any, args: Sequence[Any], kwargs: Mapping[str, Any], found: Any) -> _Call:
+    def _call(self, run: Any, args: Sequence[Any], kwargs: Mapping[str, Any], found: Any) -> _Call | None:
+        """One operation; None for those that only autograd sees a sense in."""
+        if run in (torch.ops.aten.alias.default, torch.ops.aten.detach.default):
+            self._slots[id(found)] = self._slot(args[0])
+            return None
         if _tensors(dict(kwargs)):
             raise ValueError(f"{run} takes a tensor by name")
         arguments, slots, nested = list(args), list[tuple[int, int]](), list[tuple[int, list[int]]]()

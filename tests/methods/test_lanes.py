@@ -23,7 +23,7 @@ from raysim.methods.fedsam import FedSAM
 from raysim.models import Mlp
 from raysim.models.classifier import ModelRecipe, Shape
 from raysim.training.host import Host
-from raysim.training.lanes import NotInLanes
+from raysim.training.lane import NotInLanes
 
 EXACT = 1e-9  # float64 end to end: what is left is the order in which products are summed
 COUNTS = ("conflicts", "projections")  # of inner products below zero, some of which are zero but for rounding
