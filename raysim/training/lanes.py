@@ -38,9 +38,9 @@ from raysim.vectors.optimizer import StackedOptimizer
 # Hooks that take part in a step.
 _IN_STEP = ("transform", "rows", "logits", "loss", "term", "perturb", "gradient", "stages")
 
-# Of (clients under way, lanes): as many lanes as keep busy on a few hosts. Measured on W2 with one thread: a step of a
-# client takes 0.54 of the loop's time with 10 lanes and with 25; with 25, fewer of them are cut short by a host's share.
-_BUSY = ((100, 25), (40, 10))
+# Of (clients under way, lanes): what keeps the lanes of a few hosts busy. Measured on W2, in CPU time of one thread: a
+# client's step takes 0.68, 0.55 and 0.54 of the loop's time with 5, 10 and 25 lanes.
+_BUSY = ((40, 10), (20, 5))
 _LARGEST = 1_000_000  # parameters of a model that gains: the products of larger ones take all of the time
 
 
