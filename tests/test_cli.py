@@ -215,6 +215,7 @@ def test_another_study_is_not_continued_in_a_runs_folder(capsys: pytest.CaptureF
     assert "local.lr=0.2" in text
     assert "local.lr=0.1" in text
     run("out=a", "resume=latest", "rounds=6", "runtime.threads=2", status=2)
+    run("out=a", "resume=latest", "rounds=6", "runtime.lanes=2", status=2)
     run("out=a", "resume=latest", "rounds=5", "checkpoint.every=1", "faults.tolerate=0.5")
 
 
