@@ -101,6 +101,7 @@ examples:
   raysim bench                              all workloads
   raysim bench W2 W3 --blocks 3             some of them, sooner
   raysim bench W1 --data DIR --out w1.json  DIR holds FashionMNIST
+  raysim bench W2 --floor --lanes 25        beside a tuned loop, 25 clients at once on every host
   raysim bench steps                        what each method adds to a local step
   raysim bench rules                        what each method adds to the server's step
   raysim bench scale --blocks 3             the coordinator's own time for 1,000 to 100,000 clients a round"""
@@ -243,6 +244,12 @@ def _parser() -> Parser:
     bench.add_argument("--data", metavar="DIR", help="where FashionMNIST is; downloaded if nowhere")
     bench.add_argument("--out", default="bench.json", metavar="FILE", help="the results (bench.json)")
     bench.add_argument("--blocks", type=int, default=7, help="blocks of rounds, each beside one of the bare loop (7)")
+    bench.add_argument(
+        "--lanes", type=int, metavar="K", help="clients that a host trains at once; as in a run unless given"
+    )
+    bench.add_argument(
+        "--floor", action="store_true", help="measure a tuned loop as well, the least that PyTorch needs"
+    )
     bench.add_argument("--hosts", type=int, default=2, help="processes of one thread, on both sides (2)")
     return parser
 
@@ -435,7 +442,8 @@ def _bench(given: argparse.Namespace) -> int:
     with refusing():
         if min(given.blocks, given.hosts) < 1:
             raise Refused(f"--blocks {given.blocks} and --hosts {given.hosts} must be at least 1")
-        bench.main(given.runs or list(bench.WORKLOADS), given.data, Path(given.out), given.blocks, given.hosts)
+        options = bench.Options(given.hosts, given.lanes, given.floor)
+        bench.main(given.runs or list(bench.WORKLOADS), given.data, Path(given.out), given.blocks, options)
     return 0
 
 

@@ -13,9 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from raysim.api.declarations import Local, Task
+from raysim.api.private_state import PrivateState
 from raysim.data.partition import CSR
 from raysim.primitives.streams import stream
 from raysim.vectors.layout import Vector
+from raysim.vectors.optimizer import Optimizers
 
 if TYPE_CHECKING:
     from raysim.models import Classifier
@@ -38,22 +40,6 @@ class Plan:
         return len(self.sizes)
 
 
-class Optimizers(Protocol):
-    """The optimisers of one job, one per stage."""
-
-    def movements(self) -> list[tuple[slice, int, float]]:
-        """What moved in this job: stretches of the shared parameters, steps made there, factor on the learning rate."""
-        ...
-
-    def optimizers(self) -> dict[str, Tensor]:
-        """The optimisers' buffers, by "stage/buffer", for `resume` at the start of another job of this client."""
-        ...
-
-    def resume(self, saved: Mapping[str, Tensor]) -> None:
-        """Let the optimisers of this job go on from what `optimizers` returned; called in `receive`."""
-        ...
-
-
 class Trainer(Protocol):
     """What hooks may ask of the host that trains: its settings, its data, a second set of networks."""
 
@@ -61,11 +47,6 @@ class Trainer(Protocol):
     local: Local
     partition: CSR
     tracking: Sequence[nn.Module]  # layers with running statistics
-
-    @property
-    def step(self) -> Optimizers:
-        """The step of the job at work."""
-        ...
 
     def gather(self, rows: np.ndarray, generator: np.random.Generator | None = None) -> tuple[Tensor, Tensor]:
         """Normalised inputs (augmented if a generator is given) and labels of some rows of the data set."""
@@ -141,9 +122,12 @@ class Context:
     upload: dict[str, Tensor] = field(default_factory=dict)
     report: dict[str, float] = field(default_factory=dict)  # columns of the history, by "method.name"; does not travel
     draws: Mapping[str, Sequence[Tensor]] = field(default_factory=dict)
+    optimizers: Optimizers = field(default_factory=Optimizers)  # of this job
     step: int = 0
     stage: Stage = field(default_factory=Stage)
     kept: dict[str, Tensor] = field(default_factory=dict)  # what hooks keep for the rest of the job, by full name
+    # What stays on the client, as training starts from it; for frozen networks.
+    start: PrivateState[Tensor] = field(init=False, repr=False, compare=False)
     plan: Plan = field(init=False, repr=False, compare=False)  # known after `receive` and `select`
     # [iterations with the task] its loss without added terms; known in `finish`.
     losses: Tensor = field(init=False, repr=False, compare=False)
@@ -174,6 +158,15 @@ class Context:
         that a method kept from an earlier participation.
         """
         return self.trainer.frozen(self, name, values)
+
+    def leaf(self, inputs: Tensor) -> Tensor:
+        """Inputs whose gradient `input_gradient` will be asked for."""
+        return inputs.requires_grad_()
+
+    def input_gradient(self, loss: Tensor, inputs: Tensor) -> Tensor:
+        """The gradient of a scalar by what `leaf` returned, itself with gradient."""
+        (gradient,) = torch.autograd.grad(loss, inputs, create_graph=True)
+        return gradient
 
     def stream(self, purpose: str) -> np.random.Generator:
         """A random stream of this participation's own."""
@@ -221,6 +214,15 @@ class Outputs:
         if value is None:
             value = self._kept[name] = compute()
         return cast(T, value)
+
+    @property
+    def kept(self) -> Mapping[str, object]:
+        """What was computed so far."""
+        return self._kept
+
+    def recall(self, kept: Mapping[str, object]) -> None:
+        """Take over what an earlier stage of the iteration has computed."""
+        self._kept |= kept
 
     @property
     def features(self) -> Tensor:

@@ -96,6 +96,13 @@ class Method:
         """Exclusive. Positions in the client's samples that epoch 1..epochs trains on; None: all, in this job."""
         return None
 
+    def planned(self, ctx: Context) -> None:
+        """After the batches were planned (`ctx.plan`) and `draws` drawn, before the first step: what steps will need.
+
+        What a step uses of the client itself, or draws with knowledge of what was received, is put into `ctx.kept` or
+        `ctx.draws` here.
+        """
+
     def finish(self, ctx: Context) -> None:
         """After training: fill `ctx.upload` and replace entries of `ctx.state`."""
 

@@ -52,7 +52,8 @@ def overview(experiment: Experiment, folder: Path) -> str:
         "schedule": _schedule(experiment, layout),
         "BatchNorm": _batchnorm(networks, {entry.name for entry in layout.entries if entry.personal}),
         "extra": "; ".join(_extra(experiment)),
-        "hosts": f"{hosts}, {_several(spec.threads, 'thread')} each, device {spec.device}",
+        "hosts": f"{hosts}, {_several(spec.threads, 'thread')} each, device {spec.device}, "
+        + ("one client at a time" if spec.lanes == 1 else f"{spec.lanes} clients at once (runtime.lanes)"),
         "folder": str(folder),
     }
     return "\n".join(f"{key:<10}{text}" for key, text in lines.items() if text)
@@ -155,6 +156,7 @@ def identity(experiment: Experiment) -> dict[str, object]:
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "machine": platform.machine(),
         "threads": spec.threads,
+        "lanes": spec.lanes,
         "seed": spec.settings.seed,
         "summation": spec.settings.summation,
         "python": platform.python_version(),

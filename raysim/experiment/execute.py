@@ -4,6 +4,7 @@ The only reader of configurations; below it there are objects."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import fields, replace
@@ -37,7 +38,8 @@ from raysim.simulation.events import Event, RunStopped, TooManyFailures
 from raysim.simulation.fleet import Fleet
 from raysim.simulation.schedule import Schedule, Synchronous, check_concurrency
 from raysim.simulation.server import asked_weighting
-from raysim.training.run_spec import RunSettings, RunSpec, build_networks
+from raysim.training.lanes import usual_lanes
+from raysim.training.run_spec import RunSettings, RunSpec, build_networks, sample_flops
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -153,7 +155,11 @@ def build(config: DictConfig | Mapping[str, Any] | Sequence[str] = (), allow: Se
             settings = replace(settings, local=local)
         check_concurrency(schedule, data.partition.train.counts)
         spec = RunSpec(model, methods, data, settings, device, execution.runtime.threads)
+        # What a fleet cannot be, such as a damaged trace, is found here and not in another process.
+        fleet.devices(settings.seed, len(data.partition.train.counts), functools.partial(sample_flops, spec))
         networks, layout = build_networks(spec)
+        spec = replace(spec, lanes=execution.runtime.lanes or usual_lanes(spec, networks, schedule.concurrency))
+        node = {**node, "runtime": {**node["runtime"], "lanes": spec.lanes}}
         check_private_names(methods, layout)
         setup = Setup(spec.task, settings.local, networks, methods, schedule.size, schedule.stale)
         warnings = tuple(text for method in methods for text in method.check(setup))

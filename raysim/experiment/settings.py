@@ -19,14 +19,16 @@ Rows: TypeAlias = list[dict[str, int | float | None]]
 
 @dataclass(frozen=True)
 class RuntimeOptions(RayOptions):
-    """Where a run's hosts live, and what each of them gets."""
+    """Where a run's hosts live, and what each of them gets. lanes: clients trained at once; None: as was measured."""
 
     name: Literal["inprocess", "local", "cluster"] = "local"
     threads: int = 1
+    lanes: int | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
         between("runtime.threads", self.threads, 1, 1024)
+        between("runtime.lanes", 1 if self.lanes is None else self.lanes, 1, 4096)
         if self.name == "cluster" and not self.address:
             raise ValueError(
                 "runtime.address=null names no cluster: set it to auto, or to the address of its head node"

@@ -35,18 +35,20 @@ if TYPE_CHECKING:
 DISCRIMINATOR = "dann.discriminator"
 
 
-def discriminator_loss(domain_logits: Tensor, domain: int) -> Tensor:
+def discriminator_loss(domain_logits: Tensor, domain: int | Tensor) -> Tensor:
     """Cross-entropy of ``domain_logits`` (B, N) with the one label ``domain`` in [0, N): the mean over the batch."""
     return -F.log_softmax(domain_logits, dim=-1)[:, domain].mean()
 
 
-def generator_loss(class_logits: Tensor, labels: Tensor, domain_logits: Tensor, domain: int, weight: float) -> Tensor:
+def generator_loss(
+    class_logits: Tensor, labels: Tensor, domain_logits: Tensor, domain: int | Tensor, weight: float
+) -> Tensor:
     """Mean cross-entropy of ``class_logits`` (B, C) with ``labels``, int64 (B,) or rows (B, C), minus the weighted
     `discriminator_loss`."""
     return F.cross_entropy(class_logits, labels) + adversary(domain_logits, domain, weight)
 
 
-def adversary(domain_logits: Tensor, domain: int, weight: float) -> Tensor:
+def adversary(domain_logits: Tensor, domain: int | Tensor, weight: float) -> Tensor:
     """What a generator step adds to the loss of the classes, whichever that is."""
     return -weight * discriminator_loss(domain_logits, domain)
 
@@ -59,10 +61,15 @@ def is_discriminator_step(step: int, d_steps_per_g_step: int) -> bool:
 class _Reversal(torch.autograd.Function):
     """The identity, whose gradient is multiplied by -weight."""
 
+    generate_vmap_rule = True
+
     @staticmethod
-    def forward(ctx: Any, features: Tensor, weight: float) -> Tensor:
-        ctx.weight = weight
+    def forward(features: Tensor, weight: float) -> Tensor:
         return features.view_as(features)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, float], output: Tensor) -> None:
+        ctx.weight = inputs[1]
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:

@@ -33,7 +33,7 @@ from raysim.api.declarations import Cost, Network, Participation, Task
 from raysim.api.method import Method
 from raysim.methods.fedprox import proximal_gradient
 from raysim.primitives.checks import above, at_least
-from raysim.vectors.optimizer import Descent
+from raysim.vectors.optimizer import LocalOptimizer
 
 if TYPE_CHECKING:
     from raysim.api.context import Context, Own
@@ -72,7 +72,7 @@ class Ditto(Method):
     def finish(self, ctx: Context) -> None:
         """S steps of the personal model, which lies in the vector's personal part."""
         network, local = ctx.networks[PERSONAL].train(), ctx.trainer.local
-        pairs, descent = _trained(ctx.vector.layout), Descent(local.settings())
+        pairs, optimizer = _trained(ctx.vector.layout), LocalOptimizer(local.settings())
         params = ctx.vector.tensors(own for own, _ in pairs)
         values = [ctx.vector.data[own.start : own.stop].view(own.shape) for own, _ in pairs]
         for inputs, labels in self._batches(ctx):
@@ -85,7 +85,7 @@ class Ditto(Method):
             if local.clip:
                 norm = torch.cat([grad.flatten() for grad in grads]).norm()
                 torch._foreach_mul_(grads, (local.clip / (norm + 1e-6)).clamp(max=1.0))
-            descent.step(values, grads, ctx.rate * self.lr_factor)
+            optimizer.step(values, grads, ctx.rate * self.lr_factor)
 
     def _batches(self, ctx: Context) -> Iterator[tuple[Tensor, Tensor]]:
         """S batches of the client's samples, shuffled anew in every pass."""

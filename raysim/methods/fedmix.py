@@ -23,7 +23,7 @@ The gradient of l3 is a second derivative, which fused attention kernels do not 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
@@ -62,6 +62,11 @@ def label_terms(logits: Tensor, labels: Tensor, mean_targets: Tensor, lam: float
     return (1 - lam) * F.cross_entropy(logits, labels), lam * F.cross_entropy(logits, targets)
 
 
+def _gradient(loss: Tensor, inputs: Tensor) -> Tensor:
+    (gradient,) = torch.autograd.grad(loss, inputs, create_graph=True)
+    return gradient
+
+
 def loss_terms(
     logits: Tensor,
     inputs: Tensor,
@@ -70,13 +75,15 @@ def loss_terms(
     mean_targets: Tensor,
     lam: float,
     taylor_scale: str = "paper",
+    gradient_of: Callable[[Tensor, Tensor], Tensor] = _gradient,
 ) -> dict[str, Tensor]:
     """l1, l2, l3 and their sum, as "local", "mean_target", "taylor" and "total", all with gradient.
 
     ``logits`` (B, C) = f(u) of ``inputs`` u (B, ...), which require gradient; ``mean_inputs`` (B or 1, ...).
+    ``gradient_of``: that of a scalar by its inputs, with gradient itself.
     """
     local, mean_target = label_terms(logits, labels, mean_targets, lam)
-    (gradient,) = torch.autograd.grad(local, inputs, create_graph=True)
+    gradient = gradient_of(local, inputs)
     taylor = lam * (gradient * mean_inputs).sum()  # the mean over the batch: l1 is one, so the rows carry 1/B
     if taylor_scale == "public":
         taylor = taylor / len(inputs)
@@ -171,6 +178,11 @@ class FedMix(Method):
             return Download()
         return Download(once=lambda: {key: server.state[key] for key in (INPUTS, TARGETS)})
 
+    def planned(self, ctx: Context) -> None:
+        """Draw the pairs of all steps; `draws` could not: it does not know how many there are."""
+        if self.lam:
+            ctx.draws = {**ctx.draws, "fedmix.chosen": self._chosen(ctx).unbind()}
+
     # --- the step ------------------------------------------------------------------------------------------------
     def transform(self, ctx: Context, batch: Batch) -> Batch:
         """u, whose gradient the loss will ask for, or NaiveMix's x~."""
@@ -179,7 +191,7 @@ class FedMix(Method):
         pair = self._pair(ctx, len(batch.inputs))
         ctx.kept |= {"fedmix.pair_inputs": pair["inputs"], "fedmix.pair_targets": pair["targets"]}
         scaled = (1 - self.lam) * batch.inputs
-        return replace(batch, inputs=scaled + self.lam * pair["inputs"] if self.naive else scaled.requires_grad_())
+        return replace(batch, inputs=scaled + self.lam * pair["inputs"] if self.naive else ctx.leaf(scaled))
 
     def loss(self, ctx: Context, out: Outputs, batch: Batch) -> Tensor:
         """l1 + l2, and l3 unless the inputs were mixed themselves."""
@@ -189,14 +201,12 @@ class FedMix(Method):
         if self.naive:
             local, mean_target = label_terms(out.logits, batch.targets, targets, self.lam)
             return local + mean_target
-        terms = loss_terms(out.logits, batch.inputs, batch.targets, inputs, targets, self.lam, self.taylor_scale)
-        return terms["total"]
+        parts = out.logits, batch.inputs, batch.targets, inputs, targets
+        return loss_terms(*parts, self.lam, self.taylor_scale, ctx.input_gradient)["total"]
 
     def _pair(self, ctx: Context, size: int) -> dict[str, Tensor]:
         """This step's pairs, "inputs" and "targets" of one row per sample, or one row."""
-        if "fedmix.chosen" not in ctx.kept:
-            ctx.kept["fedmix.chosen"] = self._chosen(ctx)
-        chosen = ctx.kept["fedmix.chosen"][ctx.step, :size]
+        chosen = ctx.drawn("fedmix.chosen")[:size]
         if not self.fresh:
             return {key: ctx.download[f"fedmix.{key}"].index_select(0, chosen) for key in ("inputs", "targets")}
         inputs, labels = ctx.trainer.gather(chosen.flatten().numpy())
@@ -204,10 +214,7 @@ class FedMix(Method):
         return mean_pairs(inputs, labels, ctx.trainer.task.num_classes, order)
 
     def _chosen(self, ctx: Context) -> Tensor:
-        """For all steps of the job, before the first: rows of the pool [steps, R], or of raw data [steps, R, M].
-
-        `draws` could not: it does not know how many pairs there are.
-        """
+        """For all steps of the job: rows of the pool [steps, R], or of raw data [steps, R, M]."""
         plan, generator = ctx.plan, ctx.stream("fedmix.pairs")
         rows = max(plan.sizes) if self.pairs == "each" else 1
         if self.fresh:

@@ -364,12 +364,12 @@ class FRAug(Method):
         """Let the optimisers go on where they were."""
         if self.keep_optimizer:
             buffers = {key.removeprefix(_OPTIMIZER): v for key, v in ctx.state.items() if key.startswith(_OPTIMIZER)}
-            ctx.trainer.step.resume(buffers)
+            ctx.optimizers.resume(buffers)
 
     def finish(self, ctx: Context) -> None:
         """Keep the optimisers' buffers."""
         if self.keep_optimizer:
-            ctx.state |= {f"{_OPTIMIZER}{key}": value for key, value in ctx.trainer.step.optimizers().items()}
+            ctx.state |= {f"{_OPTIMIZER}{key}": value for key, value in ctx.optimizers.save().items()}
 
     # --- the three steps -----------------------------------------------------------------------------------------
     def loss(self, ctx: Context, out: Outputs, batch: Batch) -> Tensor:

@@ -45,9 +45,9 @@ class LocalTraining(Method):
         """Let the optimisers go on where they were."""
         if self.keep_optimizer:
             buffers = {key.removeprefix(_PREFIX): value for key, value in ctx.state.items() if key.startswith(_PREFIX)}
-            ctx.trainer.step.resume(buffers)
+            ctx.optimizers.resume(buffers)
 
     def finish(self, ctx: Context) -> None:
         """Keep the optimisers' buffers."""
         if self.keep_optimizer:
-            ctx.state |= {f"{_PREFIX}{key}": value for key, value in ctx.trainer.step.optimizers().items()}
+            ctx.state |= {f"{_PREFIX}{key}": value for key, value in ctx.optimizers.save().items()}

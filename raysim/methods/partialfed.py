@@ -39,7 +39,7 @@ from raysim.api.declarations import Cost, Participation
 from raysim.api.method import Method
 from raysim.primitives.checks import at_least, one_of
 from raysim.vectors.layout import Entry, Layout, plan_layout
-from raysim.vectors.optimizer import Descent, Optimizer
+from raysim.vectors.optimizer import LocalOptimizer, Optimizer
 
 if TYPE_CHECKING:
     from raysim.api.context import Context, Own
@@ -228,9 +228,9 @@ class PartialFed(Method):
         """bool [L] after some steps on the logits; the model keeps its values."""
         old = ctx.state["partialfed.logits"]
         saved = {key.removeprefix(_ADAM): value for key, value in ctx.state.items() if key.startswith(_ADAM)}
-        descent, logits = Descent(Optimizer("adam")), old.clone()
+        optimizer, logits = LocalOptimizer(Optimizer("adam")), old.clone()
         if saved:
-            descent.load(saved, [logits])
+            optimizer.load(saved, [logits])
         noise = ctx.stream("partialfed.gumbel").gumbel(size=(self.policy_steps + 1, *old.shape))
         gumbel = torch.from_numpy(noise).to(logits)
         temperature = max(self.floor, self.temperature * self.decay**ctx.version)
@@ -239,10 +239,10 @@ class PartialFed(Method):
             policy = logits.detach().requires_grad_()
             soft = sample_loading_policy(logits=policy, gumbel=drawn, temperature=temperature)["soft"]
             loss = cross_entropy(functional_call(ctx.model, _relaxed(ctx, paths, soft[:, 0]), (inputs,)), labels)
-            descent.step([logits], list(torch.autograd.grad(loss, [policy])), self.policy_lr)
+            optimizer.step([logits], list(torch.autograd.grad(loss, [policy])), self.policy_lr)
         ctx.model.train()
         ctx.state["partialfed.logits"] = logits
-        ctx.state |= {f"{_ADAM}{key}": value for key, value in descent.save().items()}
+        ctx.state |= {f"{_ADAM}{key}": value for key, value in optimizer.save().items()}
         last = gumbel[-1] if self.sample_decision else torch.zeros_like(logits)
         return sample_loading_policy(logits=logits, gumbel=last, temperature=temperature)["load_global"]
 

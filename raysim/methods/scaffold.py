@@ -117,7 +117,7 @@ class Scaffold(Method):
         """Option II, for each group with the number of steps that it made."""
         old, server = ctx.state["scaffold.control"], ctx.download["scaffold.control"]
         control, momentum = old.clone(), ctx.trainer.local.momentum
-        for part, steps, factor in ctx.trainer.step.movements():
+        for part, steps, factor in ctx.optimizers.movements():
             y, rate = ctx.vector.data[part], ctx.rate * factor
             control[part] = updated_control_variate(old[part], server[part], ctx.base[part], y, rate, steps, momentum)
         ctx.upload["scaffold.control"] = control - old

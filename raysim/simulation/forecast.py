@@ -6,10 +6,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from raysim.simulation.events import RunStopped
 from raysim.simulation.planner import Planner, Step
 
 BUSY = 8  # clients at work for each host, from which on hosts seldom wait for a client to be sent off
-_TURNS = 4  # how often each place of a client at work is filled
+_TURNS, _JOBS = 4, 400  # planned at least: how often each place of a client at work is filled; jobs
 
 
 @dataclass(frozen=True)
@@ -26,8 +27,14 @@ class Forecast:
 def forecast(planner: Planner, rounds: int) -> Forecast:
     """Of a run of so many rounds; uses up the planner. Raises ValueError where the fleet lets no run begin."""
     steps: list[Step] = []
-    while len(steps) < rounds and planner.dispatched < _TURNS * planner.schedule.concurrency:
-        steps.append(planner.step())
+    enough = max(_JOBS, _TURNS * planner.schedule.concurrency)
+    while len(steps) < rounds and planner.dispatched < enough:
+        try:
+            steps.append(planner.step())
+        except RunStopped:  # by devices that end
+            if not steps:
+                raise
+            break
     half = len(steps) // 2
     begin, end = steps[half - 1].now if half else 0.0, steps[-1].now
     jobs = [job for step in steps for job in step.dispatched]

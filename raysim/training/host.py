@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import traceback
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import cast
 
 import numpy as np
@@ -34,9 +34,10 @@ from raysim.api.private_state import PrivateState, StoredState, size
 from raysim.models import Classifier
 from raysim.primitives.streams import stream
 from raysim.training.determinism import make_deterministic
+from raysim.training.lanes import Lanes
 from raysim.training.probe import balanced_rows
 from raysim.training.run_spec import RunSpec, build_networks
-from raysim.training.trainer import Trainer, load, private_state
+from raysim.training.trainer import LocalRun, OneByOne, Trainer, load, private_state
 from raysim.vectors.layout import Vector
 
 # Arrays out of an object store are read-only; tensors over them are only read.
@@ -69,6 +70,8 @@ class Host:
             spec.data.pipeline,
             spec.settings.seed,
         )
+        count = spec.lanes
+        self._loop = OneByOne(self.trainer) if count == 1 else Lanes(self.trainer, count)
         self._stateful = owners(spec.methods, "state")
         self._personalisers = owners(spec.methods, "personalise")
         self._predictor = owner(spec.methods, "predict")
@@ -117,33 +120,70 @@ class Host:
         the state to start from, or None if it is resident.
         """
         since = time.perf_counter()
-        member = {number: group for group in groups for number in group}
-        totals: dict[tuple[int, ...], np.ndarray] = {}
-        outcomes: list[Outcome] = []
-        after: list[StoredState] = []
         bases = {each.version: each for each in cast("tuple[Published, ...]", values[:versions])}
         states = cast("tuple[StoredState | None, ...]", values[versions:])
-        received: Published | None = None
-        for index, job in enumerate(jobs):
-            if not self.trainer.prepared(job):
-                self.trainer.look_ahead(jobs[index:])
-            if bases[job.version] is not received:
-                received = bases[job.version]
-                base, counters, download = self._receive(received)
-            state = self._state(job.client, job.state, states[index] if states else None)
-            group = member.get(job.number)
-            outcome, new = self._train(job, base, counters, download, state, single=group is None)
-            if group is not None and isinstance(outcome, SummedUpdate):
-                self._add(totals, group, job.weight)
-            outcomes.append(outcome)
-            if states:
-                self._resident[job.client] = (job.number, new)
-                after.append(new.each(_array))
-        sums = tuple(Sum(group, total) for group, total in totals.items())
-        sizes = tuple(map(size, after))
+        sums, ends = _Sums(jobs, groups), dict[int, tuple[Outcome, PrivateState[Tensor]]]()
+        for version in sorted(bases):  # a client's earlier jobs started from earlier ones
+            own = [index for index, job in enumerate(jobs) if job.version == version]
+            sent = [states[index] for index in own] if states else []
+            trained_here = self._train([jobs[index] for index in own], self._receive(bases[version]), sent, sums)
+            ends |= dict(zip(own, trained_here, strict=True))
+        outcomes = tuple(ends[index][0] for index in range(len(jobs)))
+        after = [ends[index][1].each(_array) for index in range(len(jobs))] if states else []
         busy, self._busy = self._busy + time.perf_counter() - since, 0.0
-        trained = Trained(tuple(outcomes), sums, self.name, busy, sizes)
+        trained = Trained(outcomes, sums.found(), self.name, busy, tuple(map(size, after)))
         return (trained, *after) if states else trained
+
+    def _train(
+        self,
+        jobs: Sequence[Job],
+        received: tuple[Tensor, Tensor, dict[str, Tensor]],
+        states: Sequence[StoredState | None],
+        sums: _Sums,
+    ) -> list[tuple[Outcome, PrivateState[Tensor]]]:
+        """Train jobs of one version: of each its outcome, and the private state that it leaves."""
+        ends: dict[int, tuple[Outcome, PrivateState[Tensor]]] = {}
+        starts: dict[int, tuple[float, PrivateState[Tensor]]] = {}
+        order = self._loop.order([job.number for job in jobs])
+        unfinished = {job.number for job in jobs}
+
+        def ready(index: int) -> bool:
+            """Whether no other job of this call has to end first."""
+            return jobs[index].state not in unfinished
+
+        def begin(index: int) -> LocalRun:
+            job = jobs[index]
+            if not self.trainer.prepared(job):
+                self.trainer.look_ahead([jobs[other] for other in order[order.index(index) :]])
+            state = self._state(job.client, job.state, states[index] if states else None)
+            starts[index] = time.perf_counter(), state
+            return self.trainer.begin(job, *self._with_extras(job, received), state)
+
+        def end(index: int, work: LocalRun) -> None:
+            seconds = (time.perf_counter() - starts[index][0]) / self.spec.lanes
+            settle(index, *self._outcome(jobs[index], work.ctx, received[0], starts[index][1], seconds, sums))
+
+        def fail(index: int, error: BaseException) -> None:
+            settle(index, self._failure(jobs[index], error), starts[index][1])
+
+        def settle(index: int, outcome: Outcome, state: PrivateState[Tensor]) -> None:
+            ends[index] = outcome, state
+            unfinished.remove(jobs[index].number)
+            sums.add(jobs[index], self.vector.shared if isinstance(outcome, SummedUpdate) else None)
+            if states:
+                self._resident[jobs[index].client] = (jobs[index].number, state)
+
+        self._loop.train([job.number for job in jobs], ready, begin, end, fail)
+        return [ends[index] for index in range(len(jobs))]
+
+    def _with_extras(
+        self, job: Job, received: tuple[Tensor, Tensor, dict[str, Tensor]]
+    ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        """What the job's client receives: the broadcast, and what is for it alone."""
+        base, counters, download = received
+        if job.extras:
+            download = {**download, **{key: torch.from_numpy(v).to(self.device) for key, v in job.extras.items()}}
+        return base, counters, download
 
     def _receive(self, published: Published) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         """The broadcast as tensors on the device; on a CPU views of the very array that was published."""
@@ -158,6 +198,8 @@ class Host:
     def _state(self, client: int, number: int, sent: StoredState | None) -> PrivateState[Tensor]:
         """The private state that job `number` left: resident, or as sent, or (number -1) the initial one."""
         if number < 0:
+            if not self._stateful:
+                return self._initial
             samples = len(self.spec.data.partition.train.rows(client))
             methods: dict[str, Tensor] = {}
             for method in self._stateful:
@@ -173,68 +215,58 @@ class Host:
         """On the device, and floats in the dtype of the run."""
         return value.to(self.device, self.vector.data.dtype if value.is_floating_point() else value.dtype)
 
-    def _train(
-        self,
-        job: Job,
-        base: Tensor,
-        counters: Tensor,
-        download: Mapping[str, Tensor],
-        state: PrivateState[Tensor],
-        single: bool,
+    def _outcome(
+        self, job: Job, ctx: Context, base: Tensor, state: PrivateState[Tensor], seconds: float, sums: _Sums
     ) -> tuple[Outcome, PrivateState[Tensor]]:
-        """One job. The delta is left in the vector's shared part; a single update has a copy of it."""
-        started = time.perf_counter()
-        if job.extras:
-            download = {**download, **{key: torch.from_numpy(v).to(self.device) for key, v in job.extras.items()}}
-        try:
-            ctx = self.trainer.train(job, base, counters, download, state)
-            plan, losses = ctx.plan, ctx.losses
-            loss = float(losses.mean())
-            seconds = time.perf_counter() - started
-            probe = self._probe(ctx) if job.probe else None
-            delta = self.vector.shared.sub_(base)
-            # Personal entries too: they do not travel, but the client's next job would start from them.
-            if not ((np.isfinite(loss) or not len(losses)) and _is_finite(self.vector.data)):
-                raise NotFinite(self._diverged(losses, job))
-            _check_norm(delta[: self.layout.trained], self.spec.settings.faults.norm)
-            for key, value in ctx.upload.items():
-                if not _is_finite(value):
-                    raise NotFinite(f"the upload {key} is not finite; lower local.lr or set local.clip", key)
-            summed = SummedUpdate(
-                job=job.number,
-                client=job.client,
-                version=job.version,
-                samples=plan.samples,
-                trained=len(plan.positions),
-                steps=plan.steps,
-                loss=loss,
-                seconds=seconds,
-                counters=self._counters(),
-                extras={key: value.cpu().numpy() for key, value in ctx.upload.items()},
-                moves=self._moves(ctx),
-                report=ctx.report,
-                probe=probe,
-            )
-            # Without personal parameters two copies of nothing would take 5 us a job.
-            left = (
-                private_state(self.vector, ctx.state)
-                if self.layout.has_personal
-                else PrivateState(state.personal, state.counters, ctx.state)
-            )
-            if not single:
-                return summed, left
-            return SingleUpdate(**vars(summed), delta=delta.to("cpu", copy=True).numpy()), left
-        except (Exception, SystemExit) as error:  # a client must not take the others down
-            where = f"client {job.client}, version {job.version}, host {self.name}"
-            text = f"{where}: {type(error).__name__}: {error}"
-            whose = error.method if isinstance(error, NotFinite) else blamed(error)
-            return Failure(job.number, job.client, job.version, self.name, whose, text, traceback.format_exc()), state
+        """What a job sends and leaves. The delta is left in the vector's shared part; a single update has a copy."""
+        plan, losses = ctx.plan, ctx.losses
+        loss = float(losses.mean())
+        probe = self._probe(ctx) if job.probe else None
+        delta = self.vector.shared.sub_(base)
+        # Personal entries too: they do not travel, but the client's next job would start from them.
+        if not ((np.isfinite(loss) or not len(losses)) and _is_finite(self.vector.data)):
+            raise NotFinite(self._diverged(losses, job))
+        _check_norm(delta[: self.layout.trained], self.spec.settings.faults.norm)
+        for key, value in ctx.upload.items():
+            if not _is_finite(value):
+                raise NotFinite(f"the upload {key} is not finite; lower local.lr or set local.clip", key)
+        summed = SummedUpdate(
+            job=job.number,
+            client=job.client,
+            version=job.version,
+            samples=plan.samples,
+            trained=len(plan.positions),
+            steps=plan.steps,
+            loss=loss,
+            seconds=seconds,
+            counters=self._counters(),
+            extras={key: value.cpu().numpy() for key, value in ctx.upload.items()},
+            moves=self._moves(ctx),
+            report=ctx.report,
+            probe=probe,
+        )
+        # Without personal parameters two copies of nothing would take 5 us a job.
+        left = (
+            private_state(self.vector, ctx.state)
+            if self.layout.has_personal
+            else PrivateState(state.personal, state.counters, ctx.state)
+        )
+        if job.number in sums.member:
+            return summed, left
+        return SingleUpdate(**vars(summed), delta=delta.to("cpu", copy=True).numpy()), left
+
+    def _failure(self, job: Job, error: BaseException) -> Failure:
+        where = f"client {job.client}, version {job.version}, host {self.name}"
+        text = f"{where}: {type(error).__name__}: {error}"
+        name = error.method if isinstance(error, NotFinite) else blamed(error)
+        trace = "".join(traceback.format_exception(error))
+        return Failure(job.number, job.client, job.version, self.name, name, text, trace)
 
     def _moves(self, ctx: Context) -> tuple[tuple[int, int, float], ...]:
         """For methods that read single updates."""
         if not self._reports_moves:
             return ()
-        moved = self.trainer.step.movements()
+        moved = ctx.optimizers.movements()
         return tuple((part.start, part.stop, steps * factor * ctx.rate) for part, steps, factor in moved)
 
     def _probe(self, ctx: Context) -> Probe:
@@ -243,8 +275,7 @@ class Host:
         received = cast("Classifier", ctx.frozen()["model"])
         labels, scores, columns = [], [], []
         with torch.inference_mode():
-            for start in range(0, len(self._probed), self.spec.score_batch):
-                inputs, own = self.trainer.gather(self._probed[start : start + self.spec.score_batch])
+            for inputs, own in self.trainer.in_parts(self._probed, self.spec.score_batch):
                 features = ctx.model.features(inputs)
                 logits = ctx.model.head(features)
                 scores.append(logits if self._predictor is None else self._predictor.predict(logits))
@@ -280,14 +311,6 @@ class Host:
             else "the parameters are not finite"
         )
         return f"{at} (learning rate {rate:g}); lower local.lr or set local.clip"
-
-    def _add(self, totals: dict[tuple[int, ...], np.ndarray], group: tuple[int, ...], weight: float) -> None:
-        """Fold the delta that `_train` left in the vector into the group's sum; on the CPU, as the server would."""
-        delta = self.vector.shared.cpu()
-        if group in totals:
-            torch.from_numpy(totals[group]).add_(delta, alpha=weight)
-        else:
-            totals[group] = (delta * weight).numpy()
 
     # --- scoring -------------------------------------------------------------------------------------------------
     def evaluate(self, tasks: Sequence[Score], published: Published, *states: StoredState | None) -> list[Report]:
@@ -328,13 +351,49 @@ class Host:
     def _score(self, task: Score) -> Report:
         model = self.vector.networks["model"]
         correct, losses = [], []
-        for start in range(0, len(task.rows), self.spec.score_batch):
-            inputs, labels = self.trainer.gather(task.rows[start : start + self.spec.score_batch])
+        for inputs, labels in self.trainer.in_parts(task.rows, self.spec.score_batch):
             logits = model(inputs)
             losses.append(cross_entropy(logits, labels, reduction="none"))
             scores = logits if self._predictor is None else self._predictor.predict(logits)
             correct.append(scores.argmax(1) == labels)
         return Report(task.client, torch.cat(correct).cpu().numpy(), torch.cat(losses).cpu().numpy())
+
+
+class _Sums:
+    """Unnormalised sums of deltas, one for each group of jobs, folded in the groups' order, as the server would."""
+
+    def __init__(self, jobs: Sequence[Job], groups: Sequence[tuple[int, ...]]):
+        self.member = {number: group for group in groups for number in group}
+        self._weights = {job.number: job.weight for job in jobs}
+        self._totals: dict[tuple[int, ...], np.ndarray] = {}
+        self._due = {group: iter(group) for group in groups}
+        self._next = {group: next(due) for group, due in self._due.items()}
+        self._early: dict[int, Tensor | None] = {}  # copies of deltas whose turn has not come
+
+    def add(self, job: Job, delta: Tensor | None) -> None:
+        """The delta of a job, None if it failed; nothing happens where the job is in no group."""
+        group = self.member.get(job.number)
+        if group is None:
+            return
+        if job.number != self._next[group]:
+            self._early[job.number] = None if delta is None else delta.to("cpu", copy=True)
+            return
+        self._fold(group, job.number, delta)
+        while (number := next(self._due[group], -1)) in self._early:
+            self._fold(group, number, self._early.pop(number))
+        self._next[group] = number
+
+    def _fold(self, group: tuple[int, ...], number: int, delta: Tensor | None) -> None:
+        if delta is None:
+            return
+        if group in self._totals:
+            torch.from_numpy(self._totals[group]).add_(delta.cpu(), alpha=self._weights[number])
+        else:
+            self._totals[group] = (delta.cpu() * self._weights[number]).numpy()
+
+    def found(self) -> tuple[Sum, ...]:
+        """All of them."""
+        return tuple(Sum(group, total) for group, total in self._totals.items())
 
 
 class NotFinite(FloatingPointError):

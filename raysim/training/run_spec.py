@@ -94,7 +94,8 @@ class RunSettings:
 class RunSpec:
     """All that a host or a coordinator is built from: plain values and NumPy arrays, which travel to other processes.
 
-    device: where this process computes ("cpu", "cuda", "cuda:1", "mps"). score_batch: samples scored at once.
+    device: where this process computes ("cpu", "cuda", "cuda:1", "mps"). lanes: how many clients a host trains at once,
+    on which bits depend. score_batch: samples scored at once.
     """
 
     model: ModelRecipe
@@ -103,8 +104,12 @@ class RunSpec:
     settings: RunSettings = field(default_factory=RunSettings)
     device: str = "cpu"
     threads: int = 1
+    lanes: int = 1
     dtype: torch.dtype = torch.float32
     score_batch: int = 1024
+
+    def __post_init__(self) -> None:
+        at_least("runtime.lanes", self.lanes, 1)
 
     @property
     def task(self) -> Task:

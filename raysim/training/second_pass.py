@@ -15,14 +15,15 @@ from raysim.vectors.layout import Vector
 T = TypeVar("T")
 
 
-def _generator_state(device: torch.device) -> Tensor:
+def generator_state(device: torch.device) -> Tensor:
     """Where the generator stands that dropout draws from on this device."""
     if device.type == "cpu":
         return torch.get_rng_state()
     return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.mps.get_rng_state()
 
 
-def _set_generator_state(device: torch.device, state: Tensor) -> None:
+def set_generator_state(device: torch.device, state: Tensor) -> None:
+    """Put that generator there."""
     if device.type == "cpu":
         torch.set_rng_state(state)
     elif device.type == "cuda":
@@ -43,7 +44,7 @@ class RecordedOutputs(Outputs):
     def once(self, name: str, compute: Callable[[], T]) -> T:
         """See `Outputs`."""
         if self._kept.get(name) is None:
-            self.starts[name] = _generator_state(self.ctx.vector.data.device)
+            self.starts[name] = generator_state(self.ctx.vector.data.device)
         return super().once(name, compute)
 
 
@@ -65,11 +66,11 @@ class RepeatedOutputs(Outputs):
         if start is None or self._kept.get(name) is not None:
             return super().once(name, compute)
         device = self.ctx.vector.data.device
-        now = _generator_state(device)
-        _set_generator_state(device, start)
+        now = generator_state(device)
+        set_generator_state(device, start)
         value = super().once(name, compute)
         if not torch.equal(now, start):  # it was computed earlier then, and drew nothing here
-            _set_generator_state(device, now)
+            set_generator_state(device, now)
         return value
 
 
@@ -79,7 +80,7 @@ class SecondPass:
     def __init__(self, vector: Vector, outputs: RecordedOutputs):
         self.vector, self.outputs, self.ctx = vector, outputs, outputs.ctx
         self._state, self._kept = dict(self.ctx.state), dict(self.ctx.kept)
-        self._draws = _generator_state(vector.data.device)
+        self._draws = generator_state(vector.data.device)
 
     @contextmanager
     def at(self, shift: Tensor, runs: Sequence[slice]) -> Iterator[Outputs]:
@@ -90,9 +91,9 @@ class SecondPass:
         """
         ctx, vector, device = self.ctx, self.vector, self.vector.data.device
         state, kept = ctx.state, ctx.kept
-        data, counters, draws = vector.data.clone(), vector.counters.clone(), _generator_state(device)
+        data, counters, draws = vector.data.clone(), vector.counters.clone(), generator_state(device)
         ctx.state, ctx.kept = dict(self._state), dict(self._kept)
-        _set_generator_state(device, self._draws)
+        set_generator_state(device, self._draws)
         try:
             for run, part in zip(runs, shift.split([run.stop - run.start for run in runs]), strict=True):
                 vector.data[run].add_(part)
@@ -101,4 +102,4 @@ class SecondPass:
             ctx.state, ctx.kept = state, kept
             vector.data.copy_(data)
             vector.counters.copy_(counters)
-            _set_generator_state(device, draws)
+            set_generator_state(device, draws)

@@ -14,17 +14,17 @@ from raysim.api.context import Batch, Context, Outputs, Stage
 from raysim.api.method import Method
 from raysim.training.second_pass import RecordedOutputs, SecondPass
 from raysim.vectors.layout import Vector
-from raysim.vectors.optimizer import Descent, Optimizer
+from raysim.vectors.optimizer import Optimizer
 
 
 @dataclass(frozen=True)
-class _Group:
+class Group:
     """What a stage trains: parameters, plain views of them, and the stretches of the vector that they cover."""
 
     params: list[nn.Parameter]
     views: list[Tensor]
     runs: tuple[slice, ...]
-    shared: tuple[bool, ...]
+    shared: tuple[slice, ...]  # those of the stretches that lie in the shared parameters
 
 
 def _part(networks: Mapping[str, nn.Module], name: str) -> nn.Module:
@@ -35,7 +35,13 @@ def _part(networks: Mapping[str, nn.Module], name: str) -> nn.Module:
     return networks[network].get_submodule(path)
 
 
-def _gradients(loss: Tensor, params: Sequence[nn.Parameter]) -> list[Tensor]:
+def set_modes(networks: Mapping[str, nn.Module], modes: Mapping[str, bool]) -> None:
+    """Networks or modules in them into train (True) or eval mode, in this order."""
+    for part, training in modes.items():
+        _part(networks, part).train(training)
+
+
+def gradients(loss: Tensor, params: Sequence[Tensor]) -> list[Tensor]:
     """One per parameter; zeros where the loss does not depend on it."""
     found: tuple[Tensor | None, ...] = torch.autograd.grad(loss, params, allow_unused=True)
     return [torch.zeros_like(p) if g is None else g for g, p in zip(found, params, strict=True)]
@@ -57,44 +63,36 @@ class Step:
         self.loss = owner(methods, "loss")
         self.perturber = owner(methods, "perturb")
         self.flat = bool(self.corrections) or clip > 0 or self.perturber is not None
-        self._groups: dict[tuple[str, ...], _Group] = {}
-        self.descents: dict[str, tuple[Stage, Descent]] = {}
-        self._saved: Mapping[str, Tensor] = {}
+        self._groups: dict[tuple[int, tuple[str, ...]], Group] = {}  # by where the vector lies
         self._grad: Tensor | None = None
-
-    def begin(self) -> None:
-        """A new job: fresh optimisers."""
-        self.descents, self._saved = {}, {}
-
-    def optimizers(self) -> dict[str, Tensor]:
-        """The optimisers' buffers, by "stage/buffer", for `resume` at the start of another job of this client."""
-        return {
-            f"{name}/{key}": value for name, (_, each) in self.descents.items() for key, value in each.save().items()
-        }
-
-    def resume(self, saved: Mapping[str, Tensor]) -> None:
-        """Let the optimisers of this job go on from what `optimizers` returned; called in `receive`."""
-        self._saved = saved
 
     def __call__(self, ctx: Context, batch: Batch, stages: Sequence[Stage]) -> Tensor | None:
         """Do all stages on one batch; returns the task loss without added terms (detached), if a stage has it."""
-        for method in self.transforms:
-            batch = method.transform(ctx, batch)
-        more = {m.name: found for m in self.extenders if (found := m.rows(ctx, batch)) is not None}
-        out = Outputs(ctx, batch, more) if self.perturber is None else RecordedOutputs(ctx, batch, more)
+        out = self.outputs(ctx, batch)
         reported: Tensor | None = None
         for stage in stages:
             ctx.stage = stage
-            for part, training in stage.modes.items():
-                _part(ctx.networks, part).train(training)
+            set_modes(ctx.networks, stage.modes)
             second = SecondPass(self.vector, out) if isinstance(out, RecordedOutputs) else None
-            loss, task = self._loss(ctx, out)
+            loss, task = self.objective(ctx, out)
             if task is not None:
                 reported = task.detach()
             self._descend(ctx, stage, loss, second)
         return reported
 
-    def _loss(self, ctx: Context, out: Outputs) -> tuple[Tensor, Tensor | None]:
+    @property
+    def has_hooks(self) -> bool:
+        """Whether a method takes part in what is computed before a gradient is corrected."""
+        return bool(self.transforms or self.extenders or self.terms or self.logits or self.loss or self.perturber)
+
+    def outputs(self, ctx: Context, batch: Batch) -> Outputs:
+        """What the model will make of the batch, changed as methods ask."""
+        for method in self.transforms:
+            batch = method.transform(ctx, batch)
+        more = {m.name: found for m in self.extenders if (found := m.rows(ctx, batch)) is not None}
+        return Outputs(ctx, batch, more) if self.perturber is None else RecordedOutputs(ctx, batch, more)
+
+    def objective(self, ctx: Context, out: Outputs) -> tuple[Tensor, Tensor | None]:
         """What the stage at work descends, and the task loss without added terms if that is a part of it."""
         stage, batch = ctx.stage, out.batch
         task: Tensor | None = None
@@ -106,15 +104,6 @@ class Step:
                 loss = loss + method.term(ctx, out, batch)
         return -loss if stage.ascend else loss, task
 
-    def movements(self) -> list[tuple[slice, int, float]]:
-        """What moved in this job: stretches of the shared parameters, steps made there, factor on the learning rate."""
-        return [
-            (run, descent.steps, stage.rate)
-            for stage, descent in self.descents.values()
-            for run, shared in zip(self._group(stage.trains).runs, self._group(stage.trains).shared, strict=True)
-            if shared
-        ]
-
     def task_loss(self, ctx: Context, out: Outputs, batch: Batch) -> Tensor:
         """Cross-entropy, mean over the batch, unless a method replaces it. The one place that sees changed logits."""
         if self.loss is not None:
@@ -123,50 +112,40 @@ class Step:
         return cross_entropy(logits, batch.targets)
 
     def _descend(self, ctx: Context, stage: Stage, loss: Tensor, second: SecondPass | None) -> None:
-        group = self._group(stage.trains)
-        grads = _gradients(loss, group.params)
+        group = self.group(stage.trains)
+        grads = gradients(loss, group.params)
         steps = [self.vector.data[run] for run in group.runs] if self.flat else group.views
-        descent = self._descent(stage, steps)
+        optimizer = ctx.optimizers.of(stage.name, self.optimizer, steps, group.shared, stage.rate)
         rate = ctx.rate * stage.rate
         if not self.flat:
-            descent.step(steps, grads, rate)
+            optimizer.step(steps, grads, rate)
             return
         flat = self._flatten(grads)
         if second is not None:
             flat = self._perturbed(ctx, group, flat, second)
         parts, position = [], 0
-        for run, shared in zip(group.runs, group.shared, strict=True):
+        for run in group.runs:
             part = flat[position : position + run.stop - run.start]
             position += len(part)
             parts.append(part)
-            if shared:
+            if run in group.shared:
                 for method in self.corrections:
                     method.gradient(ctx, part, run)
         if self.clip:
             flat.mul_((self.clip / (flat.norm() + 1e-6)).clamp(max=1.0))
-        descent.step(steps, parts, rate)
+        optimizer.step(steps, parts, rate)
 
-    def _perturbed(self, ctx: Context, group: _Group, grad: Tensor, second: SecondPass) -> Tensor:
+    def _perturbed(self, ctx: Context, group: Group, grad: Tensor, second: SecondPass) -> Tensor:
         """The gradient that the owner of `perturb` makes of this one and those at other points."""
 
         def gradient_at(shift: Tensor) -> Tensor:
             with second.at(shift, group.runs) as out:
-                loss, _ = self._loss(ctx, out)
-                return torch.cat([part.reshape(-1) for part in _gradients(loss, group.params)])
+                loss, _ = self.objective(ctx, out)
+                return torch.cat([part.reshape(-1) for part in gradients(loss, group.params)])
 
         assert self.perturber is not None, "a second pass is prepared for its owner only"
         params = torch.cat([self.vector.data[run] for run in group.runs])
         return self.perturber.perturb(ctx, params, grad, gradient_at)
-
-    def _descent(self, stage: Stage, params: list[Tensor]) -> Descent:
-        """The stage's optimiser, made at its first step."""
-        if stage.name not in self.descents:
-            self.descents[stage.name] = (stage, descent := Descent(self.optimizer))
-            prefix = f"{stage.name}/"
-            saved = {key.removeprefix(prefix): value for key, value in self._saved.items() if key.startswith(prefix)}
-            if saved:
-                descent.load(saved, params)
-        return self.descents[stage.name][1]
 
     def _flatten(self, grads: list[Tensor]) -> Tensor:
         size = sum(grad.numel() for grad in grads)
@@ -174,18 +153,20 @@ class Step:
             self._grad = torch.empty(size, dtype=self.vector.data.dtype, device=self.vector.data.device)
         return torch.cat([grad.reshape(-1) for grad in grads], out=self._grad[:size])
 
-    def _group(self, trains: tuple[str, ...]) -> _Group:
-        group = self._groups.get(trains)
+    def group(self, trains: tuple[str, ...]) -> Group:
+        """What stages train that name these networks or modules. Raises ValueError where that is nothing."""
+        key = self.vector.data.data_ptr(), trains
+        group = self._groups.get(key)
         if group is None:
             layout = self.vector.layout
             entries = layout.within(trains)
             if not entries:
                 raise ValueError(f"nothing to train in {list(trains)}: all parameters there are frozen or missing")
             runs = layout.runs(entries)
-            group = self._groups[trains] = _Group(
+            group = self._groups[key] = Group(
                 params=self.vector.tensors(entries),
                 views=[self.vector.data[e.start : e.stop].view(e.shape) for e in entries],
                 runs=runs,
-                shared=tuple(run.stop <= layout.trained for run in runs),
+                shared=tuple(run for run in runs if run.stop <= layout.trained),
             )
         return group

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -57,6 +58,23 @@ def make_plan(
     return Plan(np.concatenate(batches), tuple(map(len, batches)), samples)
 
 
+def _usual_sizes(counts: np.ndarray, batch: int) -> frozenset[int]:
+    """The sizes of batches that many clients have at once: full ones, and what is left over on most of the clients."""
+    rests = np.bincount(counts[counts > 0] % batch, minlength=1)
+    common = int(rests.argmax())
+    return frozenset({batch} | ({common} if common and 2 * rests[common] > rests.sum() else set()))
+
+
+@dataclass
+class LocalRun:
+    """One client at work: what hooks see of it, its cycle of iterations, its batches to come, its losses so far."""
+
+    ctx: Context
+    cycle: Sequence[tuple[Stage, ...]]
+    batches: Iterator[Batch]
+    losses: list[Tensor] = field(default_factory=list)  # of iterations with the task
+
+
 class Trainer:
     """The networks, the data and the loop of one host; trains one client after another.
 
@@ -83,6 +101,7 @@ class Trainer:
         self.stager = owner(methods, "stages")
         self.drawers = owners(methods, "draws")
         self.receivers = owners(methods, "receive")
+        self.planners = owners(methods, "planned")
         self.finishers = owners(methods, "finish")
         modules = [m for network in vector.networks.values() for m in network.modules()]
         self.batchnorm = any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in modules)
@@ -91,6 +110,7 @@ class Trainer:
         self._ahead: dict[int, tuple[Plan, list[Batch]]] = {}  # by job
         self._frozen: dict[str, tuple[Vector, Context | None]] = {}
         self._row = int(np.prod(task.shape))
+        self.usual_sizes = _usual_sizes(partition.counts, local.batch)
 
     # --- data ----------------------------------------------------------------------------------------------------
     def gather(self, rows: np.ndarray, generator: np.random.Generator | None = None) -> tuple[Tensor, Tensor]:
@@ -101,12 +121,14 @@ class Trainer:
             pixels = self.pipeline.augmented(pixels, generator)
         return self.pipeline.normalise(pixels, self.task.dtype), self.labels.index_select(0, index)
 
-    def own(self, client: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """A client's own training samples, in order, in batches fit for evaluation."""
-        rows = self.partition.rows(client)
-        size = max(1, min(1024, _CHUNK // self._row))
+    def in_parts(self, rows: np.ndarray, size: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Normalised inputs and labels of rows of the data set, in order, so many at a time."""
         for start in range(0, len(rows), size):
             yield self.gather(rows[start : start + size])
+
+    def own(self, client: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """A client's own training samples, in order, in batches fit for evaluation."""
+        return self.in_parts(self.partition.rows(client), max(1, min(1024, _CHUNK // self._row)))
 
     def class_counts(self, client: int) -> Tensor:
         """See `Context.class_counts`."""
@@ -142,6 +164,7 @@ class Trainer:
         if self.selector is not None or self.pipeline.augment:
             return
         fitting, room = 0, _CHUNK / self._row
+        jobs = [job for job in jobs if not self.prepared(job)]
         for job in jobs:
             room -= self.local.budget(len(self.partition.rows(job.client)))
             if room < 0:
@@ -159,7 +182,7 @@ class Trainer:
         inputs, labels = self.gather(np.concatenate(rows))
         sizes = [size for _, plan in plans for size in plan.sizes]
         batches = iter([Batch(x, y, x, y) for x, y in zip(inputs.split(sizes), labels.split(sizes), strict=True)])
-        self._ahead = {number: (plan, [next(batches) for _ in plan.sizes]) for number, plan in plans}
+        self._ahead |= {number: (plan, [next(batches) for _ in plan.sizes]) for number, plan in plans}
 
     def contribution(self, client: int) -> Contribution:
         """What `contribute` sees."""
@@ -184,32 +207,36 @@ class Trainer:
         with torch.inference_mode(False):  # tensors made or loaded in that mode could never be loaded again
             return self._load_frozen(ctx, name, values).networks
 
-    def _load_frozen(self, ctx: Context, name: str, values: Tensor | None) -> Vector:
+    def second(self, name: str) -> Vector:
+        """A second set of networks in eval mode, without gradients; their values are whatever was loaded last."""
         if name not in self._frozen:
             networks = {key: copy.deepcopy(module).eval() for key, module in self.vector.networks.items()}
             second = Vector(networks, self.vector.layout, self.vector.data.device, self.vector.data.dtype)
             for parameter in second.parameters.values():
                 parameter.requires_grad_(False)
             self._frozen[name] = (second, None)
-        vector, _ = self._frozen[name]
+        return self._frozen[name][0]
+
+    def _load_frozen(self, ctx: Context, name: str, values: Tensor | None) -> Vector:
+        vector = self.second(name)
         if values is None:
-            load(vector, ctx.base, self.vector.counters[: self.vector.layout.shared_counters], self._start)
+            load(vector, ctx.base, self.vector.counters[: self.vector.layout.shared_counters], ctx.start)
         else:
             vector.data.copy_(values)
         self._frozen[name] = (vector, ctx)
         return vector
 
-    def train(
+    def begin(
         self,
         job: Job,
         base: Tensor,
         counters: Tensor,
         download: Mapping[str, Tensor],
         state: PrivateState[Tensor],
-    ) -> Context:
-        """Train one client; afterwards the vector holds y, the context upload, losses and what methods keep.
+    ) -> LocalRun:
+        """Load what a client received and keeps, let the methods receive it, and plan its batches.
 
-        base: [layout.shared] the received vector. Errors of hooks and of the model propagate.
+        base: [layout.shared] the received vector. Errors of hooks propagate.
         """
         prepared = self._ahead.pop(job.number, None)
         samples = len(self.partition.rows(job.client))
@@ -228,39 +255,53 @@ class Trainer:
             download,
             dict(state.methods),
         )
-        self._start = state
+        ctx.start = state
         load(self.vector, base, counters, state)
         if self.stochastic:
             torch.manual_seed(torch_seed(self.seed, "torch", job.client, job.participation))
         if self.methods or not all(network.training for network in self.vector.networks.values()):
             self.training(True)  # hooks may have changed the mode of any part; without methods only evaluation does
-        self.step.begin()
         for method in self.receivers:
             method.receive(ctx)
         if self.receivers and self.vector.layout.personal:  # frozen networks start from what training starts from
-            self._start = private_state(self.vector, {})
+            ctx.start = private_state(self.vector, {})
         plan = ctx.plan = prepared[0] if prepared else self._plan(ctx)
         ctx.draws = {
             key: values
             for method in self.drawers
             for key, values in method.draws(plan, ctx.stream(f"draws.{method.name}")).items()
         }
-        cycle: Sequence[tuple[Stage, ...]] = ((Stage(),),) if self.stager is None else self.stager.stages(plan)
-        losses: list[Tensor] = []
+        for method in self.planners:
+            method.planned(ctx)
         batches = (
-            prepared[1]
+            iter(prepared[1])
             if prepared
             else self._batches(plan, self.partition.rows(job.client), "augment", job.client, job.participation)
         )
-        for index, batch in enumerate(batches):
+        return LocalRun(ctx, ((Stage(),),) if self.stager is None else self.stager.stages(plan), batches)
+
+    def end(self, work: LocalRun) -> None:
+        """Let the methods finish: afterwards the context holds upload, losses and what they keep."""
+        ctx = work.ctx
+        ctx.losses = torch.stack(work.losses) if work.losses else torch.empty(0)
+        for method in self.finishers:
+            method.finish(ctx)
+
+    def steps(self, work: LocalRun) -> None:
+        """All iterations of a client, one batch each; afterwards the vector holds y."""
+        ctx, cycle = work.ctx, work.cycle
+        for index, batch in enumerate(work.batches):
             ctx.step = index
             loss = self.step(ctx, batch, cycle[index % len(cycle)])
             if loss is not None:
-                losses.append(loss)
-        ctx.losses = torch.stack(losses) if losses else torch.empty(0)
-        for method in self.finishers:
-            method.finish(ctx)
-        return ctx
+                work.losses.append(loss)
+
+    def train(self, *received: Any) -> Context:
+        """Train one client, from what `begin` takes. Errors of hooks and of the model propagate."""
+        work = self.begin(*received)
+        self.steps(work)
+        self.end(work)
+        return work.ctx
 
     def adapt(self, client: int, rows: np.ndarray, version: int, how: Finetune) -> None:
         """Fine-tune what lies in the vector on rows of the data set: cross-entropy alone, on streams of its own."""
@@ -277,7 +318,6 @@ class Trainer:
         ctx = Context(self, self.seed, client, 0, version, samples, rate, self.vector, base, base, {}, {})
         stage = Stage("finetune", ("model.head",), modes={"model": False}) if how.head else Stage("finetune")
         self.training(True)
-        self.tuner.begin()
         for batch in self._batches(plan, rows, "finetune.augment", client, version):
             self.tuner(ctx, batch, (stage,))
 
@@ -311,6 +351,39 @@ class Trainer:
                 "positions for all epochs of a job, or None for all"
             )
         return chosen
+
+
+class OneByOne:
+    """Trains one client after another: the loop that all else is compared with."""
+
+    def __init__(self, trainer: Trainer):
+        self.trainer = trainer
+
+    def order(self, numbers: Sequence[int]) -> Sequence[int]:
+        """Places among jobs of these numbers, in the order in which they will begin."""
+        return range(len(numbers))
+
+    def train(
+        self,
+        numbers: Sequence[int],
+        ready: Callable[[int], bool],
+        begin: Callable[[int], LocalRun],
+        end: Callable[[int, LocalRun], None],
+        fail: Callable[[int, BaseException], None],
+    ) -> None:
+        """Train clients in order, one for each of these numbers of jobs; the functions get its place among them.
+
+        ready: whether a client may begin yet, as here each may at its turn. begin: what it starts with; end: what is
+        done with what it ends with, while the trainer's vector is its own; fail: it raised an error.
+        """
+        for index in range(len(numbers)):
+            try:
+                work = begin(index)
+                self.trainer.steps(work)
+                self.trainer.end(work)
+                end(index, work)
+            except (Exception, SystemExit) as error:  # a client must not take the others down
+                fail(index, error)
 
 
 def load(vector: Vector, base: Tensor, counters: Tensor, state: PrivateState[Tensor]) -> None:

@@ -7,8 +7,10 @@ Frozen parameters (requires_grad False) are no part of it: every process builds 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
@@ -112,6 +114,26 @@ def plan_layout(networks: Mapping[str, nn.Module], personal: Iterable[str] = ())
     return Layout(tuple(entries), tuple(counters), marks[0], marks[1], marks[3], shared_counters, position)
 
 
+# Where a module keeps one of its tensors: a dictionary of its own, and the name there.
+_Place: TypeAlias = tuple[dict[str, Tensor], str]
+
+
+def _places(networks: Iterable[nn.Module]) -> dict[int, list[_Place]]:
+    """Of each tensor, by id, where modules keep it."""
+    found: dict[int, list[_Place]] = {}
+    for network in networks:
+        for module in network.modules():
+            for own in (module._parameters, module._buffers):
+                for leaf, tensor in own.items():
+                    found.setdefault(id(tensor), []).append((cast("dict[str, Tensor]", own), leaf))
+    return found
+
+
+def _put(places: Iterable[_Place], tensor: Tensor) -> None:
+    for own, leaf in places:
+        own[leaf] = tensor
+
+
 class Vector:
     """The networks' state as two flat tensors (`data`, `counters`); the modules see views and never copies.
 
@@ -126,23 +148,51 @@ class Vector:
         self.parameters: dict[str, nn.Parameter] = {}
         for module in self.networks.values():
             module.to(device=device, dtype=dtype)
+        everywhere = _places(self.networks.values())
+        self._places: list[
+            list[_Place]
+        ] = []  # of each entry, floating ones first; more than one where modules share it
         with torch.no_grad():
-            for entry in layout.entries:
-                self._rehome(entry, self.data)
-            for entry in layout.counters:
-                self._rehome(entry, self.counters)
+            for entry, flat in self._with_flat(self.data, self.counters):
+                owner, _, leaf = entry.path.rpartition(".")
+                tensor = getattr(self.networks[entry.network].get_submodule(owner), leaf)
+                flat[entry.start : entry.stop].view(entry.shape).copy_(tensor)
+                self._places.append(everywhere[id(tensor)])
+                if entry.parameter:
+                    self.parameters[entry.name] = tensor
+        self.rehome(self.data, self.counters)
 
-    def _rehome(self, entry: Entry, flat: Tensor) -> None:
-        owner, _, leaf = entry.path.rpartition(".")
-        module = self.networks[entry.network].get_submodule(owner)
-        view = flat[entry.start : entry.stop].view(entry.shape)
-        tensor = getattr(module, leaf)
-        view.copy_(tensor)
-        if entry.parameter:
-            tensor.data = view
-            self.parameters[entry.name] = tensor
-        else:
-            setattr(module, leaf, view.data)  # .data: autograd must not mistake a step on its neighbours for one on it
+    def _with_flat(self, data: Tensor, counters: Tensor) -> Iterator[tuple[Entry, Tensor]]:
+        yield from ((entry, data) for entry in self.layout.entries)
+        yield from ((entry, counters) for entry in self.layout.counters)
+
+    def rehome(self, data: Tensor, counters: Tensor) -> None:
+        """Let the modules see these two flat tensors, as they are, in place of those that they saw."""
+        self.data, self.counters = data, counters
+        for places, (entry, flat) in zip(self._places, self._with_flat(data, counters), strict=True):
+            # .data: autograd must not mistake a step on its neighbours for one on it
+            view = flat[entry.start : entry.stop].view(entry.shape).data
+            if entry.parameter:
+                self.parameters[entry.name].data = view
+            else:
+                _put(places, view)
+
+    @contextmanager
+    def standing_for(self, data: Tensor, counters: Tensor, tensors: Sequence[Tensor]) -> Iterator[None]:
+        """Let the modules see other tensors, one for each entry and counter of the layout, and `data` be another one.
+
+        These may be what `torch.func.vmap` makes of the tensors of many clients, which no `nn.Parameter` can hold.
+        """
+        before = self.data, self.counters, [places[0][0][places[0][1]] for places in self._places]
+        self.data, self.counters = data, counters
+        for places, tensor in zip(self._places, tensors, strict=True):
+            _put(places, tensor)
+        try:
+            yield
+        finally:
+            self.data, self.counters = before[:2]
+            for places, tensor in zip(self._places, before[2], strict=True):
+                _put(places, tensor)
 
     @property
     def shared(self) -> Tensor:

@@ -30,7 +30,7 @@ class Optimizer:
             raise ValueError(f"local.momentum={self.momentum} has no meaning for local.optimizer=adam: set it to 0")
 
 
-class Descent:
+class LocalOptimizer:
     """One optimiser at work; equal to torch.optim.SGD, bit for bit, on views or on one flat tensor."""
 
     def __init__(self, settings: Optimizer):
@@ -81,3 +81,116 @@ class Descent:
             m.lerp_(grad, 0.1)
             v.mul_(0.999).addcmul_(grad, grad, value=0.001)
             param.addcdiv_(m, (v.sqrt() / scale).add_(1e-8), value=-rate / (1 - 0.9**self.steps))
+
+
+class StackedOptimizer(LocalOptimizer):
+    """The optimisers of K clients, on tensors with an axis for them in front; each has made steps of its own number."""
+
+    def __init__(self, settings: Optimizer, like: Sequence[Tensor]):
+        super().__init__(settings)
+        self.counts = [0] * len(like[0])  # steps, by row
+        if settings.momentum or settings.kind == "adam":
+            self.first = [torch.zeros_like(part) for part in like]
+        if settings.kind == "adam":
+            self.second = [torch.zeros_like(part) for part in like]
+
+    def step_rows(self, rows: Sequence[int], params: list[Tensor], grads: list[Tensor], rate: float) -> None:
+        """Move all rows; only those named count it as a step."""
+        for row in rows:
+            self.counts[row] += 1
+        self.step(params, grads, rate)
+
+    def _adam(self, params: list[Tensor], grads: list[Tensor], rate: float) -> None:
+        """As above, each row with its own correction of the bias."""
+        counts = torch.tensor(self.counts, dtype=torch.float64).clamp_(min=1)
+        scales, rates = (1 - 0.999**counts) ** 0.5, rate / (1 - 0.9**counts)
+        for param, grad, m, v in zip(params, grads, self.first, self.second, strict=True):
+            scale, own = (each.to(param).view(-1, *[1] * (param.ndim - 1)) for each in (scales, rates))
+            m.lerp_(grad, 0.1)
+            v.mul_(0.999).addcmul_(grad, grad, value=0.001)
+            param.sub_(m / (v.sqrt() / scale).add_(1e-8) * own)
+
+    def row(self, row: int) -> LocalOptimizer:
+        """One client's optimiser, whose buffers are rows of these."""
+        single = LocalOptimizer(self.settings)
+        single.first, single.second = [part[row] for part in self.first], [part[row] for part in self.second]
+        single.steps = self.counts[row]
+        return single
+
+    def put(self, row: int, single: LocalOptimizer) -> None:
+        """Go on in a row with what a client's optimiser has become."""
+        self.counts[row] = single.steps
+        for whole, parts in ((self.first, single.first), (self.second, single.second)):
+            for buffer, part in zip(whole, parts, strict=bool(parts)):
+                buffer[row].copy_(part)
+
+    def begin(self, row: int, saved: Mapping[str, Tensor]) -> None:
+        """Start a row anew, from what `save` of an optimiser returned if there is any."""
+        if not self.first:
+            self.counts[row] = int(saved.get("steps", 0))
+            return
+        single = self.row(row)
+        for buffer in (*single.first, *single.second):
+            buffer.zero_()
+        single.steps = 0
+        if saved:
+            like = list(single.first)
+            single = LocalOptimizer(self.settings)
+            single.load(saved, like)
+        self.put(row, single)
+
+
+@dataclass
+class _AtWork:
+    """A stage's optimiser, the stretches of the shared parameters that it moves, its factor on the learning rate."""
+
+    optimizer: LocalOptimizer
+    shared: tuple[slice, ...]
+    rate: float
+
+
+class Optimizers:
+    """The local optimisers of one job, by the name of their stage."""
+
+    def __init__(self) -> None:
+        self._working: dict[str, _AtWork] = {}
+        self._saved: Mapping[str, Tensor] = {}
+
+    def of(
+        self, stage: str, settings: Optimizer, like: Sequence[Tensor], shared: tuple[slice, ...], rate: float
+    ) -> LocalOptimizer:
+        """The stage's optimiser, made at its first step with what `resume` has for it; like: what it steps."""
+        if stage not in self._working:
+            self._working[stage] = _AtWork(new := LocalOptimizer(settings), shared, rate)
+            if saved := self.resumed(stage):
+                new.load(saved, like)
+        return self._working[stage].optimizer
+
+    def resumed(self, stage: str) -> dict[str, Tensor]:
+        """What `resume` was given for a stage."""
+        prefix = f"{stage}/"
+        return {key.removeprefix(prefix): value for key, value in self._saved.items() if key.startswith(prefix)}
+
+    def get(self, stage: str) -> LocalOptimizer | None:
+        """The stage's optimiser, if there is one."""
+        return self._working[stage].optimizer if stage in self._working else None
+
+    def put(self, stage: str, optimizer: LocalOptimizer, shared: tuple[slice, ...], rate: float) -> None:
+        """Let the stage go on with this one."""
+        self._working[stage] = _AtWork(optimizer, shared, rate)
+
+    def save(self) -> dict[str, Tensor]:
+        """The buffers of all, by "stage/buffer", for `resume` at the start of another job of this client."""
+        return {
+            f"{name}/{key}": value
+            for name, each in self._working.items()
+            for key, value in each.optimizer.save().items()
+        }
+
+    def resume(self, saved: Mapping[str, Tensor]) -> None:
+        """Let the optimisers of this job go on from what `save` returned; called in `receive`."""
+        self._saved = saved
+
+    def movements(self) -> list[tuple[slice, int, float]]:
+        """What moved in this job: stretches of the shared parameters, steps made there, factor on the learning rate."""
+        return [(run, each.optimizer.steps, each.rate) for each in self._working.values() for run in each.shared]

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
 from raysim.experiment.describe import overview
 from raysim.experiment.execute import build, run
+from raysim.primitives.errors import Refused
 
 SMALL = ["data=synthetic", "model=mlp", "runtime=inprocess", "tracking=none", "rounds=1", "schedule.cohort=3"]
 
@@ -35,3 +37,42 @@ def test_the_overview_of_centralized_training_says_what_runs(
 def test_the_overview_of_a_federated_run_says_its_clients_budget() -> None:
     found = lines("local.epochs=5", "local.batch=10", "local.lr=0.3")
     assert found["rounds"].endswith("5 epochs of batch 10, sgd lr 0.3") and found["folder"] == "somewhere"
+
+
+def test_the_overview_says_what_schedule_and_fleet_make_of_the_run() -> None:
+    stale = ["schedule=buffered", "schedule.concurrency=20", "schedule.size=5", "fleet=lognormal", "rounds=30"]
+    words = [word for word in SMALL if not word.startswith("schedule.")]
+    text = overview(build([*words, *stale, "method=[fedbuff]", "schedule.max_staleness=3"]), Path("somewhere"))
+    line = next(line for line in text.splitlines() if line.startswith("schedule"))
+    assert re.fullmatch(
+        r"schedule  about 20\.0 of 20 clients at work, an aggregation every \S+ s of virtual time; "
+        r"staleness [12]\.\d in the mean; \d+% of the jobs discarded",
+        line,
+    )
+    assert lines()["schedule"].startswith("about ") and "stale" not in lines()["schedule"]
+    assert "schedule" not in lines("schedule.cohort=1")  # one client at a time
+
+
+@pytest.mark.parametrize(
+    ("hosts", "cohort", "said"),
+    [
+        ("null", 20, "enough for 2 busy hosts"),
+        ("null", 7, "enough for 1 busy host"),
+        ("2", 16, "enough for 2 busy hosts"),
+        ("2", 15, "2 hosts will wait at times, as fewer than 16 clients are at work"),
+    ],
+)
+def test_the_overview_says_how_many_hosts_the_clients_at_work_keep_busy(hosts: str, cohort: int, said: str) -> None:
+    found = lines("runtime=local", f"runtime.hosts={hosts}", f"schedule.cohort={cohort}")
+    assert found["schedule"].endswith(said)
+
+
+def test_a_fleet_of_which_nobody_comes_is_refused_before_anything_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("raysim.simulation.fleet.Fixed.available", lambda *_: False)
+    monkeypatch.setattr("raysim.simulation.fleet.Fixed.always", property(lambda _: False))
+    with pytest.raises(Refused, match="nobody is available at the start"):
+        run([*SMALL, "out=a"], quiet=True)
+    assert list(tmp_path.iterdir()) == []

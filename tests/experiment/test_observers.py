@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import io
 import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet as pq
 import pytest
 from rich.console import Console
 
@@ -130,6 +132,57 @@ def test_what_cannot_follow_a_run_is_refused_before_anything_is_written() -> Non
     with pytest.raises(Refused, match="cannot be called"):
         raysim.run([*QUICK, "out=a"], quiet=True, on_round="print")  # type: ignore[arg-type]
     assert not Path("a").exists()
+
+
+# --- jobs ---------------------------------------------------------------------------------------------------------
+ASYNCHRONOUS = (
+    *(
+        "runtime=inprocess",
+        "tracking=none",
+        "data=synthetic",
+        "partition=iid",
+        "partition.clients=10",
+        "fleet=lognormal",
+    ),
+    *("schedule=buffered", "schedule.concurrency=6", "schedule.size=2", "schedule.max_staleness=2", "method=[fedbuff]"),
+    *("local.epochs=1", "checkpoint.every=2"),
+)
+
+
+def jobs(folder: str) -> list[dict[str, Any]]:
+    return list(pq.read_table(Path(folder, "jobs.parquet")).to_pylist())
+
+
+def test_a_run_leaves_its_jobs_and_a_timeline_however_often_it_is_stopped_and_continued() -> None:
+    def stop(row: dict[str, Any]) -> None:
+        if row["round"] == 7:
+            raise KeyboardInterrupt
+
+    raysim.run([*ASYNCHRONOUS, "out=straight", "rounds=8"], quiet=True)
+    assert {"aggregated", "discarded", "under way"} == {job["fate"] for job in jobs("straight")}
+    assert Path("straight/timeline.png").is_file()
+    raysim.run([*ASYNCHRONOUS, "out=a", "rounds=4"], quiet=True)
+    assert {job["round"] for job in jobs("a")} == {1, 2, 3, 4, 5}  # 5: of what was under way
+    with pytest.raises(Interrupted):
+        raysim.run([*ASYNCHRONOUS, "out=a", "resume=latest", "rounds=8"], quiet=True, on_round=stop)
+    assert {job["round"] for job in jobs("a")} == set(range(1, 8))
+    raysim.run([*ASYNCHRONOUS, "out=a", "resume=latest", "rounds=8"], quiet=True)  # from round 6
+    assert jobs("a") == jobs("straight")
+
+
+def test_a_run_from_before_there_were_files_of_jobs_goes_on_without_one() -> None:
+    raysim.run([*ASYNCHRONOUS, "out=a", "rounds=2"], quiet=True)
+    shutil.rmtree("a/jobs.parquet")
+    Path("a/timeline.png").unlink()
+    raysim.run([*ASYNCHRONOUS, "out=a", "resume=latest", "rounds=4"], quiet=True)
+    assert rounds("a") == [1, 2, 3, 4]
+    assert not Path("a/jobs.parquet").exists() and not Path("a/timeline.png").exists()
+
+
+def test_rounds_of_equal_clients_have_no_timeline_and_the_summary_no_jobs() -> None:
+    result = raysim.run([*QUICK, "out=a"], quiet=True)
+    assert len(jobs("a")) == 12 and not Path("a/timeline.png").exists()
+    assert "jobs" not in result.summary and result.summary["model_sha256"]
 
 
 # --- following ----------------------------------------------------------------------------------------------------

@@ -24,6 +24,7 @@ from raysim.training.host import Host
 from raysim.training.run_spec import build_networks
 from raysim.training.step import Step
 from raysim.vectors.layout import Vector
+from raysim.vectors.optimizer import Optimizers
 
 PLAIN = Local(lr=0.1, batch=8, epochs=2)
 TASK = Task((1, 8, 8), 5, 6)
@@ -151,8 +152,7 @@ def test_at_weight_zero_the_model_is_fedavgs_on_the_generators_batches_and_the_d
     host = Host(run_spec(local=local))
     step = Step(host.vector, [], local.settings())
     alone = copy.copy(ctx)
-    alone.vector = host.vector
-    step.begin()
+    alone.vector, alone.optimizers = host.vector, Optimizers()
     for batch in mine:
         step(alone, batch, study.methods[0].stages(ctx.plan)[ratio - 1])  # type: ignore[arg-type]
     expected = dict(host.vector.networks["model"].named_parameters())

@@ -101,7 +101,6 @@ def test_one_step_of_fedbr_follows_the_trace(
     with torch.no_grad():
         ctx.kept["fedbr.global"] = torch.tanh(dense(args["global_feature"])(pseudo))
     step = Step(vector, [method], Optimizer())
-    step.begin()
     (stages,) = method.stages(SimpleNamespace(steps=1))  # type: ignore[arg-type]
     local = step(ctx, Batch(inputs, labels, inputs, labels), stages)
 

@@ -376,7 +376,7 @@ def test_a_search_without_bound_is_refused_before_the_start_with_batches_that_wo
         coordinate(run_spec(FedCDA(batches=2), data=data), schedule)
     assert 3**9 <= LIMIT < 3**14
     coordinate(run_spec(FedCDA(batches=3), data=data), schedule)
-    coordinate(run_spec(FedCDA(batches=2), data=sized((3,) * 24)), Buffered(concurrency=24, size=40))
+    coordinate(run_spec(FedCDA(batches=2), data=sized((3,) * 24)), Buffered(concurrency=24, size=24))
 
 
 def test_a_search_of_exactly_the_limit_is_taken() -> None:

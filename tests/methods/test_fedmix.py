@@ -134,10 +134,9 @@ def test_one_step_of_the_method_descends_the_gradient_of_the_trace(number: int, 
         seed=0, client=0, participation=0, version=0, samples=pairs, rate=1.0,
         vector=vector, received=vector.shared, base=vector.shared.clone(), download=pool, state={},
     )  # fmt: skip
-    ctx.kept["fedmix.chosen"] = torch.arange(pairs).unsqueeze(0)
+    ctx.draws = {"fedmix.chosen": [torch.arange(pairs)]}
     method = FedMix(lam=case["args"]["lam"], pairs="each" if pairs > 1 else "one")
     step = Step(vector, [method], Optimizer())
-    step.begin()
     x, y = given["inputs"], given["labels"]
     reported = step(ctx, Batch(x, y, x, y), method.stages(None)[0])  # type: ignore[arg-type]
     assert reported is not None and reported.item() == pytest.approx(loss, rel=1e-10)

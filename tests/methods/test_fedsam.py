@@ -41,7 +41,6 @@ def stepped(method: FedSAM, stage: Stage, rate: float = 0.1) -> Tensor:
     vector.data.copy_(THETA)
     ctx: Any = SimpleNamespace(vector=vector, networks=networks, rate=rate, stage=stage, state={}, kept={})
     step = Step(vector, [Quadratic(), method], Optimizer())
-    step.begin()
     step(ctx, Batch(THETA, THETA, THETA, THETA), (stage,))
     return vector.data.clone()
 

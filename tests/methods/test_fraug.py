@@ -570,7 +570,7 @@ def test_kept_optimisers_go_on_counting_and_fresh_ones_begin_anew() -> None:
         name, paper = "count", "a test"
 
         def finish(self, ctx: Context) -> None:
-            buffers = ctx.trainer.step.optimizers()
+            buffers = ctx.optimizers.save()
             assert ctx.plan is not None
             total[ctx.client] = total.get(ctx.client, 0) + ctx.plan.steps
             steps = {stage: int(buffers[f"{stage}/steps"]) for stage in ("task", GENERATOR, RTNET)}

@@ -6,12 +6,15 @@ import contextlib
 import json
 import math
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from raysim.results import report
 from raysim.results.history import summarise, write_history, write_json
+from raysim.results.jobs import JobWriter
+from raysim.simulation.events import JobEnd
 
 Rows = list[dict[str, int | float | None]]
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -146,6 +149,7 @@ def test_the_page_is_one_file_without_links_and_with_escaped_text(tmp_path: Path
     config = "{method: {'<b>evil</b>': {mu: 1}}, data: '<img src=x>'}"
     runs = [make(tmp_path / "<i>x", [0.5, 0.6], config), make(tmp_path / "{y}", [0.4, 0.5])]
     page = report.compare(runs, tmp_path / "out").read_text()
+    assert "On virtual time" not in page
     assert page.count("data:image/png;base64,") == 6  # three metrics, each for light and for dark
     assert not re.search(r"(?:src|href|srcset)=\"(?!data:)", page)
     assert "http" not in page
@@ -175,3 +179,23 @@ def test_a_summary_with_odd_values_is_reported_or_refused(odd: int, tmp_path: Pa
         (tmp_path / "one/summary.json").write_text(json.dumps(good | {key: ODD[odd]}))
         with contextlib.suppress(ValueError):
             report.table([report.load_run(tmp_path / "one")])
+
+
+def test_a_page_shows_runs_on_virtual_time_where_that_says_something(tmp_path: Path) -> None:
+    run, other = make(tmp_path / "late", [0.5, 0.75]), make(tmp_path / "even", [0.5, 0.75])
+    for folder, stale in ((run.folder, 1), (other.folder, 0)):
+        writer = JobWriter.of(folder, 0)
+        assert writer is not None
+        writer.add([JobEnd(0, 0, 0, 0.0, 1.0, "aggregated", 1, 0), JobEnd(1, 0, 0, 0.0, 1.0, "aggregated", 1, stale)])
+        writer.write()
+    page = report.compare([run, other], tmp_path / "out").read_text()
+    assert (
+        page.count("On virtual time") == 1 and "late: clients, fleet and hosts" in page and "even: clients" not in page
+    )
+    assert report._timeline("mean", replace(run, folder=Path())) == ""  # a mean of runs is in no folder
+
+
+def test_curves_are_drawn_against_bytes() -> None:
+    read = next(read for name, read, unit, _ in report.AXES if unit == "bytes")
+    assert read({"floats_down": 100, "floats_up": 25}) == 500
+    assert read({"floats_down": None, "floats_up": None}) == 0

@@ -160,7 +160,7 @@ def test_the_history_says_how_much_hosts_worked_and_what_the_store_holds(methods
         # live versions (at most one per job, and the current one), jobs in flight and their states, accepted states
         most = 5 * down + 4 * (upload + vector * len(methods)) + len(methods) * 6 * vector
         assert down <= row["store_bytes"] <= most  # type: ignore[operator]
-    assert found.rows[-1]["host_busy"] > 0  # type: ignore[operator]
+    assert max(row["host_busy"] for row in found.rows) > 0  # type: ignore[type-var, operator]
 
 
 def test_a_summed_group_counts_as_one_vector() -> None:

@@ -45,12 +45,12 @@ SCHEDULES: st.SearchStrategy[Schedule] = st.one_of(
 CONDITIONS = {
     "availability": st.sampled_from(["always", "diurnal", "markov"]),
     "hours": st.floats(1, 24),
-    "on": st.floats(1, 100),
+    "on": st.floats(20, 500),
     "off": st.floats(1, 100),
     "dropout": st.sampled_from([0.0, 0.3, 0.8]),
 }
 FLEETS: st.SearchStrategy[Fleet] = st.one_of(
-    st.builds(Ideal, st.floats(1, 1000), **CONDITIONS), st.builds(Lognormal, st.floats(1, 1000), **CONDITIONS)
+    st.builds(Ideal, st.floats(5, 1000), **CONDITIONS), st.builds(Lognormal, st.floats(5, 1000), **CONDITIONS)
 )
 COUNTS = st.lists(st.integers(1, 50), min_size=CLIENTS, max_size=CLIENTS + 3)
 
@@ -83,7 +83,7 @@ def test_every_job_ends_once_and_nothing_goes_back(
     assert list(jobs) == list(range(len(jobs))), "numbered in the order of dispatch"
 
     ends: Counter[int] = Counter()
-    for step in found:
+    for step in [*found, plan._step]:  # what is too old is thrown away right after an aggregation
         ends.update([*(each.number for each in step.taken), *step.lost, *step.discarded])
     assert set(ends.values()) <= {1}, "no job ends twice"
     left = {*plan.running, *(job.number for job in plan.arrived)}

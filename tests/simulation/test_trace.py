@@ -209,6 +209,12 @@ def test_a_file_of_another_form_is_refused(tmp_path: Path, rows: list[Row], colu
     assert "\n" not in str(caught.value)
 
 
+def test_a_damaged_trace_is_refused_when_a_run_is_built_wherever_it_is_to_run(tmp_path: Path) -> None:
+    file = stored(tmp_path, [row(), row(1, up=0.0)])
+    with pytest.raises(Refused, match=r"client 1 \(row 1\): up is 0\.0"):
+        raysim.build([*QUICK, "runtime=local", "fleet=trace", f"fleet.file={file}"])
+
+
 def test_what_is_no_trace_is_refused_before_anything_is_written(tmp_path: Path) -> None:
     (tmp_path / "text.parquet").write_text("client,start")
     pq.write_table(pa.Table.from_pylist([row()]).slice(0, 0), tmp_path / "empty.parquet")

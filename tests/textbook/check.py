@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -12,7 +12,7 @@ import torch
 from tiny_runs import SEED, coordinate, ran, run_spec, tiny
 from torch import Tensor
 
-from raysim.api.context import Batch, Context
+from raysim.api.context import Batch
 from raysim.api.declarations import Local
 from raysim.api.method import Method
 from raysim.api.private_state import named
@@ -22,7 +22,7 @@ from raysim.simulation.coordinator import Coordinator
 from raysim.simulation.fleet import Ideal
 from raysim.simulation.schedule import Schedule, Synchronous
 from raysim.training.host import Host
-from raysim.training.step import Step
+from raysim.training.trainer import LocalRun, Trainer
 from textbook.world import Book, Job, World
 
 # Everything that a method may get wrong is switched on: momentum, weight decay, a rate that falls, several epochs.
@@ -48,35 +48,42 @@ class Row:
     skips: Mapping[str, str] = field(default_factory=dict)
 
 
-class Watched(Step):
-    """A step that writes down what it was given."""
+class Watched(Trainer):
+    """A trainer that writes down which batches it trains on, and what was drawn for them."""
 
     batches: dict[tuple[int, int], list[tuple[Tensor, Tensor]]]
     given: dict[tuple[int, int], list[Mapping[str, Tensor]]]
 
-    def __call__(self, ctx: Context, batch: Batch, stages: Any) -> Tensor | None:
-        """See `Step`."""
-        key = ctx.client, ctx.participation
-        self.batches.setdefault(key, []).append((batch.raw_inputs.clone(), batch.raw_targets.clone()))
-        self.given.setdefault(key, []).append({name: ctx.drawn(name).clone() for name in ctx.draws})
-        return super().__call__(ctx, batch, stages)
+    def begin(self, *received: Any) -> LocalRun:
+        """See `Trainer`."""
+        work = super().begin(*received)
+        return replace(work, batches=self._written(work))
+
+    def _written(self, work: LocalRun) -> Iterator[Batch]:
+        ctx = work.ctx
+        seen, drawn = (table.setdefault((ctx.client, ctx.participation), []) for table in (self.batches, self.given))
+        for step, batch in enumerate(work.batches):
+            seen.append((batch.raw_inputs.clone(), batch.raw_targets.clone()))
+            drawn.append({name: values[step].clone() for name, values in ctx.draws.items()})
+            yield batch
 
 
-def check(row: Row) -> None:
-    """Fails where raysim and the textbook end at different numbers, and says where."""
+def check(row: Row, lanes: int = 1) -> None:
+    """Fails where raysim and the textbook end at different numbers, and says where; lanes: clients trained at once."""
     data = row.study.get("data", tiny(clients=4, samples=70))
-    settings = {"model": Mlp((6,)), "local": LOCAL, "dtype": torch.float64, "data": data}
+    settings = {"model": Mlp((6,)), "local": LOCAL, "dtype": torch.float64, "data": data, "lanes": lanes}
     study = run_spec(*row.methods(), **(settings | row.study))
     host = Host(study)
-    step: Any = host.trainer.step
-    step.__class__, step.batches, step.given = Watched, {}, {}
+    trainer: Any = host.trainer
+    trainer.__class__, trainer.batches, trainer.given = Watched, {}, {}
     coordinator = coordinate(study, row.schedule, Ideal(), InProcess(host), **({"rounds": 3} | row.run))
     start = {k: v.clone() for k, v in coordinator.initial.named(*_whole(coordinator)).items()}
     taken = _taken(coordinator)
     found = ran(coordinator)
     assert not found.failures
     rounds = [
-        [Job(c, turn, v, n, step.batches[c, turn], step.given[c, turn]) for c, turn, v, n in jobs] for jobs in taken
+        [Job(c, turn, v, n, trainer.batches[c, turn], trainer.given[c, turn]) for c, turn, v, n in jobs]
+        for jobs in taken
     ]
     layout = coordinator.layout
     world = World(
@@ -113,12 +120,12 @@ def _taken(coordinator: Coordinator) -> list[list[tuple[int, int, int, int]]]:
     taken: list[list[tuple[int, int, int, int]]] = []
     aggregate = coordinator._aggregate
 
-    def watched(in_flight: Any) -> Any:
+    def watched(step: Any, in_flight: Any) -> Any:
         jobs = [each.message for each in in_flight]
         taken.append(
             [(job.client, job.participation, job.version, int(coordinator.counts[job.client])) for job in jobs]
         )
-        return aggregate(in_flight)
+        return aggregate(step, in_flight)
 
     coordinator._aggregate = watched  # type: ignore[method-assign]
     return taken

@@ -1,7 +1,9 @@
 """The virtual clock with pencil and paper: who is sent off and when, who arrives, and what is aggregated.
 
 Rounds, or a buffer of `size` with `concurrency` clients at work (Nguyen et al. 2022, Algorithm 1). No heap, no look
-ahead: at every instant all clients are gone through.
+ahead: at every instant all clients are gone through. While others are at work, clients are drawn by random places in
+the list of all, in blocks of 2, 4, 8, ... times as many as are wanted. Busy ones and repetitions do not count; if too
+many do not count, the rest is drawn from the idle ones.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ class Going:
     turn: int
     version: int  # received
     finish: float
-    staleness: int = 0  # at its arrival
+    staleness: int = 0  # at its aggregation
 
 
 @dataclass
@@ -56,6 +58,8 @@ def timetable(
     while True:
         while len(waiting) >= size and not (synchronous and running):
             taken, waiting = waiting[:size], waiting[size:]
+            for job in taken:
+                job.staleness = len(found) - job.version
             found.append(
                 Aggregated(
                     now, taken, list(waiting), [replace(job) for job in running], cohorts, sent, arrivals, dict(turns)
@@ -66,26 +70,41 @@ def timetable(
         idle = [client for client in able if client not in {job.client for job in running}]
         free = min(concurrency - len(running), len(idle))
         if free and not (synchronous and running):
-            drawn = stream(seed, "cohort", cohorts).choice(len(idle), size=free, replace=False)
+            drawn = draw(stream(seed, "cohort", cohorts), able, idle, free)
             cohorts += 1
-            for client in sorted(idle[place] for place in drawn):
+            for client in drawn:
                 job = Going(sent, client, turns.get(client, 0), len(found), now + seconds(client))
                 running.append(job)
                 turns[client] = job.turn + 1
                 sent += 1
         now = min(job.finish for job in running)
         arrived = sorted((job for job in running if job.finish == now), key=lambda job: job.client)
-        for job in arrived:
-            job.staleness = len(found) - job.version
         running = [job for job in running if job.finish != now]
         waiting += arrived
         arrivals += len(arrived)
 
 
-def lognormal_seconds(seed: int, client: int, samples: float, floats: int, speed: float, down: float, up: float,
-                      sigma: float, network_sigma: float) -> float:  # fmt: skip
+def draw(generator: np.random.Generator, able: Sequence[int], idle: Sequence[int], count: int) -> list[int]:
+    """So many of the idle clients, ascending."""
+    if len(idle) == len(able):
+        return sorted(able[place] for place in generator.choice(len(able), size=count, replace=False))
+    drawn: list[int] = []
+    size, left = 2 * count, max(16 * count, len(able))
+    while left > 0:
+        for place in generator.integers(len(able), size=size):
+            if able[place] in idle and able[place] not in drawn:
+                drawn.append(able[place])
+            if len(drawn) == count:
+                return sorted(drawn)
+        left, size = left - size, 2 * size
+    rest = [client for client in idle if client not in drawn]
+    return sorted([*drawn, *generator.choice(rest, size=count - len(drawn), replace=False).tolist()])
+
+
+def lognormal_seconds(seed: int, clients: int, client: int, samples: float, floats: int, speed: float,
+                      down: float, up: float, sigma: float, network_sigma: float) -> float:  # fmt: skip
     """Receive, train, send; a float has four bytes; the client's two normals are for its speed and its network."""
-    of_speed, of_network = stream(seed, "fleet", client).standard_normal(2)
+    of_speed, of_network = stream(seed, "fleet").standard_normal((clients, 2))[client]
     network = np.exp(network_sigma * of_network)
     return float(
         4 * floats / (down * network) + 4 * floats / (up * network) + samples / (speed * np.exp(sigma * of_speed))

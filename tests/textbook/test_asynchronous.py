@@ -24,7 +24,7 @@ from textbook.world import Book, World
 
 NORMED = {"model": NORMED_MLP}
 LONG, BY_SAMPLES = {"rounds": 10}, {"rounds": 10, "weighting": "samples"}
-ALONE, PAIRS, FEW = Buffered(concurrency=4, size=1), Buffered(concurrency=4, size=2), Buffered(concurrency=2, size=3)
+ALONE, PAIRS, FEW = Buffered(concurrency=4, size=1), Buffered(concurrency=4, size=2), Buffered(concurrency=3, size=3)
 ADAM = {"lr": 0.4, "beta1": 0.6, "beta2": 0.8, "eps": 1e-3}
 SAME = {"server_lr": 0.4, "beta1": 0.6, "beta2": 0.8, "eps": 1e-3}
 

@@ -189,7 +189,7 @@ ROWS |= {
         lambda: [FedCDA(2, 2, 0.5, 2)],
         NORMED | WILD,
         LONG,
-        Buffered(concurrency=3, size=4),
+        Buffered(concurrency=4, size=4),
     ),
     "inco": Row(inco, lambda: [InCo()], PAIRED),
     "inco of whole tensors": Row(partial(inco, kernels=False), lambda: [InCo("tensor")], PAIRED),

@@ -18,7 +18,7 @@ from raysim.api.method import Method
 from raysim.training.host import Host
 from raysim.training.step import Step
 from raysim.vectors.layout import Vector, plan_layout
-from raysim.vectors.optimizer import Descent, Optimizer
+from raysim.vectors.optimizer import LocalOptimizer, Optimizer, Optimizers
 
 SHAPES = ((3, 4), (4,), (2, 4), (2,))
 
@@ -39,13 +39,13 @@ def by_torch(optimizer: type[torch.optim.Optimizer], steps: int = 5, **settings:
 
 
 def by_us(settings: Optimizer, flat: bool, steps: int = 5) -> list[Tensor]:
-    descent, params = Descent(settings), values(0)
+    ours, params = LocalOptimizer(settings), values(0)
     whole = [torch.cat([value.flatten() for value in params])]
     for step in range(1, steps + 1):
         if flat:
-            descent.step(whole, [torch.cat([grad.flatten() for grad in values(step)])], 0.1)
+            ours.step(whole, [torch.cat([grad.flatten() for grad in values(step)])], 0.1)
         else:
-            descent.step(params, values(step), 0.1)
+            ours.step(params, values(step), 0.1)
     if flat:
         params = [part.view(shape) for part, shape in zip(whole[0].split([12, 4, 8, 2]), SHAPES, strict=True)]
     return params
@@ -107,9 +107,7 @@ def at_work(
         trainer=trainer, seed=0, client=0, participation=0, version=0, samples=5, rate=0.1, vector=vector,
         received=vector.shared, base=vector.shared.clone(), download={}, state={},
     )  # fmt: skip
-    step = Step(vector, methods, optimizer, clip)
-    step.begin()
-    return step, ctx
+    return Step(vector, methods, optimizer, clip), ctx
 
 
 BATCH = Batch(X, Y, X, Y)
@@ -150,7 +148,7 @@ def test_a_new_job_begins_without_momentum() -> None:
     step, ctx = at_work([], Optimizer(momentum=0.9))
     step(ctx, BATCH, (Stage(),))
     ctx.vector.shared.copy_(ctx.base)
-    step.begin()
+    ctx.optimizers = Optimizers()
     step(ctx, BATCH, (Stage(),))
     expected = plain(1)
     assert all(torch.equal(value, expected[name]) for name, value in ctx.model.state_dict().items())
@@ -203,7 +201,7 @@ def test_each_stage_moves_its_own_networks_in_its_own_direction_at_its_own_rate(
     assert all(torch.equal(value, expected[name]) for name, value in ctx.model.state_dict().items())
     assert ctx.model.training
     layout = ctx.vector.layout
-    assert step.movements() == [
+    assert ctx.optimizers.movements() == [
         (slice(layout.trained - 5, layout.trained), 1, 2.0),
         (slice(0, layout.trained - 5), 1, 1.0),
     ]

@@ -1,20 +1,23 @@
-"""Speed beside a bare PyTorch loop: the same clients, models and arrays, the same number of processes of one thread.
+"""Speed beside bare PyTorch loops: the same clients, models and arrays, the same number of processes of one thread.
 
-`raysim bench` alternates blocks of rounds of both and prints the median of their ratios, so that a machine whose speed
-drifts does not decide. Evaluation and the first rounds of a block are left out. Results go to a JSON file as well.
+`raysim bench` alternates blocks of rounds of raysim and a textbook loop (`torch.optim.SGD`), with `--floor` of a tuned
+one too: no optimiser object, no accumulated gradient, one fused update, all in one flat vector. It prints the medians
+of the ratios, so that a machine whose speed drifts does not decide. Evaluation and the first rounds of a block are left
+out. Results go to a JSON file as well.
 """
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
+from torch import nn
 from torch.nn.functional import cross_entropy
 
 from raysim.api.declarations import Evaluation, Local
@@ -28,7 +31,8 @@ from raysim.simulation.coordinator import Coordinator
 from raysim.simulation.events import Finished, Round
 from raysim.simulation.fleet import Ideal
 from raysim.simulation.schedule import Synchronous
-from raysim.training.run_spec import RunSettings, RunSpec
+from raysim.training.lanes import usual_lanes
+from raysim.training.run_spec import RunSettings, RunSpec, build_networks
 
 METHODS = ("steps", "rules")  # workloads that compare methods instead of loops
 SCALE = "scale"  # the one that measures the coordinator alone
@@ -48,6 +52,15 @@ class Workload:
     limit: float
 
 
+@dataclass(frozen=True)
+class Options:
+    """hosts: processes on each side. lanes: clients trained at once, None: as a run does. floor: measure it as well."""
+
+    hosts: int = 2
+    lanes: int | None = None
+    floor: bool = False
+
+
 WORKLOADS = {
     "W1": Workload(100, 600, 10, 32, Cnn(pool=2), 3, 1.05),
     "W2": Workload(1000, 60, 100, 10, Mlp(widths=(64,)), 30, 1.0),
@@ -57,14 +70,21 @@ WORKLOADS = {
 
 @dataclass(frozen=True)
 class Result:
-    """Seconds a round (medians over blocks) and the median of the blocks' ratios."""
+    """Seconds a round (medians over blocks) and the blocks' ratios to the textbook loop; to the floor if measured."""
 
     workload: str
+    lanes: int
     raysim: float
     bare: float
-    ratio: float
     ratios: tuple[float, ...]
     limit: float
+    floor: float | None = None
+    to_floor: tuple[float, ...] = ()
+
+    @property
+    def ratio(self) -> float:
+        """The median."""
+        return statistics.median(self.ratios)
 
 
 def spec_of(work: Workload, source: Source) -> RunSpec:
@@ -97,11 +117,12 @@ def _bare_worker(
     todo: Any,
     go: Any,
     done: Any,
+    tuned: bool,
 ) -> None:
-    """What a textbook loop does with the clients that it takes off a shared counter."""
+    """What a loop does with the clients that it takes off a shared counter."""
     torch.set_num_threads(1)
     model = spec.model.build(spec.task.shape, spec.task.num_classes, spec.settings.seed)
-    params = list(model.parameters())
+    params: list[torch.Tensor] = list(model.parameters())
     flat = torch.cat([p.detach().reshape(-1) for p in params])
     position = 0
     for p in params:
@@ -123,21 +144,38 @@ def _bare_worker(
                 break
             start = int(cohort[place]) * work.samples
             flat.copy_(vector)
-            optimizer = torch.optim.SGD(params, lr=spec.settings.local.lr)
-            model.train()
-            for i in range(start, start + work.samples, work.batch):
-                stop = min(i + work.batch, start + work.samples)
-                optimizer.zero_grad()
-                cross_entropy(model(x[i:stop]), y[i:stop]).backward()
-                optimizer.step()
+            own = slice(start, start + work.samples)
+            batches = zip(x[own].split(work.batch), y[own].split(work.batch), strict=True)
+            (_floor if tuned else _textbook)(model, params, batches, spec.settings.local.lr)
             sums[index].add_(flat, alpha=1 / work.cohort)
         done.release()
 
 
-class Bare:
-    """Processes that train in turn with one shared vector and a sum each; no framework."""
+Batches: TypeAlias = Iterable[tuple[torch.Tensor, torch.Tensor]]
 
-    def __init__(self, spec: RunSpec, work: Workload, processes: int):
+
+def _textbook(model: nn.Module, params: list[torch.Tensor], batches: Batches, lr: float) -> None:
+    """One client's epoch, as everybody writes it."""
+    optimizer = torch.optim.SGD(params, lr=lr)
+    model.train()
+    for inputs, targets in batches:
+        optimizer.zero_grad()
+        cross_entropy(model(inputs), targets).backward()
+        optimizer.step()
+
+
+def _floor(model: nn.Module, params: list[torch.Tensor], batches: Batches, lr: float) -> None:
+    """The same with the least that PyTorch can do for it."""
+    for inputs, targets in batches:
+        grads = torch.autograd.grad(cross_entropy(model(inputs), targets), params)
+        with torch.no_grad():
+            torch._foreach_add_(params, grads, alpha=-lr)
+
+
+class Bare:
+    """Processes that train in turn with one shared vector and a sum each; no framework. tuned: with `_floor`'s loop."""
+
+    def __init__(self, spec: RunSpec, work: Workload, processes: int, tuned: bool = False):
         import torch.multiprocessing as mp
 
         context = mp.get_context("spawn")
@@ -152,7 +190,7 @@ class Bare:
         self.done, self.todo = context.Semaphore(0), context.Value("i", 0)
         shared = (spec, work, x, y, self.vector, self.sums, self.todo, self.go, self.done)
         self.processes = [
-            context.Process(target=_bare_worker, args=(i, *shared), daemon=True) for i in range(processes)
+            context.Process(target=_bare_worker, args=(i, *shared, tuned), daemon=True) for i in range(processes)
         ]
         for process in self.processes:
             process.start()
@@ -190,25 +228,29 @@ def _rounds(spec: RunSpec, work: Workload, runtime: Any, count: int) -> float:
     return (stamps[-1] - stamps[_SKIP - 1]) / count  # type: ignore[operator]
 
 
-def bench(name: str, root: str | None, blocks: int, hosts: int, say: Callable[[str], None]) -> Result:
-    """Alternate blocks of bare and raysim rounds on a running Ray."""
+def bench(name: str, root: str | None, blocks: int, options: Options, say: Callable[[str], None]) -> Result:
+    """Alternate blocks of raysim's rounds and of bare ones on a running Ray."""
     from raysim.runtime.ray import start_hosts
 
     work = WORKLOADS[name]
     spec = spec_of(work, source_of(work, root))
-    runtime, bare = start_hosts(spec, hosts), Bare(spec, work, hosts)
-    pairs = []
+    spec = replace(spec, lanes=options.lanes or usual_lanes(spec, build_networks(spec)[0], work.cohort))
+    runtime = start_hosts(spec, options.hosts)
+    loops = [Bare(spec, work, options.hosts, tuned) for tuned in ((False, True) if options.floor else (False,))]
+    rows = []
     try:
         _rounds(spec, work, runtime, 1)
         for block in range(blocks):
-            pairs.append((_rounds(spec, work, runtime, work.rounds), bare.rounds(work.rounds)))
-            say(f"{name} block {block + 1}/{blocks}: raysim {pairs[-1][0]:.4f} s, bare {pairs[-1][1]:.4f} s a round")
+            rows.append((_rounds(spec, work, runtime, work.rounds), *(loop.rounds(work.rounds) for loop in loops)))
+            bare = ", ".join(f"{seconds:.4f} s" for seconds in rows[-1][1:])
+            say(f"{name} block {block + 1}/{blocks}: raysim {rows[-1][0]:.4f} s, bare {bare} a round")
     finally:
-        bare.close()
+        for loop in loops:
+            loop.close()
         runtime.stop()
-    ratios = tuple(own / other for own, other in pairs)
-    medians = [statistics.median(column) for column in zip(*pairs, strict=True)]
-    return Result(name, medians[0], medians[1], statistics.median(ratios), ratios, work.limit)
+    own, bare_, *floor = (statistics.median(column) for column in zip(*rows, strict=True))
+    ratios = [tuple(row[0] / row[column] for row in rows) for column in range(1, len(rows[0]))]
+    return Result(name, spec.lanes, own, bare_, ratios[0], work.limit, *floor, *ratios[1:])
 
 
 def methods(kind: str, out: Path, blocks: int) -> None:
@@ -242,7 +284,7 @@ def methods(kind: str, out: Path, blocks: int) -> None:
     write_json({"settings": settings, "results": [asdict(result) for result in results]}, out)
 
 
-def main(names: list[str], root: str | None, out: Path, blocks: int = 7, hosts: int = 2) -> list[Result]:
+def main(names: list[str], root: str | None, out: Path, blocks: int, options: Options) -> list[Result]:
     """Run workloads, print a table, write `out`."""
     from rich.console import Console
     from rich.table import Table
@@ -264,21 +306,25 @@ def main(names: list[str], root: str | None, out: Path, blocks: int = 7, hosts: 
     console = Console()
     cluster.connect(cluster.RayOptions())
     try:
-        results = [bench(name, root, blocks, hosts, console.print) for name in names]
+        results = [bench(name, root, blocks, options, console.print) for name in names]
     finally:
         cluster.disconnect()
-    table = Table(title=f"seconds a round, {hosts} processes of one thread; medians of {blocks} paired blocks")
-    for header in ("workload", "raysim", "bare PyTorch", "ratio", "lowest", "highest", "promised"):
+    table = Table(title=f"seconds a round, {options.hosts} processes of one thread; medians of {blocks} paired blocks")
+    more = ("floor", "ratio to it", "lowest", "highest") if options.floor else ()
+    for header in ("workload", "lanes", "raysim", "bare PyTorch", "ratio", "lowest", "highest", "promised", *more):
         table.add_column(header)
     for r in results:
-        row = (r.raysim, r.bare, r.ratio, min(r.ratios), max(r.ratios), r.limit)
-        table.add_row(r.workload, *(f"{value:.3f}" for value in row))
+        row = [r.raysim, r.bare, r.ratio, min(r.ratios), max(r.ratios), r.limit]
+        if r.floor is not None:
+            row += [r.floor, statistics.median(r.to_floor), min(r.to_floor), max(r.to_floor)]
+        table.add_row(r.workload, str(r.lanes), *(f"{value:.3f}" for value in row))
     console.print(table)
     settings = {
         "torch": torch.__version__,
-        "hosts": hosts,
         "blocks": blocks,
         "capability": torch.backends.cpu.get_cpu_capability(),
+        **asdict(options),
     }
-    write_json({"settings": settings, "results": [asdict(result) for result in results]}, out)
+    columns = [{**asdict(result), "ratio": result.ratio} for result in results]
+    write_json({"settings": settings, "results": columns}, out)
     return results

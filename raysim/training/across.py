@@ -1,0 +1,134 @@
+"""Inside `torch.func.vmap`: what is computed with the tensors of all lanes at once, [K, ...] each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+
+def across(compute: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
+    """What `compute` makes of the tensors of all lanes at once; autograd sees what it does."""
+    found: Tensor = _Across.apply(compute, *tensors)
+    return found
+
+
+class _Across(torch.autograd.Function):
+    @staticmethod
+    def forward(compute: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
+        """Of constants that all lanes share."""
+        return compute(*(tensor.unsqueeze(0) for tensor in tensors))[0]
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        """Nothing to keep."""
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Sequence[int | None], compute: Callable[..., Tensor], *tensors: Tensor) -> Any:
+        """With the axis of the lanes in front."""
+        whole = [_in_front(tensor, dim, info.batch_size) for tensor, dim in zip(tensors, in_dims[1:], strict=True)]
+        with torch.enable_grad():
+            return compute(*whole), 0
+
+
+def _in_front(tensor: Tensor, dim: int | None, count: int) -> Tensor:
+    if dim is None:
+        return tensor.expand(count, *tensor.shape)
+    return tensor.movedim(dim, 0) if dim else tensor
+
+
+class _Products(torch.autograd.Function):
+    """x w^T + b of every lane: x [K, B, n], w [K, m, n], b [K, m].
+
+    What autograd makes of the same products is the gradient of w^T, which lies in memory the other way round than w:
+    adding it to w takes longer than all products together.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
+        """[K, B, m]"""
+        ctx.save_for_backward(x, w)
+        return torch.bmm(x, w.transpose(1, 2)) if b is None else torch.baddbmm(b.unsqueeze(1), x, w.transpose(1, 2))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        """Of x, w and b."""
+        x, w = ctx.saved_tensors
+        needs = ctx.needs_input_grad
+        return (
+            torch.bmm(grad, w) if needs[0] else None,
+            torch.bmm(grad.transpose(1, 2), x) if needs[1] else None,
+            grad.sum(1) if needs[2] else None,
+        )
+
+
+class _Linear(torch.autograd.Function):
+    """`F.linear` of x [..., n], which may be one for all lanes, as may be w and b."""
+
+    @staticmethod
+    def forward(x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
+        """Of constants that all lanes share."""
+        return F.linear(x, w, b)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        """Nothing to keep."""
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Sequence[int | None], x: Tensor, w: Tensor, b: Tensor | None) -> Any:
+        """Rows of one lane are multiplied with its own w."""
+        with torch.enable_grad():
+            x = _in_front(x, in_dims[0], info.batch_size)
+            if in_dims[1] is None and in_dims[2] is None:
+                return F.linear(x, w, b), 0
+            w = _in_front(w, in_dims[1], info.batch_size)
+            bias = None if b is None else _in_front(b, in_dims[2], info.batch_size)
+            rows = _Products.apply(x.reshape(len(x), -1, x.shape[-1]), w, bias)
+            return rows.view(*x.shape[:-1], w.shape[1]), 0
+
+
+class InLanes(TorchFunctionMode):
+    """What a model computes in lanes in another way than alone.
+
+    Linear layers, for speed; and draws: every client draws from its own generator, as it would alone. What is drawn
+    otherwise, `vmap` refuses.
+    """
+
+    def __init__(self, generators: Mapping[int, torch.Generator], lane: Tensor):
+        super().__init__()
+        self.generators, self.lane = generators, lane  # by row; any tensor that each lane has of its own
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """See above."""
+        kwargs = kwargs or {}
+        if func is F.linear:
+            return self._linear(*args, **kwargs)
+        if func is F.dropout:
+            return self._dropout(*args, **kwargs)
+        if func in (torch.randn_like, torch.rand_like) and not kwargs:
+            return self._drawn(args[0], Tensor.normal_ if func is torch.randn_like else Tensor.uniform_)
+        return func(*args, **kwargs)
+
+    @staticmethod
+    def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        found: Tensor = _Linear.apply(input, weight, bias)
+        return found
+
+    def _dropout(self, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+        if not training or not 0 < p < 1:
+            return F.dropout(input, p, training)
+        fill = lambda noise, generator: noise.bernoulli_(1 - p, generator=generator).div_(1 - p)  # noqa: E731
+        return input * self._drawn(input, fill)
+
+    def _drawn(self, like: Tensor, fill: Callable[..., Tensor]) -> Tensor:
+        def compute(lane: Tensor, likes: Tensor) -> Tensor:
+            noise = torch.zeros_like(likes, memory_format=torch.contiguous_format)
+            for row, generator in self.generators.items():
+                noise[row] = fill(torch.empty_like(likes[row].detach()), generator=generator)
+            return noise
+
+        return across(compute, self.lane, like)

@@ -1,0 +1,116 @@
+"""A computation written down operation by operation, and played again on other tensors of the same shapes.
+
+Autograd and `vmap` cost a small model more than its products do; playing costs neither. Every operation is the one that
+was recorded, so the bits are the same. What Python decided while it was recorded stays decided.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+class _Recorder(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.calls: list[tuple[Callable[..., Any], Sequence[Any], Mapping[str, Any], Any]] = []
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # else torch imports its compiler here: seconds
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        self.calls.append((func, args, kwargs or {}, found))
+        return found
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
+
+
+@dataclass(frozen=True)
+class _Call:
+    """An operation. Its arguments are as recorded, but for tensors, which come from slots."""
+
+    run: Callable[..., Any]
+    arguments: list[Any]
+    slots: list[tuple[int, int]]  # of arguments that are tensors: place among the arguments, slot
+    nested: list[tuple[int, list[int]]]  # of arguments that are lists of tensors
+    results: list[int]  # slots of what it returns
+    free: list[int]  # slots that nobody needs from here on
+
+    @property
+    def used(self) -> set[int]:
+        """Every slot that it reads."""
+        return {slot for _, slot in self.slots} | {slot for _, many in self.nested for slot in many}
+
+
+class Tape:
+    """What `compute` did, as a list of operations. Raises ValueError where it cannot be played."""
+
+    def __init__(self, compute: Callable[[], Sequence[Tensor]], inputs: Sequence[Tensor]):
+        with _Recorder() as recorder:
+            self.first = list(compute())
+        self._slots = {id(tensor): slot for slot, tensor in enumerate(inputs)}
+        self._inputs, self._constants = len(inputs), dict[int, Tensor]()
+        calls = [self._call(*call) for call in recorder.calls]
+        self._outputs = [self._slots[id(tensor)] for tensor in self.first]
+        kept = {*self._outputs, *self._constants}
+        for call in reversed(calls):
+            mine = call.used | set(call.results)
+            call.free.extend(sorted(mine - kept))
+            kept |= mine
+        self._calls, self._size = calls, len(self._slots)
+        self._slots = {}  # the ids are of tensors that are gone now
+
+    def _slot(self, tensor: Tensor) -> int:
+        """Where an argument comes from; one that nobody made is a constant."""
+        if id(tensor) not in self._slots:
+            self._constants[len(self._slots)] = tensor
+        return self._slots.setdefault(id(tensor), len(self._slots))
+
+    def _call(self, run: Any, args: Sequence[Any], kwargs: Mapping[str, Any], found: Any) -> _Call:
+        if _tensors(dict(kwargs)):
+            raise ValueError(f"{run} takes a tensor by name")
+        arguments, slots, nested = list(args), list[tuple[int, int]](), list[tuple[int, list[int]]]()
+        for place, argument in enumerate(args):
+            if isinstance(argument, Tensor):
+                slots.append((place, self._slot(argument)))
+                arguments[place] = None
+            elif many := _tensors(argument):
+                if len(many) != len(argument):
+                    raise ValueError(f"{run} takes tensors among other things")
+                nested.append((place, [self._slot(tensor) for tensor in many]))
+                arguments[place] = None
+        results = [self._slots.setdefault(id(tensor), len(self._slots)) for tensor in _tensors(found)]
+        return _Call(partial(run, **kwargs) if kwargs else run, arguments, slots, nested, results, [])
+
+    def play(self, inputs: Sequence[Tensor]) -> list[Tensor]:
+        """What `compute` would return of these inputs."""
+        slots: list[Any] = [*inputs, *[None] * (self._size - self._inputs)]
+        for slot, constant in self._constants.items():
+            slots[slot] = constant
+        with torch.no_grad():
+            for call in self._calls:
+                arguments = call.arguments.copy()
+                for place, slot in call.slots:
+                    arguments[place] = slots[slot]
+                for place, many in call.nested:
+                    arguments[place] = [slots[slot] for slot in many]
+                found = call.run(*arguments)
+                if isinstance(found, Tensor):
+                    slots[call.results[0]] = found
+                elif call.results:
+                    for slot, tensor in zip(call.results, _tensors(found), strict=True):
+                        slots[slot] = tensor
+                for slot in call.free:
+                    slots[slot] = None
+        return [slots[slot] for slot in self._outputs]

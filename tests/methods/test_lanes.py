@@ -1,0 +1,207 @@
+"""Many clients at once: the same numbers as one after another, and bits that no neighbour changes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from test_conformance import EPOCHS, TABLE
+from tiny_runs import BUFFER, MLP, NORMED_MLP, coordinate, even, ran, run, run_spec, several
+from torch import Tensor, nn
+
+from raysim.api.context import Context, Outputs
+from raysim.api.declarations import Local
+from raysim.api.messages import Job, SingleUpdate
+from raysim.api.method import Method
+from raysim.methods.fedbr import FedBR
+from raysim.methods.fedsam import FedSAM
+from raysim.models import Mlp
+from raysim.models.classifier import ModelRecipe, Shape
+from raysim.training.host import Host
+from raysim.training.lanes import NotInLanes
+
+EXACT = 1e-9  # float64 end to end: what is left is the order in which products are summed
+COUNTS = ("conflicts", "projections")  # of inner products below zero, some of which are zero but for rounding
+QUICK = ("fedbr", "moon", "fedmix", "vhl", "fraug", "fedpac", "dann", "fedsam", "scaffold", "fedbss", "local")
+
+
+def study(*methods: Method, **others: Any) -> Any:
+    return run_spec(*methods, **({"model": NORMED_MLP, "local": EPOCHS, "dtype": torch.float64} | others))
+
+
+def assert_alike(study: Any, **settings: Any) -> None:
+    """The run ends at the same numbers in a loop and in lanes."""
+    loop, found = (run(replace(study, lanes=count), **settings) for count in (1, 3))
+    assert not loop.failures and not found.failures
+    for one, other in ((loop.tensors, found.tensors), (loop.private, found.private)):
+        assert one.keys() == other.keys()
+        for name, values in one.items():
+            np.testing.assert_allclose(other[name], values, rtol=EXACT, atol=EXACT, err_msg=name)
+    for rows in zip(loop.history, found.history, strict=True):
+        one, other = (
+            {key: np.nan if value is None else value for key, value in row.items() if key.split(".")[-1] not in COUNTS}
+            for row in rows
+        )
+        assert other == pytest.approx(one, rel=EXACT, abs=EXACT, nan_ok=True)
+
+
+def quick_and_slow(names: Sequence[str]) -> list[Any]:
+    return [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in names]
+
+
+@pytest.mark.parametrize("name", quick_and_slow(["fedavg", *TABLE]))
+def test_a_method_ends_at_the_same_numbers_in_lanes_and_in_a_loop(name: str) -> None:
+    methods = [TABLE[name].make()] if name in TABLE else []
+    assert_alike(study(*methods, **({"model": TABLE[name].model} if name in TABLE else {})), rounds=3)
+
+
+@pytest.mark.parametrize(
+    "local",
+    [
+        Local(lr=0.05, momentum=0.9, nesterov=True, weight_decay=0.01, batch=8, epochs=2),
+        Local(lr=0.01, optimizer="adam", batch=8, epochs=2),
+        Local(lr=0.05, momentum=0.5, clip=0.1, batch=8, epochs=1),
+        Local(lr=0.05, batch=64, epochs=2),  # no client has a full batch
+        Local(lr=0.05, batch=8, epochs=None, steps=7, sampling="replacement"),
+    ],
+    ids=["nesterov", "adam", "clipped", "small clients", "steps"],
+)
+def test_every_local_option_means_the_same(local: Local) -> None:
+    assert_alike(study(local=local, model=MLP), rounds=3)
+    assert_alike(study(TABLE["scaffold"].make(), local=local, model=MLP), rounds=3)
+
+
+class Dropping(ModelRecipe):
+    """Dropout of both kinds of layout, and noise."""
+
+    def extractor(self, input_shape: Shape) -> tuple[nn.Module, int]:
+        """See `ModelRecipe`."""
+        size = int(np.prod(input_shape))
+        return nn.Sequential(nn.Flatten(), nn.Dropout(0.2), nn.Linear(size, 12), nn.ReLU(), nn.Dropout(0.5)), 12
+
+
+@pytest.mark.parametrize(
+    "methods",
+    [(), (FedSAM(0.1),), (FedBR(projection="code", pseudo_batch=4, samples_per_mean=3),), (TABLE["fedsr"].make(),)],
+    ids=["fedavg", "fedsam", "fedbr", "fedsr"],
+)
+def test_every_client_draws_the_dropout_that_it_draws_in_a_loop(methods: tuple[Method, ...]) -> None:
+    assert_alike(study(*methods, model=Dropping()), rounds=2)
+
+
+# --- bits -----------------------------------------------------------------------------------------------------------
+
+
+def trained(recipe_: Any, jobs: Sequence[Job]) -> dict[int, np.ndarray]:
+    """Each client's delta, from one call to a fresh host."""
+    host = Host(recipe_)
+    coordinator = coordinate(recipe_)
+    published = coordinator.server.published()
+    sent = [None] * len(jobs) if coordinator.private.stateful else []
+    found = host.train(jobs, [], published, *sent)
+    outcomes = (found[0] if isinstance(found, tuple) else found).outcomes
+    assert all(isinstance(outcome, SingleUpdate) for outcome in outcomes)
+    return {outcome.client: outcome.delta for outcome in outcomes}
+
+
+@pytest.mark.parametrize("name", ["fedavg", "fedprox", "fedntd", "fedsam", "mixup", "fraug"])
+def test_a_clients_bits_do_not_depend_on_its_neighbours(name: str) -> None:
+    asked = study(*([TABLE[name].make()] if name in TABLE else []), lanes=3, dtype=torch.float32)
+    jobs = [Job(number, client, 0, 0, -1, 1.0) for number, client in enumerate(range(6))]
+    together = trained(asked, jobs)
+    for others in (jobs[::-1], [jobs[4], jobs[1]], jobs[2:3]):
+        for client, delta in trained(asked, others).items():
+            assert np.array_equal(delta, together[client]), f"client {client} among {[j.client for j in others]}"
+
+
+def test_with_whole_vectors_in_every_row_a_clients_bits_do_not_depend_on_its_lane_either() -> None:
+    asked = run_spec(model=Mlp((32,)), local=Local(lr=0.05, batch=16), data=even(6, 192), lanes=3)
+    jobs = [Job(number, client, 0, 0, -1, 1.0) for number, client in enumerate(range(6))]
+    together, moved = trained(asked, jobs), trained(asked, [replace(job, number=job.number + 2) for job in jobs])
+    assert all(np.array_equal(moved[client], together[client]) for client in range(6))
+
+
+@pytest.mark.parametrize("name", ["fedavg", "scaffold", "fraug"])
+def test_runs_in_lanes_end_alike_on_one_host_and_on_three_and_resumed(name: str, tmp_path: Path) -> None:
+    def asked() -> Any:
+        return study(*([TABLE[name].make()] if name in TABLE else []), lanes=3, dtype=torch.float32)
+
+    straight = run(asked(), BUFFER, rounds=6)
+    hosts = ran(coordinate(asked(), BUFFER, runtime=several(asked(), 3), rounds=6))
+    assert (hosts.bits, hosts.history) == (straight.bits, straight.history)
+    run(asked(), BUFFER, rounds=6, checkpoint_every=3, folder=str(tmp_path))
+    resumed = run(asked(), BUFFER, rounds=6, resume=str(tmp_path / "checkpoints" / "round-000003"))
+    assert (resumed.bits, resumed.history) == (straight.bits, straight.history)
+
+
+def test_sums_are_folded_in_the_order_of_the_group_whoever_ends_first() -> None:
+    asked = study(lanes=3, dtype=torch.float32)
+    jobs = [Job(number, client, 0, 0, -1, 1.0 + number) for number, client in enumerate(range(6))]
+    single = trained(asked, jobs)
+    coordinator = coordinate(asked)
+    (total,) = Host(asked).train(jobs, [tuple(range(6))], coordinator.server.published()).sums  # type: ignore[union-attr]
+    expected = single[0] * np.float32(1.0)
+    for job in jobs[1:]:
+        expected = torch.from_numpy(expected).add_(torch.from_numpy(single[job.client]), alpha=job.weight).numpy()
+    assert np.array_equal(total.total, expected)
+
+
+# --- what cannot be ---------------------------------------------------------------------------------------------------
+
+
+class Asking(Method):
+    """Looks at a number in the middle of a step."""
+
+    name = "asking"
+
+    def term(self, ctx: Context, out: Outputs, batch: Any) -> Tensor:
+        return out.logits.sum() * (0.0 if out.logits.max().item() > 0 else 1.0)
+
+
+class Reporting(Method):
+    """Writes a column of the history in the middle of a step."""
+
+    name = "reporting"
+
+    def term(self, ctx: Context, out: Outputs, batch: Any) -> Tensor:
+        ctx.report["reporting.step"] = 1.0
+        return out.logits.sum() * 0.0
+
+
+@pytest.mark.parametrize("method", [Asking(), Reporting()], ids=lambda method: method.name)
+def test_a_method_that_cannot_train_in_lanes_says_so_by_name(method: Method) -> None:
+    assert not run(study(method), rounds=1).failures
+    with pytest.raises(NotInLanes, match=rf"runtime.lanes=3: method '{method.name}' .*set runtime.lanes=1"):
+        run(study(method, lanes=3), rounds=1)
+
+
+class Failing(Method):
+    """Raises for one client, before or after its training."""
+
+    name = "failing"
+
+    def __init__(self, hook: str):
+        self.hook = hook
+
+    def receive(self, ctx: Context) -> None:
+        self._look(ctx, "receive")
+
+    def finish(self, ctx: Context) -> None:
+        self._look(ctx, "finish")
+
+    def _look(self, ctx: Context, hook: str) -> None:
+        if hook == self.hook and ctx.client == 2:
+            raise RuntimeError("no data today")
+
+
+@pytest.mark.parametrize("hook", ["receive", "finish"])
+def test_a_client_that_fails_leaves_the_others_alone(hook: str) -> None:
+    loop, lanes = (run(study(Failing(hook), lanes=count), rounds=3, tolerate=1.0) for count in (1, 3))
+    assert [failure.client for failure in lanes.failures] == [failure.client for failure in loop.failures] != []
+    for name, values in loop.tensors.items():
+        np.testing.assert_allclose(lanes.tensors[name], values, rtol=EXACT, atol=EXACT, err_msg=name)

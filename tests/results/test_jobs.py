@@ -1,0 +1,122 @@
+"""jobs.parquet: what is written of the jobs of a run, and what of it a continued run keeps."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+from tiny_runs import ran, silent
+
+from raysim.results import jobs as jobs_file
+from raysim.results.jobs import FATES, JOBS, Jobs, JobWriter, read_jobs
+from raysim.simulation.events import JobEnd
+from raysim.simulation.fleet import Lognormal
+from raysim.simulation.schedule import Buffered, Oversample, Schedule
+
+
+def ends(number: int, count: int = 2) -> list[JobEnd]:
+    """Jobs that a round ended."""
+    return [
+        JobEnd(client, number, number - 1, number - 0.5, float(number), FATES[(number + client) % 4], number, client)
+        for client in range(count)
+    ]
+
+
+def written(folder: Path) -> list[JobEnd]:
+    """The rows of the whole table, as any reader of Parquet sees them."""
+    return [JobEnd(**row) for row in pq.read_table(folder / JOBS).to_pylist()]
+
+
+def write(folder: Path, rounds: range, kept: int = 0) -> None:
+    """Write the jobs of some rounds, with a checkpoint after each."""
+    writer = JobWriter.of(folder, kept)
+    assert writer is not None
+    for number in rounds:
+        writer.add(ends(number))
+        writer.write()
+
+
+def all_of(rounds: range) -> list[JobEnd]:
+    return [job for number in rounds for job in ends(number)]
+
+
+@pytest.fixture(params=[1 << 18, 3, 2, 1])
+def part(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Rows of a file."""
+    monkeypatch.setattr(jobs_file, "_PART", request.param)
+    return int(request.param)
+
+
+def test_every_job_is_a_row_however_many_files_there_are(tmp_path: Path, part: int) -> None:
+    write(tmp_path, range(1, 8))
+    assert written(tmp_path) == all_of(range(1, 8))
+    files = sorted(path.name for path in (tmp_path / JOBS).iterdir())
+    assert files[0] == "part-000000.parquet"
+    assert len(files) == {1 << 18: 1, 3: 4, 2: 8, 1: 8}[part]
+
+
+def test_the_columns_are_read_as_arrays(tmp_path: Path, part: int) -> None:
+    write(tmp_path, range(1, 8))
+    found, wanted = read_jobs(tmp_path), all_of(range(1, 8))
+    assert found is not None and len(found) == 14
+    for name in ("client", "version", "start", "finish", "round", "staleness"):
+        assert getattr(found, name).tolist() == [getattr(job, name) for job in wanted]
+    for fate in FATES:
+        assert found.fated(fate).tolist() == [job.fate == fate for job in wanted]
+    assert found[found.fated("lost", "failed")].client.tolist() == [
+        job.client for job in wanted if job.fate in ("lost", "failed")
+    ]
+
+
+@pytest.mark.parametrize("kept", range(7))
+def test_a_continued_run_keeps_the_rounds_of_its_checkpoint_and_goes_on(tmp_path: Path, part: int, kept: int) -> None:
+    write(tmp_path, range(1, 7))
+    write(tmp_path, range(kept + 1, 9), kept)
+    assert written(tmp_path) == all_of(range(1, 9))
+
+
+def test_a_run_that_was_continued_without_the_file_gets_none(tmp_path: Path) -> None:
+    assert JobWriter.of(tmp_path, 3) is None
+    assert read_jobs(tmp_path) is None
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_broken_file_is_named(tmp_path: Path) -> None:
+    write(tmp_path, range(1, 3))
+    (tmp_path / JOBS / "part-000000.parquet").write_bytes(b"nothing")
+    with pytest.raises(ValueError, match=r"jobs\.parquet/part-000000\.parquet is no readable table of jobs"):
+        read_jobs(tmp_path)
+
+
+@pytest.mark.parametrize("schedule", [Oversample(4, 1.6), Buffered(6, 2, max_staleness=1)])
+def test_every_job_of_a_run_has_one_row_with_what_became_of_it(tmp_path: Path, schedule: Schedule) -> None:
+    coordinator, _, _ = silent([30, 60, 90, 10] * 5, schedule, Lognormal(dropout=0.2), rounds=20)
+    found = ran(coordinator)
+    writer = JobWriter.of(tmp_path, 0)
+    assert writer is not None
+    writer.add([*found.jobs, *found.finished.jobs])
+    writer.write()
+    jobs = read_jobs(tmp_path)
+    assert jobs is not None and len(jobs) == coordinator.planner.dispatched
+    planned = sorted(
+        (job.client, job.participation, job.version, job.start, job.finish)
+        for step in found.steps
+        for job in step.dispatched
+    )
+    assert sorted(job[:5] for job in written(tmp_path)) == planned
+    rows = {key: sum(int(row[key] or 0) for row in found.rows) for key in ("clients", "lost", "discarded")}
+    counts = {fate: int(jobs.fated(fate).sum()) for fate in FATES}
+    assert counts["aggregated"] == rows["clients"] and counts["failed"] == 0
+    assert 0 < counts["lost"] == rows["lost"] and 0 < counts["discarded"] == rows["discarded"]
+    _check_the_rest(jobs, found.rows[-1]["virtual_seconds"] or 0.0)
+
+
+def _check_the_rest(jobs: Jobs, end: float) -> None:
+    """Of jobs that were taken: when, and how stale; of those under way: that they began in time."""
+    taken, left = jobs[jobs.fated("aggregated")], jobs[jobs.fated("under way")]
+    assert (taken.staleness == taken.round - 1 - taken.version).all()
+    assert (taken.finish <= end).all() and (left.start <= end).all()
+    assert (left.round == jobs.round.max()).all()
+    assert np.isfinite(jobs.finish).all()

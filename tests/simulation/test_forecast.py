@@ -1,0 +1,62 @@
+"""What is said of a run before it starts."""
+
+from __future__ import annotations
+
+import pytest
+from tiny_runs import BUFFER, Clock, even, run_spec
+
+from raysim.simulation.events import RunStopped
+from raysim.simulation.fleet import Fleet, Ideal
+from raysim.simulation.forecast import Forecast, forecast
+from raysim.simulation.load import make_planner
+from raysim.simulation.planner import Planner, Step
+from raysim.simulation.schedule import Immediate, Oversample, Schedule, Synchronous
+from raysim.training.run_spec import build_networks
+
+
+def planner(schedule: Schedule, fleet: Fleet, clients: int) -> Planner:
+    spec = run_spec(data=even(clients))
+    return make_planner(spec, build_networks(spec)[1], schedule, fleet)
+
+
+@pytest.mark.parametrize("rounds", [1, 2, 100])
+def test_rounds_wait_for_their_slowest_client(rounds: int) -> None:
+    found = forecast(planner(Synchronous(2), Clock((1.0, 3.0)), 2), rounds)
+    assert found == Forecast(at_work=pytest.approx(4 / 3), seconds=3.0, staleness=0.0, lost=0.0, discarded=0.0)
+
+
+def test_work_that_is_thrown_away_keeps_clients_busy() -> None:
+    found = forecast(planner(Oversample(1, 2), Clock((1.0, 4.0)), 2), 1)
+    assert found == Forecast(at_work=2.0, seconds=1.0, staleness=0.0, lost=0.0, discarded=0.5)
+
+
+def test_clients_that_come_together_are_stale_by_those_before_them() -> None:
+    found = forecast(planner(Immediate(3), Clock((1.0,) * 3), 3), 10)
+    # Of ten steps the last five take from 2 s to 4 s: staleness 2, 0, 1, 2, 0.
+    assert found == Forecast(at_work=3.0, seconds=0.4, staleness=1.0, lost=0.0, discarded=0.0)
+
+
+def test_lost_jobs_are_a_share_of_all() -> None:
+    found = forecast(planner(BUFFER, Ideal(dropout=0.9), 6), 100)
+    assert 0.5 < found.lost < 1
+
+
+def test_steps_that_take_no_time_have_no_pace() -> None:
+    assert forecast(planner(BUFFER, Clock((0.0,) * 6), 6), 3).at_work == 0
+
+
+def test_devices_that_end_leave_what_came_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = planner(Synchronous(2), Clock((1.0, 3.0)), 2)
+    real, count = made.step, 0
+
+    def step() -> Step:
+        nonlocal count
+        count += 1
+        if count > 1:
+            raise RunStopped("nobody is left")
+        return real()
+
+    monkeypatch.setattr(made, "step", step)
+    assert forecast(made, 9).seconds == 3.0
+    with pytest.raises(RunStopped, match="nobody is left"):
+        forecast(made, 9)

@@ -1,0 +1,140 @@
+"""Runs that train, under every schedule, with clients that drop out: the same bits on any hosts and after any stop."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tiny_runs import NORMED_MLP, Ran, Spy, coordinate, even, ran, run, run_spec, several, tiny
+
+from raysim.api.declarations import Evaluation
+from raysim.methods.fedasync import FedAsync
+from raysim.methods.fedbn import FedBN
+from raysim.methods.scaffold import Scaffold
+from raysim.simulation import checkpoint, snapshot
+from raysim.simulation.fleet import Ideal, Lognormal
+from raysim.simulation.schedule import Buffered, Deadline, Immediate, Oversample, Schedule, Synchronous, Tiered
+
+SCHEDULES: dict[str, Schedule] = {
+    "synchronous": Synchronous(4),
+    "oversample": Oversample(3, 1.5),
+    "deadline, stale": Deadline(4, 0.15),
+    "deadline, discard": Deadline(4, 0.15, "discard"),
+    "buffered": Buffered(5, 2),
+    "buffered, at most 1 late": Buffered(5, 2, max_staleness=1),
+    "immediate": Immediate(4),
+    "tiered": Tiered(2, 2),
+}
+METHODS: dict[str, list[Any]] = {"stateless": [], "stateful": [Scaffold(), FedBN()]}
+ASKED: dict[str, Any] = {"rounds": 9, "summation": 2, "evaluate": Evaluation(every=4)}
+FLEET = Lognormal(dropout=0.2, availability="markov", on=3.0, off=0.5)
+
+
+def small(name: str) -> Any:
+    return run_spec(*METHODS[name], model=NORMED_MLP, data=tiny(clients=8))
+
+
+def under(name: str, schedule: str, hosts: int = 1, **others: Any) -> Ran:
+    runtime = several(small(name), hosts)
+    return ran(coordinate(small(name), SCHEDULES[schedule], FLEET, runtime=runtime, **ASKED, **others))
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("name", METHODS)
+def test_the_bits_are_those_of_one_host_on_any_number_of_them_and_after_a_stop(
+    name: str, schedule: str, tmp_path: Path
+) -> None:
+    whole = under(name, schedule)
+    assert not whole.failures
+    for hosts in (2, 3):
+        folder = str(tmp_path / str(hosts))
+        there = under(name, schedule, hosts, checkpoint_every=3, folder=folder)
+        assert (there.bits, there.history) == (whole.bits, whole.history)
+    saved = sorted((tmp_path / "2" / "checkpoints").glob("round-*"))[:-1]
+    assert saved
+    for path in saved:
+        stop = int(path.name.removeprefix("round-"))
+        again = under(name, schedule, 1, resume=str(path))
+        assert (again.bits, again.history) == (whole.bits, whole.history)
+        assert again.jobs == [end for end in whole.jobs if end.round > stop]
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_only_what_is_aggregated_is_trained_and_commits_its_private_state(schedule: str) -> None:
+    spied = small("stateful")
+    spy = Spy(spied)
+    found = ran(coordinate(spied, SCHEDULES[schedule], FLEET, runtime=spy, **ASKED))
+    taken = [each.number for step in found.steps for each in step.taken]
+    assert {job.number for job, _ in spy.sent} == set(taken)
+    jobs = {job.number: job for step in found.steps for job in step.dispatched}
+    last = {jobs[number].client: number for number in taken}
+    assert dict(found.coordinator.private.accepted_jobs) == last
+    before: dict[int, int] = {}
+    for job in sorted((job for job, _ in spy.sent), key=lambda job: job.number):
+        assert job.state == before.get(job.client, -1), "from its own latest job that was or will be aggregated"
+        before[job.client] = job.number
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_the_servers_control_variate_stays_the_mean_of_what_was_accepted(schedule: str) -> None:
+    found = under("stateful", schedule)
+    controls = [value for key, value in found.private.items() if key.endswith("scaffold.control")]
+    mean = np.sum(controls, axis=0, dtype=np.float64) / 8
+    server = found.coordinator.server.state["scaffold.control"].numpy()
+    assert np.abs(server).max() > 1e-3
+    np.testing.assert_allclose(server, mean, rtol=1e-4, atol=1e-6)
+
+
+def test_one_client_at_a_time_and_no_mixing_is_sequential_sgd() -> None:
+    spied = run_spec(FedAsync(alpha=1.0, kind="constant"), data=even())
+    spy = Spy(spied)
+    found = ran(coordinate(spied, Immediate(1), Ideal(), runtime=spy, rounds=5, evaluate=Evaluation(every=9)))
+    deltas = {update.job: update.delta for update in spy.updates}  # type: ignore[attr-defined]
+    vector = spy.sent[0][1].vector
+    for job, published in spy.sent:
+        np.testing.assert_array_equal(published.vector, vector)
+        vector = published.vector + deltas[job.number]
+    np.testing.assert_array_equal(found.coordinator.server.vector.numpy(), vector)
+    assert all(row["staleness"] == 0 for row in found.rows)
+
+
+# --- checkpoints of earlier versions ------------------------------------------------------------------------------
+
+
+def earlier(now: checkpoint.Snapshot, flights: list[Any]) -> checkpoint.Snapshot:
+    """The same checkpoint as versions wrote it that knew of no plan."""
+    numbers = {key: now.numbers[key] for key in ("version", "wall", "accepted", "rows")}
+    plan, counts = now.numbers["planner"], now.server["participations"]
+    old = numbers | {
+        "now": plan["now"],
+        "draw": plan["cohorts"],
+        "number": plan["dispatched"],
+        "turns": [[client, int(count)] for client, count in enumerate(counts) if count],
+        "arrived": [],
+        "floats": {"down": plan["step"]["down"], "up": plan["step"]["up"]},
+        "flights": flights,
+    }
+    arrays = {key: value for key, value in now.server.items() if key not in ("participations", "taken")}
+    return checkpoint.Snapshot(old, arrays, now.clients)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_checkpoint_in_rounds_of_an_earlier_version_goes_on_to_the_same_bits(name: str, tmp_path: Path) -> None:
+    whole = run(small(name), Synchronous(4), Ideal(), **ASKED)
+    asked = ASKED | {"rounds": 4}
+    run(small(name), Synchronous(4), Ideal(), **asked, checkpoint_every=4, folder=str(tmp_path))
+    old = earlier(checkpoint.read(tmp_path / "checkpoints" / "round-000004"), [])
+    path = checkpoint.write(tmp_path / "old", 4, old)
+    again = run(small(name), Synchronous(4), Ideal(), **ASKED, resume=str(path))
+    assert (again.bits, again.history) == (whole.bits, whole.history)
+
+
+def test_one_of_an_asynchronous_run_is_refused_with_the_reason(tmp_path: Path) -> None:
+    found = run(small("stateless"), Synchronous(4), Ideal(), **ASKED, checkpoint_every=9, folder=str(tmp_path))
+    old = earlier(checkpoint.read(tmp_path / "checkpoints" / "round-000009"), [{"number": 3}])
+    with pytest.raises(ValueError, match=r"asynchronous run of an earlier version .* start the run anew"):
+        snapshot.restore(old, found.coordinator.server, found.coordinator.planner, found.coordinator.private)
+    assert torch.isfinite(found.coordinator.server.vector).all()
