@@ -297,7 +297,7 @@ def test_a_hook_that_fails_on_the_server_names_its_method(hook: str, error: type
 
 def test_a_vector_that_is_not_finite_never_becomes_the_next_version(tmp_path: Path) -> None:
     coordinator = coordinate(run_spec(Weightless()), ALL, rounds=2, folder=str(tmp_path))
-    with pytest.raises(RunStopped, match=r"not finite after round 1 \(all weights of clients 1, .* are 0\)"):
+    with pytest.raises(RunStopped, match=r"not finite after round 1 \(all weights of clients \d, .* are 0\)"):
         ran(coordinator)
     assert coordinator.server.version == 0 and coordinator.server.vector.isfinite().all()
     assert not (tmp_path / "model.safetensors").exists()
