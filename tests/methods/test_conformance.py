@@ -557,7 +557,10 @@ ALTERNATIVES = [
     *(["mixup", name] for name in ("fedmix", "fraug")),  # soft labels and a need for integer ones
     ["moon", "vhl", "fedrs", "fedsr"],  # the model
     # The combination of updates.
-    ["fedcda", "fedld_principal", "fedgh", "fedgh_hierarchical", "fedasync", "ca2fl", "ace"],
+    [
+        *("fedcda", "fedld_principal", "fedgh", "fedgh_hierarchical", "fedasync", "ca2fl", "ace"),
+        *("coordinate_median", "trimmed_mean", "krum", "geometric_median", "norm_clipping"),
+    ],
     # FedAsync mixes single models; CA2FL and ACE count all clients alike, and most of a step is not of its arrivals.
     *(["fedasync", name] for name in ("fedavgm", "fedadagrad", "fedadam", "fedyogi", "fadas", "inco")),
     *([first, second] for first in ("fedasync", "ca2fl", "ace") for second in ("fedexp", "fedbuff", "groupdro")),

@@ -17,7 +17,7 @@ from raysim.methods.fedbn import FedBN
 from raysim.methods.fedsam import FedSAM, adaptive_shift, sharpness_shift
 from raysim.training.step import Step
 from raysim.vectors.layout import Vector, plan_layout
-from raysim.vectors.optimizer import Optimizer
+from raysim.vectors.optimizer import Optimizer, Optimizers
 
 A = torch.tensor([[3.0, 1.0, 0.0], [1.0, 2.0, 0.5], [0.0, 0.5, 1.0]], dtype=torch.float64)
 THETA = torch.tensor([1.0, -2.0, 0.5], dtype=torch.float64)
@@ -39,7 +39,8 @@ def stepped(method: FedSAM, stage: Stage, rate: float = 0.1) -> Tensor:
     networks = {"model": nn.Linear(3, 1, bias=False)}
     vector = Vector(networks, plan_layout(networks), torch.device("cpu"), torch.float64)
     vector.data.copy_(THETA)
-    ctx: Any = SimpleNamespace(vector=vector, networks=networks, rate=rate, stage=stage, state={}, kept={})
+    known = {"rate": rate, "stage": stage, "state": {}, "kept": {}, "optimizers": Optimizers()}
+    ctx: Any = SimpleNamespace(vector=vector, networks=networks, **known)
     step = Step(vector, [Quadratic(), method], Optimizer())
     step(ctx, Batch(THETA, THETA, THETA, THETA), (stage,))
     return vector.data.clone()

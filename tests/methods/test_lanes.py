@@ -103,7 +103,7 @@ def trained(recipe_: Any, jobs: Sequence[Job]) -> dict[int, np.ndarray]:
     coordinator = coordinate(recipe_)
     published = coordinator.server.published()
     sent = [None] * len(jobs) if coordinator.private.stateful else []
-    found = host.train(jobs, [], published, *sent)
+    found = host.train(jobs, [], 1, published, *sent)
     outcomes = (found[0] if isinstance(found, tuple) else found).outcomes
     assert all(isinstance(outcome, SingleUpdate) for outcome in outcomes)
     return {outcome.client: outcome.delta for outcome in outcomes}
@@ -144,7 +144,7 @@ def test_sums_are_folded_in_the_order_of_the_group_whoever_ends_first() -> None:
     jobs = [Job(number, client, 0, 0, -1, 1.0 + number) for number, client in enumerate(range(6))]
     single = trained(asked, jobs)
     coordinator = coordinate(asked)
-    (total,) = Host(asked).train(jobs, [tuple(range(6))], coordinator.server.published()).sums  # type: ignore[union-attr]
+    (total,) = Host(asked).train(jobs, [tuple(range(6))], 1, coordinator.server.published()).sums  # type: ignore[union-attr]
     expected = single[0] * np.float32(1.0)
     for job in jobs[1:]:
         expected = torch.from_numpy(expected).add_(torch.from_numpy(single[job.client]), alpha=job.weight).numpy()

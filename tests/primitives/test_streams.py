@@ -18,7 +18,10 @@ TORCH = {"seed", "rand", "randn", "randint", "randperm", "rand_like", "randn_lik
          "bernoulli", "multinomial", "poisson"}  # fmt: skip
 # The one exception: dropout and initial values draw from torch's generator, which these seed.
 # FedSR's noise, inside a forward pass as dropout's is; a job, and the building of networks, seed torch's generator.
-DRAWERS = {"methods/fedsr.py": {"torch.randn", "torch.randn_like"}}
+DRAWERS = {
+    "methods/fedsr.py": {"torch.randn", "torch.randn_like"},
+    "training/across.py": {"torch.randn_like", "torch.rand_like"},  # names the calls that it draws for, lane by lane
+}
 SEEDERS = {"training/trainer.py": 2, "training/run_spec.py": 2, "models/classifier.py": 1}
 
 
