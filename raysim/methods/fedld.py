@@ -55,7 +55,8 @@ Normalization: TypeAlias = Literal["l2", "sum", "none"]
 # --- client ---------------------------------------------------------------------------------------------------------
 def margins(logits: Tensor, labels: Tensor) -> Tensor:
     """rho_b = f_b[y_b] - max_c!=y_b f_b[c] of ``logits`` (B, C), C >= 2, and ``labels`` int64 (B,): (B,)."""
-    is_label = F.one_hot(labels, logits.shape[1]).bool()
+    classes = torch.arange(logits.shape[1], device=logits.device)
+    is_label = labels.unsqueeze(1) == classes  # F.one_hot would ask the device for the largest label
     others = logits.masked_fill(is_label, -torch.inf).amax(dim=1)
     return logits.gather(1, labels.unsqueeze(1)).squeeze(1) - others
 
