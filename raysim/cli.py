@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from raysim.primitives.errors import Refused, instead, refusing
+from raysim.primitives.errors import Refused, instead, on_one_line, refusing
 from raysim.primitives.files import held, is_full
 
 RUN = """\
@@ -167,7 +167,7 @@ def _guarded(command: Callable[[], int]) -> int:
         sys.stdout.flush()
         return status
     except Refused as error:
-        return _say(str(error), 2)
+        return _say(on_one_line(error), 2)
     except KeyboardInterrupt as error:
         return _say(str(error) or "stopped before the run began: nothing was written", 130)
     except RuntimeError as error:

@@ -113,7 +113,8 @@ def _check_writable(folder: Path) -> None:
 
 def _check_same(stored: Node, config: Node, folder: Path) -> None:
     """Refuse to resume a run with other settings than the folder's."""
-    before, now = flatten(stored), {key: _as_stored(value) for key, value in flatten(config).items()}
+    before = {"runtime.lanes": 1, **flatten(stored)}  # older runs had one client at a time
+    now = {key: _as_stored(value) for key, value in flatten(config).items()}
     for key in dict.fromkeys([*before, *now]):
         head = key.partition(".")[0]
         free = head in FREE or key in FREE or (head == "runtime" and key.partition(".")[2] in FREE_RUNTIME)

@@ -21,11 +21,16 @@ def refusing() -> Iterator[None]:
     except Refused:
         raise
     except (ValueError, OSError, OverflowError) as error:
-        raise Refused(" ".join(_text(error).split())) from error
+        raise Refused(on_one_line(error)) from error
     except (MemoryError, RuntimeError) as error:
         if isinstance(error, RuntimeError) and not any(text in str(error) for text in _TOO_LARGE):
             raise
         raise Refused(f"this takes more memory than there is ({first_line(error)}): ask for less") from error
+
+
+def on_one_line(error: BaseException) -> str:
+    """What an error says, on one line."""
+    return " ".join(_text(error).split())
 
 
 def first_line(error: BaseException) -> str:

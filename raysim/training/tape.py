@@ -6,7 +6,7 @@ was recorded, so the bits are the same. What Python decided while it was recorde
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 class _Recorder(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.calls: list[tuple[Callable[..., Any], Sequence[Any], Mapping[str, Any], Any]] = []
+        self.calls: list[tuple[Callable[..., Any], Sequence[Any], dict[str, Any], Any]] = []
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -28,12 +28,17 @@ class _Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         found = func(*args, **(kwargs or {}))
-        self.calls.append((func, args, kwargs or {}, found))
+        self.calls.append((func, args, dict(kwargs or {}), found))
         return found
 
 
 def _tensors(value: Any) -> list[Tensor]:
     return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
+
+
+def _mixed(args: Sequence[Any]) -> bool:
+    """Whether an argument has tensors among other things."""
+    return any(0 < len(_tensors(each)) < len(pytree.tree_leaves(each)) for each in args)
 
 
 @dataclass(frozen=True)
@@ -54,14 +59,20 @@ class _Call:
 
 
 class Tape:
-    """What `compute` did, as a list of operations. Raises ValueError where it cannot be played."""
+    """What `compute` did, as a list of operations.
+
+    first: what it returned. playable: whether it can be played; False where an operation takes tensors by name.
+    """
 
     def __init__(self, compute: Callable[[], Sequence[Tensor]], inputs: Sequence[Tensor]):
         with _Recorder() as recorder:
             self.first = list(compute())
         self._slots = {id(tensor): slot for slot, tensor in enumerate(inputs)}
         self._inputs, self._constants = len(inputs), dict[int, Tensor]()
-        calls = [self._call(*call) for call in recorder.calls]
+        self.playable = not any(_tensors(kwargs) or _mixed(args) for _, args, kwargs, _ in recorder.calls)
+        if not self.playable:
+            return
+        calls = [call for each in recorder.calls if (call := self._call(*each)) is not None]
         self._outputs = [self._slots[id(tensor)] for tensor in self.first]
         kept = {*self._outputs, *self._constants}
         for call in reversed(calls):
@@ -77,17 +88,17 @@ class Tape:
             self._constants[len(self._slots)] = tensor
         return self._slots.setdefault(id(tensor), len(self._slots))
 
-    def _call(self, run: Any, args: Sequence[Any], kwargs: Mapping[str, Any], found: Any) -> _Call:
-        if _tensors(dict(kwargs)):
-            raise ValueError(f"{run} takes a tensor by name")
+    def _call(self, run: Any, args: Sequence[Any], kwargs: dict[str, Any], found: Any) -> _Call | None:
+        """One operation; None for those that only autograd sees a sense in."""
+        if run in (torch.ops.aten.alias.default, torch.ops.aten.detach.default):
+            self._slots[id(found)] = self._slot(args[0])
+            return None
         arguments, slots, nested = list(args), list[tuple[int, int]](), list[tuple[int, list[int]]]()
         for place, argument in enumerate(args):
             if isinstance(argument, Tensor):
                 slots.append((place, self._slot(argument)))
                 arguments[place] = None
             elif many := _tensors(argument):
-                if len(many) != len(argument):
-                    raise ValueError(f"{run} takes tensors among other things")
                 nested.append((place, [self._slot(tensor) for tensor in many]))
                 arguments[place] = None
         results = [self._slots.setdefault(id(tensor), len(self._slots)) for tensor in _tensors(found)]

@@ -134,6 +134,15 @@ def _put(places: Iterable[_Place], tensor: Tensor) -> None:
         own[leaf] = tensor
 
 
+@dataclass(frozen=True, eq=False)
+class Home:
+    """Two flat tensors, and what a vector's modules see of them."""
+
+    data: Tensor
+    counters: Tensor
+    views: list[Tensor]  # one for each entry, then one for each counter
+
+
 class Vector:
     """The networks' state as two flat tensors (`data`, `counters`); the modules see views and never copies.
 
@@ -152,30 +161,36 @@ class Vector:
         self._places: list[
             list[_Place]
         ] = []  # of each entry, floating ones first; more than one where modules share it
+        self._parameters: list[nn.Parameter | None] = []  # of each entry
         with torch.no_grad():
             for entry, flat in self._with_flat(self.data, self.counters):
                 owner, _, leaf = entry.path.rpartition(".")
                 tensor = getattr(self.networks[entry.network].get_submodule(owner), leaf)
                 flat[entry.start : entry.stop].view(entry.shape).copy_(tensor)
                 self._places.append(everywhere[id(tensor)])
+                self._parameters.append(tensor if entry.parameter else None)
                 if entry.parameter:
                     self.parameters[entry.name] = tensor
-        self.rehome(self.data, self.counters)
+        self.rehome(self.home(self.data, self.counters))
 
     def _with_flat(self, data: Tensor, counters: Tensor) -> Iterator[tuple[Entry, Tensor]]:
         yield from ((entry, data) for entry in self.layout.entries)
         yield from ((entry, counters) for entry in self.layout.counters)
 
-    def rehome(self, data: Tensor, counters: Tensor) -> None:
-        """Let the modules see these two flat tensors, as they are, in place of those that they saw."""
-        self.data, self.counters = data, counters
-        for places, (entry, flat) in zip(self._places, self._with_flat(data, counters), strict=True):
-            # .data: autograd must not mistake a step on its neighbours for one on it
-            view = flat[entry.start : entry.stop].view(entry.shape).data
-            if entry.parameter:
-                self.parameters[entry.name].data = view
-            else:
+    def home(self, data: Tensor, counters: Tensor) -> Home:
+        """Views of two flat tensors, for `rehome`."""
+        # .data: autograd must not mistake a step on its neighbours for one on it
+        views = [flat[e.start : e.stop].view(e.shape).data for e, flat in self._with_flat(data, counters)]
+        return Home(data, counters, views)
+
+    def rehome(self, home: Home) -> None:
+        """Let the modules see these flat tensors, as they are, in place of those that they saw."""
+        self.data, self.counters = home.data, home.counters
+        for places, parameter, view in zip(self._places, self._parameters, home.views, strict=True):
+            if parameter is None:
                 _put(places, view)
+            else:
+                parameter.data = view
 
     @contextmanager
     def standing_for(self, data: Tensor, counters: Tensor, tensors: Sequence[Tensor]) -> Iterator[None]:

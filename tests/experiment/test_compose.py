@@ -228,6 +228,7 @@ def test_weighting_is_by_samples_unless_a_method_or_the_user_asks_otherwise() ->
         (["weighting=mean"], ["weighting=mean", "uniform"]),
         (["runtime.hosts=2"], ["runtime.hosts", "runtime=inprocess"]),
         (["runtime.threads=0"], ["runtime.threads=0"]),
+        (["runtime.lanes=0"], ["runtime.lanes=0"]),
         (["runtime=cluster", "runtime.address=null"], ["runtime.address"]),
         (["seed=18446744073709551616"], ["seed=18446744073709551616", "64 bits"]),
         ([f"rounds=1{'0' * 400}"], ["rounds=1000", "64 bits"]),

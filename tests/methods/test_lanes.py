@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from test_conformance import EPOCHS, TABLE
-from tiny_runs import BUFFER, MLP, NORMED_MLP, coordinate, even, ran, run, run_spec, several
+from tiny_runs import BUFFER, MLP, NORMED, NORMED_MLP, coordinate, even, ran, run, run_spec, several
 from torch import Tensor, nn
 
 from raysim.api.context import Context, Outputs
@@ -23,7 +23,9 @@ from raysim.methods.fedsam import FedSAM
 from raysim.models import Mlp
 from raysim.models.classifier import ModelRecipe, Shape
 from raysim.training.host import Host
-from raysim.training.lanes import NotInLanes
+from raysim.training.lane import NotInLanes
+from raysim.training.lanes import usual_lanes
+from raysim.training.run_spec import build_networks
 
 EXACT = 1e-9  # float64 end to end: what is left is the order in which products are summed
 COUNTS = ("conflicts", "projections")  # of inner products below zero, some of which are zero but for rounding
@@ -205,3 +207,25 @@ def test_a_client_that_fails_leaves_the_others_alone(hook: str) -> None:
     assert [failure.client for failure in lanes.failures] == [failure.client for failure in loop.failures] != []
     for name, values in loop.tensors.items():
         np.testing.assert_allclose(lanes.tensors[name], values, rtol=EXACT, atol=EXACT, err_msg=name)
+
+
+# --- how many ---------------------------------------------------------------------------------------------------------
+
+
+def usual(*methods: Method, concurrency: int = 40, **others: Any) -> int:
+    asked = run_spec(*methods, **({"data": even(6, 240), "local": Local(batch=8)} | others))
+    return usual_lanes(asked, build_networks(asked)[0], concurrency)
+
+
+def test_lanes_are_used_unasked_for_small_linear_networks_with_many_clients_under_way() -> None:
+    assert [usual(concurrency=count) for count in (10, 20, 39, 40, 1000)] == [1, 5, 5, 10, 10]
+    assert usual(TABLE["fedadam"].make()) == 10, "the server's step is no part of a client's"
+
+
+def test_lanes_are_not_used_unasked_where_they_were_not_measured_to_pay() -> None:
+    assert usual(TABLE["scaffold"].make()) == 1
+    assert usual(model=NORMED) == 1, "convolutions"
+    assert usual(model=Mlp((1200, 1200))) == 1, "a large network"
+    assert usual(model=Dropping()) == 1, "draws"
+    assert usual(local=Local(batch=64)) == 1, "no full batches"
+    assert usual(device="cuda") == 1

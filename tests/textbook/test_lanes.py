@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from raysim.simulation.schedule import Buffered
-from raysim.training.lanes import NotInLanes
+from raysim.training.lane import NotInLanes
 from textbook import (
     test_asynchronous,
     test_core,

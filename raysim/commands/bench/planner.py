@@ -60,7 +60,7 @@ def rates(seconds: float, say: Callable[[str], None]) -> list[Rate]:
             before, began = _resident(), time.process_time()
             planner = Planner(schedule, kind.devices(0, CLIENTS, lambda: 1.0), 0, counts, _load)
             ready = time.process_time()
-            while time.process_time() - ready < seconds:
+            while not planner.version or time.process_time() - ready < seconds:
                 planner.step()
             rate = 2 * planner.dispatched / (time.process_time() - ready)
             found.append(Rate(name, fleet, ready - began, rate, max(0, _resident() - before)))
