@@ -168,19 +168,6 @@ def test_a_report_of_no_run_is_refused(tmp_path: Path) -> None:
         report.compare([], tmp_path)
 
 
-ODD = ["text", [1], {"a": 1}, True, None, 1e300, -1, "1" * 5000]
-
-
-@pytest.mark.parametrize("odd", range(len(ODD)))
-def test_a_summary_with_odd_values_is_reported_or_refused(odd: int, tmp_path: Path) -> None:
-    make(tmp_path / "one", [0.5, 0.75])
-    good = json.loads((tmp_path / "one/summary.json").read_text())
-    for key in good:
-        (tmp_path / "one/summary.json").write_text(json.dumps(good | {key: ODD[odd]}))
-        with contextlib.suppress(ValueError):
-            report.table([report.load_run(tmp_path / "one")])
-
-
 def test_a_page_shows_runs_on_virtual_time_where_that_says_something(tmp_path: Path) -> None:
     run, other = make(tmp_path / "late", [0.5, 0.75]), make(tmp_path / "even", [0.5, 0.75])
     for folder, stale in ((run.folder, 1), (other.folder, 0)):
@@ -199,3 +186,16 @@ def test_curves_are_drawn_against_bytes() -> None:
     read = next(read for name, read, unit, _ in report.AXES if unit == "bytes")
     assert read({"floats_down": 100, "floats_up": 25}) == 500
     assert read({"floats_down": None, "floats_up": None}) == 0
+
+
+ODD = ["text", [1], {"a": 1}, True, None, 1e300, -1, "1" * 5000]
+
+
+@pytest.mark.parametrize("odd", range(len(ODD)))
+def test_a_summary_with_odd_values_is_reported_or_refused(odd: int, tmp_path: Path) -> None:
+    make(tmp_path / "one", [0.5, 0.75])
+    good = json.loads((tmp_path / "one/summary.json").read_text())
+    for key in good:
+        (tmp_path / "one/summary.json").write_text(json.dumps(good | {key: ODD[odd]}))
+        with contextlib.suppress(ValueError):
+            report.table([report.load_run(tmp_path / "one")])

@@ -343,7 +343,7 @@ def killed(folder: str, where: str) -> None:
 
     study, settings = asked(where)
     count = 0
-    owner, name, last = (Trainer, "train", 11) if where == "while a client trains" else (checkpoint, "save_file", 6)
+    owner, name, last = (Trainer, "begin", 11) if where == "while a client trains" else (checkpoint, "save_file", 6)
     original = getattr(owner, name)
 
     def counted(*args: Any, **others: Any) -> Any:
