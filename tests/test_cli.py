@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ import pytest
 from safetensors import SafetensorError
 
 from raysim import cli
+from raysim.api.method import Method
 from raysim.data.dataset import Samples, cached
 from raysim.experiment import execute as experiment
 from raysim.primitives.errors import Refused
@@ -27,6 +29,7 @@ from raysim.results.history import read_history
 from raysim.results.progress import Progress
 from raysim.simulation import checkpoint
 from raysim.simulation.checkpoint import available
+from raysim.simulation.events import RunStopped
 
 QUICK = (
     *("runtime=inprocess", "tracking=none", "data=synthetic", "partition=iid", "partition.clients=10"),
@@ -335,6 +338,33 @@ def test_an_output_that_cannot_be_written_is_one_sentence(words: list[str]) -> N
         ended = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=600)
     assert "No space left on device" in one_sentence(ended.stderr)
     assert ended.returncode in (1, 2)
+
+
+class Failing(Method):
+    """A hook that fails."""
+
+    name = "failing"
+
+    def __init__(self, hook: str, error: type[BaseException]):
+        self.hook, self.error = hook, error
+
+    def predict(self, logits: Any) -> Any:
+        if self.hook == "predict":
+            raise self.error("on purpose")
+        return logits
+
+    def absorb(self, aggregation: Any, server: Any) -> None:
+        if self.hook == "absorb":
+            raise self.error("on purpose")
+
+
+@pytest.mark.parametrize("hook", ["predict", "absorb"])
+@pytest.mark.parametrize("error", [ZeroDivisionError, SystemExit])
+def test_a_hook_that_fails_ends_a_run_with_its_methods_name(hook: str, error: type[BaseException]) -> None:
+    built = experiment.build([*QUICK, "out=a"])
+    built = replace(built, spec=replace(built.spec, methods=(Failing(hook, error),)))
+    with pytest.raises(RunStopped, match=rf"method 'failing' failed.*{error.__name__}: on purpose"):
+        experiment.run(built, quiet=True)
 
 
 # --- failures -----------------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ The only reader of configurations; below it there are objects."""
 from __future__ import annotations
 
 import functools
+import traceback
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import fields, replace
@@ -17,7 +18,7 @@ import torch
 from omegaconf import DictConfig
 from safetensors import SafetensorError
 
-from raysim.api.composition import check_composition, check_private_names
+from raysim.api.composition import blamed, check_composition, check_private_names
 from raysim.api.declarations import Local
 from raysim.api.method import Method, Setup
 from raysim.data.federated import FederatedData, federate, pooled
@@ -212,6 +213,7 @@ def run(
         return finished(experiment, where.folder, console)
     with ExitStack() as stack:
         stack.enter_context(_unwritable(where.folder))
+        stack.enter_context(_named())
         if where.exists:
             stack.enter_context(held(where.folder))
         with refusing():
@@ -225,6 +227,20 @@ def run(
         if not where.exists:
             stack.enter_context(held(where.folder))
         return record(experiment, where.folder, chain([started], events), console, quiet, users)
+
+
+@contextmanager
+def _named() -> Iterator[None]:
+    """A hook that fails where no client is to blame, in scoring for example, ends a run with its method's name."""
+    try:
+        yield
+    except (Refused, RunStopped):
+        raise
+    except (Exception, SystemExit) as error:
+        if not (name := blamed(error)):
+            raise
+        text = f"method {name!r} failed: {type(error).__name__}: {error}. resume=latest goes on once it is mended"
+        raise RunStopped(f"{text}\n{traceback.format_exc()}") from error
 
 
 @contextmanager
