@@ -95,7 +95,7 @@ class PrivateStates:
         for index, (client, number) in enumerate(needed):
             there = number < 0 or self._places.get(client) == (host, number)
             sent.append(None if there else self._ref(client, number))
-            read += 0 if there else self._on_disk.get(client, 0)
+            read += 0 if there or not self._is_on_disk(client, number) else self._on_disk[client]
             if jobs:
                 before, _ = self._places.get(client, (host, -1))
                 if before != host:
@@ -119,7 +119,12 @@ class PrivateStates:
             self._measured(outcome.job, own)
 
     def _ref(self, client: int, number: int) -> Ref:
-        return self.runtime.put(self._state(client, number)) if client in self._on_disk else self._stored[number]
+        on_disk = self._is_on_disk(client, number)
+        return self.runtime.put(self._state(client, number)) if on_disk else self._stored[number]
+
+    def _is_on_disk(self, client: int, number: int) -> bool:
+        """Whether the state that this job left is: only an accepted one ever is, and a newer one may be under way."""
+        return client in self._on_disk and self._accepted[client] == number
 
     def _evict(self, clients: Mapping[int, list[int]]) -> None:
         """Tell hosts which clients' states they need no longer."""

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from cluster import Hosts
-from tiny_runs import NORMED, coordinate, ran, run, run_spec, several, tiny
+from tiny_runs import NORMED, NORMED_MLP, coordinate, ran, run, run_spec, several, tiny
 
 from raysim import cli
 from raysim.api.declarations import Evaluation, Local
@@ -20,7 +20,7 @@ from raysim.methods.scaffold import Scaffold
 from raysim.simulation.coordinator import Coordinator, Saved
 from raysim.simulation.schedule import Buffered, Synchronous
 from raysim.simulation.spill import Spill
-from raysim.training.run_spec import State
+from raysim.training.run_spec import RunSpec, State
 
 SCHEDULES = {"rounds": Synchronous(2), "buffer": Buffered(concurrency=3, size=2)}
 METHODS: dict[str, Any] = {"fedbn": FedBN, "fedbss": lambda: FedBSS(warmup_rounds=1, refresh=2), "scaffold": Scaffold}
@@ -175,3 +175,16 @@ def test_a_full_disk_is_named() -> None:
     spill._file = open("/dev/full", "w+b", buffering=0)  # type: ignore[assignment]  # noqa: SIM115
     with pytest.raises(OSError, match=r"No space left .* of private states"):
         spill.write(0, {"x": np.ones(4, np.float32)})
+
+
+@pytest.mark.parametrize("hosts", [2, 3])
+def test_a_client_whose_accepted_state_is_on_disk_may_move_with_a_newer_one(hosts: int) -> None:
+    # It comes back before its last job is aggregated, and another host has time first.
+    def asked() -> RunSpec:
+        return run_spec(Scaffold(), model=NORMED_MLP, data=tiny(clients=6))
+
+    settings = {"rounds": 12, "evaluate": Evaluation(every=99)}
+    schedule = Buffered(concurrency=4, size=4)
+    whole = run(asked(), schedule, **settings)
+    spilled = coordinate(asked(), schedule, runtime=several(asked(), hosts), **settings, state_budget=0.0)
+    assert ran(spilled).bits == whole.bits
