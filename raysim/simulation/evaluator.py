@@ -58,6 +58,8 @@ class Evaluator:
         self.complete = not stays  # whether the shared part alone is a model
         self.personal = stays or bool(owners(spec.methods, "personalise"))  # whether every client has its own model
         self.tests = spec.data.partition.test
+        self._counts = self.tests.counts  # int64 [clients] test samples; made once, for they are as many as the clients
+        self._tested = np.flatnonzero(self._counts)
         dataset = spec.data.open()
         self.domains, self.names = dataset.domains, dataset.domain_names
         if any(method.pools for method in spec.methods) and (self.personal or self.evaluation.finetune.epochs):
@@ -76,7 +78,7 @@ class Evaluator:
     def score(self, server: Server, published: Ref) -> Scoring:
         """Start scoring the server's version."""
         version = server.version
-        clients = np.flatnonzero(self.tests.counts)
+        clients = self._tested
         if (some := self.evaluation.clients) != "all" and some < len(clients):
             clients = np.sort(server.stream("evaluate").choice(clients, size=some, replace=False))
         found = Scoring(clients)
@@ -157,7 +159,7 @@ class Evaluator:
         if (shared := reports.get("shared")) is not None:
             hits = np.concatenate([report.correct for report in shared]) if shared else correct
             losses = np.concatenate([report.losses for report in shared]) if shared else np.empty(0)
-            local = int(self.tests.counts[found.clients].sum())
+            local = int(self._counts[found.clients].sum())
             row |= self._clients("_shared" if self.personal else "", hits[:local], found.clients)
             correct = hits[local:]
             row["accuracy_global"] = float(correct.mean()) if len(correct) else None
@@ -180,7 +182,7 @@ class Evaluator:
         """Accuracy on the clients' own tests: mean over clients, the worst, and each domain's."""
         if not len(clients):
             return {}
-        ends = np.cumsum(self.tests.counts[clients], dtype=np.int64)[:-1]
+        ends = np.cumsum(self._counts[clients], dtype=np.int64)[:-1]
         each = np.array([part.mean() for part in np.split(hits, ends)])
         row: Row = {f"accuracy{suffix}": float(each.mean()), f"accuracy{suffix}_worst": float(each.min())}
         domains = self.domains[np.concatenate([self.tests.rows(c) for c in clients.tolist()])]

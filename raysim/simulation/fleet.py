@@ -14,10 +14,9 @@ import numpy as np
 
 from raysim.primitives.checks import above, at_least, in_range, one_of
 from raysim.primitives.streams import key, stream, uniform
-from raysim.simulation.availability import Availability, Diurnal, Markov
+from raysim.simulation.availability import DAY, Availability, Diurnal, Markov
 
 FLOAT_BYTES = 4
-DAY = 86_400.0  # seconds
 
 
 class Trip(NamedTuple):

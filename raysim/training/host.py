@@ -37,7 +37,7 @@ from raysim.training.determinism import make_deterministic
 from raysim.training.lanes import Lanes
 from raysim.training.probe import balanced_rows
 from raysim.training.run_spec import RunSpec, build_networks
-from raysim.training.trainer import LocalRun, OneByOne, Trainer, load, private_state
+from raysim.training.trainer import Clients, LocalRun, OneByOne, Trainer, load, private_state
 from raysim.vectors.layout import Vector
 
 # Arrays out of an object store are read-only; tensors over them are only read.
@@ -144,8 +144,8 @@ class Host:
         """Train jobs of one version: of each its outcome, and the private state that it leaves."""
         ends: dict[int, tuple[Outcome, PrivateState[Tensor]]] = {}
         starts: dict[int, tuple[float, PrivateState[Tensor]]] = {}
-        order = self._loop.order([job.number for job in jobs])
-        unfinished = {job.number for job in jobs}
+        numbers = [job.number for job in jobs]
+        order, unfinished = self._loop.order(numbers), set(numbers)
 
         def ready(index: int) -> bool:
             """Whether no other job of this call has to end first."""
@@ -153,10 +153,10 @@ class Host:
 
         def begin(index: int) -> LocalRun:
             job = jobs[index]
-            if not self.trainer.prepared(job):
-                self.trainer.look_ahead([jobs[other] for other in order[order.index(index) :]])
             state = self._state(job.client, job.state, states[index] if states else None)
             starts[index] = time.perf_counter(), state
+            if not self.trainer.prepared(job):
+                self.trainer.look_ahead([jobs[other] for other in order[order.index(index) :]])
             return self.trainer.begin(job, *self._with_extras(job, received), state)
 
         def end(index: int, work: LocalRun) -> None:
@@ -173,7 +173,7 @@ class Host:
             if states:
                 self._resident[jobs[index].client] = (jobs[index].number, state)
 
-        self._loop.train([job.number for job in jobs], ready, begin, end, fail)
+        self._loop.train(Clients(numbers, ready, begin, end, fail))
         return [ends[index] for index in range(len(jobs))]
 
     def _with_extras(

@@ -31,7 +31,7 @@ from raysim.training.run_spec import RunSpec
 from raysim.training.second_pass import generator_state, set_generator_state
 from raysim.training.step import set_modes
 from raysim.training.tape import Tape
-from raysim.training.trainer import LocalRun, Trainer
+from raysim.training.trainer import Clients, LocalRun, Trainer
 from raysim.vectors.layout import Entry
 from raysim.vectors.optimizer import StackedOptimizer
 
@@ -95,20 +95,13 @@ class Lanes:
         return self.data[:, entry.start : entry.stop].view(self.count, *entry.shape)
 
     # --- the loop ------------------------------------------------------------------------------------------------
-    def train(
-        self,
-        numbers: Sequence[int],
-        ready: Callable[[int], bool],
-        begin: Callable[[int], LocalRun],
-        end: Callable[[int, LocalRun], None],
-        fail: Callable[[int, BaseException], None],
-    ) -> None:
+    def train(self, clients: Clients) -> None:
         """See `OneByOne`. Raises NotInLanes where a hook or the model does what cannot be done for several at once."""
-        waiting = self._by_lane(numbers)
+        waiting = self._by_lane(clients.numbers)
         try:
             while True:
                 for lane in self.lanes:
-                    self._work_alone(lane, waiting[lane.row], ready, begin, end, fail)
+                    self._work_alone(lane, waiting[lane.row], clients)
                 if busy := [lane for lane in self.lanes if lane.work is not None]:
                     self._step_together(busy)
                 elif not any(waiting):
@@ -130,31 +123,23 @@ class Lanes:
         """See `OneByOne`; nearly, for lanes that end early begin early."""
         return [place for turn in zip_longest(*self._by_lane(numbers)) for place in turn if place is not None]
 
-    def _work_alone(
-        self,
-        lane: Lane,
-        waiting: list[int],
-        ready: Callable[[int], bool],
-        begin: Callable[[int], LocalRun],
-        end: Callable[[int, LocalRun], None],
-        fail: Callable[[int, BaseException], None],
-    ) -> None:
+    def _work_alone(self, lane: Lane, waiting: list[int], clients: Clients) -> None:
         """Bring a lane to a batch that can be stepped with others, through ends and beginnings of clients."""
         while lane.batch is None or len(lane.batch.inputs) not in self.trainer.usual_sizes:
             try:
                 if lane.work is None:
-                    index = next(filter(ready, waiting), None)
+                    index = next(filter(clients.ready, waiting), None)
                     if index is None:
                         return
                     lane.index = index
                     waiting.remove(index)
-                    self._begin(lane, begin)
+                    self._begin(lane, clients.begin)
                 elif lane.batch is not None:
                     self._step_alone(lane)
                 else:
-                    self._end(lane, end)
+                    self._end(lane, clients.end)
             except (Exception, SystemExit) as error:  # a client must not take the others down
-                fail(lane.index, error)
+                clients.fail(lane.index, error)
                 lane.work = lane.batch = None
 
     def _begin(self, lane: Lane, begin: Callable[[int], LocalRun]) -> None:

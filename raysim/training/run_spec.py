@@ -7,7 +7,6 @@ from dataclasses import dataclass, field, replace
 
 import torch
 from torch import nn
-from torch.utils.flop_counter import FlopCounterMode
 
 from raysim.api.composition import owner, owners
 from raysim.api.declarations import Evaluation, Local, Task
@@ -151,6 +150,8 @@ def build_networks(spec: RunSpec) -> tuple[dict[str, nn.Module], Layout]:
 
 def sample_flops(spec: RunSpec) -> float:
     """Floating-point operations of one sample's forward and backward pass through the model, as PyTorch counts them."""
+    from torch.utils.flop_counter import FlopCounterMode  # it imports a compiler, and few runs ask
+
     networks, _ = build_networks(spec)
     inputs = torch.zeros(2, *spec.task.shape)
     with FlopCounterMode(display=False) as counter:

@@ -353,6 +353,21 @@ class Trainer:
         return chosen
 
 
+@dataclass(frozen=True)
+class Clients:
+    """The clients that a loop trains, each known by its place among `numbers`, those of their jobs.
+
+    ready: whether a client may begin yet. begin: what it starts with. end: what is done with what it ends with, while
+    the trainer's vector is its own. fail: what is done where it raised an error.
+    """
+
+    numbers: Sequence[int]
+    ready: Callable[[int], bool]
+    begin: Callable[[int], LocalRun]
+    end: Callable[[int, LocalRun], None]
+    fail: Callable[[int, BaseException], None]
+
+
 class OneByOne:
     """Trains one client after another: the loop that all else is compared with."""
 
@@ -363,27 +378,16 @@ class OneByOne:
         """Places among jobs of these numbers, in the order in which they will begin."""
         return range(len(numbers))
 
-    def train(
-        self,
-        numbers: Sequence[int],
-        ready: Callable[[int], bool],
-        begin: Callable[[int], LocalRun],
-        end: Callable[[int, LocalRun], None],
-        fail: Callable[[int, BaseException], None],
-    ) -> None:
-        """Train clients in order, one for each of these numbers of jobs; the functions get its place among them.
-
-        ready: whether a client may begin yet, as here each may at its turn. begin: what it starts with; end: what is
-        done with what it ends with, while the trainer's vector is its own; fail: it raised an error.
-        """
-        for index in range(len(numbers)):
+    def train(self, clients: Clients) -> None:
+        """Train them in order, in which each is ready at its turn."""
+        for index in range(len(clients.numbers)):
             try:
-                work = begin(index)
+                work = clients.begin(index)
                 self.trainer.steps(work)
                 self.trainer.end(work)
-                end(index, work)
+                clients.end(index, work)
             except (Exception, SystemExit) as error:  # a client must not take the others down
-                fail(index, error)
+                clients.fail(index, error)
 
 
 def load(vector: Vector, base: Tensor, counters: Tensor, state: PrivateState[Tensor]) -> None:
