@@ -22,7 +22,8 @@ from raysim.simulation.load import make_planner
 from raysim.training.run_spec import build_networks
 from raysim.vectors.layout import Layout
 
-LIBRARIES = ("raysim", "torch", "numpy", "ray", "pyarrow", "mlflow")
+# The name that a run records, and the one under which it is installed.
+LIBRARIES = {"raysim": "raysim-fl"} | {name: name for name in ("torch", "numpy", "ray", "pyarrow", "mlflow")}
 
 
 def overview(experiment: Experiment, folder: Path) -> str:
@@ -160,7 +161,7 @@ def identity(experiment: Experiment) -> dict[str, object]:
         "seed": spec.settings.seed,
         "summation": spec.settings.summation,
         "python": platform.python_version(),
-        "libraries": {name: version for name in LIBRARIES if (version := _version(name))},
+        "libraries": {name: found for name, installed in LIBRARIES.items() if (found := _version(installed))},
     }
 
 
