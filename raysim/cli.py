@@ -23,7 +23,7 @@ examples:
   raysim run method=fedbn+fedadam model.norm=batch        methods combine; fedavg is what remains without any
   raysim run data=fashion_mnist model=cnn partition=shards partition.shards_per_client=2
   raysim run schedule=buffered fleet=lognormal method=fedbuff
-  raysim run experiment=fedbr/rotated_mnist data.root=DIR a row of a paper's table
+  raysim run experiment=fedbr/rotated_mnist data.root=DIR  a row of a paper's table
   raysim run runtime=inprocess rounds=5 tracking=none     quick, without Ray and MLflow
   raysim run out=runs/mine                                where the results go
   raysim run out=runs/mine resume=latest                  go on where it stopped, to the same bits
@@ -229,6 +229,13 @@ def _complete() -> NoReturn:
     sys.exit(0)
 
 
+def _width() -> int:
+    """Columns of the terminal, or of a page where there is none."""
+    import shutil
+
+    return shutil.get_terminal_size((120, 24)).columns
+
+
 def _say(sentence: str, status: int) -> int:
     sys.stderr.write(f"raysim: {sentence}\n")
     return status
@@ -360,7 +367,7 @@ def _study(given: argparse.Namespace) -> int:
             campaign, parallel=given.parallel, allow=given.allow, say=lambda text: print(text, flush=True)
         )
         with refusing():
-            print(f"\n{report(campaign, given.metric, failed)}")
+            print(f"\n{report(campaign, given.metric, failed, _width())}")
     for name, sentence in failed.items():
         sys.stderr.write(f"raysim: run {name} failed: {sentence}\n")
     return 1 if failed else 0
@@ -408,7 +415,8 @@ def _methods(given: argparse.Namespace) -> int:
     from rich.table import Table
 
     table = Table("name", "paper", "slots", "parameters", box=box.SIMPLE_HEAD)
-    table.columns[-1].overflow = "fold"
+    for column in table.columns:
+        column.overflow = "fold"  # and never an ellipsis
     for entry in entries:
         values = "\n".join(f"{key}={value}" for key, value in entry["parameters"].items())
         table.add_row(entry["name"], entry["paper"], ", ".join(entry["slots"]), values)
@@ -463,7 +471,7 @@ def _report(given: argparse.Namespace) -> int:
 
     with refusing():
         runs = [load_run(folder) for folder in _folders(given.runs)]
-        print(table(runs))
+        print(table(runs, _width()))
         page = compare(runs, Path(given.out or "report"))
     print(f"\ncurves and table: {page}")
     return 0
@@ -483,8 +491,6 @@ def _folders(runs: Sequence[str]) -> list[Path]:
 
 def _paper(given: argparse.Namespace) -> int:
     """A published table beside runs, or the tables that a paper has."""
-    import shutil
-
     from raysim.commands.papers.comparison import compare
     from raysim.commands.papers.tables import listing
     from raysim.results.report import load_run
@@ -498,7 +504,7 @@ def _paper(given: argparse.Namespace) -> int:
         return 0
     with refusing():
         runs = [load_run(folder) for folder in _folders(given.runs)]
-        print(compare(given.paper, runs, shutil.get_terminal_size((120, 24)).columns))
+        print(compare(given.paper, runs, _width()))
     return 0
 
 

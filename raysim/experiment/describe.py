@@ -35,6 +35,7 @@ def overview(experiment: Experiment, folder: Path) -> str:
     networks, layout = build_networks(spec)
     numbers = statistics(spec.data)
     sizes: Any = numbers["sizes"]
+    tests = spec.data.partition.test.counts
     runtime = experiment.execution.runtime
     hosts = (
         "in this process"
@@ -47,7 +48,8 @@ def overview(experiment: Experiment, folder: Path) -> str:
         "model": f"{choices['model']}: {_parameters(networks)}; {layout.total:,} floats{stays}",
         "data": spec.data.title,
         "clients": f"{numbers['clients']} with {sizes['min']} to {sizes['max']} training samples, "
-        f"{numbers['empty_clients']} without; {numbers['central_test']} central test samples",
+        f"{numbers['empty_clients']} without; {tests.min()} to {tests.max()} test samples of their own; "
+        f"{numbers['central_test']} central test samples",
         "rounds": f"{_several(settings.rounds, 'round')} of {experiment.schedule!r}, {settings.weighting} weights; "
         f"{_local(settings.local)}",
         "schedule": _schedule(experiment, layout),

@@ -261,7 +261,7 @@ def test_weighting_is_by_samples_unless_a_method_or_the_user_asks_otherwise() ->
         (["local.lr.x=1"], ["local.lr is a single value"]),
         (["local={lr: 1}"], ["local=", "default"]),
         (["schedule=null"], ["schedule=null", "synchronous"]),
-        (["schedule.cohort=500"], ["schedule.cohort=500", "100"]),
+        (["schedule.cohort=500"], ["schedule.cohort=500", "10"]),
         (["schedule.cohort=0"], ["schedule.cohort=0"]),
         (["partition.clients=5000"], ["partition.clients=5000", "1000 or less"]),
         (["partition.alpha=0"], ["partition.alpha=0"]),

@@ -445,7 +445,7 @@ def _search(
         numbers = {"wall_seconds": wall, "work_seconds": work, "trials_at_once": slots}
         files = sweep_report.write(records, numbers)
         records.finish(numbers, files, status)
-    tell(f"\n{sweep_report.table(records)}\n")
+    tell(f"\n{sweep_report.table(records, shutil.get_terminal_size((120, 24)).columns)}\n")
     tell(_closing(records, work, wall, slots))
     return results
 
