@@ -331,7 +331,7 @@ def test_an_interval_is_only_spoken_of_where_there_is_one(monkeypatch: pytest.Mo
         intervals.extend(given[0] for _ in range("solid_capstyle" in how))
         return plot(self, *given, **how)
 
-    monkeypatch.setattr(Axes, "set_xlabel", lambda self, text: labels.append(text))
+    monkeypatch.setattr(Axes, "set_xlabel", lambda self, text: labels.extend([text] if text else []))
     monkeypatch.setattr(Axes, "plot", watched)
     campaign = planned()
     for missing in ([], ["fedavg_alpha-0.1_seed-1", "fedavg_alpha-0.5_seed-1"]):
