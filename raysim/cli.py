@@ -48,7 +48,7 @@ examples:
   raysim submit run method=[fedprox] out=/shared/runs/first
                                           on the cluster at $RAY_API_SERVER_ADDRESS, else http://127.0.0.1:8265
   raysim submit --address http://HEAD:8265 sweep sweep=fedbr method=[fedbr] out=/shared/sweeps/fedbr
-  raysim submit --with mine run --conf mine/conf --allow mine method=[my_method] out=/shared/runs/mine
+  raysim submit --with mine run --allow mine method=[mine] out=/shared/runs/mine
   raysim submit --runtime-env jobs/runtime_env.yaml run out=/shared/runs/first
                                           where the nodes have Ray alone: installs the rest
 
@@ -143,7 +143,7 @@ def call(words: Sequence[str]) -> int:
     if not given.command:
         _parser().print_help()
         return 0
-    return _guarded(lambda: COMMANDS[given.command](given))
+    return _guarded(lambda: COMMANDS[given.command](_allowed(given)))
 
 
 def _parsed(words: Sequence[str]) -> argparse.Namespace:
@@ -157,6 +157,16 @@ def _parsed(words: Sequence[str]) -> argparse.Namespace:
             unknown = []
     if unknown:
         parser.error(f"'{unknown[0]}' has no meaning here")
+    return given
+
+
+def _allowed(given: argparse.Namespace) -> argparse.Namespace:
+    """With the packages that --allow names at hand, and the options that they bring."""
+    if getattr(given, "allow", None):
+        from raysim.experiment.plugins import brought
+
+        sys.path.insert(0, os.getcwd())  # as `python` does for code of the user's own
+        given.conf = [*map(str, brought(given.allow)), *given.conf]
     return given
 
 
@@ -260,7 +270,11 @@ def _configurable(parser: argparse.ArgumentParser) -> None:
         "--conf", action="append", default=[], metavar="DIR", help="a folder of your own options, laid out like conf"
     )
     parser.add_argument(
-        "--allow", action="append", default=[], metavar="PREFIX", help="let the configuration name classes of PREFIX"
+        "--allow",
+        action="append",
+        default=[],
+        metavar="PACKAGE",
+        help="a package of your own: its classes, and the options in its folder conf",
     )
 
 
@@ -271,8 +285,6 @@ def _run(given: argparse.Namespace) -> int:
     config = compose(
         given.overrides, given.conf, given.config
     )  # before torch is imported: a typing mistake is answered at once
-    if given.allow:
-        sys.path.insert(0, os.getcwd())  # as `python` does for code of the user's own
     from raysim.experiment.execute import run
 
     run(config, quiet=given.quiet, allow=given.allow)
@@ -287,8 +299,6 @@ def _study(given: argparse.Namespace) -> int:
         raise Refused(f"--parallel {given.parallel} must be at least 1")
     check_metrics(given.metric)
     campaign = plan(given.overrides, given.conf)
-    if given.allow:
-        sys.path.insert(0, os.getcwd())
     campaign = check(campaign, given.allow, given.parallel)
     print(campaign, flush=True)
     with refusing():
@@ -314,8 +324,6 @@ def _sweep(given: argparse.Namespace) -> int:
     moved = search.known and any(word.startswith("runtime") for word in search.words)
     for draft in () if moved else search.search.drafts.values():
         listen_on_loopback(RayOptions(address=draft["runtime"].get("address")))
-    if given.allow:
-        sys.path.insert(0, os.getcwd())
     from raysim.commands.sweep.tune import run
 
     run(search, quiet=given.quiet, allow=given.allow)
@@ -329,7 +337,8 @@ def _submit(given: argparse.Namespace) -> int:
     if not words or words[0] not in submission.COMMANDS:
         named = words[0] if words else "nothing"
         raise Refused(f"submit {named}: {instead(named, submission.COMMANDS, 'what can be submitted is')}")
-    inner = _parsed(words)
+    sys.path[:0] = [str(Path(each).resolve().parent) for each in given.extra]  # where the job will find them
+    inner = _allowed(_parsed(words))
     command = submission.Command(words, inner.overrides, inner.conf, getattr(inner, "config", None))
     return submission.submit(command, given.address, given.extra, given.limit, given.runtime_env, not given.no_wait)
 
