@@ -1,4 +1,4 @@
-"""The command `raysim`: run, study, sweep, submit, methods, partition, fleet, report, bench; parse, call, print.
+"""The command `raysim`: run, study, sweep, submit, methods, partition, fleet, new, report, bench; parse, call, print.
 
 Exit status: 0 done, 1 the run failed, 2 refused as asked (one sentence on stderr), 130 interrupted.
 """
@@ -89,6 +89,10 @@ examples:
 A search is described by sweep.search (random, grid, optuna), scheduler (none, asha, pbt), trials, metric, mode, seeds,
 concurrent, hosts, grace and reduction (of asha), interval (of pbt), minutes. All other words are those of `raysim run`
 and hold for all trials; a key of the space that is given one value is not searched."""
+NEW = """\
+examples:
+  raysim new mine                         the folder mine, with one part of each kind, their options and their tests
+  raysim run --allow mine method=mine     in that folder; once it is installed (pip install -e .) without --allow"""
 REPORT = """\
 examples:
   raysim report runs/a                    one run
@@ -245,6 +249,8 @@ def _parser() -> Parser:
     fleet.add_argument("action", choices=("convert", "check"), help="what to do")
     fleet.add_argument("files", nargs="+", metavar="FILE", help="FedScale's two files, capacity first; or a trace")
     fleet.add_argument("--out", default="trace.parquet", metavar="FILE", help="the trace (trace.parquet)")
+    new = add("new", "write a package of your own: a method, a model, data, ... with options and tests", NEW)
+    new.add_argument("name", metavar="NAME", help="the package, and the folder that it is written into")
     report = add("report", "compare runs: one table, overlaid curves, one HTML page", REPORT)
     report.add_argument("runs", nargs="*", metavar="RUN", help="folders that runs wrote")
     report.add_argument("--out", metavar="DIR", help="where the pictures and the page go (report)")
@@ -403,6 +409,14 @@ def _fleet(given: argparse.Namespace) -> int:
     return 0
 
 
+def _new(given: argparse.Namespace) -> int:
+    from raysim.commands.new.package import next_steps, write
+
+    with refusing():
+        print(next_steps(write(given.name)))
+    return 0
+
+
 def _report(given: argparse.Namespace) -> int:
     if given.paper is not None:
         return _paper(given)
@@ -464,6 +478,7 @@ COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "methods": _methods,
     "partition": _partition,
     "fleet": _fleet,
+    "new": _new,
     "report": _report,
     "bench": _bench,
 }

@@ -15,13 +15,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from raysim.api.method import Method
 from raysim.conformance import methods, parts
 from raysim.conformance.study import Study
 from raysim.data.raw import Source
 from raysim.experiment.objects import OBJECT, written
-from raysim.models.classifier import ModelRecipe
 from raysim.results.observers import Observer
 
 __all__ = ["Check", "Study", "checks"]
@@ -55,20 +55,21 @@ def _checks(part: object, study: Study) -> Iterator[tuple[str, Callable[[], None
         yield "a file can hold it", lambda: _stored(part)
     if isinstance(part, Method):
         yield from methods.checks(part, study)
-    elif isinstance(part, ModelRecipe) or hasattr(part, "build"):
-        yield from parts.of_model(part, study)  # type: ignore[arg-type]
-    elif isinstance(part, Source):
-        yield from parts.of_data(part, study)
-    elif hasattr(part, "split"):
-        yield from parts.of_partition(part, study)
-    elif hasattr(part, "decide"):
-        yield from parts.of_schedule(part, study)  # type: ignore[arg-type]
-    elif hasattr(part, "devices"):
-        yield from parts.of_fleet(part, study)  # type: ignore[arg-type]
     elif isinstance(part, Observer):
         yield from parts.of_observer(part, study)
+    elif isinstance(part, Source):
+        yield from parts.of_data(part, study)
     else:
-        raise TypeError(f"{part!r} is no part of a run: give a method, a model, data, a partition, a schedule, ...")
+        kinds: dict[str, Callable[[Any, Study], parts.Checks]] = {
+            "build": parts.of_model,
+            "split": parts.of_partition,
+            "decide": parts.of_schedule,
+            "devices": parts.of_fleet,
+        }
+        found = [make for needed, make in kinds.items() if hasattr(part, needed)]
+        if len(found) != 1:
+            raise TypeError(f"{part!r} is no part of a run: give a method, a model, data, a partition, a schedule, ...")
+        yield from found[0](part, study)
 
 
 def _stored(part: object) -> None:
