@@ -9,11 +9,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TypeAlias
+from typing import TypeAlias, cast
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import nn
 
 from raysim.conformance import agreement
 from raysim.conformance.runs import SEED, coordinate, run
@@ -21,11 +21,11 @@ from raysim.conformance.study import Study
 from raysim.data.partition import CSR, Partition, Partitioner
 from raysim.data.raw import Source
 from raysim.experiment.recorder import Follower
-from raysim.models.classifier import ModelRecipe
+from raysim.models.classifier import Classifier, ModelRecipe
 from raysim.results.observers import CurrentRun, Observer, UserObserver
 from raysim.simulation.fleet import Fleet
 from raysim.simulation.schedule import Schedule
-from raysim.training.run_spec import sample_flops
+from raysim.training.run_spec import build_networks, sample_flops
 
 Checks: TypeAlias = Iterator[tuple[str, Callable[[], None]]]
 
@@ -49,15 +49,15 @@ def of_model(model: ModelRecipe, study: Study) -> Checks:
     yield "the same numbers in lanes, or a refusal", partial(agreement.in_lanes_or_not, exact, rounds=3)
 
 
-def _values(study: Study, seed: int) -> dict[str, Tensor]:
-    task = study.spec().task
-    return study.model.build(task.shape, task.num_classes, seed).state_dict()
+def _network(study: Study, seed: int = SEED) -> nn.Module:
+    spec = study.spec()
+    return build_networks(replace(spec, settings=replace(spec.settings, seed=seed)))[0]["model"]
 
 
 def _seeded(study: Study) -> None:
     torch.manual_seed(0)
     before = torch.get_rng_state()
-    one, again, other = (_values(study, seed) for seed in (1, 1, 2))
+    one, again, other = (_network(study, seed).state_dict() for seed in (1, 1, 2))
     assert torch.equal(torch.get_rng_state(), before), "the model draws from torch's generator of this process"
     assert one.keys() == again.keys() == other.keys(), "the model has other parameters with another seed"
     assert all(torch.equal(one[name], again[name]) for name in one), "one seed gives two networks"
@@ -65,8 +65,7 @@ def _seeded(study: Study) -> None:
 
 
 def _split(study: Study) -> None:
-    task = study.spec().task
-    model = study.model.build(task.shape, task.num_classes, SEED).eval()
+    task, model = study.spec().task, cast(Classifier, _network(study).eval())
     inputs = torch.rand(4, *task.shape)
     with torch.no_grad():
         features, logits = model.features(inputs), model(inputs)
