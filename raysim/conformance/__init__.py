@@ -32,7 +32,7 @@ class Check:
     """Something that a part must keep to; called, it raises an AssertionError where the part does not."""
 
     name: str
-    run: Callable[[], None]
+    run: Callable[[], object]
 
     def __call__(self) -> None:
         self.run()
@@ -50,7 +50,7 @@ def checks(part: object, study: Study | None = None) -> list[Check]:
     return [Check(f"{name}: {text}", run) for text, run in _checks(part, study or Study())]
 
 
-def _checks(part: object, study: Study) -> Iterator[tuple[str, Callable[[], None]]]:
+def _checks(part: object, study: Study) -> Iterator[tuple[str, Callable[[], object]]]:
     if not isinstance(part, Observer):
         yield "a file can hold it", lambda: _stored(part)
     if isinstance(part, Method):

@@ -24,7 +24,7 @@ from raysim.simulation.schedule import Schedule
 LEAST = 8  # different bytes that a secret has; fewer are found anywhere by chance
 
 
-def checks(method: Method, study: Study) -> Iterator[tuple[str, Callable[[], None]]]:
+def checks(method: Method, study: Study) -> Iterator[tuple[str, Callable[[], object]]]:
     """What is checked of a method, and how."""
     study = replace(study, methods=(*study.methods, method))
     yield "it has a name, a paper and arguments of its own", partial(named, method)

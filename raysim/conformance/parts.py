@@ -27,7 +27,7 @@ from raysim.simulation.fleet import Fleet
 from raysim.simulation.schedule import Schedule
 from raysim.training.run_spec import build_networks, sample_flops
 
-Checks: TypeAlias = Iterator[tuple[str, Callable[[], None]]]
+Checks: TypeAlias = Iterator[tuple[str, Callable[[], object]]]
 
 
 def _runs(study: Study) -> Checks:

@@ -135,9 +135,12 @@ def _device(asked: str, elsewhere: bool) -> str:
 def _plain(config: Config, allow: Sequence[str], settings: Mapping[str, object] | None = None) -> Node:
     """The configuration that words or values say, or that one with these values."""
     if isinstance(config, (DictConfig, Mapping)):
+        node, settings = plain(config), dict(settings or {})
+        if settings.get("method") == []:  # objects take the place of its methods
+            node |= {"method": {}, "choices": node["choices"] | {"method": settings.pop("method")}}
         if settings:
             raise Refused(f"{next(iter(settings))}=... has no effect beside a whole configuration: set it in that one")
-        return plain(config)
+        return node
     words = shlex.split(config) if isinstance(config, str) else config
     return plain(compose(words, brought(allow), settings=settings))
 

@@ -40,7 +40,7 @@ class Predictions(NamedTuple):
     @property
     def classes(self) -> np.ndarray:
         """[n] the class with the highest score."""
-        return np.argmax(self.scores, axis=1)
+        return np.asarray(self.scores.argmax(1))
 
 
 @dataclass(frozen=True, eq=False)

@@ -131,6 +131,14 @@ def test_a_run_with_an_object_that_no_file_can_hold_goes_on_only_with_it(capsys:
     assert raysim.load("a", model=model).predictions().classes.shape == (12,)
 
 
+def test_methods_that_no_file_can_hold_are_given_again_to_load() -> None:
+    found = ran(methods=[FedBN(), Twice(0.1)], model=NormedMlp())
+    with pytest.raises(Refused, match=r"method\.fedprox: .*Twice was an object from Python: .*methods=\.\.\."):
+        raysim.load("a").client_model(0)
+    loaded = raysim.load("a", methods=[FedBN(), Twice(0.1)])
+    assert (loaded.predictions(0).scores == found.predictions(0).scores).all()
+
+
 @pytest.mark.parametrize(
     ("given", "sentence"),
     [
