@@ -467,7 +467,7 @@ class FRAug(Method):
         return (
             f"method 'fraug': generated embeddings have a norm of {generated:.4g}, real ones of {real:.4g}, so that "
             "the head learns what no client has: lower method.fraug.generator_lam or "
-            "method.fraug.generator_lr_factor, or set method.fraug.generator_metric=mmd, which has a bound"
+            "method.fraug.generator_lr_factor, or set method.fraug.generator_metric=mmd, a distance with a bound"
         )
 
     # --- their parts ---------------------------------------------------------------------------------------------

@@ -163,7 +163,9 @@ def test_fedavgs_own_last_accuracy_is_a_threshold(tmp_path: Path) -> None:
 def test_the_worst_domain_and_local_models_have_columns_of_their_own(tmp_path: Path) -> None:
     lowest = rows([0.9], accuracy_worst_domain=0.4)
     run = make(tmp_path / "a", [*MNIST, "method=[]"], lowest)
-    assert line(compare("fedbr/table14", [run], WIDE), "ERM").startswith("ERM (FedAvg) 66.60 40.00 -26.60 816 / 2")
+    assert line(compare("fedbr/table14", [run], WIDE), "ERM").startswith(
+        "ERM (FedAvg) 66.60 40.00 -26.60 90.00 816 / 2"
+    )
     run = make(tmp_path / "b", [*MNIST, "method=[]"], rows([0.9]))
     assert "ours" not in compare("fedbr/table14", [run])  # an older history has no such column
     run = make(tmp_path / "c", ["experiment=fedbr/cifar10", "method=[]"], rows([0.5], local_accuracy=0.2))

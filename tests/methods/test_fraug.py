@@ -644,7 +644,7 @@ def test_generated_embeddings_that_leave_the_scale_of_real_ones_are_warned_of() 
     assert method.watch({"fraug.real_norm": None}) == ""
 
 
-def test_the_distance_to_prototypes_has_no_bound_and_the_kernels_has_one() -> None:
+def test_the_distance_to_prototypes_has_no_bound_and_that_of_kernels_has_one() -> None:
     """The issue's growth, in small: norms 6, 12, 843, 16,291 with the Digits preset's metric."""
     local = Local(lr=0.05, momentum=0.5, batch=8, epochs=4)
     last = {}
@@ -652,7 +652,7 @@ def test_the_distance_to_prototypes_has_no_bound_and_the_kernels_has_one() -> No
         method = FRAug(40, noise_dim=6, generator_metric=metric, gamma=0.002)
         rows = run(run_spec(method, model=NORMED_MLP, local=local), ROUNDS, rounds=20).rows
         last[metric] = [float(row["fraug.generated_norm"] or 0) / float(row["fraug.real_norm"] or 1) for row in rows]
-    assert last["mse"][-1] > 10 * last["mse"][0] and max(last["mmd"]) < 10
+    assert last["mse"][-1] > 10_000 * last["mse"][0] and last["mmd"][-1] < 100 * last["mmd"][0]
 
 
 def test_ramps_may_be_those_of_a_run_of_the_papers_length() -> None:

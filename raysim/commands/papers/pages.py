@@ -10,6 +10,7 @@ import statistics
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from raysim.commands.papers.comparison import Entry, matched
 from raysim.commands.papers.presets import PAPER_RUNS
@@ -35,22 +36,26 @@ def pages() -> dict[str, str]:
 
 def page(paper: str, runs: Sequence[Run]) -> str:
     """The page of a paper, with these runs of ours."""
-    every = tables(paper)
+    every, known = tables(paper), _known(paper)
     title = next(iter(every.values())).title.rpartition(",")[0]
     parts = [f"# {title}", MADE, f"**Which score.** {PAPER_RUNS[paper].scored}"]
     parts += [
         f"**How unlike clients are.** {'; '.join(f'{name}: {SCALES[name]}' for name in SPLIT)}; means over clients."
     ]
+    if claims := known["claims"]:
+        parts.append("\n".join(["**What we could not see.**", "", *(f"- {text}" for text in claims)]))
     for name, table in every.items():
-        parts += _table(name, table, runs, _causes(paper))
+        parts += _table(name, table, runs, known["causes"])
     return "\n\n".join(parts) + "\n"
 
 
-def _causes(paper: str) -> dict[str, str]:
-    """Why a number of ours is another than the paper's, as far as that is known: by "table1/row label" or "table1"."""
-    path = Path(__file__).parent / "causes.json"
-    causes: dict[str, dict[str, str]] = json.loads(path.read_text(encoding="utf-8"))
-    return causes.get(paper, {})
+def _known(paper: str) -> Any:
+    """What a person has found out, in `known.json`.
+
+    causes: why a number of ours is another than the paper's, by "table1/row label" or "table1". claims: sentences about
+    what the paper claims and we could not see, with what was tried.
+    """
+    return json.loads((Path(__file__).parent / "known.json").read_text(encoding="utf-8"))[paper]
 
 
 def _index() -> str:
