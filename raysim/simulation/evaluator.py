@@ -62,8 +62,10 @@ class Evaluator:
         self.personal = stays or bool(owners(spec.methods, "personalise"))  # whether every client has its own model
         self.tests = spec.data.partition.test
         self._counts = self.tests.counts  # int64 [clients] test samples; made once, for they are as many as the clients
-        self._tested = np.flatnonzero(self._counts)
         self.validation = spec.data.partition.validation
+        self._scored = np.flatnonzero(
+            self._counts if self.validation is None else self._counts + self.validation.counts
+        )
         self.best = None if self.validation is None else BestRounds(self.tests)
         dataset = spec.data.open()
         self.domains, self.names = dataset.domains, dataset.domain_names
@@ -83,7 +85,7 @@ class Evaluator:
     def score(self, server: Server, published: Ref) -> Scoring:
         """Start scoring the server's version."""
         version = server.version
-        clients = self._tested
+        clients = self._scored
         if (some := self.evaluation.clients) != "all" and some < len(clients):
             clients = np.sort(server.stream("evaluate").choice(clients, size=some, replace=False))
         found = Scoring(clients, version=version)
@@ -100,9 +102,8 @@ class Evaluator:
             own = [replace(t, rows=np.concatenate((t.rows, self._validates("own", [t.client])))) for t in single]
             self._send("own", own if self.best else single, published, found)
         if self._tunes(version):
-            self._send(
-                "finetuned", [replace(task, finetune=self.evaluation.finetune) for task in single], published, found
-            )
+            tuned = [replace(task, finetune=self.evaluation.finetune) for task in single if len(task.rows)]
+            self._send("finetuned", tuned, published, found)
         if self.evaluation.common:
             self._send("common", [replace(task, rows=central) for task in single], published, found)
         return found
@@ -205,6 +206,7 @@ class Evaluator:
 
     def _clients(self, suffix: str, hits: np.ndarray, clients: np.ndarray) -> Row:
         """Accuracy on the clients' own tests: mean over clients, the worst, and each domain's."""
+        clients = clients[self._counts[clients] > 0]
         if not len(clients):
             return {}
         ends = np.cumsum(self._counts[clients], dtype=np.int64)[:-1]

@@ -247,6 +247,16 @@ def test_a_round_that_validation_likes_less_leaves_the_best_ones() -> None:
     assert rows[2]["accuracy_global_best"] == rows[1]["accuracy_global_best"] != rows[2]["accuracy_global"]
 
 
+@pytest.mark.parametrize("methods", [(), (FedBN(),)], ids=["one model", "own models"])
+def test_validation_needs_no_tests_of_the_clients_own(methods: tuple[Method, ...]) -> None:
+    data = federate(
+        Synthetic(samples=120, test_samples=20, classes=5), IID(4, test_fraction=0, validation_fraction=0.2), 0
+    )
+    row = run(run_spec(*methods, model=NORMED_MLP, data=data), rounds=2).rows[-1]
+    assert row["accuracy"] is None and "accuracy_best" not in row and row["accuracy_validation"] is not None
+    assert methods or row["accuracy_global_best"] is not None
+
+
 def test_a_resumed_run_remembers_the_best_rounds(tmp_path: Path) -> None:
     study = run_spec(FedBN(), model=NORMED_MLP, data=validated())
     straight = run(study, rounds=6)
