@@ -118,6 +118,17 @@ def test_what_a_run_did_otherwise_than_the_paper_is_said(tmp_path: Path) -> None
     assert "60.00* -26.58" in line(text, "FedBR (Ours)")
 
 
+def test_the_weighting_that_a_method_asked_for_is_no_difference(tmp_path: Path) -> None:
+    words = ["experiment=fraug/digits", "method=[fedbn]", "weighting=samples"]
+    run = make(
+        tmp_path / "a", words, [{"round": 1, "accuracy_best": 0.5, "accuracy": 0.4, "accuracy_validation_best": 0.6}]
+    )
+    text = compare("fraug/table2", [run], WIDE)
+    assert "as in the preset" in text and "instead of" not in text
+    block = next(part for part in text.split("\n\n") if "digits, Avg" in part or "digits, avg" in part)
+    assert "50.00" in block and "40.00" in block and "60.00" in block
+
+
 def test_another_data_set_under_a_presets_name_is_said(tmp_path: Path) -> None:
     run = make(tmp_path / "other", [*MNIST, "method=[]", "data=fashion_mnist"], rows([0.6]))
     assert "data=fashion_mnist instead of mnist" in compare("fedbr/table1", [run])

@@ -14,6 +14,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from raysim.commands.papers.comparison import OPEN
 from raysim.experiment.compose import compose, plain
 from raysim.experiment.instantiate import shown
 from raysim.primitives.errors import Refused
@@ -93,6 +94,7 @@ def command(config: Mapping[str, object]) -> str:
         f"{key}={shown(_value(config, key))}"
         for key, value in now.items()
         if key in before and value != before[key] and key.partition(".")[0] not in PLACES and not _is_place(key)
+        if (key, before[key]) not in OPEN
     ]
     places = ["data.root=DIR"] if "data.root" in now else []
     return " ".join(["raysim run", *words, *groups, *more, *places])
