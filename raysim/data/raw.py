@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import math
 from collections.abc import Iterable, Sequence
@@ -118,7 +119,10 @@ class Source:
         shared = {entry.name for entry in fields(Source)} - {"size", "channels"}
         settings = {key: value for key, value in asdict(self).items() if key not in shared}
         settings |= {"only": self.only} if self.only else {}
-        stats = [(str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns) for path in self.files()]
+        stats = [
+            (str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns)
+            for path in (*self.files(), *_code(type(self)))
+        ]
         name = type(self).__name__.lower()
         return cached(self.cache, name, {"source": name, "settings": settings, "files": stats}, self._samples)
 
@@ -133,6 +137,16 @@ class Source:
             must_fit(f"{count} images of data.size={self.size}", count * (self.channels or 1) * self.size**2)
         images = stacked(raw.images, count, self.size, self.channels)
         return Samples(images, raw.labels.astype(np.int64), domains, raw.train_rows, raw.class_names, names)
+
+
+def _code(cls: type[Source]) -> list[Path]:
+    """The file of a user's own class: when it changes, the data are built again."""
+    if cls.__module__.partition(".")[0] == "raysim":
+        return []
+    try:
+        return [Path(inspect.getfile(cls))]
+    except (OSError, TypeError):  # of a notebook, or typed in
+        return []
 
 
 def numbered_domains(names: NDArray[np.str_], train: NDArray[np.bool_]) -> tuple[Ints, list[str]]:

@@ -8,9 +8,11 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from raysim.experiment.describe import identity
+from raysim.api.composition import owners
+from raysim.experiment.describe import identity, split
+from raysim.experiment.result import Result
 from raysim.experiment.run_folder import last_checkpoint
-from raysim.experiment.settings import Experiment, Interrupted, Result
+from raysim.experiment.settings import Experiment, Interrupted
 from raysim.primitives.errors import Refused
 from raysim.results.history import read_history
 from raysim.results.observers import (
@@ -22,6 +24,7 @@ from raysim.results.observers import (
     HistoryFile,
     HostDeaths,
     JobFiles,
+    MethodWarnings,
     Observer,
     Pictures,
     ProbeFiles,
@@ -140,7 +143,7 @@ def record(
         again = f"raysim run with the same settings, out={folder} and resume=latest"
         at = "the last checkpoint" if last_checkpoint(folder) else "round 0, for want of a checkpoint"
         raise Interrupted(f"stopped after round {len(run.rows)}: {again} continues from {at}") from None
-    return Result(folder, json.loads((folder / SUMMARY).read_text()), run.rows)
+    return Result(folder, json.loads((folder / SUMMARY).read_text()), run.rows, experiment)
 
 
 def current_run(experiment: Experiment, folder: Path) -> CurrentRun:
@@ -150,6 +153,7 @@ def current_run(experiment: Experiment, folder: Path) -> CurrentRun:
         "title": experiment.spec.data.title,
         "choices": experiment.config["choices"],
         "identity": identity(experiment),
+        "split": split(experiment.spec.data),
     }
     rounds, thresholds = experiment.spec.settings.rounds, experiment.execution.thresholds
     return CurrentRun(folder, rounds, experiment.title, facts, thresholds)
@@ -168,6 +172,7 @@ def _observers(experiment: Experiment, folder: Path, console: Console, quiet: bo
         JobFiles(),
         FailureFile(note),
         HostDeaths(note),
+        MethodWarnings(owners(experiment.spec.methods, "watch"), note),
         ProbeFiles(),
         Pictures(),
         SummaryFile(),  # after all other files
@@ -209,4 +214,4 @@ def finished(experiment: Experiment, folder: Path, console: Console) -> Result:
     if experiment.execution.tracking.name == "mlflow":
         replay(folder, experiment.execution.tracking.uri or "", say=lambda text: say(console, text))
     summary = json.loads((folder / SUMMARY).read_text())
-    return Result(folder, summary, read_history(folder / HISTORY))
+    return Result(folder, summary, read_history(folder / HISTORY), experiment)

@@ -83,7 +83,7 @@ class Coordinator:
             settings.summation,
             schedule.size,
         )
-        stateful = self.layout.has_personal or bool(owners(spec.methods, "state"))
+        stateful = self.layout.has_personal or bool(owners(spec.methods, "state")) or settings.local.keep_optimizer
         self.private = PrivateStates(runtime, self.layout, stateful, settings.state.bytes, folder)
         self.planner = make_planner(spec, self.layout, schedule, fleet)
         if settings.evaluate.probe and not len(spec.data.central):
@@ -108,7 +108,7 @@ class Coordinator:
         """Run to the last round. Raises TooManyFailures or Deserted after writing a checkpoint."""
         self.history.start()
         if self.resume:
-            self._restore()
+            self.restore()
         else:
             self._contribute()
             self.under_way.plan()  # what no fleet or schedule can do is refused before anything is written
@@ -236,20 +236,22 @@ class Coordinator:
     # --- checkpoints and the end ---------------------------------------------------------------------------------
     def _save(self) -> Saved:
         """Write a checkpoint."""
-        now = snapshot.take(
-            self.server, self.under_way.state(), self.private, self._published, self.rows, self.history.wall_seconds
-        )
+        best = self.evaluator.best.state() if self.evaluator.best else {}
+        plan, seconds = self.under_way.state(), self.history.wall_seconds
+        now = snapshot.take(self.server, plan, self.private, self._published, self.rows, seconds, best)
         path = checkpoint.write(Path(self.folder) / "checkpoints", self.server.version, now)
         return Saved(self.server.version, str(path))
 
-    def _restore(self) -> None:
-        """Go on from a checkpoint."""
+    def restore(self) -> None:
+        """Be where the checkpoint `resume` is."""
         earlier = checkpoint.read(Path(self.resume))
         plan, self._published = snapshot.restore(earlier, self.server, self.planner, self.private)
         self._refs = {version: self.runtime.put(published) for version, published in self._published.items()}
         self.under_way.restore(plan)
         self.rows = earlier.numbers["rows"]
         self.history.resume(earlier.numbers["wall"])
+        if self.evaluator.best:
+            self.evaluator.best.restore(snapshot.best(earlier))
 
     def _finish(self) -> Finished:
         """Write the shared model; the checksums of all that the run ended at."""
