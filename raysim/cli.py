@@ -443,6 +443,7 @@ def _paper(given: argparse.Namespace) -> int:
     import shutil
 
     from raysim.commands.papers.comparison import compare
+    from raysim.commands.papers.results import kept
     from raysim.commands.papers.tables import listing
     from raysim.results.report import load_run
 
@@ -455,7 +456,8 @@ def _paper(given: argparse.Namespace) -> int:
         return 0
     with refusing():
         runs = [load_run(folder) for folder in _folders(given.runs)]
-        print(compare(given.paper, runs, shutil.get_terminal_size((120, 24)).columns))
+        width = shutil.get_terminal_size((120, 24)).columns
+        print(compare(given.paper, runs, width, kept(given.paper.partition("/")[0])))
     return 0
 
 
