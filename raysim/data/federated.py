@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import textwrap
-from dataclasses import MISSING, asdict, dataclass, fields, replace
+from dataclasses import MISSING, asdict, dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,7 +30,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 CHUNK = 8192  # images corrupted at once
-UNTOLD = frozenset(("root", "cache", "download", *(entry.name for entry in fields(Pipeline))))  # left out of titles
+# Left out of titles.
+UNTOLD = frozenset(("root", "cache", "download", "digest", *(entry.name for entry in fields(Pipeline))))
 BARS, LEGEND, COLUMNS, BINS = 50, 20, 1000, 30  # most clients as bars, classes in a legend, columns, bars of sizes
 
 
@@ -356,7 +357,7 @@ def _draw_sizes(axes: Axes, sizes: Ints) -> None:
 def _described(settings: Source | Partitioner) -> str:
     """The name and what differs from the defaults, without where data lie and how they are normalised."""
     told = []
-    for entry in fields(settings):
+    for entry in fields(settings) if is_dataclass(settings) else ():
         value = getattr(settings, entry.name)
         default = entry.default_factory() if entry.default_factory is not MISSING else entry.default
         if value != default and entry.name not in UNTOLD:

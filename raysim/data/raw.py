@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import math
 from collections.abc import Iterable, Sequence
@@ -132,7 +133,10 @@ class Source:
         shared = {entry.name for entry in fields(Source)} - {"size", "channels"}
         settings = {key: value for key, value in asdict(self).items() if key not in shared}
         settings |= {"only": self.only} if self.only else {}
-        stats = [(str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns) for path in self.files()]
+        stats = [
+            (str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns)
+            for path in (*self.files(), *_code(type(self)))
+        ]
         name = type(self).__name__.lower()
         return cached(self.cache, name, {"source": name, "settings": settings, "files": stats}, self._samples)
 
@@ -196,6 +200,16 @@ def labelled(labels: NDArray[Any], kind: Kind, outputs: int, place: str) -> Labe
         what = "0 or 1, for not there or there" if kind == "multilabel" else "finite"
         raise ValueError(f"data source {place} has labels for {kind} that are not all {what}: correct them.")
     return values
+
+
+def _code(cls: type[Source]) -> list[Path]:
+    """The file of a user's own class: when it changes, the data are built again."""
+    if cls.__module__.partition(".")[0] == "raysim":
+        return []
+    try:
+        return [Path(inspect.getfile(cls))]
+    except (OSError, TypeError):  # of a notebook, or typed in
+        return []
 
 
 def numbered_domains(names: NDArray[np.str_], train: NDArray[np.bool_]) -> tuple[Ints, list[str]]:

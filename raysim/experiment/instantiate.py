@@ -13,13 +13,13 @@ import types
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
+from raysim.experiment.plugins import installed
 from raysim.primitives.errors import Refused, instead, nearest
 
 T = TypeVar("T")
 
 TARGET = "_target_"
 MISSING = "???"  # how a file says that a value must be given
-PREFIX = "raysim."
 MOVED = {  # where earlier versions had these modules, which stored configurations name
     "raysim.fleet": "raysim.simulation.fleet",
     "raysim.schedule": "raysim.simulation.schedule",
@@ -28,7 +28,7 @@ _NAMES = {bool: "true or false", int: "an integer", float: "a number", str: "tex
 
 
 def resolve(target: object, path: str, allow: Sequence[str] = ()) -> type:
-    """The class that a `_target_` names. Raises Refused for names outside `raysim` and the allowed prefixes."""
+    """The class that a `_target_` names. Raises Refused as `imported` does, and where it is no class."""
     found = imported(target, path, allow)
     if not isinstance(found, type):
         raise Refused(f"{path}.{TARGET}={shown(target)} is no class: name one, such as raysim.methods.fedprox.FedProx")
@@ -36,9 +36,13 @@ def resolve(target: object, path: str, allow: Sequence[str] = ()) -> type:
 
 
 def imported(target: object, path: str, allow: Sequence[str] = ()) -> object:
-    """What a `_target_` names, of whatever type; None where its module has no such name."""
+    """What a `_target_` names, of whatever type; None where its module has no such name.
+
+    Raises Refused for names outside `raysim`, the allowed prefixes, and the installed packages that bring parts.
+    """
     place = f"{path}.{TARGET}={shown(target)}"
-    if not isinstance(target, str) or not target.startswith((PREFIX, *(f"{prefix.rstrip('.')}." for prefix in allow))):
+    prefixes = tuple(f"{prefix.rstrip('.')}." for prefix in ("raysim", *allow, *installed()))
+    if not isinstance(target, str) or not target.startswith(prefixes):
         package = str(target).partition(".")[0]
         raise Refused(f"{place} lies outside raysim: allow its code to run with --allow {package}, if you trust it")
     module, _, name = target.rpartition(".")

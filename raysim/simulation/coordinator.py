@@ -108,7 +108,7 @@ class Coordinator:
         """Run to the last round. Raises TooManyFailures or Deserted after writing a checkpoint."""
         self.history.start()
         if self.resume:
-            self._restore()
+            self.restore()
         else:
             self._contribute()
             self.under_way.plan()  # what no fleet or schedule can do is refused before anything is written
@@ -242,8 +242,8 @@ class Coordinator:
         path = checkpoint.write(Path(self.folder) / "checkpoints", self.server.version, now)
         return Saved(self.server.version, str(path))
 
-    def _restore(self) -> None:
-        """Go on from a checkpoint."""
+    def restore(self) -> None:
+        """Be where the checkpoint `resume` is."""
         earlier = checkpoint.read(Path(self.resume))
         plan, self._published = snapshot.restore(earlier, self.server, self.planner, self.private)
         self._refs = {version: self.runtime.put(published) for version, published in self._published.items()}

@@ -37,6 +37,7 @@ from raysim.training.lanes import Lanes
 from raysim.training.probe import balanced_rows
 from raysim.training.run_spec import RunSpec, build_networks
 from raysim.training.trainer import Clients, LocalRun, OneByOne, Trainer, load, private_state
+from raysim.vectors.blocks import is_finite
 from raysim.vectors.layout import Vector
 
 # Arrays out of an object store are read-only; tensors over them are only read.
@@ -223,11 +224,11 @@ class Host:
         probe = self._probe(ctx) if job.probe else None
         delta = self.vector.shared.sub_(base)
         # Personal entries too: they do not travel, but the client's next job would start from them.
-        if not ((np.isfinite(loss) or not len(losses)) and _is_finite(self.vector.data)):
+        if not ((np.isfinite(loss) or not len(losses)) and is_finite(self.vector.data)):
             raise NotFinite(self._diverged(losses, job))
         _check_norm(delta[: self.layout.trained], self.spec.settings.faults.norm)
         for key, value in ctx.upload.items():
-            if not _is_finite(value):
+            if not is_finite(value):
                 raise NotFinite(f"the upload {key} is not finite; lower local.lr or set local.clip", key)
         summed = SummedUpdate(
             job=job.number,
@@ -277,7 +278,7 @@ class Host:
             for inputs, own in self.trainer.in_parts(self._probed, self.spec.score_batch):
                 features = ctx.model.features(inputs)
                 logits = ctx.model.head(features)
-                scores.append(logits if self._predictor is None else self._predictor.predict(logits))
+                scores.append(self._ranked(logits))
                 labels.append(own)
                 columns.append((features, received.features(inputs)))
         truth, score = torch.cat(labels), torch.cat(scores)
@@ -315,15 +316,11 @@ class Host:
     def evaluate(self, tasks: Sequence[Score], published: Published, *states: StoredState | None) -> list[Report]:
         """Score rows with the shared model or a client's own. Touches no stream of training and no statistics of it."""
         since = time.perf_counter()
-        base, counters, _ = self._receive(published)
+        received = self._receive(published)
         self.trainer.training(False)
         reports = []
         for index, task in enumerate(tasks):
-            sent = states[index] if states else None
-            state = self._initial if task.client < 0 else self._state(task.client, task.state, sent)
-            load(self.vector, base, counters, state)
-            if task.client >= 0 and task.personalised:
-                self._personalise(task, state)
+            self._load(task, received, states[index] if states else None)
             if task.finetune is not None:
                 self._finetune(task.client, published.version, task.finetune)
                 self.trainer.training(False)
@@ -331,6 +328,40 @@ class Host:
                 reports.append(self._score(task))
         self._busy += time.perf_counter() - since
         return reports
+
+    def own_tensors(self, task: Score, published: Published, sent: StoredState | None = None) -> dict[str, Tensor]:
+        """Every tensor, by full name, of the networks that would be scored."""
+        self._load(task, self._receive(published), sent)
+        return {key: value.clone() for key, value in self.vector.named(self.vector.data, self.vector.counters).items()}
+
+    def outputs(
+        self, task: Score, published: Published, sent: StoredState | None = None
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Labels [n] and scores [n, C] of a task's rows."""
+        self.trainer.training(False)
+        self._load(task, self._receive(published), sent)
+        model, labels, scores = self.vector.networks["model"], [], []
+        with torch.no_grad():
+            for inputs, own in self.trainer.in_parts(task.rows, self.spec.score_batch):
+                labels.append(own.cpu())
+                scores.append(self._ranked(model(inputs)).cpu())
+        return torch.cat(labels).numpy(), torch.cat(scores).numpy()
+
+    @property
+    def personalises(self) -> bool:
+        """Whether a method makes every client a model of its own to be scored."""
+        return bool(self._personalisers)
+
+    def _load(self, task: Score, received: tuple[Tensor, Tensor, dict[str, Tensor]], sent: StoredState | None) -> None:
+        """Make the vector the model that a task scores."""
+        state = self._initial if task.client < 0 else self._state(task.client, task.state, sent)
+        load(self.vector, received[0], received[1], state)
+        if task.client >= 0 and task.personalised:
+            self._personalise(task, state)
+
+    def _ranked(self, logits: Tensor) -> Tensor:
+        """What evaluation ranks."""
+        return logits if self._predictor is None else self._predictor.predict(logits)
 
     def _personalise(self, task: Score, state: PrivateState[Tensor]) -> None:
         """Make the vector the client's own model."""
@@ -353,8 +384,7 @@ class Host:
         for inputs, labels in self.trainer.in_parts(task.rows, self.spec.score_batch):
             logits = model(inputs)
             losses.append(learnt.objective.losses(logits, labels))
-            outputs = logits if self._predictor is None else self._predictor.predict(logits)
-            scores.append(learnt.metric.rows(outputs, labels))
+            scores.append(learnt.metric.rows(self._ranked(logits), labels))
         return Report(task.client, torch.cat(scores).cpu().numpy(), torch.cat(losses).cpu().numpy())
 
 
@@ -411,8 +441,3 @@ def _array(value: Tensor) -> np.ndarray:
 def _check_norm(delta: Tensor, most: float | None) -> None:
     if most is not None and not (norm := float(torch.linalg.vector_norm(delta))) <= most:
         raise ValueError(f"the update has the norm {norm:g}, faults.norm={most:g} allows less")
-
-
-def _is_finite(values: Tensor) -> bool:
-    """In one pass and without a copy: a sum is finite only if every entry is."""
-    return bool(np.isfinite(float(values.sum())))
