@@ -119,8 +119,8 @@ def of_partition(partition: Partitioner, study: Study) -> Checks:
 
 def _parts(partition: Partitioner, study: Study) -> Partition:
     data = study.data.build()
-    rows = data.train_rows
-    return partition.split(data.labels[:rows], data.domains[:rows], data.num_classes, SEED)
+    rows, (groups, names) = data.train_rows, data.groups()
+    return partition.split(groups[:rows], data.domains[:rows], len(names), SEED)
 
 
 def _split_twice(partition: Partitioner, study: Study) -> None:

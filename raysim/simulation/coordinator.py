@@ -161,7 +161,7 @@ class Coordinator:
     def _probed(self) -> np.ndarray:
         """Rows of the central test set, as many of each class."""
         central, rows = self.spec.data.central, self.settings.evaluate.probe_rows
-        labels = self.spec.data.open().labels[central]
+        labels = self.spec.data.open().groups()[0][central]
         each = max(1, rows // max(1, len(np.unique(labels))))
         return central[balanced_rows(labels, each, stream(self.spec.settings.seed, "probe"))]
 
