@@ -21,7 +21,7 @@ from raysim.conformance.study import Study
 from raysim.data.partition import CSR, Partition, Partitioner
 from raysim.data.raw import Source
 from raysim.experiment.recorder import Follower
-from raysim.models.classifier import Classifier, ModelRecipe
+from raysim.models.classifier import Classifier, ModelRecipe, splits
 from raysim.results.observers import CurrentRun, Observer, UserObserver
 from raysim.simulation.fleet import Fleet
 from raysim.simulation.schedule import Schedule
@@ -70,7 +70,7 @@ def _split(study: Study) -> None:
     with torch.no_grad():
         logits = model(inputs)
         assert logits.shape == (4, task.num_classes), f"outputs of shape {list(logits.shape)} must be [4, classes]"
-        if not model.splits:
+        if not splits(model):
             return
         features = model.features(inputs)
         made = model.head(features)

@@ -95,8 +95,7 @@ def _makes_module(part: object) -> bool:
     return (
         isinstance(part, nn.Module)
         or inspect.isfunction(part)
-        or (isinstance(part, type)
-        and issubclass(part, nn.Module))
+        or (isinstance(part, type) and issubclass(part, nn.Module))
     )
 
 
