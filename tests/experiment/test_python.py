@@ -156,7 +156,7 @@ def test_methods_that_no_file_can_hold_are_given_again_to_load() -> None:
         ({"rounds": "many"}, "rounds=many must be an integer"),
         ({"data": 3}, "data=int has no samples"),
         ({"data": (IMAGES, LABELS[:3])}, "give each input one label"),
-        ({"data": (IMAGES, LABELS + 0.5)}, "labels must be classes"),
+        ({"data": (IMAGES, LABELS - 5)}, "data has the label -5"),
         ({"data": ((IMAGES, LABELS), (IMAGES[:, :4], LABELS))}, "make them alike"),
     ],
 )
