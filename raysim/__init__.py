@@ -6,9 +6,9 @@
     raysim.run(methods=[MyMethod()], model=MyModel(), data=((x, y), (x_test, y_test)), partition="iid")
     raysim.load("runs/first").model()
 
-`run` and `load` give a `Result`; `build` checks a run without starting it. What you write yourself extends `Method`,
-`ModelRecipe`, `Source` (it reads a `Raw`), `Partitioner`, `Schedule`, `Fleet` or `Observer`; `raysim new NAME` writes a
-package with one of each, and `raysim.conformance` checks them.
+`run` and `load` give a `Result`, `sweep` Ray Tune's `ResultGrid`; `build` checks a run without starting it. What you
+write yourself extends `Method`, `ModelRecipe`, `Source` (it reads a `Raw`), `Partitioner`, `Schedule`, `Fleet` or
+`Observer`; `raysim new NAME` writes a package with one of each, and `raysim.conformance` checks them.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from raysim.api.method import Method
+    from raysim.commands.sweep.tune import sweep
     from raysim.data.partition import CSR, Partition, Partitioner
     from raysim.data.raw import Raw, Source
     from raysim.experiment.execute import build, load, run
@@ -48,10 +49,12 @@ __all__ = [
     "build",
     "load",
     "run",
+    "sweep",
 ]
 
 _PLACES = {
     "raysim.api.method": ("Method",),
+    "raysim.commands.sweep.tune": ("sweep",),
     "raysim.data.partition": ("CSR", "Partition", "Partitioner"),
     "raysim.data.raw": ("Raw", "Source"),
     "raysim.experiment.execute": ("build", "load", "run"),
@@ -71,8 +74,3 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'raysim' has no attribute {name!r}")
     found = globals()[name] = getattr(importlib.import_module(_MODULES[name]), name)
     return found
-
-
-def __dir__() -> list[str]:
-    """With the names that nobody has asked for yet."""
-    return sorted({*globals(), *__all__})

@@ -15,14 +15,16 @@ from torch import nn
 from raysim.api.composition import SLOTS
 from raysim.api.declarations import Local
 from raysim.api.method import Method
-from raysim.data.federated import statistics
+from raysim.data.federated import FederatedData, statistics
+from raysim.data.heterogeneity import described
 from raysim.experiment.settings import Experiment
 from raysim.simulation.forecast import BUSY, forecast
 from raysim.simulation.load import make_planner
 from raysim.training.run_spec import build_networks
 from raysim.vectors.layout import Layout
 
-LIBRARIES = ("raysim", "torch", "numpy", "ray", "pyarrow", "mlflow")
+# The name that a run records, and the one under which it is installed.
+LIBRARIES = {"raysim": "raysim-fl"} | {name: name for name in ("torch", "numpy", "ray", "pyarrow", "mlflow")}
 
 
 def overview(experiment: Experiment, folder: Path) -> str:
@@ -32,8 +34,9 @@ def overview(experiment: Experiment, folder: Path) -> str:
     """
     spec, settings, choices = experiment.spec, experiment.spec.settings, experiment.config["choices"]
     networks, layout = build_networks(spec)
-    numbers = statistics(spec.data)
-    sizes: Any = numbers["sizes"]
+    numbers: Any = statistics(spec.data)
+    sizes = numbers["sizes"]
+    tests = spec.data.partition.test.counts
     runtime = experiment.execution.runtime
     hosts = (
         "in this process"
@@ -46,7 +49,9 @@ def overview(experiment: Experiment, folder: Path) -> str:
         "model": f"{choices['model']}: {_parameters(networks)}; {layout.total:,} floats{stays}",
         "data": spec.data.title,
         "clients": f"{numbers['clients']} with {sizes['min']} to {sizes['max']} training samples, "
-        f"{numbers['empty_clients']} without; {numbers['central_test']} central test samples",
+        f"{numbers['empty_clients']} without; {tests.min()} to {tests.max()} test samples of their own; "
+        f"{numbers['central_test']} central test samples",
+        "split": described(numbers["heterogeneity"]),
         "rounds": f"{_several(settings.rounds, 'round')} of {experiment.schedule!r}, {settings.weighting} weights; "
         f"{_local(settings.local)}",
         "schedule": _schedule(experiment, layout),
@@ -57,6 +62,13 @@ def overview(experiment: Experiment, folder: Path) -> str:
         "folder": str(folder),
     }
     return "\n".join(f"{key:<10}{text}" for key, text in lines.items() if text)
+
+
+def split(data: FederatedData) -> dict[str, object]:
+    """What summary.json says of the split."""
+    numbers: Any = statistics(data)
+    sizes = {key: numbers[key] for key in ("clients", "empty_clients", "samples", "sizes", "pooled_entropy")}
+    return {**sizes, **numbers["heterogeneity"]}
 
 
 def _schedule(experiment: Experiment, layout: Layout) -> str:
@@ -160,7 +172,7 @@ def identity(experiment: Experiment) -> dict[str, object]:
         "seed": spec.settings.seed,
         "summation": spec.settings.summation,
         "python": platform.python_version(),
-        "libraries": {name: version for name in LIBRARIES if (version := _version(name))},
+        "libraries": {name: found for name, installed in LIBRARIES.items() if (found := _version(installed))},
     }
 
 

@@ -8,7 +8,8 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from raysim.experiment.describe import identity
+from raysim.api.composition import owners
+from raysim.experiment.describe import identity, split
 from raysim.experiment.result import Result
 from raysim.experiment.run_folder import last_checkpoint
 from raysim.experiment.settings import Experiment, Interrupted
@@ -23,6 +24,7 @@ from raysim.results.observers import (
     HistoryFile,
     HostDeaths,
     JobFiles,
+    MethodWarnings,
     Observer,
     Pictures,
     ProbeFiles,
@@ -151,6 +153,7 @@ def current_run(experiment: Experiment, folder: Path) -> CurrentRun:
         "title": experiment.spec.data.title,
         "choices": experiment.config["choices"],
         "identity": identity(experiment),
+        "split": split(experiment.spec.data),
     }
     rounds, thresholds = experiment.spec.settings.rounds, experiment.execution.thresholds
     return CurrentRun(folder, rounds, experiment.title, facts, thresholds)
@@ -169,6 +172,7 @@ def _observers(experiment: Experiment, folder: Path, console: Console, quiet: bo
         JobFiles(),
         FailureFile(note),
         HostDeaths(note),
+        MethodWarnings(owners(experiment.spec.methods, "watch"), note),
         ProbeFiles(),
         Pictures(),
         SummaryFile(),  # after all other files

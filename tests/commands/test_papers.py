@@ -81,10 +81,9 @@ def test_a_run_stands_beside_the_number_it_repeats(tmp_path: Path) -> None:
     assert line(text, "FedProx").startswith("FedProx 82.32 82.00 -0.32 824 / 6 59.14")
     assert line(text, "FedAvg ").startswith("FedAvg 82.47 – – 828 / – 58.99")
     assert f"{run.folder}: FedProx; as in the preset" in text
-    assert (
-        "method=[fedprox]" not in next(part for part in text.split("\n\n") if "rotated_mnist method=[]" in part)[:600]
-    )
-    assert "raysim run experiment=fedbr/cifar10 method=[fedprox]" in text
+    assert "rotated_mnist method=fedavg" in text
+    assert "rotated_mnist method=fedprox" not in text
+    assert "raysim run experiment=fedbr/cifar10 method=fedprox" in text
 
 
 def test_seeds_are_averaged(tmp_path: Path) -> None:
@@ -116,6 +115,17 @@ def test_what_a_run_did_otherwise_than_the_paper_is_said(tmp_path: Path) -> None
         assert part in notes
     assert "runtime" not in notes
     assert "60.00* -26.58" in line(text, "FedBR (Ours)")
+
+
+def test_the_weighting_that_a_method_asked_for_is_no_difference(tmp_path: Path) -> None:
+    words = ["experiment=fraug/digits", "method=[fedbn]", "weighting=samples"]
+    run = make(
+        tmp_path / "a", words, [{"round": 1, "accuracy_best": 0.5, "accuracy": 0.4, "accuracy_validation_best": 0.6}]
+    )
+    text = compare("fraug/table2", [run], WIDE)
+    assert "as in the preset" in text and "instead of" not in text
+    block = next(part for part in text.split("\n\n") if "digits, Avg" in part or "digits, avg" in part)
+    assert "50.00" in block and "40.00" in block and "60.00" in block
 
 
 def test_another_data_set_under_a_presets_name_is_said(tmp_path: Path) -> None:
@@ -163,11 +173,13 @@ def test_fedavgs_own_last_accuracy_is_a_threshold(tmp_path: Path) -> None:
 def test_the_worst_domain_and_local_models_have_columns_of_their_own(tmp_path: Path) -> None:
     lowest = rows([0.9], accuracy_worst_domain=0.4)
     run = make(tmp_path / "a", [*MNIST, "method=[]"], lowest)
-    assert line(compare("fedbr/table14", [run], WIDE), "ERM").startswith("ERM (FedAvg) 66.60 40.00 -26.60 816 / 2")
+    assert line(compare("fedbr/table14", [run], WIDE), "ERM").startswith(
+        "ERM (FedAvg) 66.60 40.00 -26.60 90.00 816 / 2"
+    )
     run = make(tmp_path / "b", [*MNIST, "method=[]"], rows([0.9]))
     assert "ours" not in compare("fedbr/table14", [run])  # an older history has no such column
     run = make(tmp_path / "c", ["experiment=fedbr/cifar10", "method=[]"], rows([0.5], local_accuracy=0.2))
-    assert line(compare("fedbr/table6", [run], WIDE), "FedAvg") == "FedAvg 21.01 20.00 -1.01 46.37 50.00 +3.63"
+    assert line(compare("fedbr/table6", [run], WIDE), "FedAvg") == "FedAvg 21.01 20.00 -1.01 50.00 46.37 50.00 +3.63"
 
 
 def test_clients_that_share_nothing_are_scored_by_their_local_models(tmp_path: Path) -> None:
@@ -192,8 +204,8 @@ def test_a_run_of_fedbss_stands_in_the_column_of_its_split_with_its_deviation_ov
     run = make(tmp_path / "a", words, rows([0.1, *[0.70] * 5, *[0.72] * 5]))
     text = compare("fedbss/table1", [run])
     assert "71.00 ± 1.00" in text
-    assert "experiment=fedbss/fashion_mnist method=[] partition.alpha=0.1" in text, "what is still to be run"
-    assert "experiment=fedbss/fashion_mnist method=[] partition.alpha=0.3" not in text
+    assert "experiment=fedbss/fashion_mnist method=fedavg partition.alpha=0.1" in text, "what is still to be run"
+    assert "experiment=fedbss/fashion_mnist method=fedavg partition.alpha=0.3" not in text
 
 
 # --- the command ----------------------------------------------------------------------------------------------------
