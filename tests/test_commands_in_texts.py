@@ -17,9 +17,9 @@ import pytest
 import yaml
 
 from raysim import cli
+from raysim.commands.new import package
 from raysim.commands.papers.comparison import PAPER_RUNS
 from raysim.commands.papers.tables import tables
-from raysim.commands.new import package
 from raysim.commands.study import runner
 from raysim.commands.sweep import search
 from raysim.experiment.compose import compose, plain

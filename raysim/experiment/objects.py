@@ -16,11 +16,13 @@ from types import NoneType
 from typing import Any
 
 import numpy as np
+from torch import nn
 
 from raysim.api.method import Method
 from raysim.data.arrays import arrays
 from raysim.experiment.compose import Node
 from raysim.experiment.instantiate import TARGET, build
+from raysim.models.split import Own
 from raysim.primitives.errors import Refused
 
 OBJECT = "_object_"  # in place of the arguments that no file can hold
@@ -71,6 +73,8 @@ def given(parts: Mapping[str, object], methods: Sequence[object] | None = None) 
     found = {group: part for group, part in parts.items() if part is not None and group not in chosen}
     if "data" in found and not hasattr(found["data"], PARTS["data"]):
         found["data"] = arrays(found["data"])
+    if "model" in found and _makes_module(found["model"]):
+        found["model"] = Own(found["model"])  # type: ignore[arg-type]
     for group, part in found.items():
         _check(group, part, hasattr(part, PARTS[group]), f"it has no method '{PARTS[group]}'")
     if isinstance(methods, (str, Method)) or not isinstance(methods, (Iterable, NoneType)):
@@ -84,6 +88,15 @@ def given(parts: Mapping[str, object], methods: Sequence[object] | None = None) 
                 raise Refused(f"methods holds {place.partition('.')[2]} twice: keep one of them")
             found[place] = method
     return Given(found, {place: written(part) for place, part in found.items()}), chosen
+
+
+def _makes_module(part: object) -> bool:
+    """Whether it is a module, its class, or a function that makes one."""
+    return (
+        isinstance(part, nn.Module)
+        or inspect.isfunction(part)
+        or (isinstance(part, type) and issubclass(part, nn.Module))
+    )
 
 
 def _check(argument: str, part: object, fits: bool, why: str) -> None:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from raysim.api.messages import Published, Task
 from raysim.experiment.run_folder import last_checkpoint
 from raysim.experiment.settings import Experiment, Rows
+from raysim.models.split import as_given
 from raysim.primitives.errors import Refused
 from raysim.runtime.inprocess import InProcess, torch_as_it_was
 from raysim.simulation.coordinator import Coordinator
@@ -56,7 +57,8 @@ class Result:
     source: Experiment | Callable[[], Experiment] = field(repr=False)
 
     def __repr__(self) -> str:
-        scores = {key: self.summary.get(key) for key in ("accuracy", "accuracy_global")}
+        metric = self.summary.get("metric", "accuracy")
+        scores = {key: self.summary.get(key) for key in (metric, f"{metric}_global")}
         told = "".join(f", {key} {score:.4f}" for key, score in scores.items() if score is not None)
         return f"Result({self.folder}: {self.summary.get('rounds', len(self.rows))} rounds{told})"
 
@@ -183,6 +185,6 @@ def _filled(spec: RunSpec, tensors: Mapping[str, Tensor]) -> nn.Module:
     with torch.no_grad():
         for name, tensor in tensors.items():
             network, _, path = name.partition(".")
-            if network == "model":
+            if network == "model" and path in own:  # a buffer may be no part of what is stored
                 own[path].copy_(tensor)
-    return model.eval()
+    return as_given(model).eval()

@@ -10,17 +10,20 @@ from raysim.data.partition import CSR
 
 
 class BestRounds:
-    """The first round of the highest validation accuracy so far; part of a checkpoint.
+    """The first round of the highest validation score so far (of an error, of the least); part of a checkpoint.
 
-    tests: each client's test rows. A client without validation samples has its last round.
+    tests: each client's test rows; counted: whether their scores are right or wrong, else numbers. A client without
+    validation samples has its last round.
     """
 
-    def __init__(self, tests: CSR):
+    def __init__(self, tests: CSR, counted: bool = True):
         self._offsets = tests.offsets
         self._arrays: dict[str, np.ndarray] = {
-            "validation": np.full(len(tests), -1.0),  # by client
-            "hits": np.zeros(len(tests.indices), np.bool_),  # by test row, whether it was right in the client's round
-            "shared": np.array([-1.0, 0.0, np.nan]),  # of the shared model: validation, round, central accuracy
+            "validation": np.full(len(tests), -np.inf),  # by client
+            "hits": np.zeros(
+                len(tests.indices), np.bool_ if counted else np.float32
+            ),  # by test row, in the client's round
+            "shared": np.array([-np.inf, 0.0, np.nan]),  # of the shared model: validation, round, central score
         }
 
     def take(self, clients: np.ndarray, validation: np.ndarray, hits: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

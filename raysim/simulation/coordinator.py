@@ -96,7 +96,7 @@ class Coordinator:
         )
         self.evaluator = Evaluator(spec, self.layout, runtime, self.dispatcher, self.private)
         pooled = any(method.pools for method in spec.methods)
-        self.history = RowWriter(self.dispatcher, self.private, pooled, spec.dtype.itemsize)
+        self.history = RowWriter(self.dispatcher, self.private, pooled, spec.dtype.itemsize, spec.task.metric.name)
         self.rows: list[Row] = []
         self._published: dict[int, Published] = {}  # the current version, and base versions of jobs
         self._refs: dict[int, Ref] = {}  # where hosts find them
@@ -161,7 +161,7 @@ class Coordinator:
     def _probed(self) -> np.ndarray:
         """Rows of the central test set, as many of each class."""
         central, rows = self.spec.data.central, self.settings.evaluate.probe_rows
-        labels = self.spec.data.open().labels[central]
+        labels = self.spec.data.open().groups()[0][central]
         each = max(1, rows // max(1, len(np.unique(labels))))
         return central[balanced_rows(labels, each, stream(self.spec.settings.seed, "probe"))]
 

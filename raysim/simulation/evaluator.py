@@ -66,9 +66,10 @@ class Evaluator:
         self._scored = np.flatnonzero(
             self._counts if self.validation is None else self._counts + self.validation.counts
         )
-        self.best = None if self.validation is None else BestRounds(self.tests)
+        self.best = None if self.validation is None else BestRounds(self.tests, spec.task.kind == "classification")
         dataset = spec.data.open()
         self.domains, self.names = dataset.domains, dataset.domain_names
+        self.metric = spec.task.metric
         if any(method.pools for method in spec.methods) and (self.personal or self.evaluation.finetune.epochs):
             raise ValueError(
                 "method 'centralized' has one model for all, but "
@@ -173,30 +174,31 @@ class Evaluator:
         """What the history says; waits for the reports."""
         reports = {view: self._gathered(refs) for view, refs in found.reports.items()}
         row: Row = {}
-        correct: np.ndarray = np.empty(0, np.bool_)
+        name = self.metric.name
+        scores: np.ndarray = np.empty(0, np.bool_)
         if (shared := reports.get("shared")) is not None:
-            hits = np.concatenate([report.correct for report in shared]) if shared else correct
+            scores = np.concatenate([report.scores for report in shared]) if shared else scores
             losses = np.concatenate([report.losses for report in shared]) if shared else np.empty(0)
             local = int(self._counts[found.clients].sum())
             ends = local, local + len(self.spec.data.central)
-            row |= self._clients("_shared" if self.personal else "", hits[:local], found.clients)
-            correct = hits[slice(*ends)]
-            row["accuracy_global"] = float(correct.mean()) if len(correct) else None
-            row["loss_global"] = float(losses[slice(*ends)].mean(dtype=np.float64)) if len(correct) else None
-            row |= self._worst_domain(correct)
+            row |= self._clients("_shared" if self.personal else "", scores[:local], found.clients)
+            central = scores[slice(*ends)]
+            row[f"{name}_global"] = _mean(central) if len(central) else None
+            row["loss_global"] = float(losses[slice(*ends)].mean(dtype=np.float64)) if len(central) else None
+            row |= self._worst_domain(central)
             if self.best and not self.personal:
-                row |= self._best(found, hits[:local], hits[ends[1] :])
+                row |= self._best(found, scores[:local], scores[ends[1] :])
                 row |= self._best_shared(found.version, row)
         for view in ("own", "finetuned"):
             if own := sorted(reports.get(view, []), key=lambda report: report.client):
                 suffix, sizes = "" if view == "own" else "_finetuned", self._counts[[r.client for r in own]]
-                tested = np.concatenate([r.correct[:size] for r, size in zip(own, sizes, strict=True)])
+                tested = np.concatenate([r.scores[:size] for r, size in zip(own, sizes, strict=True)])
                 row |= self._clients(suffix, tested, found.clients)
                 if self.best and view == "own":
-                    validated = np.concatenate([r.correct[size:] for r, size in zip(own, sizes, strict=True)])
+                    validated = np.concatenate([r.scores[size:] for r, size in zip(own, sizes, strict=True)])
                     row |= self._best(found, tested, validated)
         if common := reports.get("common"):
-            row["accuracy_common"] = float(np.mean([r.correct.mean() for r in sorted(common, key=lambda r: r.client)]))
+            row[f"{name}_common"] = float(np.mean([_mean(r.scores) for r in sorted(common, key=lambda r: r.client)]))
         if found.models:
             row |= self._decomposed(found)
         return row
@@ -204,50 +206,55 @@ class Evaluator:
     def _gathered(self, calls: Sequence[Call]) -> list[Report]:
         return [report for call in calls for report in self.dispatcher.wait(call)]
 
-    def _clients(self, suffix: str, hits: np.ndarray, clients: np.ndarray) -> Row:
-        """Accuracy on the clients' own tests: mean over clients, the worst, and each domain's."""
+    def _clients(self, suffix: str, scores: np.ndarray, clients: np.ndarray) -> Row:
+        """Scores on the clients' own tests: mean over clients, the worst, and each domain's."""
         clients = clients[self._counts[clients] > 0]
         if not len(clients):
             return {}
-        ends = np.cumsum(self._counts[clients], dtype=np.int64)[:-1]
-        each = np.array([part.mean() for part in np.split(hits, ends)])
-        row: Row = {f"accuracy{suffix}": float(each.mean()), f"accuracy{suffix}_worst": float(each.min())}
+        ends, name = np.cumsum(self._counts[clients], dtype=np.int64)[:-1], f"{self.metric.name}{suffix}"
+        each = np.array([_mean(part) for part in np.split(scores, ends)])
+        row: Row = {name: float(each.mean()), f"{name}_worst": self._worst(each)}
         domains = self.domains[np.concatenate([self.tests.rows(c) for c in clients.tolist()])]
         present = np.unique(domains)
         if 2 <= len(present) <= DOMAINS:
-            row |= {f"accuracy{suffix}.{self.names[d]}": float(hits[domains == d].mean()) for d in present}
+            row |= {f"{name}.{self.names[d]}": _mean(scores[domains == d]) for d in present}
         return row
 
+    def _worst(self, values: Sequence[float] | np.ndarray) -> float:
+        return float(min(values) if self.metric.higher else max(values))
+
     def _best(self, found: Scoring, tested: np.ndarray, validated: np.ndarray) -> Row:
-        """Validation accuracy, and the tests of each client in the round in which its own was highest."""
+        """Validation scores, and the tests of each client in the round in which its own was best."""
         if self.best is None or self.validation is None or not len(found.clients):
             return {}
-        sizes = self.validation.counts[found.clients]
-        ends = np.cumsum(sizes)[:-1]
-        each = np.array([part.mean() if len(part) else np.nan for part in np.split(validated, ends)])
-        highest, hits = self.best.take(found.clients, each, tested)
-        row = self._clients("_best", hits, found.clients)
+        sizes, name = self.validation.counts[found.clients], self.metric.name
+        ends, sign = np.cumsum(sizes)[:-1], 1 if self.metric.higher else -1
+        each = np.array([_mean(part) if len(part) else np.nan for part in np.split(validated, ends)])
+        highest, scores = self.best.take(found.clients, sign * each, tested)
+        row = self._clients("_best", scores, found.clients)
         if sizes.any():
-            row |= {"accuracy_validation": float(np.nanmean(each))}
-            row |= {"accuracy_validation_best": float(np.nanmean(highest))}
+            row |= {f"{name}_validation": float(np.nanmean(each))}
+            row |= {f"{name}_validation_best": float(np.nanmean(sign * highest))}
         return row
 
     def _best_shared(self, version: int, row: Row) -> Row:
-        """The one model of all clients in the round in which their mean validation accuracy was highest."""
-        if self.best is None or (validation := row.get("accuracy_validation")) is None:
+        """The one model of all clients in the round in which their mean validation score was best."""
+        name, sign = self.metric.name, 1 if self.metric.higher else -1
+        if self.best is None or (validation := row.get(f"{name}_validation")) is None:
             return {}
-        best, central = self.best.take_shared(version, validation, row["accuracy_global"])
-        return {"best_round": best} | ({} if central is None else {"accuracy_global_best": central})
+        best, central = self.best.take_shared(version, sign * validation, row[f"{name}_global"])
+        return {"best_round": best} | ({} if central is None else {f"{name}_global_best": central})
 
-    def _worst_domain(self, correct: np.ndarray) -> Row:
-        """The lowest accuracy over the domains (or angles) of the central test set, where it has several."""
-        if not len(correct):
+    def _worst_domain(self, scores: np.ndarray) -> Row:
+        """The worst score over the domains (or angles) of the central test set, where it has several."""
+        if not len(scores):
             return {}
         domains = self.domains[self.spec.data.central]
         present = np.unique(domains)
         if len(present) < 2:
             return {}
-        return {"accuracy_worst_domain": float(min(correct[domains == domain].mean() for domain in present))}
+        worst = self._worst([_mean(scores[domains == domain]) for domain in present])
+        return {f"{self.metric.name}_worst_domain": worst}
 
     def _decomposed(self, found: Scoring) -> Row:
         """FedLD eq. 2, the shares of participants by their samples."""
@@ -260,3 +267,7 @@ class Evaluator:
         terms = loss_decomposition(loss_matrix=table[:-1], global_losses=table[-1], weights=weights)
         signed = ("global_loss", "local_loss", "distribution_shift", "aggregation")
         return {f"decomposition.{name}": float(terms[name]) for name in signed}
+
+
+def _mean(scores: np.ndarray) -> float:
+    return float(scores.mean(dtype=np.float64))

@@ -179,7 +179,7 @@ def test_the_worst_domain_and_local_models_have_columns_of_their_own(tmp_path: P
     run = make(tmp_path / "b", [*MNIST, "method=[]"], rows([0.9]))
     assert "ours" not in compare("fedbr/table14", [run])  # an older history has no such column
     run = make(tmp_path / "c", ["experiment=fedbr/cifar10", "method=[]"], rows([0.5], local_accuracy=0.2))
-    assert line(compare("fedbr/table6", [run], WIDE), "FedAvg") == "FedAvg 21.01 20.00 -1.01 46.37 50.00 +3.63"
+    assert line(compare("fedbr/table6", [run], WIDE), "FedAvg") == "FedAvg 21.01 20.00 -1.01 50.00 46.37 50.00 +3.63"
 
 
 def test_clients_that_share_nothing_are_scored_by_their_local_models(tmp_path: Path) -> None:

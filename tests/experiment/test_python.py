@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from tiny_runs import NormedMlp
@@ -154,7 +156,7 @@ def test_methods_that_no_file_can_hold_are_given_again_to_load() -> None:
         ({"rounds": "many"}, "rounds=many must be an integer"),
         ({"data": 3}, "data=int has no samples"),
         ({"data": (IMAGES, LABELS[:3])}, "give each input one label"),
-        ({"data": (IMAGES, LABELS + 0.5)}, "labels must be classes"),
+        ({"data": (IMAGES, LABELS - 5)}, "data has the label -5"),
         ({"data": ((IMAGES, LABELS), (IMAGES[:, :4], LABELS))}, "make them alike"),
     ],
 )
@@ -223,6 +225,16 @@ def test_a_results_tables_are_data_frames() -> None:
     assert list(found.history["round"]) == [1, 2]
     assert found.history["train_loss"].tolist() == [row["train_loss"] for row in found.rows]
     assert repr(found).startswith("Result(a: 2 rounds, accuracy 0.")
+
+
+def test_the_table_of_clients_is_the_file_in_the_folder() -> None:
+    found = ran()
+    (path := Path("a/clients.parquet")).unlink(missing_ok=True)
+    with pytest.raises(Refused, match=r"a has no clients\.parquet"):
+        _ = found.clients
+    pq.write_table(pa.table({"client": [0, 1], "samples": [3, 4], "tests": [1, 0], "accuracy": [1.0, None]}), path)
+    assert found.clients.index.name == "client" and found.clients.loc[1, "samples"] == 4
+    assert raysim.load("a").clients["accuracy"].isna().tolist() == [False, True]
 
 
 @pytest.mark.parametrize("methods", [[], [FedExP(1e-6)]], ids=["fedavg", "fedexp"])
