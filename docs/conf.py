@@ -1,5 +1,7 @@
 """How the documentation is built: `uv run sphinx-build -W docs docs/_build`. A warning ends the build."""
 
+import itertools
+import re
 import sys
 from pathlib import Path
 
@@ -15,7 +17,14 @@ exclude_patterns = ["_build"]
 html_theme = "furo"
 html_title = "raysim"
 highlight_language = "text"  # docstrings show equations as indented text
-suppress_warnings = ["toc.empty_glob"]
+
+
+def listed_if_there(app: Sphinx, page: str, source: list[str]) -> None:
+    """Leave out of the contents what is not written; a page that is written and not in them is a warning anyway."""
+    if page == "index":
+        lines = source[0].split("\n")
+        written = (not re.fullmatch(r"[\w/]+", line) or Path(app.srcdir, f"{line}.md").is_file() for line in lines)
+        source[0] = "\n".join(itertools.compress(lines, written))
 
 
 def setup(app: Sphinx) -> None:
@@ -23,3 +32,4 @@ def setup(app: Sphinx) -> None:
     import reference
 
     app.connect("builder-inited", lambda app: reference.write(Path(app.srcdir)))
+    app.connect("source-read", listed_if_there)

@@ -74,7 +74,10 @@ def schedules() -> Figure:
     for ax in figure.axes[::2]:
         ax.set_ylabel("client")
     names = ("fresh", "1 aggregation late", "2 late", "3 or more late", "not used, or still under way")
-    handles = [matplotlib.patches.Patch(color=colour, label=name) for colour, name in zip((*SCALE, "#c9ced3"), names, strict=True)]
+    handles = [
+        matplotlib.patches.Patch(color=colour, label=name)
+        for colour, name in zip((*SCALE, "#c9ced3"), names, strict=True)
+    ]
     figure.legend(handles=handles, loc="outside lower center", ncols=5)
     return figure
 

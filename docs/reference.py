@@ -130,7 +130,9 @@ def instances() -> dict[str, Method]:
 
 def method_list() -> str:
     """All methods in one table."""
-    rows = [("[fedavg](methods/fedavg.md)", "McMahan et al., AISTATS 2017", "the weighted mean of what the clients trained")]
+    rows = [
+        ("[fedavg](methods/fedavg.md)", "McMahan et al., AISTATS 2017", "the weighted mean of what the clients trained")
+    ]
     for option in groups().files["method"]:
         methods = [instances()[name] for name in parts(option)]
         about = first_sentence(inspect.getmodule(type(methods[0])).__doc__).partition(": ")  # type: ignore[union-attr]
@@ -315,7 +317,7 @@ def configuration() -> str:
     top = next(iter(known["data"].values())).parents[1]
     texts = [
         "# Configuration\n",
-        "Every key can be set on the command line, `raysim run KEY=VALUE`. A group takes the name of an option, all other "
+        "Every key can be set on the command line, `KEY=VALUE`. A group takes the name of an option, all other "
         "keys a value. A wrong name or value is answered in one sentence with the nearest right one. This page is made "
         "from the files of `conf/` and from what the classes behind them answer to a value out of range.\n",
         "## The run itself\n",
