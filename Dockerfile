@@ -16,7 +16,7 @@ RUN pip install --no-cache-dir torch torchvision --index-url https://download.py
     && pip install --no-cache-dir /wheels/*.whl \
     && rm -rf /wheels \
     && useradd --create-home raysim \
-    && install --directory --owner raysim /work
+    && mkdir /work && chown raysim /work
 USER raysim
 WORKDIR /work
 ENV RAYSIM_CACHE=/work/cache \

@@ -1,4 +1,4 @@
-"""The documentation is built without a warning, its pages hold what code and configuration say, its pictures are drawn."""
+"""The documentation is built without a warning, and its pages hold what code and configuration say."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ def test_an_installed_wheel_finds_its_configuration_and_tables(installed: Path, 
 
     assert "fedbr" in raysim("methods")
     assert "Local" in raysim("report", "--paper", "fedbr/table1")
-    raysim(*"run data=synthetic model=mlp rounds=1 runtime=inprocess tracking=none out=run".split())
+    raysim("run", "data=synthetic", "model=mlp", "rounds=1", "runtime=inprocess", "tracking=none", "out=run")
     found = "import raysim.experiment.compose as c; print(c.conf_folder())"
     environment = os.environ | {"PYTHONPATH": str(installed)}
     asked = subprocess.run([sys.executable, "-c", found], cwd=tmp_path, env=environment, capture_output=True, text=True)
