@@ -218,8 +218,8 @@ def _traffic(method: Method) -> str:
         ("weights of clients", method.weighting),
     ]
     about = (
-        f"Counted on a network of {layout.shared:,} shared floats and a client of 40 samples (`local.epochs=5`), as the "
-        "planner counts them for virtual time and `floats_up`:"
+        f"Counted on a network of {layout.shared:,} shared floats and a client of 40 samples (`local.epochs=5`), as "
+        "the planner counts them for virtual time and `floats_up`:"
     )
     return f"## What travels and what stays\n\n{about}\n\n{table(('what', 'how much'), rows)}"
 
@@ -381,7 +381,7 @@ def _takes(cls: type | None, option: str) -> str:
     if cls is None or option not in inspect.signature(cls).parameters:
         return ""
     values = {key: value for key, value in defaults(cls).items() if value != "???"}
-    found = dict((name, words) for name, _, words in options(cls, {option: values.get(option)}))
+    found = {name: words for name, _, words in options(cls, {option: values.get(option)})}
     return found[option]
 
 
