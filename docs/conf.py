@@ -16,6 +16,9 @@ myst_heading_anchors = 3
 exclude_patterns = ["_build"]
 html_theme = "furo"
 html_title = "raysim"
+html_static_path = ["static"]
+html_css_files = ["wide.css"]
+smartquotes = False  # quotes are part of what users type
 highlight_language = "text"  # docstrings show equations as indented text
 
 
