@@ -295,6 +295,7 @@ GROUPS = {
     "evaluate": "What is scored, and how often.",
     "runtime": "Where hosts live, and what each of them gets.",
     "tracking": "Where numbers go besides the run's folder.",
+    "observer": "A list of what follows a run besides raysim's own files and pictures.",
     "experiment": "Rows of papers' tables, each a file of values for the other groups.",
     "sweep": "Spaces that `raysim sweep` searches.",
 }
@@ -405,16 +406,13 @@ def _lines(path: Path) -> Iterator[tuple[str, str, str]]:
 
 # --- the guide to clusters --------------------------------------------------------------------------------------------
 def cluster() -> str:
-    """jobs/README.md, and the files that it names."""
-    text = (ROOT / "jobs" / "README.md").read_text(encoding="utf-8")
-    text = re.sub(r"\]\((\.\./)?([\w.]+)\)", lambda found: f"](#{_anchor(found[2])})", text)
-    shown_files = []
-    for path in (*sorted((ROOT / "jobs").glob("*.*")), ROOT / ".rayignore"):
-        if path.suffix != ".md":
-            language = {".yaml": "yaml", ".sh": "bash"}.get(path.suffix, "text")
-            shown_files.append(f"### {path.name}\n\n```{language}\n{path.read_text(encoding='utf-8')}```\n")
-    return f"{text}\n## The files\n\n" + "\n".join(shown_files)
-
-
-def _anchor(name: str) -> str:
-    return name.lower().replace(".", "")
+    """jobs/README.md, and the files that it links to."""
+    folder = ROOT / "jobs"
+    text = (folder / "README.md").read_text(encoding="utf-8")
+    links = dict.fromkeys(re.findall(r"\]\(([\w./]+)\)", text))
+    files = []
+    for link in links:
+        language = {".yaml": "yaml", ".sh": "bash"}.get(Path(link).suffix, "text")
+        files.append(f"### {Path(link).name}\n\n````{language}\n{(folder / link).read_text(encoding='utf-8')}````\n")
+        text = text.replace(f"]({link})", f"](#{Path(link).name.lower().replace('.', '')})")
+    return f"{text}\n## The files\n\n" + "\n".join(files)
