@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+import raysim
+
 ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
@@ -66,10 +68,10 @@ def test_an_installed_wheel_finds_its_configuration_and_tables(installed: Path, 
 
 def test_changelog_and_citation_name_the_version_of_the_package() -> None:
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
-    assert citation["version"] == PROJECT["version"]
+    assert citation["version"] == raysim.__version__
     assert citation["license"] == PROJECT["license"]
     versions = re.findall(r"^## \[(.+)\]", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
-    assert versions[:2] == ["Unreleased", PROJECT["version"]]
+    assert versions[:2] == ["Unreleased", raysim.__version__]
 
 
 def test_what_the_dockerfile_copies_is_there_and_not_ignored() -> None:
