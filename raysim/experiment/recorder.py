@@ -16,6 +16,7 @@ from raysim.results.history import read_history
 from raysim.results.observers import (
     HISTORY,
     SUMMARY,
+    ClientFiles,
     ClosingLine,
     CurrentRun,
     FailureFile,
@@ -166,6 +167,7 @@ def _observers(experiment: Experiment, folder: Path, console: Console, quiet: bo
         ProgressLine(console, quiet),
         HistoryFile(),
         JobFiles(),
+        ClientFiles(experiment.spec.data),
         FailureFile(note),
         HostDeaths(note),
         ProbeFiles(),

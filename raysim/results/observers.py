@@ -10,7 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from raysim.api.messages import Failure
+from raysim.data.federated import FederatedData
 from raysim.primitives.files import replace_file
+from raysim.results.clients import split_of, write_clients, write_split
+from raysim.results.curves import draw_run
 from raysim.results.figures import (
     draw_bias,
     draw_decomposition,
@@ -23,10 +26,9 @@ from raysim.results.history import THRESHOLDS, summarise, write_history, write_j
 from raysim.results.jobs import JobWriter, read_jobs
 from raysim.results.probes import load_probes, save_probes
 from raysim.results.progress import Progress
-from raysim.results.report import draw_run
 from raysim.results.timeline import draw_timeline
 from raysim.results.tracking import Tracker
-from raysim.simulation.events import Finished, Round, Row, RunStopped, Saved
+from raysim.simulation.events import ClientScores, Finished, Round, Row, RunStopped, Saved
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -195,6 +197,30 @@ class JobFiles(Observer):
     def _write(self) -> None:
         if self._writer:
             self._writer.write()
+
+
+class ClientFiles(Observer):
+    """split.parquet and clients.parquet: what each client has, and what its last score was."""
+
+    def __init__(self, data: FederatedData):
+        self._data = data
+        self._scores: ClientScores | None = None
+
+    def on_start(self, run: CurrentRun) -> None:
+        """Write the split, which stays as it is."""
+        write_split(split_of(self._data), run.folder)
+
+    def on_round(self, run: CurrentRun, event: Round) -> None:
+        """Keep the last scores."""
+        self._scores = event.scores or self._scores
+
+    def on_finish(self, run: CurrentRun, event: Finished) -> None:
+        """Write them."""
+        write_clients(self._data, self._scores, run.folder)
+
+    def on_stop(self, run: CurrentRun, error: BaseException) -> None:
+        """Write them."""
+        write_clients(self._data, self._scores, run.folder)
 
 
 class FailureFile(Observer):

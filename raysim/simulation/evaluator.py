@@ -19,7 +19,7 @@ from raysim.api.messages import Published, Report, SingleUpdate, Task
 from raysim.methods.loss_decomposition import loss_decomposition
 from raysim.primitives.streams import stream
 from raysim.simulation.dispatcher import Call, Dispatcher
-from raysim.simulation.events import Row
+from raysim.simulation.events import ClientScores, Row
 from raysim.simulation.private_states import PrivateStates
 from raysim.simulation.runtime import Ref, Runtime
 from raysim.simulation.server import Server
@@ -38,6 +38,12 @@ class Scoring:
     reports: dict[View, list[Call]] = field(default_factory=dict)
     members: tuple[int, ...] = ()  # clients of the decomposition
     models: list[list[Call]] = field(default_factory=list)  # of each member's local model, and of the next shared one
+    each: dict[str, np.ndarray] = field(default_factory=dict)  # accuracy of each client, once it was read
+
+    @property
+    def scores(self) -> ClientScores | None:
+        """Of the clients; None where none was scored, or the reports have not been read."""
+        return ClientScores(self.clients, self.each) if self.each else None
 
 
 class Evaluator:
@@ -160,7 +166,7 @@ class Evaluator:
             hits = np.concatenate([report.correct for report in shared]) if shared else correct
             losses = np.concatenate([report.losses for report in shared]) if shared else np.empty(0)
             local = int(self._counts[found.clients].sum())
-            row |= self._clients("_shared" if self.personal else "", hits[:local], found.clients)
+            row |= self._clients("_shared" if self.personal else "", hits[:local], found)
             correct = hits[local:]
             row["accuracy_global"] = float(correct.mean()) if len(correct) else None
             row["loss_global"] = float(losses[local:].mean(dtype=np.float64)) if len(correct) else None
@@ -168,7 +174,7 @@ class Evaluator:
         for view in ("own", "finetuned"):
             if own := sorted(reports.get(view, []), key=lambda report: report.client):
                 suffix = "" if view == "own" else "_finetuned"
-                row |= self._clients(suffix, np.concatenate([report.correct for report in own]), found.clients)
+                row |= self._clients(suffix, np.concatenate([report.correct for report in own]), found)
         if common := reports.get("common"):
             row["accuracy_common"] = float(np.mean([r.correct.mean() for r in sorted(common, key=lambda r: r.client)]))
         if found.models:
@@ -178,12 +184,13 @@ class Evaluator:
     def _gathered(self, calls: Sequence[Call]) -> list[Report]:
         return [report for call in calls for report in self.dispatcher.wait(call)]
 
-    def _clients(self, suffix: str, hits: np.ndarray, clients: np.ndarray) -> Row:
+    def _clients(self, suffix: str, hits: np.ndarray, found: Scoring) -> Row:
         """Accuracy on the clients' own tests: mean over clients, the worst, and each domain's."""
+        clients = found.clients
         if not len(clients):
             return {}
         ends = np.cumsum(self._counts[clients], dtype=np.int64)[:-1]
-        each = np.array([part.mean() for part in np.split(hits, ends)])
+        each = found.each[f"accuracy{suffix}"] = np.array([part.mean() for part in np.split(hits, ends)])
         row: Row = {f"accuracy{suffix}": float(each.mean()), f"accuracy{suffix}_worst": float(each.min())}
         domains = self.domains[np.concatenate([self.tests.rows(c) for c in clients.tolist()])]
         present = np.unique(domains)

@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import csv
 import io
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING
 
 from raysim.commands.study.runner import Campaign, Cell
 from raysim.experiment.many_runs import score, short_names
@@ -21,7 +20,8 @@ from raysim.primitives.checks import known
 from raysim.primitives.errors import Refused, instead
 from raysim.primitives.files import replace_file
 from raysim.results.history import COLUMNS, write_json
-from raysim.results.report import NOTHING, Column, Run, Section, aligned, compare, load_run
+from raysim.results.page import Section, compare
+from raysim.results.report import NOTHING, Column, Group, Run, aligned, load_run
 from raysim.results.significance import Difference, holm, mean_deviation, paired
 from raysim.results.theme import DARK, LIGHT, theme
 
@@ -120,36 +120,11 @@ def differences(campaign: Campaign, scores: Sequence[Scores], metric: str) -> li
     return [replace(one, found=replace(one.found, holm=p)) for one, p in zip(found, corrected, strict=True)]
 
 
-def averaged(campaign: Campaign, scores: Sequence[Scores]) -> list[Run]:
-    """The mean over the seeds of each setting, as a run: of every round's row, and of the numbers of the summary."""
+def settings(campaign: Campaign, scores: Sequence[Scores]) -> list[Group]:
+    """The finished runs of each setting, the reference first."""
     keys = [key for key in dict.fromkeys(["method", *campaign.varied]) if key != "seed"]
-    groups = [[each for each in group if each.run is not None] for group in grouped(scores)]
-    return [
-        _one(label(campaign, group[0].cell, keys), [each.run for each in group if each.run is not None])
-        for group in groups
-        if group
-    ]
-
-
-def _one(name: str, runs: Sequence[Run]) -> Run:
-    rows = [cast(dict[str, int | float | None], _mean(at)) for at in zip(*(run.rows for run in runs), strict=False)]
-    return replace(
-        runs[0], name=name, folder=Path(), rows=rows, summary=cast(Any, _mean([run.summary for run in runs]))
-    )
-
-
-def _mean(values: Sequence[object]) -> object:
-    """Of numbers their mean, of mappings one of means, of anything else the first; None where one is missing."""
-    first = values[0]
-    if isinstance(first, Mapping):
-        maps = [value for value in values if isinstance(value, Mapping)]
-        return {key: _mean([each.get(key) for each in maps]) for key in dict.fromkeys(k for each in maps for k in each)}
-    numbers = [value for value in values if isinstance(value, (int, float)) and not isinstance(value, bool)]
-    if not numbers:
-        return first
-    if len(numbers) < len(values):
-        return None
-    return numbers[0] if len(set(numbers)) == 1 else math.fsum(numbers) / len(numbers)
+    found = [(label(campaign, group[0].cell, keys), [s.run for s in group if s.run]) for group in grouped(scores)]
+    return [Group(name, runs) for name, runs in found if runs]
 
 
 def grouped(scores: Sequence[Scores]) -> list[list[Scores]]:
@@ -275,7 +250,7 @@ def report(campaign: Campaign, metrics: Sequence[str] = (), failed: Mapping[str,
     table = {name: differences(campaign, scores, name) for name in names}
     columns, folder = settings_table(campaign, scores), campaign.folder
     _store(folder, scores, table, failed or {})
-    sections = [Section("Mean ± deviation over the seeds", "Sample deviation (divisor n-1).", columns)]
+    sections = []
     pictures = None
     for name, comparisons in table.items():
         if comparisons:
@@ -287,7 +262,9 @@ def report(campaign: Campaign, metrics: Sequence[str] = (), failed: Mapping[str,
             sections.append(
                 Section(title, HOW if first else "", differences_table(comparisons), pictures if first else None)
             )
-    page = compare(averaged(campaign, scores), folder, f"study {folder.resolve().name}", sections)
+    begun = [each for group in grouped(scores) if any(one.run for one in group) for each in group]
+    results = settings_table(campaign, begun)
+    page = compare(settings(campaign, begun), folder, f"study {folder.resolve().name}", sections, results)
     shown = aligned(differences_table(table[names[0]])) if table[names[0]] else ""
     heading = f"{_title(names[0])}, paired over seeds:\n" if shown else ""
     return "\n\n".join(part for part in (aligned(columns), heading + shown, f"tables and curves: {page}") if part)
