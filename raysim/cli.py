@@ -288,6 +288,7 @@ def _run(given: argparse.Namespace) -> int:
 def _study(given: argparse.Namespace) -> int:
     from raysim.commands.study.report import check_metrics, report
     from raysim.commands.study.runner import carry_out, check, plan, store
+    from raysim.commands.study.tracked import tracked
 
     if given.parallel < 1:
         raise Refused(f"--parallel {given.parallel} must be at least 1")
@@ -302,11 +303,14 @@ def _study(given: argparse.Namespace) -> int:
     with held(campaign.folder):
         with refusing():
             store(campaign)
-        failed = carry_out(
-            campaign, parallel=given.parallel, allow=given.allow, say=lambda text: print(text, flush=True)
-        )
-        with refusing():
-            print(f"\n{report(campaign, given.metric, failed)}")
+
+        def say(text: str) -> None:
+            print(text, flush=True)
+
+        with tracked(campaign, say):
+            failed = carry_out(campaign, parallel=given.parallel, allow=given.allow, say=say)
+            with refusing():
+                print(f"\n{report(campaign, given.metric, failed)}")
     for name, sentence in failed.items():
         sys.stderr.write(f"raysim: run {name} failed: {sentence}\n")
     return 1 if failed else 0

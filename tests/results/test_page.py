@@ -89,7 +89,10 @@ def test_a_page_says_which_deviation_it_gives(tmp_path: Path) -> None:
 
 
 def test_what_differs_is_listed_by_key_with_those_who_have_each_value(tmp_path: Path) -> None:
-    runs = [make(tmp_path / f"r{lr}", [0.5], f"{{method: {{}}, local: {{lr: {lr}, batch: 4}}}}") for lr in (1, 2, 2)]
+    runs = [
+        make(tmp_path / f"r{n}", [0.5], f"{{method: {{}}, local: {{lr: {lr}, batch: 4}}}}")
+        for n, lr in enumerate((1, 2, 2))
+    ]
     runs[2] = replace(runs[2], name="third", config=runs[2].config | {"method": {"fedprox": {"mu": 1}}})
     different = section(written(runs, tmp_path), "What differs")
     keys = re.findall(r"<code>(.*?)</code>", different)

@@ -2,6 +2,7 @@
 
 study.csv        a row per run         differences.csv   a row per comparison
 study.json       both, and the means   study.png         the differences with their intervals
+study.tex        the means for LaTeX
 report.html      the page; its curves are the means over the seeds
 """
 
@@ -21,7 +22,7 @@ from raysim.primitives.errors import Refused, instead
 from raysim.primitives.files import replace_file
 from raysim.results.history import COLUMNS, write_json
 from raysim.results.page import Section, compare
-from raysim.results.report import NOTHING, Column, Group, Run, aligned, load_run
+from raysim.results.report import NOTHING, Column, Group, Run, aligned, latex, load_run
 from raysim.results.significance import Difference, holm, mean_deviation, paired
 from raysim.results.theme import DARK, LIGHT, theme
 
@@ -264,6 +265,8 @@ def report(campaign: Campaign, metrics: Sequence[str] = (), failed: Mapping[str,
             )
     begun = [each for group in grouped(scores) if any(one.run for one in group) for each in group]
     results = settings_table(campaign, begun)
+    note = f"Mean and sample deviation (divisor n-1) over seeds; {folder.resolve().name}"
+    replace_file(folder / "study.tex", f"{latex(results, note)}\n".encode())
     page = compare(settings(campaign, begun), folder, f"study {folder.resolve().name}", sections, results)
     shown = aligned(differences_table(table[names[0]])) if table[names[0]] else ""
     heading = f"{_title(names[0])}, paired over seeds:\n" if shown else ""
