@@ -154,7 +154,7 @@ def current_run(experiment: Experiment, folder: Path) -> CurrentRun:
         "source": source(),
     }
     rounds, thresholds = experiment.spec.settings.rounds, experiment.execution.thresholds
-    return CurrentRun(folder, rounds, experiment.title, facts, thresholds)
+    return CurrentRun(folder, rounds, experiment.title, facts, thresholds, config=experiment.config)
 
 
 def _observers(experiment: Experiment, folder: Path, console: Console, quiet: bool) -> list[Observer]:

@@ -49,6 +49,7 @@ class CurrentRun:
 
     rounds: how many there will be. rows: the history so far, a row per round; a resumed run's earlier rounds are in it
     from the start. facts: what the summary says besides the numbers of the history. pictures: those drawn at the end.
+    config: the settings.
     """
 
     folder: Path
@@ -59,6 +60,7 @@ class CurrentRun:
     rows: list[Row] = field(default_factory=list)
     finished: Finished | None = None
     pictures: list[Path] = field(default_factory=list)
+    config: Mapping[str, object] = field(default_factory=dict)
 
     def summary(self) -> dict[str, object]:
         """What summary.json says, of the rows so far; with the checksums of the model once the run has finished."""
