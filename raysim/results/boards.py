@@ -31,7 +31,8 @@ class TensorBoard(Observer):
         """Open the file of events."""
         folder = user_path(self._folder) / run.folder.name if self._folder else run.folder / "tensorboard"
         done = len(run.rows)
-        self._writer: Any = self._package.SummaryWriter(str(folder), purge_step=done + 1 if done else None)
+        purge = done + 1 if done else None
+        self._writer: Any = self._package.SummaryWriter(str(folder), purge_step=purge, filename_suffix=f".{done}")
 
     def on_round(self, run: CurrentRun, event: Round) -> None:
         """Write the row; "method.name" stands below "method"."""
