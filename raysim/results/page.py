@@ -21,7 +21,7 @@ from raysim.primitives.files import replace_file, without_password
 from raysim.results.clients import CLIENTS, SPLIT, Split, heterogeneity, read_clients, read_split
 from raysim.results.curves import draw_comparison, mean_curve, panels
 from raysim.results.jobs import read_jobs
-from raysim.results.report import NOTHING, Column, Group, differences, results, settings
+from raysim.results.report import MARKED, NOTHING, Column, Group, differences, results, settings
 from raysim.results.theme import DARK, LIGHT, svg
 from raysim.results.timeline import eventful, timeline_png
 
@@ -65,12 +65,12 @@ class Part:
 
 def compare(
     groups: Sequence[Group], out_folder: Path, title: str = "", sections: Sequence[Section] = (),
-    table: Sequence[Column] | None = None,
+    found: Section | None = None,
 ) -> Path:  # fmt: skip
     """Write `report.html`, which needs no other file, and one PNG per metric; return the page's path.
 
-    sections: what comes after the table of results. table: that table, where it is not the usual one. Raises
-    `ValueError` where there is no run, or where a file of a run is broken.
+    sections: what comes after the results. found: the results, where they are not those of `results`, a row for each
+    group. Raises `ValueError` where there is no run, or where a file of a run is broken.
     """
     if not groups:
         raise ValueError("no run to report; name at least one folder that `raysim run out=DIR` wrote.")
@@ -79,7 +79,7 @@ def compare(
     out_folder = Path(out_folder)
     out_folder.mkdir(parents=True, exist_ok=True)
     parts = [
-        _results(groups, table or results(groups)),
+        _results(groups) if found is None else Part(found.title, found.text, [_table(found.columns, True)]),
         *(_section(section) for section in sections),
         _curves(groups, out_folder),
         _spread(groups),
@@ -140,13 +140,15 @@ def _picture(about: str, light: bytes, dark: bytes) -> Shown:
 
 
 # --- results --------------------------------------------------------------------------------------------------------
-def _results(groups: Sequence[Group], columns: Sequence[Column]) -> Part:
-    seeds = max(len(group.runs) for group in groups)
-    if seeds > 1:
-        text = "Mean ± standard deviation over the seeds (sample deviation, divisor n-1). "
+def _results(groups: Sequence[Group]) -> Part:
+    if max(len(group.runs) for group in groups) > 1:
+        text = f"Mean ± standard deviation over the seeds (sample deviation, divisor n-1). Bold is the best, {MARKED}."
+    elif len(groups) > 1:
+        text = "One seed of each setting, so no deviation can be given. Bold is the best of a column; of accuracies, "
+        text += f"{MARKED} over the last ten rounds."
     else:
-        text = "One seed of each setting, so no deviation can be given. " if len(groups) > 1 else ""
-    return Part("Results", text + "The best mean of a column is bold." * (len(groups) > 1), [_table(columns, True)])
+        text = ""
+    return Part("Results", text, [_table(results(groups), True)])
 
 
 # --- curves ---------------------------------------------------------------------------------------------------------

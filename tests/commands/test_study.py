@@ -52,7 +52,9 @@ def names(campaign: Campaign) -> list[str]:
 
 # --- the plan -----------------------------------------------------------------------------------------------------
 def test_commas_outside_brackets_separate_values_and_the_first_seed_comes_first() -> None:
-    planned = plan(["method=[],[fedprox,mixup]", "seed=range(2)", "partition.alpha=0.1,0.5", "rounds=3", "out=s"])
+    planned = plan(["method=fedavg,fedprox+mixup", "seed=0..1", "partition.alpha=0.1,0.5", "rounds=3", "out=s"])
+    quoted = plan(["method=[],[fedprox,mixup]", "seed=range(2)", "partition.alpha=0.1,0.5", "rounds=3", "out=s"])
+    assert planned.cells == quoted.cells
     assert names(planned) == [
         f"{method}_alpha-{alpha}_seed-{seed}"
         for seed in (0, 1)
@@ -97,7 +99,9 @@ def test_the_database_lies_beside_the_runs() -> None:
         (["seed=0,x"], "seed=x"),
         (["local.lr=0.1,-1"], "(run fedavg_lr--1_seed-0)"),
         (["method=[fedavgm],[fedavgm,fedadam]"], "fedavgm"),
-        (["rounds=glob(*)"], "rounds=VALUE,VALUE"),
+        (["rounds=glob(*)"], "rounds=VALUE,VALUE or rounds=0..4"),
+        (["seed=3..0"], "write the lower end first"),
+        (["hydra/launcher=ray", "seed=0..1"], "raysim study --parallel N"),
         (["out=a,b"], "two folders"),
         (["out=s", "resume=latest"], "study.yaml"),
         (["resume=latest", "seed=0,1"], "out=DIR"),
