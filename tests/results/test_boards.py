@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from raysim.experiment.compose import conf_folder, load_yaml
+from raysim.experiment.instantiate import build, resolve
 from raysim.results.boards import TensorBoard, WeightsAndBiases
-from raysim.results.observers import CurrentRun
+from raysim.results.observers import CurrentRun, Observer
 from raysim.simulation.events import Finished, Round
 
 ROWS = [
@@ -138,6 +140,14 @@ def test_a_package_that_is_not_there_is_named_with_its_extra(
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(ValueError, match=rf"needs the package {package} .*: install raysim with the extra \["):
         observer()
+
+
+@pytest.mark.parametrize("name", ["tensorboard", "wandb"])
+def test_the_configuration_names_each_with_its_own_settings(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", Standing())  # type: ignore[arg-type]
+    node = load_yaml(conf_folder() / f"observer/{name}.yaml")[name]
+    observer = build(resolve(node["_target_"], f"observer.{name}", ()), node, f"observer.{name}")
+    assert isinstance(observer, Observer)
 
 
 def test_an_unknown_mode_is_refused() -> None:
