@@ -168,7 +168,7 @@ def test_a_study_is_one_tracked_run_with_its_runs_below_and_report_and_tables_in
     monkeypatch.setitem(Tracker.__init__.__kwdefaults__, "patience", 600.0)
     words = [word for word in QUICK if word != "tracking=none"]
     study("method=fedavg,fedprox", "seed=0", *words, "out=s")
-    client = MlflowClient(tracking_uri=default_uri(Path()))
+    client = MlflowClient(tracking_uri=default_uri(Path("s")))
     runs = client.search_runs([client.get_experiment_by_name("raysim").experiment_id])
     (parent,) = [run for run in runs if run.data.tags["kind"] == "study"]
     children = [run for run in runs if run.data.tags.get("mlflow.parentRunId") == parent.info.run_id]
