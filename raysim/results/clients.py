@@ -75,31 +75,42 @@ def read_split(folder: Path) -> Split | None:
 
 
 def heterogeneity(split: Split) -> dict[str, float]:
-    """How unlike the clients are, as means over those with samples; entropies and divergence in nats.
+    """How unlike the clients are, as means over those with samples; their memory grows with the entries of the split.
 
-    Effective classes are exp(entropy of the labels); the divergence is that of Kullback and Leibler, of a client's
-    labels from those of all clients together.
+    Entropies of labels in nats; `effective_classes` is e to the entropy; `divergence` that of Jensen and Shannon in bits,
+    of a client's labels from all clients'; `size_variation` the deviation of the sizes over their mean.
     """
     sizes = split.sizes
     filled = np.flatnonzero(sizes)
     if not len(filled):
         return {}
+
+    def each(entries: Floats) -> Floats:
+        return np.bincount(split.client, entries, split.clients)[filled]
+
     share = split.samples / sizes[split.client]
     overall = np.bincount(split.label, split.samples, len(split.classes)) / sizes.sum()
+    entropy, halves = each(_information(share)), _information(overall / 2)
+    # Of the mixture of both: classes that a client lacks are in it with half of their overall share.
+    mixed = halves.sum() + each(_information((share + overall[split.label]) / 2) - halves[split.label])
+    divergence = (mixed - (entropy + _information(overall).sum()) / 2) / np.log(2)
     largest = np.zeros(split.clients)
     np.maximum.at(largest, split.client, share)
-
-    def mean(entries: Floats) -> float:
-        return float(np.bincount(split.client, entries, split.clients)[filled].mean())
-
-    entropy = np.bincount(split.client, -share * np.log(share), split.clients)[filled]
-    return {
-        "classes_per_client": mean(np.ones(len(share))),
-        "label_entropy": float(entropy.mean()),
-        "effective_classes": float(np.exp(entropy).mean()),
-        "largest_class_share": float(largest[filled].mean()),
-        "divergence": mean(share * np.log(share / overall[split.label])),
+    numbers = {
+        "label_entropy": entropy.mean(),
+        "label_entropy_std": entropy.std(),
+        "largest_share": largest[filled].mean(),
+        "effective_classes": np.exp(entropy).mean(),
+        "divergence": np.maximum(divergence, 0.0).mean(),
+        "size_variation": sizes.std() / sizes.mean(),
     }
+    return {name: float(value) for name, value in numbers.items()}
+
+
+def _information(shares: Floats) -> Floats:
+    """-p log p, 0 at 0."""
+    values: Floats = -shares * np.log(np.where(shares > 0, shares, 1.0))
+    return values
 
 
 # --- the clients ----------------------------------------------------------------------------------------------------

@@ -243,8 +243,9 @@ def _splits(groups: Sequence[Group]) -> Part:
         for (split, _), name in zip(shown[:SPLITS], names, strict=False)
     ]
     notes = [f"{len(found) - SPLITS} more splits are in the table alone."] if len(found) > SPLITS else []
-    text = "Training samples of the first seed. Entropies and divergence (Kullback-Leibler, of a client's classes from "
-    text += "those of all) are in nats, and means over the clients with samples; effective classes are exp(entropy)."
+    text = "Training samples of the first seed, means over the clients that have some: entropy of the labels in nats, "
+    text += "share of a client's commonest class, effective classes (e to the entropy), Jensen-Shannon divergence of a "
+    text += "client's labels from all clients' in bits; size variation is the deviation of the sizes over their mean."
     return Part(title, text, [_table(_split_columns(names, [split for split, _ in shown]))], plots=plots, notes=notes)
 
 

@@ -73,12 +73,17 @@ def test_one_pooled_client_is_scored_on_all_tests(tmp_path: Path) -> None:
 def test_heterogeneity_by_hand() -> None:
     split = Split(np.array([0, 0, 2]), np.array([0, 1, 1]), np.array([2, 2, 4]), 3, ["a", "b"])
     found = heterogeneity(split)
-    assert found["classes_per_client"] == 1.5
-    assert found["label_entropy"] == pytest.approx(math.log(2) / 2)
+    assert found["label_entropy"] == found["label_entropy_std"] == pytest.approx(math.log(2) / 2)
     assert found["effective_classes"] == pytest.approx(1.5)
-    assert found["largest_class_share"] == pytest.approx(0.75)
-    first = 0.5 * math.log(0.5 / 0.25) + 0.5 * math.log(0.5 / 0.75)
-    assert found["divergence"] == pytest.approx((first + math.log(1 / 0.75)) / 2)
+    assert found["largest_share"] == pytest.approx(0.75)
+    assert found["size_variation"] == pytest.approx(math.sqrt(32 / 3) / (8 / 3) / 2)  # of 4, 0 and 4
+
+    def entropy(*shares: float) -> float:
+        return -sum(p * math.log2(p) for p in shares if p)
+
+    first = entropy(3 / 8, 5 / 8) - (1 + entropy(1 / 4, 3 / 4)) / 2  # of 1/2, 1/2 from 1/4, 3/4
+    second = entropy(1 / 8, 7 / 8) - entropy(1 / 4, 3 / 4) / 2  # of 0, 1
+    assert found["divergence"] == pytest.approx((first + second) / 2)
     assert heterogeneity(Split(*[np.empty(0, np.int64)] * 3, 2, ["a"])) == {}
 
 
