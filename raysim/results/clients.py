@@ -77,8 +77,8 @@ def read_split(folder: Path) -> Split | None:
 def heterogeneity(split: Split) -> dict[str, float]:
     """How unlike the clients are, as means over those with samples; their memory grows with the entries of the split.
 
-    Entropies of labels in nats; `effective_classes` is e to the entropy; `divergence` that of Jensen and Shannon in bits,
-    of a client's labels from all clients'; `size_variation` the deviation of the sizes over their mean.
+    Entropies are of labels, in nats; `effective_classes` is e to the entropy; `divergence` that of Jensen and Shannon,
+    in bits, of a client's labels from all clients'; `size_variation` the deviation of the sizes over their mean.
     """
     sizes = split.sizes
     filled = np.flatnonzero(sizes)

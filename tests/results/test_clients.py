@@ -76,7 +76,7 @@ def test_heterogeneity_by_hand() -> None:
     assert found["label_entropy"] == found["label_entropy_std"] == pytest.approx(math.log(2) / 2)
     assert found["effective_classes"] == pytest.approx(1.5)
     assert found["largest_share"] == pytest.approx(0.75)
-    assert found["size_variation"] == pytest.approx(math.sqrt(32 / 3) / (8 / 3) / 2)  # of 4, 0 and 4
+    assert found["size_variation"] == pytest.approx(math.sqrt(32 / 9) / (8 / 3))  # of 4, 0 and 4
 
     def entropy(*shares: float) -> float:
         return -sum(p * math.log2(p) for p in shares if p)
