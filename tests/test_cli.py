@@ -470,7 +470,7 @@ def test_a_run_on_ray_that_is_told_to_end_says_how_to_go_on(ray_session: None) -
     assert "out=a and resume=latest continues from the last checkpoint" in errors and "SIGTERM" not in errors
 
 
-# --- help, version, completion, and words of other programs -----------------------------------------------------------
+# --- help, version, completion, and words of other programs -------------------------------------------------------
 def printed(words: list[str], capsys: pytest.CaptureFixture[str], status: int = 0) -> str:
     try:
         ended: object = cli.call(words)
@@ -577,7 +577,7 @@ def test_a_shell_gets_its_completions(line: str, wanted: set[str] | None) -> Non
     assert {*Path("found").read_text().split("\013")} == (wanted or {"fedavg,fedprox "})
 
 
-# --- what a shell's runs/* finds ----------------------------------------------------------------------------------------
+# --- what a shell's runs/* finds ----------------------------------------------------------------------------------
 def test_folders_that_are_no_run_are_passed_over(capsys: pytest.CaptureFixture[str]) -> None:
     run("out=runs/a", "rounds=2")
     Path("runs/mlflow_artifacts/1").mkdir(parents=True)

@@ -159,7 +159,7 @@ def taken(words: list[str]) -> None:
     if words[0] in ("run", "partition"):
         compose(given.overrides, given.conf, getattr(given, "config", None))
     elif words[0] == "study" and not goes_on:
-        runner.plan(given.overrides, given.conf)
+        runner.plan([word for word in given.overrides if not word.startswith("out=")], given.conf)
     elif words[0] == "sweep" and not goes_on:
         search.plan(given.overrides, given.conf)
     elif words[0] == "submit" and given.words:

@@ -359,7 +359,7 @@ def _composed(chosen: Mapping[str, list[str]], known: Groups, roots: Sequence[Pa
     config.pop("experiment", None)
     for group in LISTS if "experiment" in chosen else ():
         _refuse_unknown(config, group, known, chosen["experiment"][0])
-    for group in chosen if "experiment" in chosen else ():
+    for group in chosen:
         # Hydra keeps a preset's list when the user's is empty, and a preset's keys whatever option is chosen.
         if group in config:
             own = (key for path, values in parts if not path.startswith("experiment/") for key in values.get(group, ()))

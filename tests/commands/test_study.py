@@ -343,3 +343,40 @@ def test_differences_are_drawn_and_tabled_whatever_was_tested(missing: list[str]
     for comparisons in (found, nothing):
         assert campaign_report.draw(comparisons).startswith(b"\x89PNG")
         assert len(campaign_report.differences_table(comparisons)[0].texts) == 4
+
+
+def test_an_interval_is_only_spoken_of_where_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    from matplotlib.axes import Axes
+
+    labels: list[str] = []
+    intervals: list[object] = []
+    plot = Axes.plot
+
+    def watched(self: Axes, *given: Any, **how: Any) -> Any:
+        intervals.extend(given[0] for _ in range("solid_capstyle" in how))
+        return plot(self, *given, **how)
+
+    monkeypatch.setattr(Axes, "set_xlabel", lambda self, text: labels.extend([text] if text else []))
+    monkeypatch.setattr(Axes, "plot", watched)
+    campaign = planned()
+    for missing in ([], ["fedavg_alpha-0.1_seed-1", "fedavg_alpha-0.5_seed-1"]):
+        campaign_report.draw(campaign_report.differences(campaign, scores(campaign, missing), "final"))
+        assert len(intervals) == 2, "fedprox at two alphas, of all seeds"
+    assert "95 % interval" in labels[0]
+    assert "no interval: that needs 3 seeds" in labels[1] and "95 %" not in labels[1]
+
+
+def test_the_best_is_marked_within_rows_that_can_be_compared() -> None:
+    campaign = planned()
+    better = {"fedavg": 0.5, "fedprox": 0.9, "scaffold": 0.52}
+    found = [
+        campaign_report.Scores(
+            cell, None, {"final": better[cell.settings["method"]] + 0.01 * cell.seed, "rounds_to.0.80": 3.0}
+        )
+        for cell in campaign.cells
+    ]
+    *_, final, rounds = campaign_report.settings_table(campaign, found)
+    assert final.best() == {2, 3}, "fedprox, at either alpha"
+    assert rounds.best() == set()
+    close = [campaign_report.Scores(cell, None, {"final": 0.5 + 0.1 * cell.seed}) for cell in campaign.cells]
+    assert campaign_report.settings_table(campaign, close)[-1].best() == set()

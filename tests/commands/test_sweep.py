@@ -19,6 +19,7 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 
+import raysim
 from raysim import cli
 from raysim.commands.sweep.search import load, plan
 from raysim.commands.sweep.trial import Trial, prepared
@@ -230,6 +231,19 @@ def test_several_seeds_are_one_number_with_its_deviation_and_more_trials_leave_i
     rows = trials(folder)
     assert rows[:2] == first
     assert len(rows) == 3
+
+
+def test_python_gets_what_tune_returns(ray_session: None) -> None:
+    grid = raysim.sweep([*STUDY, LRS, "sweep.search=grid", "rounds=2", "out=s"], quiet=True)
+    rows = trials(Path("s"))
+    best, winner = grid.get_best_result(), max(rows, key=lambda row: float(row["accuracy_global"]))
+    assert (len(grid), grid.num_errors) == (2, 0)
+    assert best.config == {"local.lr": winner["local.lr"]}
+    assert best.metrics is not None and best.metrics["accuracy_global"] == winner["accuracy_global"]
+    assert Path(best.path) == Path("s", winner["folder"]).resolve()
+    assert {"config.yaml", "history.parquet"} <= {*os.listdir(best.path)}
+    assert best.metrics_dataframe is not None and [*best.metrics_dataframe["round"]] == [1, 2]
+    assert sorted(grid.get_dataframe()["config/local.lr"]) == [0.01, 0.1]
 
 
 def test_pbt_takes_over_states_and_changes_values(ray_session: None) -> None:

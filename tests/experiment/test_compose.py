@@ -186,6 +186,13 @@ def test_a_chosen_option_keeps_only_those_keys_of_a_preset_that_it_has() -> None
     assert "concentration" not in values
 
 
+@pytest.mark.parametrize("word", ["schedule=buffered", "partition=domain", "partition=dirichlet", "schedule=tiered"])
+def test_a_chosen_option_keeps_only_those_keys_of_the_default_study_that_it_has(word: str) -> None:
+    group = word.partition("=")[0]
+    values = node(word)[group]
+    assert set(values) - {TARGET} == set(defaults(resolve(values[TARGET], group)))
+
+
 def test_giving_steps_empties_epochs_and_the_other_way_round() -> None:
     assert node("local.steps=7")["local"]["epochs"] is None
     assert node("experiment=fedbr/rotated_mnist", "local.epochs=2")["local"]["steps"] is None
@@ -261,7 +268,7 @@ def test_weighting_is_by_samples_unless_a_method_or_the_user_asks_otherwise() ->
         (["local.lr.x=1"], ["local.lr is a single value"]),
         (["local={lr: 1}"], ["local=", "default"]),
         (["schedule=null"], ["schedule=null", "synchronous"]),
-        (["schedule.cohort=500"], ["schedule.cohort=500", "10"]),
+        (["schedule.cohort=500"], ["schedule.cohort=500", "20"]),
         (["schedule.cohort=0"], ["schedule.cohort=0"]),
         (["partition.clients=5000"], ["partition.clients=5000", "1000 or less"]),
         (["partition.alpha=0"], ["partition.alpha=0"]),
