@@ -21,7 +21,7 @@ from raysim.conformance.study import Study
 from raysim.data.partition import CSR, Partition, Partitioner
 from raysim.data.raw import Source
 from raysim.experiment.recorder import Follower
-from raysim.models.classifier import Classifier, ModelRecipe
+from raysim.models.classifier import Classifier, ModelRecipe, splits
 from raysim.results.observers import CurrentRun, Observer, UserObserver
 from raysim.simulation.fleet import Fleet
 from raysim.simulation.schedule import Schedule
@@ -66,7 +66,9 @@ def _seeded(study: Study) -> None:
 
 def _split(study: Study) -> None:
     task, model = study.spec().task, cast(Classifier, _network(study).eval())
-    inputs = torch.rand(4, *task.shape)
+    inputs = task.example(4)
+    if not splits(model):
+        return
     with torch.no_grad():
         features, logits = model.features(inputs), model(inputs)
         made = model.head(features)
@@ -116,8 +118,8 @@ def of_partition(partition: Partitioner, study: Study) -> Checks:
 
 def _parts(partition: Partitioner, study: Study) -> Partition:
     data = study.data.build()
-    rows = data.train_rows
-    return partition.split(data.labels[:rows], data.domains[:rows], data.num_classes, SEED)
+    rows, (groups, names) = data.train_rows, data.groups()
+    return partition.split(groups[:rows], data.domains[:rows], len(names), SEED)
 
 
 def _split_twice(partition: Partitioner, study: Study) -> None:

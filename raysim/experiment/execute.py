@@ -5,6 +5,7 @@ The only reader of configurations; below it there are objects."""
 from __future__ import annotations
 
 import functools
+import inspect
 import shlex
 import traceback
 from collections.abc import Generator, Iterator, Mapping, Sequence
@@ -18,6 +19,7 @@ import numpy as np
 import torch
 from omegaconf import DictConfig
 from safetensors import SafetensorError
+from torch import nn
 
 from raysim.api.composition import blamed, check_composition, check_private_names
 from raysim.api.declarations import Local
@@ -27,7 +29,7 @@ from raysim.data.partition import Partitioner
 from raysim.data.sources import Source
 from raysim.experiment.compose import LISTS, Node, compose, groups, load_yaml, plain, to_yaml
 from raysim.experiment.describe import overview, slots
-from raysim.experiment.instantiate import TARGET, build as build_object, resolve, shown
+from raysim.experiment.instantiate import TARGET, arguments, build as build_object, imported, resolve, shown
 from raysim.experiment.objects import PARTS, Given, given, refuse_missing
 from raysim.experiment.plugins import brought
 from raysim.experiment.recorder import OnRound, finished, record, say, users_observers
@@ -35,6 +37,7 @@ from raysim.experiment.result import Result
 from raysim.experiment.run_folder import Place, place
 from raysim.experiment.settings import ExecutionOptions, Experiment, Interrupted
 from raysim.models import ModelRecipe
+from raysim.models.split import FILLED_IN, Foreign, Own
 from raysim.primitives.errors import Refused, instead, refusing
 from raysim.primitives.files import held, is_full, replace_file, user_path
 from raysim.results.observers import Observer, ObserverFailed
@@ -80,10 +83,26 @@ def _object(config: Node, group: str, allow: Sequence[str], parts: Mapping[str, 
     if not isinstance(node, Mapping) or TARGET not in node:
         raise Refused(f"{group}={shown(node)} names no class: choose an option of the group {group}")
     refuse_missing(node, group)
+    if group == "model" and (recipe := _own_model(node, allow)) is not None:
+        return recipe
     cls = resolve(node[TARGET], group, allow)
     if not hasattr(cls, PARTS[group]):
         raise Refused(f"{group}.{TARGET}={node[TARGET]} is no {group}: it has no method '{PARTS[group]}'")
     return build_object(cls, node, group)
+
+
+def _own_model(node: Mapping[str, Any], allow: Sequence[str]) -> Own | None:
+    """A recipe for what `_target_` names, where that is a module's class or a function that makes one.
+
+    The keys besides `head` and `lora` are its arguments.
+    """
+    made = imported(node[TARGET], "model", allow)
+    if not (inspect.isfunction(made) or (isinstance(made, type) and issubclass(made, nn.Module))):
+        return None
+    ours = build_object(Foreign, {key: node[key] for key in ("head", "lora") if key in node}, "model")
+    given = {key: value for key, value in node.items() if key not in ("head", "lora")}
+    options = arguments(made, given, "model", later=FILLED_IN)
+    return Own(made, options, head=ours.head, lora=ours.lora)
 
 
 def _methods(config: Node, allow: Sequence[str], parts: Mapping[str, object]) -> tuple[Method, ...]:

@@ -226,6 +226,7 @@ class FRAug(Method):
 
     name = "fraug"
     paper = "Chen et al., ICCV 2023"
+    needs = frozenset(("classes", "features"))
     targets = "integer"
 
     def __init__(

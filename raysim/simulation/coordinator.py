@@ -96,7 +96,7 @@ class Coordinator:
         )
         self.evaluator = Evaluator(spec, self.layout, runtime, self.dispatcher, self.private)
         pooled = any(method.pools for method in spec.methods)
-        self.history = RowWriter(self.dispatcher, self.private, pooled, spec.dtype.itemsize)
+        self.history = RowWriter(self.dispatcher, self.private, pooled, spec.dtype.itemsize, spec.task.metric.name)
         self.rows: list[Row] = []
         self._published: dict[int, Published] = {}  # the current version, and base versions of jobs
         self._refs: dict[int, Ref] = {}  # where hosts find them

@@ -11,7 +11,6 @@ from typing import cast
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.functional import cross_entropy
 
 from raysim.api.composition import blamed, owner, owners
 from raysim.api.context import Context, Own
@@ -64,7 +63,7 @@ class Host:
             self.vector,
             spec.methods,
             spec.settings.local,
-            torch.from_numpy(dataset.images).to(self.device),
+            torch.from_numpy(dataset.inputs).to(self.device),
             torch.from_numpy(dataset.labels).to(self.device),
             spec.data.partition.train,
             spec.data.pipeline,
@@ -379,13 +378,13 @@ class Host:
         self.trainer.adapt(client, rows, version, how)
 
     def _score(self, task: Score) -> Report:
-        model = self.vector.networks["model"]
-        correct, losses = [], []
+        model, learnt = self.vector.networks["model"], self.trainer.task
+        scores, losses = [], []
         for inputs, labels in self.trainer.in_parts(task.rows, self.spec.score_batch):
             logits = model(inputs)
-            losses.append(cross_entropy(logits, labels, reduction="none"))
-            correct.append(self._ranked(logits).argmax(1) == labels)
-        return Report(task.client, torch.cat(correct).cpu().numpy(), torch.cat(losses).cpu().numpy())
+            losses.append(learnt.objective.losses(logits, labels))
+            scores.append(learnt.metric.rows(self._ranked(logits), labels))
+        return Report(task.client, torch.cat(scores).cpu().numpy(), torch.cat(losses).cpu().numpy())
 
 
 class _Sums:
