@@ -151,7 +151,7 @@ def _written_network(part: Own) -> Node:
             key: _plain(getattr(part, key)) for key in ("head", "lora") if getattr(part, key) != getattr(_USUAL, key)
         }
         if made is part.source and _importable(made):
-            return node | _plain(dict(part.options)) | ours
+            return {**node, **_plain(dict(part.options)), **ours}
     except TypeError:
         pass
     return node | {OBJECT: "an object from Python"}
