@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy, mse_loss
 
-from raysim.primitives.checks import one_of
 from raysim.primitives.kinds import LOWER_IS_BETTER, Kind
 
 
@@ -38,7 +37,9 @@ class Objective:
     def metric(self, name: str | None, kind: Kind) -> Metric:
         """The metric of that name, or the usual one. Raises ValueError for another kind's."""
         names = [metric.name for metric in self.metrics]
-        return self.metrics[names.index(one_of(f"evaluate.metric for {kind}", name or names[0], names))]
+        if name is not None and name not in names:
+            raise ValueError(f"evaluate.metric={name} does not score {kind}: use {' or '.join(names)}")
+        return self.metrics[0 if name is None else names.index(name)]
 
 
 def is_right(outputs: Tensor, labels: Tensor) -> Tensor:

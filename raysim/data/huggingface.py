@@ -97,8 +97,8 @@ class HuggingFace(Source):
         except Exception as error:  # the hub, its cache and files can fail in many ways
             raise ValueError(
                 f"data.{'root' if self.root else 'name'}={self.root or self.name} cannot be read "
-                f"({type(error).__name__}: {first_line(error).rstrip('.')}): name a folder that save_to_disk wrote, or a "
-                "data set that can be downloaded."
+                f"({type(error).__name__}: {first_line(error).rstrip('.')}): name a folder that save_to_disk wrote, or "
+                "a data set that can be downloaded."
             ) from error
         splits = found if isinstance(found, dict) else {"train": found}
         if "train" not in splits:
