@@ -6,9 +6,9 @@
     raysim.run(methods=[MyMethod()], model=MyModel(), data=((x, y), (x_test, y_test)), partition="iid")
     raysim.load("runs/first").model()
 
-`run` and `load` give a `Result`; `build` checks a run without starting it. What you write yourself extends `Method`,
-`ModelRecipe`, `Source` (it reads a `Raw`), `Partitioner`, `Schedule`, `Fleet` or `Observer`; `raysim new NAME` writes a
-package with one of each, and `raysim.conformance` checks them.
+`run` and `load` give a `Result`; `build` checks a run without starting it, and `sweep` searches with Ray Tune. What you
+write yourself extends `Method`, `ModelRecipe`, `Source` (it reads a `Raw`), `Partitioner`, `Schedule`, `Fleet` or
+`Observer`; `raysim new NAME` writes a package with one of each, and `raysim.conformance` checks them.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from raysim.api.method import Method
+    from raysim.commands.sweep.tune import run as sweep
     from raysim.data.partition import CSR, Partition, Partitioner
     from raysim.data.raw import Raw, Source
     from raysim.experiment.execute import build, load, run
@@ -48,10 +49,12 @@ __all__ = [
     "build",
     "load",
     "run",
+    "sweep",
 ]
 
 _PLACES = {
     "raysim.api.method": ("Method",),
+    "raysim.commands.sweep.tune": ("sweep",),
     "raysim.data.partition": ("CSR", "Partition", "Partitioner"),
     "raysim.data.raw": ("Raw", "Source"),
     "raysim.experiment.execute": ("build", "load", "run"),
@@ -62,6 +65,7 @@ _PLACES = {
     "raysim.simulation.fleet": ("Fleet",),
     "raysim.simulation.schedule": ("Schedule",),
 }
+_ELSEWHERE = {"sweep": "run"}  # what a name is called in its module
 _MODULES = {name: module for module, names in _PLACES.items() for name in names}
 
 
@@ -69,7 +73,7 @@ def __getattr__(name: str) -> Any:
     """Imports what is asked for: `import raysim` itself imports neither PyTorch nor Hydra nor Ray."""
     if name not in _MODULES:
         raise AttributeError(f"module 'raysim' has no attribute {name!r}")
-    found = globals()[name] = getattr(importlib.import_module(_MODULES[name]), name)
+    found = globals()[name] = getattr(importlib.import_module(_MODULES[name]), _ELSEWHERE.get(name, name))
     return found
 
 

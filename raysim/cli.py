@@ -1,4 +1,4 @@
-"""The command `raysim`: run, study, sweep, submit, methods, partition, fleet, new, report, bench; parse, call, print.
+"""The command `raysim`: run, study, sweep, submit, methods, partition, fleet, new, report, bench, ...; parse, call, print.
 
 Exit status: 0 done, 1 the run failed, 2 refused as asked (one sentence on stderr), 130 interrupted.
 """
@@ -6,11 +6,12 @@ Exit status: 0 done, 1 the run failed, 2 refused as asked (one sentence on stder
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from raysim.primitives.errors import Refused, instead, on_one_line, refusing
 from raysim.primitives.files import held, is_full
@@ -18,26 +19,29 @@ from raysim.primitives.files import held, is_full
 RUN = """\
 examples:
   raysim run                                              the default study, on Ray
-  raysim run method=[fedprox] method.fedprox.mu=0.1       another method, and a value of it
-  raysim run method=[fedbn,fedadam] model.norm=batch      methods combine
+  raysim run method=fedprox method.fedprox.mu=0.1         another method, and a value of it
+  raysim run method=fedbn+fedadam model.norm=batch        methods combine; fedavg is what remains without any
   raysim run data=fashion_mnist model=cnn partition=shards partition.shards_per_client=2
-  raysim run schedule=buffered fleet=lognormal method=[fedbuff]
-  raysim run experiment=fedbr/rotated_mnist data.root=DIR a row of a paper's table
+  raysim run schedule=buffered fleet=lognormal method=fedbuff
+  raysim run experiment=fedbr/rotated_mnist data.root=DIR  a row of a paper's table
   raysim run runtime=inprocess rounds=5 tracking=none     quick, without Ray and MLflow
   raysim run out=runs/mine                                where the results go
   raysim run out=runs/mine resume=latest                  go on where it stopped, to the same bits
+  raysim run method=fedprox --show                        print the configuration, run nothing
 
 The groups method, schedule, fleet, data, partition, model, local, evaluate, runtime, tracking and experiment take the
-name of an option; all other keys take a value. A wrong name is answered with the nearest right one."""
+name of an option; all other keys take a value. A wrong name is answered with the nearest right one. No word above needs
+quotes in bash or zsh; those with brackets do: 'method=[fedbn,fedadam]' is method=fedbn+fedadam."""
 STUDY = """\
 examples:
-  raysim study method=[],[fedprox],[scaffold] seed=range(5) rounds=20 out=studies/mine
-                                          15 runs: a comma outside brackets separates values; [] is FedAvg
-  raysim study method=[],[fedprox] partition.alpha=0.1,0.5 seed=0,1,2 method.fedprox.mu=0.1
+  raysim study method=fedavg,fedprox,scaffold seed=0..4 rounds=20 out=studies/mine
+                                          15 runs: a comma separates values, 0..4 counts; fedavg is no method at all
+  raysim study method=fedavg,fedbr+mixup  a + joins the methods of one run
+  raysim study method=fedavg,fedprox partition.alpha=0.1,0.5 seed=0,1,2 method.fedprox.mu=0.1
                                           a key that only some runs have (fedprox.mu) is for these alone
   raysim study out=studies/mine resume=latest
                                           go on where it stopped: what is finished stays
-  raysim study out=studies/mine resume=latest seed=range(10) --metric best5_mean
+  raysim study out=studies/mine resume=latest seed=0..9 --metric best5_mean
                                           more seeds, and another number to compare
   raysim report studies/mine/runs/*       every run of it as a curve of its own
 
@@ -45,10 +49,10 @@ The first method is the one that the others are compared to, seed by seed: mean 
 t-test with Holm's correction, Wilcoxon's test from six seeds on. Where no method varies, the first key that does."""
 SUBMIT = """\
 examples:
-  raysim submit run method=[fedprox] out=/shared/runs/first
+  raysim submit run method=fedprox out=/shared/runs/first
                                           on the cluster at $RAY_API_SERVER_ADDRESS, else http://127.0.0.1:8265
-  raysim submit --address http://HEAD:8265 sweep sweep=fedbr method=[fedbr] out=/shared/sweeps/fedbr
-  raysim submit --with mine run --allow mine method=[mine] out=/shared/runs/mine
+  raysim submit --address http://HEAD:8265 sweep sweep=fedbr method=fedbr out=/shared/sweeps/fedbr
+  raysim submit --with mine run --allow mine method=mine out=/shared/runs/mine
   raysim submit --runtime-env jobs/runtime_env.yaml run out=/shared/runs/first
                                           where the nodes have Ray alone: installs the rest
 
@@ -72,16 +76,16 @@ examples:
 The head of raysim/simulation/trace.py describes the file, for traces of your own."""
 SWEEP = """\
 examples:
-  raysim sweep sweep=fedbr method=[fedbr]                 FedBR's weights and temperatures, 16 random settings
-  raysim sweep sweep=fedbr method=[fedbr] sweep.search=optuna sweep.scheduler=asha sweep.trials=30
+  raysim sweep sweep=fedbr method=fedbr                   FedBR's weights and temperatures, 16 random settings
+  raysim sweep sweep=fedbr method=fedbr sweep.search=optuna sweep.scheduler=asha sweep.trials=30
   raysim sweep sweep=methods sweep.seeds=3 rounds=30      methods themselves, each under three seeds
-  raysim sweep method=[fedprox] method.fedprox.mu=0.01,0.1,1 sweep.search=grid
+  raysim sweep method=fedprox method.fedprox.mu=0.01,0.1,1 sweep.search=grid
                                                           a list of values makes a key part of the space
-  raysim sweep method=[],[fedbr] local.lr='tag(log, interval(1e-3, 1))' local.epochs='int(interval(1, 10))'
+  raysim sweep method=fedavg,fedbr local.lr='tag(log, interval(1e-3, 1))' local.epochs='int(interval(1, 10))'
                                                           so does a range; without tag(log, ...) all is as likely
-  raysim sweep sweep=fedbr method=[fedbr] sweep.scheduler=pbt sweep.interval=5
+  raysim sweep sweep=fedbr method=fedbr sweep.scheduler=pbt sweep.interval=5
                                                           values change while the runs go on
-  raysim sweep sweep=fedprox method=[fedprox] sweep.hosts=2 runtime=cluster
+  raysim sweep sweep=fedprox method=fedprox sweep.hosts=2 runtime=cluster
                                                           two hosts for each trial, on a cluster
   raysim sweep out=runs/mine resume=latest                go on where it stopped
   raysim run --config runs/mine/best.yaml seed=7          train the best setting again
@@ -109,17 +113,37 @@ examples:
   raysim bench steps                        what each method adds to a local step
   raysim bench rules                        what each method adds to the server's step
   raysim bench scale --blocks 3             the coordinator's own time for 1,000 to 100,000 clients a round"""
+COMPLETION = """\
+examples:
+  eval "$(raysim completion bash)"    in ~/.bashrc
+  eval "$(raysim completion zsh)"     in ~/.zshrc
+
+Then the tabulator completes commands, options, keys and the names of a group: method=fedbr+mi, local.l, partition=."""
 MAIN = """\
 examples:
   raysim run                          train the default study
-  raysim run method=[fedbr,mixup]     any list of methods
+  raysim run method=fedbr+mixup       any list of methods
   raysim run -h                       how to choose data, models, schedules
-  raysim study method=[],[fedprox] seed=0,1,2
+  raysim study method=fedavg,fedprox seed=0,1,2
                                       methods x seeds as one job with one report
   raysim methods                      what can be in such a list
   raysim partition partition.alpha=1  look at a split before training
   raysim report runs/*                compare runs
-  raysim report --paper fedbr/table1  a published table, and how to make its rows"""
+  raysim report --paper fedbr/table1  a published table, and how to make its rows
+  raysim help study                   what a command takes, by example"""
+
+
+# What users of Hydra and of Ray Tune type, and our word for it.
+ELSEWHERE = {
+    **dict.fromkeys(("-m", "--multirun"), "raysim study method=fedavg,fedprox seed=0..4 makes a run of each"),
+    **dict.fromkeys(("-c", "--cfg", "-i", "--info", "--resolve"), "raysim run --show prints the configuration"),
+    **dict.fromkeys(("-cd", "--config-dir", "-cp", "--config-path"), "--conf DIR adds a folder of your own options"),
+    **dict.fromkeys(("-cn", "--config-name"), "experiment=NAME takes a preset, --config FILE a stored configuration"),
+    **dict.fromkeys(("--num-samples", "--num_samples"), "raysim sweep sweep.trials=N makes so many trials"),
+}
+
+
+RUN_FILES = ("config.yaml", "history.parquet")  # of a run that can be shown
 
 
 class Parser(argparse.ArgumentParser):
@@ -140,6 +164,13 @@ def call(words: Sequence[str]) -> int:
     # Ray reads both when it is imported; a user's own values stay.
     os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
     os.environ.setdefault("RAY_AUTH_MODE", "token")
+    words = [*itertools.takewhile(lambda word: word != "#", words)]  # zsh passes on a comment that is pasted
+    if "_ARGCOMPLETE" in os.environ:
+        _complete()
+    if words[:1] == ["help"]:
+        words = [*words[1:2], "-h"]
+    if words[:1] == ["--version"]:
+        return _say_version()
     if words and not words[0].startswith("-") and words[0] not in COMMANDS:
         sys.stderr.write(f"raysim: there is no command {words[0]}: {instead(words[0], COMMANDS)}\n")
         return 2
@@ -152,7 +183,11 @@ def call(words: Sequence[str]) -> int:
 
 def _parsed(words: Sequence[str]) -> argparse.Namespace:
     """The words as a command and its options; a wrong one ends the process with status 2."""
-    given, unknown = (parser := _parser()).parse_known_args(words)
+    parser = _parser()
+    for word in words:
+        if ours := ELSEWHERE.get(word.partition("=")[0]):
+            parser.exit(2, f"raysim: there is no option {word}: {ours}\n")
+    given, unknown = parser.parse_known_args(words)
     if dashed := [word for word in unknown if word.startswith("-")]:
         parser.error(f"there is no option {dashed[0]}")
     for words_of in ("overrides", "runs"):  # argparse stops collecting them at the first option
@@ -200,6 +235,21 @@ def _guarded(command: Callable[[], int]) -> int:
         return _say(f"the output cannot be written: {error.strerror}", 1)
 
 
+def _complete() -> NoReturn:
+    """Answer a shell that asks for completions, on the channel that it has opened for them."""
+    import argcomplete
+
+    argcomplete.autocomplete(_parser())
+    sys.exit(0)
+
+
+def _width() -> int:
+    """Columns of the terminal, or of a page where there is none."""
+    import shutil
+
+    return shutil.get_terminal_size((120, 24)).columns
+
+
 def _say(sentence: str, status: int) -> int:
     sys.stderr.write(f"raysim: {sentence}\n")
     return status
@@ -212,22 +262,25 @@ def _parser() -> Parser:
         epilog=MAIN,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    parser.add_argument("--version", action="store_true", help="print raysim's version")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
 
     def add(name: str, text: str, epilog: str) -> argparse.ArgumentParser:
         style = argparse.RawDescriptionHelpFormatter
-        return commands.add_parser(name, help=text, description=text.capitalize(), epilog=epilog, formatter_class=style)
+        about = text[0].upper() + text[1:]  # names keep their case
+        return commands.add_parser(name, help=text, description=about, epilog=epilog, formatter_class=style)
 
     run = add("run", "train one study and record it", RUN)
     _configurable(run)
     run.add_argument("--quiet", action="store_true", help="print nothing but errors")
+    run.add_argument("--config", metavar="FILE", help="start from a stored configuration, such as a sweep's best.yaml")
+    run.add_argument("--show", action="store_true", help="print the configuration as YAML, and run nothing")
     study = add("study", "methods x seeds x partitions as one job: means, deviations, tests of differences", STUDY)
     _configurable(study)
     study.add_argument("--parallel", type=int, default=1, metavar="N", help="runs side by side, in processes (1)")
     study.add_argument(
         "--metric", action="append", default=[], metavar="NAME", help="a number of summary.json to compare; repeatable"
     )
-    run.add_argument("--config", metavar="FILE", help="start from a stored configuration, such as a sweep's best.yaml")
     sweep = add("sweep", "search for good settings with Ray Tune", SWEEP)
     _configurable(sweep)
     sweep.add_argument("--quiet", action="store_true", help="print nothing but errors")
@@ -267,11 +320,17 @@ def _parser() -> Parser:
         "--floor", action="store_true", help="measure a tuned loop as well, the least that PyTorch needs"
     )
     bench.add_argument("--hosts", type=int, default=2, help="processes of one thread, on both sides (2)")
+    completion = add("completion", "print what makes a shell complete raysim's words", COMPLETION)
+    completion.add_argument("shell", choices=("bash", "zsh"), help="which shell")
+    commands.add_parser("help", help="show this, or what a command takes: raysim help run")
     return parser
 
 
 def _configurable(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="what differs from the default study")
+    overrides: Any = parser.add_argument(
+        "overrides", nargs="*", metavar="KEY=VALUE", help="what differs from the default study"
+    )
+    overrides.completer = _completions
     parser.add_argument(
         "--conf", action="append", default=[], metavar="DIR", help="a folder of your own options, laid out like conf"
     )
@@ -284,13 +343,21 @@ def _configurable(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _completions(prefix: str, parsed_args: argparse.Namespace, **_: object) -> list[str]:
+    from raysim.experiment.completion import completions
+
+    return completions(prefix, parsed_args.overrides or (), parsed_args.conf)
+
+
 # --- commands -------------------------------------------------------------------------------------------------------
 def _run(given: argparse.Namespace) -> int:
-    from raysim.experiment.compose import compose
+    from raysim.experiment.compose import compose, plain, to_yaml
 
-    config = compose(
-        given.overrides, given.conf, given.config
-    )  # before torch is imported: a typing mistake is answered at once
+    # before torch is imported: a typing mistake is answered at once
+    config = compose(given.overrides, given.conf, given.config)
+    if given.show:
+        print(to_yaml(plain(config)), end="")
+        return 0
     from raysim.experiment.execute import run
 
     run(config, quiet=given.quiet, allow=given.allow)
@@ -316,7 +383,7 @@ def _study(given: argparse.Namespace) -> int:
             campaign, parallel=given.parallel, allow=given.allow, say=lambda text: print(text, flush=True)
         )
         with refusing():
-            print(f"\n{report(campaign, given.metric, failed)}")
+            print(f"\n{report(campaign, given.metric, failed, _width())}")
     for name, sentence in failed.items():
         sys.stderr.write(f"raysim: run {name} failed: {sentence}\n")
     return 1 if failed else 0
@@ -363,7 +430,8 @@ def _methods(given: argparse.Namespace) -> int:
     from rich.table import Table
 
     table = Table("name", "paper", "slots", "parameters", box=box.SIMPLE_HEAD)
-    table.columns[-1].overflow = "fold"
+    for column in table.columns:
+        column.overflow = "fold"  # and never an ellipsis
     for entry in entries:
         values = "\n".join(f"{key}={value}" for key, value in entry["parameters"].items())
         table.add_row(entry["name"], entry["paper"], ", ".join(entry["slots"]), values)
@@ -426,22 +494,26 @@ def _report(given: argparse.Namespace) -> int:
 
     with refusing():
         runs = [load_run(folder) for folder in _folders(given.runs)]
-        print(table(runs))
+        print(table(runs, _width()))
         page = compare(runs, Path(given.out or "report"))
     print(f"\ncurves and table: {page}")
     return 0
 
 
 def _folders(runs: Sequence[str]) -> list[Path]:
-    """Without the files that a shell's runs/* finds beside the folders, such as runs/mlflow.db."""
+    """Without what a shell's runs/* finds beside runs, such as runs/mlflow.db; says which folders are passed over."""
     paths = [Path(run) for run in runs]
-    return [path for path in paths if not path.is_file()] or paths
+    files = [path for path in paths if path.is_file()]
+    other = [p for p in paths if p.is_dir() and not all((p / name).is_file() for name in RUN_FILES)]
+    if not (left := [path for path in paths if path not in (*files, *other)]):
+        return paths  # whose reader says what is wrong with the first of them
+    if other:
+        _say(f"passed over, as no run has written there: {', '.join(map(str, other))}", 0)
+    return left
 
 
 def _paper(given: argparse.Namespace) -> int:
     """A published table beside runs, or the tables that a paper has."""
-    import shutil
-
     from raysim.commands.papers.comparison import compare
     from raysim.commands.papers.tables import listing
     from raysim.results.report import load_run
@@ -455,7 +527,7 @@ def _paper(given: argparse.Namespace) -> int:
         return 0
     with refusing():
         runs = [load_run(folder) for folder in _folders(given.runs)]
-        print(compare(given.paper, runs, shutil.get_terminal_size((120, 24)).columns))
+        print(compare(given.paper, runs, _width()))
     return 0
 
 
@@ -470,6 +542,20 @@ def _bench(given: argparse.Namespace) -> int:
     return 0
 
 
+def _completion(given: argparse.Namespace) -> int:
+    import argcomplete
+
+    print(argcomplete.shellcode(["raysim"], shell=given.shell), end="")
+    return 0
+
+
+def _say_version() -> int:
+    import raysim
+
+    print(f"raysim {raysim.__version__}")
+    return 0
+
+
 COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "run": _run,
     "sweep": _sweep,
@@ -481,4 +567,6 @@ COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "new": _new,
     "report": _report,
     "bench": _bench,
+    "completion": _completion,
+    "help": lambda given: 0,  # `call` has made it -h
 }

@@ -23,6 +23,7 @@ from raysim import cli
 from raysim.api.method import Method
 from raysim.data.dataset import Samples, cached
 from raysim.experiment import execute as experiment
+from raysim.experiment.completion import completions
 from raysim.primitives.errors import Refused
 from raysim.primitives.files import held
 from raysim.results.history import read_history
@@ -467,3 +468,127 @@ def test_a_run_on_ray_that_is_told_to_end_says_how_to_go_on(ray_session: None) -
     _, errors = told.communicate()
     assert told.returncode == 130
     assert "out=a and resume=latest continues from the last checkpoint" in errors and "SIGTERM" not in errors
+
+
+# --- help, version, completion, and words of other programs -------------------------------------------------------
+def printed(words: list[str], capsys: pytest.CaptureFixture[str], status: int = 0) -> str:
+    try:
+        ended: object = cli.call(words)
+    except SystemExit as error:
+        ended = error.code
+    assert ended == status
+    captured = capsys.readouterr()
+    return captured.out if status == 0 else one_sentence(captured.err)
+
+
+def test_help_is_a_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert printed(["help"], capsys) == printed(["-h"], capsys) == printed([], capsys)
+    assert printed(["help", "study"], capsys) == printed(["study", "-h"], capsys)
+    assert "did you mean study?" in printed(["help", "stdy"], capsys, status=2)
+
+
+@pytest.mark.parametrize("command", cli.COMMANDS)
+def test_help_keeps_the_case_of_names(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    text = printed(["help", command], capsys)
+    for name in ("Ray", "Tune", "PyTorch", "HTML", "YAML", "MLflow", "JSON"):
+        assert name.lower() not in {*text.replace("raysim", "").replace("--json", "").split()}
+    if command == "sweep":
+        assert "Search for good settings with Ray Tune" in text
+
+
+def test_the_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> None:
+    import raysim
+
+    assert printed(["--version"], capsys) == f"raysim {raysim.__version__}\n"
+
+
+def test_the_configuration_is_shown_and_runs_again(capsys: pytest.CaptureFixture[str]) -> None:
+    shown = printed(["run", *QUICK, "method=fedprox", "method.fedprox.mu=0.5", "--show"], capsys)
+    assert list(Path().iterdir()) == []
+    Path("shown.yaml").write_text(shown)
+    assert printed(["run", "--config", "shown.yaml", "--show"], capsys) == shown
+    assert "mu: 0.5\n" in shown and "${" not in shown
+    assert "did you mean rounds?" in printed(["run", "ronds=3", "--show"], capsys, status=2)
+
+
+def test_a_comment_that_zsh_passes_on_is_no_word(capsys: pytest.CaptureFixture[str]) -> None:
+    assert printed(["run", "--show", "#", "what", "is it?"], capsys) == printed(["run", "--show"], capsys)
+
+
+@pytest.mark.parametrize(
+    ("words", "ours"),
+    [
+        (["run", "-m", "seed=0,1"], "raysim study"),
+        (["-m", "seed=0,1"], "raysim study"),
+        (["run", "--multirun"], "raysim study"),
+        (["run", "seed=0,1"], "raysim study seed=0,1"),
+        (["run", "--cfg", "job"], "raysim run --show"),
+        (["study", "--info"], "raysim run --show"),
+        (["run", "--config-dir=mine"], "--conf DIR"),
+        (["run", "--config-name", "mine"], "experiment=NAME"),
+        (["run", "hydra/launcher=joblib"], "raysim study --parallel N"),
+        (["sweep", "hydra/sweeper=optuna", "local.lr=0.1,0.2"], "raysim sweep searches"),
+        (["sweep", "--num-samples", "8"], "sweep.trials=N"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_words_of_hydra_and_tune_are_answered_with_ours(
+    words: list[str], ours: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert ours in printed(words, capsys, status=2)
+
+
+@pytest.mark.parametrize(
+    ("prefix", "given", "wanted"),
+    [
+        ("method=fedpr", [], ["method=fedprox"]),
+        ("method=fedbr+mi", [], ["method=fedbr+mixup"]),
+        ("method=fedavg,fedpr", [], ["method=fedavg,fedprox"]),
+        ("method=feda", [], [f"method=fed{name}" for name in ("adagrad", "adam", "async", "avgm", "avg")]),
+        ("local.l", [], ["local.lr=", "local.lr_decay="]),
+        ("method.fedprox", ["method=fedprox"], ["method.fedprox.mu="]),
+        ("method.fedprox", ["method=fedprx"], []),
+        ("seed", ["rounds"], ["seed="]),
+        ("schedule=b", [], ["schedule=buffered"]),
+        ("nothing", [], []),
+    ],
+)
+def test_words_are_completed(prefix: str, given: list[str], wanted: list[str]) -> None:
+    assert completions(prefix, given) == wanted
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh"])
+def test_a_shell_is_told_how_to_complete(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
+    script = printed(["completion", shell], capsys)
+    assert "_python_argcomplete" in script and "raysim" in script
+    assert "invalid choice: 'fish'" in printed(["completion", "fish"], capsys, status=2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("line", "wanted"),
+    [("raysim stu", {"study "}), ("raysim run --sh", {"--show "}), ("raysim study method=fedavg,fedpro", None)],
+)
+def test_a_shell_gets_its_completions(line: str, wanted: set[str] | None) -> None:
+    code = "import sys; sys.argv[0] = 'raysim'; from raysim.cli import main; main()"
+    shell = {"_ARGCOMPLETE": "1", "_ARGCOMPLETE_STDOUT_FILENAME": "found", "COMP_LINE": line, "IFS": "\013"}
+    words = {"COMP_POINT": str(len(line)), "_ARGCOMPLETE_COMP_WORDBREAKS": " \t\n=", "_ARGCOMPLETE_IFS": "\013"}
+    subprocess.run([sys.executable, "-c", code], env={**os.environ, **shell, **words}, check=True)
+    assert {*Path("found").read_text().split("\013")} == (wanted or {"fedavg,fedprox "})
+
+
+# --- what a shell's runs/* finds ----------------------------------------------------------------------------------
+def test_folders_that_are_no_run_are_passed_over(capsys: pytest.CaptureFixture[str]) -> None:
+    run("out=runs/a", "rounds=2")
+    Path("runs/mlflow_artifacts/1").mkdir(parents=True)
+    Path("runs/mlflow.db").write_text("")
+    everything = [*map(str, sorted(Path("runs").iterdir()))]
+    capsys.readouterr()
+    for words in (["report", *everything], ["report", "--paper", "fedbr/table1", *everything]):
+        assert cli.call(words) == 0
+        captured = capsys.readouterr()
+        assert captured.err == "raysim: passed over, as no run has written there: runs/mlflow_artifacts\n"
+        assert "fedavg" in captured.out or "runs/a" in captured.out
+    assert "is no folder of a run" in printed(["report", "runs/mlflow_artifacts"], capsys, status=2)
+    assert "nowhere is no folder" in printed(["report", "nowhere", "runs/mlflow.db"], capsys, status=2)
+    assert "nowhere is no folder" in printed(["report", "nowhere", "runs/a"], capsys, status=2)

@@ -6,6 +6,7 @@ key with `+` creates a new one) and its messages speak of its internals.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,9 +33,28 @@ from raysim.primitives.files import regular, user_path, without_password
 Node: TypeAlias = dict[str, Any]
 
 LISTS = ("method", "observer")  # groups of which any number of options is chosen
+NONE = "fedavg"  # what a list without any is called
 COMPLETE = ("method", "schedule", "fleet", "data", "partition", "model")  # groups without which nothing runs
 SWEEP = "sweep"  # the group that no run has
 ALTERNATIVES = (("local.epochs", "local.steps"),)  # setting one empties the other, unless it is set too
+_SPAN = re.compile(r"(?<![^=,])(-?\d{1,18})\.\.(-?\d{1,18})(?![^,])")  # 0..4
+_MOST = 10_000  # values that one word may stand for
+HYDRAS = {  # what Hydra's own words are here
+    "hydra/launcher": "raysim study --parallel N makes runs side by side, and raysim sweep on all nodes of a Ray",
+    "hydra.launcher": "raysim study --parallel N makes runs side by side, and raysim sweep on all nodes of a Ray",
+    "hydra/sweeper": "raysim sweep searches, as sweep.search says: random, grid or optuna",
+    "hydra.sweeper": "raysim sweep searches, as sweep.search says: random, grid or optuna",
+    "hydra.mode": "raysim study makes several runs, raysim sweep searches",
+    "hydra": "out=DIR names the folder of the results, and all else is raysim's own",
+}
+TUNES = {  # what Ray Tune's functions are here
+    "uniform": "'interval(LOW, HIGH)'",
+    "loguniform": "'tag(log, interval(LOW, HIGH))'",
+    "randint": "'int(interval(LOW, HIGH))'",
+    "lograndint": "'int(tag(log, interval(LOW, HIGH)))'",
+    "grid_search": "VALUE,VALUE and sweep.search=grid",
+}
+_FUNCTION = re.compile(r"([^=]+)=(?:tune\.)?(\w+)\(")
 _QUOTE = "put a value with special characters into quotes, such as 'out=\"a=b\"'"
 
 
@@ -62,6 +82,8 @@ def groups(folders: Sequence[Path] = ()) -> Groups:
             group, *rest = path.relative_to(root).with_suffix("").parts
             if root in folders and not load_yaml(path) and group in LISTS:
                 raise Refused(f"{path} is empty: name a class in it, or remove it")
+            if group in LISTS and path.stem == NONE:
+                raise Refused(f"{path}: {group}={NONE} means that there is none: give the file another name")
             if path.name.startswith("_"):  # what several options have in common
                 continue
             options, name = files.setdefault(group, {}), "/".join(rest)
@@ -251,7 +273,8 @@ def _onto(stored: Node, config: DictConfig, named: Sequence[str]) -> DictConfig:
 def spread(text: str) -> tuple[str, list[str]]:
     """The key of a word of a study, and an override for each of the values that it gives.
 
-    "seed=0,1" and "seed=range(2)" give two; "method=[],[fedbr,mixup]" gives two lists. Raises Refused.
+    "seed=0,1", "seed=0..1" and "seed=range(2)" give two; "method=fedavg,fedbr+mixup" gives two lists, as does
+    "method=[],[fedbr,mixup]". Raises Refused.
     """
     override = read_override(text)
     key = override.key_or_group
@@ -259,20 +282,48 @@ def spread(text: str) -> tuple[str, list[str]]:
         return single_override(text).key_or_group, [text]
     value = override.value()
     if not isinstance(value, (ChoiceSweep, RangeSweep)) or value.shuffle or override.package is not None:
-        raise Refused(f"'{text}' does not list the values of {key}: write {key}=VALUE,VALUE or {key}=range(N)")
+        raise Refused(f"'{text}' does not list the values of {key}: write {key}=VALUE,VALUE or {key}=0..4")
     return key, [f"{key}={each}" for each in override.sweep_string_iterator()]
 
 
 def read_override(text: str) -> Override:
-    """One override as Hydra reads it."""
+    """One override as Hydra reads it, but for "0..4", which is 0,1,2,3,4. Raises Refused."""
+    if (found := _FUNCTION.match(text)) and found[2] in TUNES:
+        raise Refused(f"'{text}' is written as in Ray Tune: write {found[1]}={TUNES[found[2]]} for raysim sweep")
+    counted = _counted(text)
     try:
-        override: Override = OverridesParser.create().parse_override(text)
+        override: Override = OverridesParser.create().parse_override(counted)
         if not override.is_delete() and not override.is_sweep_override():
             override.value()
     except (HydraException, ValueError, TypeError) as error:
         hint = _QUOTE if "=" in text else "write the name of a setting, '=' and its value"
         raise Refused(f"'{text}' cannot be read as key=value: {hint}") from error
     return override
+
+
+def _counted(text: str) -> str:
+    """A word in which "0..4" is written out, which no shell reads as a pattern; a quoted value stays as it is."""
+
+    def listed(found: re.Match[str]) -> str:
+        first, last = int(found[1]), int(found[2])
+        if not first <= last < first + _MOST:
+            raise Refused(f"'{text}' counts up, by {_MOST:,} values at most: write the lower end first, such as 0..4")
+        return ",".join(map(str, range(first, last + 1)))
+
+    return text if {*"'\"[({"} & {*text} else _SPAN.sub(listed, text)
+
+
+def option_names(value: object) -> list[Any]:
+    """What a list of options names: "a+b" as [a, b]; null, "" and "fedavg" as an empty list."""
+    if isinstance(value, str):
+        value = value.split("+") if value else []
+    names = value if isinstance(value, list) else [] if value is None else [value]
+    return [] if names == [NONE] else names
+
+
+def joined(names: Sequence[object]) -> str:
+    """A list of options as a word that no shell changes: the other way round."""
+    return "+".join(map(str, names)) or NONE
 
 
 def single_override(text: str) -> Override:
@@ -283,7 +334,8 @@ def single_override(text: str) -> Override:
         raise Refused(f"'{text}' would remove a setting, but every setting stays: give it another value instead")
     if override.is_sweep_override():
         raise Refused(
-            f"'{text}' gives several values, but a run takes one: write {key}=VALUE, or {key}=[a,b] for a list"
+            f"'{text}' gives several values, but a run takes one: raysim study {text} makes a run of each"
+            + (f"; {key}=a+b is a list" if key in LISTS else "")
         )
     if override.package is not None:
         raise Refused(f"'{text}' moves a group with '@', but groups keep their names: write {key}=VALUE")
@@ -318,17 +370,16 @@ def _options(override: Override, known: Groups) -> list[str]:
 def _names(group: str, value: object, known: Groups) -> list[str]:
     """The options of a group that a value names."""
     options = known.files[group]
-    if group in LISTS:
-        found = list(value) if isinstance(value, list) else [value] if value not in (None, "") else []
-    else:
-        found = [value]
+    found = option_names(value) if group in LISTS else [value]
     names = [name for name in found if isinstance(name, str)]
     for name in found:
+        if group in LISTS and name == NONE:
+            raise Refused(f"{group}={joined(found)}: {NONE} means that there is no other {group}, leave it out")
         if not isinstance(name, str) or name not in options:
             has = instead(str(name), options) if options else "no package that is installed or allowed brings one"
             raise Refused(f"{group}={'null' if name is None else str(name)} does not exist: {has}")
         if names.count(name) > 1:
-            raise Refused(f"{group}=[{','.join(names)}] names {name} {names.count(name)} times: keep one of them")
+            raise Refused(f"{group}={joined(names)} names {name} {names.count(name)} times: keep one of them")
     return names
 
 
@@ -355,7 +406,7 @@ def _composed(chosen: Mapping[str, list[str]], known: Groups, roots: Sequence[Pa
     config.pop("experiment", None)
     for group in LISTS if "experiment" in chosen else ():
         _refuse_unknown(config, group, known, chosen["experiment"][0])
-    for group in chosen if "experiment" in chosen else ():
+    for group in chosen:
         # Hydra keeps a preset's list when the user's is empty, and a preset's keys whatever option is chosen.
         if group in config:
             own = (key for path, values in parts if not path.startswith("experiment/") for key in values.get(group, ()))
@@ -440,8 +491,8 @@ def _unknown(config: DictConfig, node: Any, path: list[str], part: str, key: str
     option = config.choices.get(path[0])
     if path[0] in LISTS and len(path) == 1:
         if part in known.files[path[0]]:
-            both = ",".join([*option, part])
-            return f"{key} has no effect because {part} is not in {where}=[{','.join(option)}]: write {where}=[{both}]"
+            both = joined([*option, part])
+            return f"{key} has no effect because {part} is not in {where}={joined(option)}: write {where}={both}"
         return f"{key} does not exist: {instead(part, known.files[path[0]])}"
     has = f"{path[0]}={option} has" if len(path) == 1 and option not in (None, "default") else f"{where} has"
     return f"{where}.{part} does not exist: {instead(part, [str(name) for name in node if name != '_target_'], has)}"
@@ -449,6 +500,8 @@ def _unknown(config: DictConfig, node: Any, path: list[str], part: str, key: str
 
 def _anywhere(config: DictConfig, key: str, known: Groups) -> str:
     """What an unknown first part may have meant: a group, a key at the top, or the last part of a longer key."""
+    if ours := next((ours for word, ours in HYDRAS.items() if f"{key}.".startswith((f"{word}.", f"{word}/"))), None):
+        return ours
     head, _, rest = key.partition(".")
     top = [str(name) for name in config if name != "choices"] + ["experiment"]
     if near := nearest(head, top):
@@ -460,6 +513,9 @@ def _anywhere(config: DictConfig, key: str, known: Groups) -> str:
 
 def _assign(config: DictConfig, key: str, value: Any, text: str) -> None:
     try:
+        listed = isinstance(value, str) and "/" not in value and OmegaConf.is_list(OmegaConf.select(config, key))
+        if listed:  # as a list of options; paths stay whole
+            value = [read_override(f"{key}={each}").value() for each in value.split("+")]
         OmegaConf.update(config, key, value, merge=True)
     except OmegaConfBaseException as error:
         raise Refused(f"'{text}' does not fit there: {key} takes a single value") from error

@@ -22,7 +22,8 @@ from raysim.simulation.load import make_planner
 from raysim.training.run_spec import build_networks
 from raysim.vectors.layout import Layout
 
-LIBRARIES = ("raysim", "torch", "numpy", "ray", "pyarrow", "mlflow")
+# The name that a run records, and the one under which it is installed.
+LIBRARIES = {"raysim": "raysim-fl"} | {name: name for name in ("torch", "numpy", "ray", "pyarrow", "mlflow")}
 
 
 def overview(experiment: Experiment, folder: Path) -> str:
@@ -34,6 +35,7 @@ def overview(experiment: Experiment, folder: Path) -> str:
     networks, layout = build_networks(spec)
     numbers = statistics(spec.data)
     sizes: Any = numbers["sizes"]
+    tests = spec.data.partition.test.counts
     runtime = experiment.execution.runtime
     hosts = (
         "in this process"
@@ -46,7 +48,8 @@ def overview(experiment: Experiment, folder: Path) -> str:
         "model": f"{choices['model']}: {_parameters(networks)}; {layout.total:,} floats{stays}",
         "data": spec.data.title,
         "clients": f"{numbers['clients']} with {sizes['min']} to {sizes['max']} training samples, "
-        f"{numbers['empty_clients']} without; {numbers['central_test']} central test samples",
+        f"{numbers['empty_clients']} without; {tests.min()} to {tests.max()} test samples of their own; "
+        f"{numbers['central_test']} central test samples",
         "rounds": f"{_several(settings.rounds, 'round')} of {experiment.schedule!r}, {settings.weighting} weights; "
         f"{_local(settings.local)}",
         "schedule": _schedule(experiment, layout),
@@ -160,7 +163,7 @@ def identity(experiment: Experiment) -> dict[str, object]:
         "seed": spec.settings.seed,
         "summation": spec.settings.summation,
         "python": platform.python_version(),
-        "libraries": {name: version for name in LIBRARIES if (version := _version(name))},
+        "libraries": {name: found for name, installed in LIBRARIES.items() if (found := _version(installed))},
     }
 
 

@@ -40,7 +40,8 @@ from raysim.models import ModelRecipe
 from raysim.models.split import FILLED_IN, Foreign, Own
 from raysim.primitives.errors import Refused, instead, refusing
 from raysim.primitives.files import held, is_full, replace_file, user_path
-from raysim.results.observers import Observer, ObserverFailed
+from raysim.results.observers import Note, Observer, ObserverFailed
+from raysim.results.progress import waiting
 from raysim.results.report import load_run
 from raysim.runtime.placement import listen_on_loopback
 from raysim.simulation.events import Event, RunStopped, TooManyFailures
@@ -312,8 +313,8 @@ def run(
             plan = overview(experiment, where.folder)
         for text in (plan, where.note, *experiment.warnings):
             say(console, text)
-        events = stack.enter_context(closing(_events(experiment, where, console)))
-        with refusing():
+        with waiting(console) as waits_for, refusing():
+            events = stack.enter_context(closing(_events(experiment, where, console, waits_for)))
             started = next(events)  # only now hosts are known to fit
             _make_folder(experiment, where)
         if not where.exists:
@@ -366,18 +367,19 @@ def _unwritable(folder: Path) -> Iterator[None]:
         raise RunStopped(f"{what}; {mend}, then {again} goes on from the last checkpoint") from error
 
 
-def _events(experiment: Experiment, where: Place, console: Console) -> Generator[Event, None, None]:
-    """The chosen runtime's stream of events."""
+def _events(experiment: Experiment, where: Place, console: Console, waits_for: Note) -> Generator[Event, None, None]:
+    """The chosen runtime's stream of events. waits_for: is told what has to start before the first of them."""
     if experiment.execution.runtime.name == "inprocess":
         from raysim.runtime import inprocess
 
         parts = experiment.spec, experiment.schedule, experiment.fleet
         yield from inprocess.run(*parts, str(where.folder.absolute()), where.resume)
         return
-    yield from _on_ray(experiment, where, console)
+    yield from _on_ray(experiment, where, console, waits_for)
 
 
-def _on_ray(experiment: Experiment, where: Place, console: Console) -> Iterator[Event]:
+def _on_ray(experiment: Experiment, where: Place, console: Console, waits_for: Note) -> Iterator[Event]:
+    waits_for("waiting for Ray")
     listen_on_loopback(experiment.execution.runtime)
     from raysim.runtime import ray
 
@@ -392,6 +394,7 @@ def _on_ray(experiment: Experiment, where: Place, console: Console) -> Iterator[
         if experiment.execution.device == "auto" and spec.device == "cpu" and ray.has_gpus():
             tell("device=auto is the CPU because this process sees no GPU, but the cluster has some: set device=cuda")
         folder = str(where.folder.absolute())
+        waits_for("waiting for the hosts")
         yield from ray.run(spec, experiment.schedule, experiment.fleet, size, options, tell, folder, where.resume)
 
 

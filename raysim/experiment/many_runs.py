@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
+from raysim.experiment.compose import joined
 from raysim.experiment.instantiate import shown
 from raysim.primitives.checks import known
 from raysim.primitives.errors import Refused, refusing
@@ -42,7 +43,7 @@ def short_names(keys: Sequence[str]) -> list[str]:
 def value_label(value: object) -> str:
     """A value as a person reads it: a list of methods by their names, [] as fedavg."""
     if isinstance(value, list):
-        return "+".join(map(str, value)) or "fedavg"
+        return joined(value)
     return f"{value:.4g}" if isinstance(value, float) else shown(value)
 
 

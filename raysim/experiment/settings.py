@@ -62,7 +62,7 @@ class ExecutionOptions:
 class Experiment:
     """A run, built and checked; nothing has been written yet.
 
-    spec holds what really runs: `method=[centralized]`, for example, has changed its data and its local steps already.
+    spec holds what really runs: `method=centralized`, for example, has changed its data and its local steps already.
     """
 
     config: Node  # resolved, as stored in the run's folder

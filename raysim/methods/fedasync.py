@@ -8,7 +8,7 @@ was given version tau and returns y when t models have been mixed,
     sigma(s): constant 1; polynomial (s + 1)^-a; hinge 1 if s <= b, else 1 / (a (s - b) + 1)
 
 It is meant for `schedule=immediate`. The paper's local term rho/2 |x - x_tau|^2 is that of FedProx:
-`method=[fedasync,fedprox]`.
+`method=fedasync+fedprox`.
 
 Choices where paper and code disagree or are silent
 - Arrivals of one instant, and those of a larger buffer, are mixed one after the other in their order (virtual time,

@@ -12,7 +12,7 @@ Choices where the sources differ or are silent
   the mix comes first and momentum sees v; FedBR's code shifts the momentum buffer in place, which is another method.
 - K_i is what the client really stepped, each group of parameters for itself (FedBR's projector, DANN's discriminator);
   eta_l is the rate of the round that moved.
-- The server's own rate is 1; `method=[fedcm,fedavgm]` has others.
+- The server's own rate is 1; `method=fedcm+fedavgm` has others.
 """
 
 from __future__ import annotations

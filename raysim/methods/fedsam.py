@@ -7,7 +7,7 @@ Algorithm 1; Caldarola, Caputo and Ciccone, "Improving Generalization in Federat
     g = grad F(theta)      eps = rho g / |g|               adaptive: eps = rho T^2 g / |T g|,  T = |theta| + eta
     theta <- theta - lr grad F(theta + eps)                both gradients on the same batch
 
-MoFedSAM mixes the gradient with the mean direction of the last round, as FedCM does: `method=[fedsam,fedcm]` with
+MoFedSAM mixes the gradient with the mean direction of the last round, as FedCM does: `method=fedsam+fedcm` with
 method.fedcm.alpha as the paper's beta.
 
 Choices where the sources differ or are silent

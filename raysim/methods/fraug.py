@@ -274,7 +274,7 @@ class FRAug(Method):
         if not (use_generator or use_rtnet):
             raise ValueError(
                 "method.fraug.use_generator=false and method.fraug.use_rtnet=false leave nothing to make embeddings "
-                "with: set one of them to true, or use method=[fedbn]"
+                "with: set one of them to true, or use method=fedbn"
             )
         self.use_generator, self.use_rtnet = use_generator, use_rtnet
 

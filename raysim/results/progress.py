@@ -5,7 +5,8 @@ from __future__ import annotations
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Self
 
 from raysim.results.history import Row, metric_of
@@ -25,6 +26,16 @@ def duration(seconds: float) -> str:
     if whole < 3600:
         return f"{whole} s" if whole < 60 else f"{whole // 60} min {whole % 60:02d} s"
     return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
+
+
+@contextmanager
+def waiting(console: Console) -> Iterator[Callable[[str], None]]:
+    """Takes what a run waits for before its first round: in a terminal a line that moves, in a log a line for each."""
+    if not console.is_terminal:
+        yield lambda text: console.print(f"{'':<10}{text}", markup=False, highlight=False, soft_wrap=True)
+        return
+    with console.status("") as status:
+        yield lambda text: status.update(f"[default]{text} ...")
 
 
 class Progress:
@@ -51,7 +62,7 @@ class Progress:
         self._said, self._at = "", clock()
         self._bar = Bar(BarColumn(24), TextColumn("{task.description}"), console=self.console, transient=False)
         self._live = self.console.is_terminal and not quiet
-        self._task = self._bar.add_task("starting", total=total, completed=done)
+        self._task = self._bar.add_task("first round" if done == 0 else "next round", total=total, completed=done)
 
     def __enter__(self) -> Self:
         if self._live:

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 NOTHING = "–"
+GAP = "  "
+MARKED = "where it is ahead of the next by more than the deviation of either"  # a value as the best, in words
 GROUPS = ("method", "data", "partition")  # what the table says of a configuration
 NOISE = ("_target_", "out", "resume", "choices", "tracking", "hydra")  # differences that tell nothing about a study
 METRICS = {
@@ -58,20 +60,34 @@ class Curve:
 
 @dataclass(frozen=True)
 class Column:
-    """One column of the comparison: `better` is +1 where the highest `score` wins, -1 where the lowest, 0 for text."""
+    """One column of the comparison: `better` is +1 where the highest `score` wins, -1 where the lowest, 0 for text.
+
+    deviations: of the scores, where they have one; `MARKED` is the rule. groups: rows that are compared to each other
+    have the same; all of them unless given.
+    """
 
     title: str
     texts: list[str]
     scores: list[float | None] = field(default_factory=list)
     better: int = 0
+    deviations: Sequence[float | None] | None = None
+    groups: Sequence[object] | None = None
 
     def best(self) -> set[int]:
         """Indices of the winners; nobody wins where all are equal or only one run has a value."""
-        scores = known(self.scores)
-        if not self.better or len(scores) < 2 or min(scores) == max(scores):
+        groups = self.groups or [None] * len(self.scores)
+        return {winner for group in dict.fromkeys(groups) for winner in self._best_of(group, groups)}
+
+    def _best_of(self, group: object, groups: Sequence[object]) -> set[int]:
+        scores = {i: score for i, score in enumerate(self.scores) if score is not None and groups[i] == group}
+        if not self.better or len(scores) < 2 or len({*scores.values()}) == 1:
             return set()
-        winner = max(scores) if self.better > 0 else min(scores)
-        return {index for index, score in enumerate(self.scores) if score == winner}
+        first, second, *_ = sorted(scores, key=lambda index: -self.better * scores[index])
+        if self.deviations is None:
+            return {index for index, score in scores.items() if score == scores[first]}
+        spread = [self.deviations[first], self.deviations[second]]
+        clear = None not in spread and abs(scores[first] - scores[second]) > max(known(spread))
+        return {first} if clear else set()
 
 
 @dataclass(frozen=True)
@@ -216,9 +232,16 @@ def _seconds(value: float | None) -> str:
     return f"{value / size:.3g} {unit}"
 
 
-def _column(title: str, runs: Sequence[Run], key: str, show: Callable[[float | None], str], better: int) -> Column:
+def _column(
+    title: str,
+    runs: Sequence[Run],
+    key: str,
+    show: Callable[[float | None], str],
+    better: int,
+    deviations: Sequence[float | None] | None = None,
+) -> Column:
     scores = [_number(run, key) for run in runs]
-    return Column(title, [show(score) for score in scores], scores, better)
+    return Column(title, [show(score) for score in scores], scores, better, deviations)
 
 
 def _thresholds(runs: Sequence[Run], limit: int) -> list[Column]:
@@ -241,7 +264,7 @@ def _columns(runs: Sequence[Run], limit: int) -> list[Column]:
     """The comparison of runs in the order given."""
     means = [_number(run, "last10_mean") for run in runs]
     deviations = [_number(run, "last10_std") for run in runs]
-    pairs = [f"{_score(m)} ± {_score(d)}" if m is not None else NOTHING for m, d in zip(means, deviations, strict=True)]
+    pairs = [_score(m) + (f" ± {_score(d)}" if d is not None else "") for m, d in zip(means, deviations, strict=True)]
     finals = [_number(run, "accuracy" if _number(run, "accuracy") is not None else "accuracy_global") for run in runs]
     floats = [(_number(run, "floats_down") or 0.0) + (_number(run, "floats_up") or 0.0) for run in runs]
     rounds = [f"{_number(run, 'rounds') or 0:.0f}" for run in runs]
@@ -249,11 +272,11 @@ def _columns(runs: Sequence[Run], limit: int) -> list[Column]:
         Column("run", labels(runs)),
         *(Column(group, [choice(run.config, group) for run in runs]) for group in GROUPS),
         Column("rounds", rounds, [float(text) for text in rounds]),
-        _column("best 5", runs, "best5_mean", _score, 1),
-        Column("last 10", pairs, means, 1),
-        Column("final", [_score(final) for final in finals], list(finals), 1),
-        _column("worst", runs, "accuracy_worst", _score, 1),
-        _column("central", runs, "accuracy_global", _score, 1),
+        _column("best 5", runs, "best5_mean", _score, 1, deviations),
+        Column("last 10", pairs, means, 1, deviations),
+        Column("final", [_score(final) for final in finals], list(finals), 1, deviations),
+        _column("worst", runs, "accuracy_worst", _score, 1, deviations),
+        _column("central", runs, "accuracy_global", _score, 1, deviations),
         *_thresholds(runs, limit),
         Column("floats", [_count(value) for value in floats], list(floats), -1),
         _column("virtual", runs, "virtual_seconds", _seconds, -1),
@@ -261,27 +284,44 @@ def _columns(runs: Sequence[Run], limit: int) -> list[Column]:
     ]
 
 
-def table(runs: Sequence[Run]) -> str:
-    """The comparison as text, best run first, best value of a column with a star; what all share is said above it."""
+def table(runs: Sequence[Run], width: int = 0) -> str:
+    """The comparison as text, best run first; what all share is said above it, what a star means below.
+
+    width: as of `aligned`.
+    """
     columns = _columns(_ordered(runs), limit=2)
     shared = [c for c in columns if c.title in GROUPS and len(set(c.texts)) == 1 and len(runs) > 1]
     empty = [c for c in columns if c.better and set(c.texts) == {NOTHING}]
     shown = [c for c in columns if c not in shared and c not in empty]
     above = [" · ".join(f"{c.title} {c.texts[0]}" for c in shared)] if shared else []
-    return "\n".join([*above, aligned(shown)])
+    below = [f"* best of its column; of accuracies, {MARKED} over the last ten rounds"]
+    return "\n".join([*above, aligned(shown, width), *(below if any(c.best() for c in shown) else [])])
 
 
-def aligned(columns: Sequence[Column]) -> str:
-    """A table as text: numbers right, winners with a star."""
-    cells = [[c.title, *(f"{t}{'*' if i in c.best() else ''}" for i, t in enumerate(c.texts))] for c in columns]
-    widths = [max(len(text) for text in texts) for texts in cells]
-    padded = [
-        [text.rjust(width) if c.scores else text.ljust(width) for text in texts]
-        for c, texts, width in zip(columns, cells, widths, strict=True)
-    ]
-    head, *body = ["  ".join(row).rstrip() for row in zip(*padded, strict=True)]
-    rule = "-" * (sum(widths) + 2 * (len(widths) - 1))
-    return "\n".join([head, rule, *body])
+def aligned(columns: Sequence[Column], width: int = 0) -> str:
+    """A table as text: numbers right, winners with a star.
+
+    width: of a line, if above 0; columns that do not fit come in a block below, beside the first one again.
+    """
+    label, *others = [_padded(column) for column in columns]
+    blocks, room = [[label]], width or math.inf
+    for texts in others:
+        if len(blocks[-1]) > 1 and sum(len(each[0]) + len(GAP) for each in blocks[-1]) + len(texts[0]) > room:
+            blocks.append([label])
+        blocks[-1].append(texts)
+    return "\n\n".join(map(_block, blocks))
+
+
+def _padded(column: Column) -> list[str]:
+    best = column.best()
+    texts = [column.title, *(f"{text}{'*' if index in best else ''}" for index, text in enumerate(column.texts))]
+    size = max(map(len, texts))
+    return [text.rjust(size) if column.scores else text.ljust(size) for text in texts]
+
+
+def _block(columns: Sequence[Sequence[str]]) -> str:
+    head, *body = [GAP.join(row) for row in zip(*columns, strict=True)]
+    return "\n".join(line.rstrip() for line in (head, "-" * len(head), *body))
 
 
 # ---------------------------------------------------------------- plots
@@ -466,7 +506,7 @@ def _page(
     settings_table = f"<h2>What differs</h2>{_cells(columns, True)}" if different else ""
     return PAGE.format(
         title=html.escape(title),
-        subtitle="Best run first; the best value of each column is bold." if len(runs) > 1 else "",
+        subtitle=f"Best run first; bold is the best of a column, of accuracies {MARKED}." if len(runs) > 1 else "",
         sections="".join(map(_section, sections)) + ("<h2>Comparison</h2>" if sections else ""),
         table=_cells(_columns(runs, limit=4), True),
         settings=settings_table,

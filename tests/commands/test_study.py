@@ -52,7 +52,9 @@ def names(campaign: Campaign) -> list[str]:
 
 # --- the plan -----------------------------------------------------------------------------------------------------
 def test_commas_outside_brackets_separate_values_and_the_first_seed_comes_first() -> None:
-    planned = plan(["method=[],[fedprox,mixup]", "seed=range(2)", "partition.alpha=0.1,0.5", "rounds=3", "out=s"])
+    planned = plan(["method=fedavg,fedprox+mixup", "seed=0..1", "partition.alpha=0.1,0.5", "rounds=3", "out=s"])
+    quoted = plan(["method=[],[fedprox,mixup]", "seed=range(2)", "partition.alpha=0.1,0.5", "rounds=3", "out=s"])
+    assert planned.cells == quoted.cells
     assert names(planned) == [
         f"{method}_alpha-{alpha}_seed-{seed}"
         for seed in (0, 1)
@@ -97,7 +99,9 @@ def test_the_database_lies_beside_the_runs() -> None:
         (["seed=0,x"], "seed=x"),
         (["local.lr=0.1,-1"], "(run fedavg_lr--1_seed-0)"),
         (["method=[fedavgm],[fedavgm,fedadam]"], "fedavgm"),
-        (["rounds=glob(*)"], "rounds=VALUE,VALUE"),
+        (["rounds=glob(*)"], "rounds=VALUE,VALUE or rounds=0..4"),
+        (["seed=3..0"], "write the lower end first"),
+        (["hydra/launcher=ray", "seed=0..1"], "raysim study --parallel N"),
         (["out=a,b"], "two folders"),
         (["out=s", "resume=latest"], "study.yaml"),
         (["resume=latest", "seed=0,1"], "out=DIR"),
@@ -314,3 +318,40 @@ def test_differences_are_drawn_and_tabled_whatever_was_tested(missing: list[str]
     for comparisons in (found, nothing):
         assert campaign_report.draw(comparisons).startswith(b"\x89PNG")
         assert len(campaign_report.differences_table(comparisons)[0].texts) == 4
+
+
+def test_an_interval_is_only_spoken_of_where_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    from matplotlib.axes import Axes
+
+    labels: list[str] = []
+    intervals: list[object] = []
+    plot = Axes.plot
+
+    def watched(self: Axes, *given: Any, **how: Any) -> Any:
+        intervals.extend(given[0] for _ in range("solid_capstyle" in how))
+        return plot(self, *given, **how)
+
+    monkeypatch.setattr(Axes, "set_xlabel", lambda self, text: labels.append(text))
+    monkeypatch.setattr(Axes, "plot", watched)
+    campaign = planned()
+    for missing in ([], ["fedavg_alpha-0.1_seed-1", "fedavg_alpha-0.5_seed-1"]):
+        campaign_report.draw(campaign_report.differences(campaign, scores(campaign, missing), "final"))
+        assert len(intervals) == 2, "fedprox at two alphas, of all seeds"
+    assert "95 % interval" in labels[0]
+    assert "no interval: that needs 3 seeds" in labels[1] and "95 %" not in labels[1]
+
+
+def test_the_best_is_marked_within_rows_that_can_be_compared() -> None:
+    campaign = planned()
+    better = {"fedavg": 0.5, "fedprox": 0.9, "scaffold": 0.52}
+    found = [
+        campaign_report.Scores(
+            cell, None, {"final": better[cell.settings["method"]] + 0.01 * cell.seed, "rounds_to.0.80": 3.0}
+        )
+        for cell in campaign.cells
+    ]
+    *_, final, rounds = campaign_report.settings_table(campaign, found)
+    assert final.best() == {2, 3}, "fedprox, at either alpha"
+    assert rounds.best() == set()
+    close = [campaign_report.Scores(cell, None, {"final": 0.5 + 0.1 * cell.seed}) for cell in campaign.cells]
+    assert campaign_report.settings_table(campaign, close)[-1].best() == set()

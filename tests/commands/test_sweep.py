@@ -77,7 +77,7 @@ def test_a_wrong_key_is_answered_with_the_nearest_one() -> None:
 
 
 def test_the_space_of_a_method_that_was_not_chosen_is_refused() -> None:
-    assert "write method=[fedbr]" in refusal(["sweep=fedbr"])
+    assert "write method=fedbr" in refusal(["sweep=fedbr"])
 
 
 def test_a_search_without_a_space_is_refused() -> None:
@@ -100,7 +100,9 @@ def test_a_value_given_on_the_command_line_is_not_searched() -> None:
 
 
 def test_values_of_a_method_hold_for_the_trials_that_have_it() -> None:
-    search = plan(["method=[],[fedprox],[fedprox,feddecorr]", "method.fedprox.mu=0.1,0.2", "sweep.search=grid"])
+    search = plan(["method=fedavg,fedprox,fedprox+feddecorr", "method.fedprox.mu=0.1,0.2", "sweep.search=grid"])
+    quoted = plan(["method=[],[fedprox],[fedprox,feddecorr]", "method.fedprox.mu=0.1,0.2", "sweep.search=grid"])
+    assert (search.points(), search.drafts) == (quoted.points(), quoted.drafts)
     points = search.points()
     assert len(points) == 5  # FedAvg once, the others at both values
     assert points[0] == {"method": []}
@@ -115,6 +117,10 @@ def test_a_trial_is_what_a_run_with_the_same_words_would_be() -> None:
     point = {"rounds": 9, "local.steps": 5, "method.fraug.weight": 0.4}
     run = compose([*words, "rounds=9", "local.steps=5", "method.fraug.weight=0.4"])
     assert search.node(point) == plain(run)
+
+
+def test_counting_gives_a_list_of_values() -> None:
+    assert plan(["local.epochs=1..3", "sweep.search=grid"]).points() == [{"local.epochs": n} for n in (1, 2, 3)]
 
 
 def test_files_that_change_later_change_nothing(tmp_path: Path) -> None:

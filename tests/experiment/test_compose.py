@@ -12,7 +12,7 @@ import yaml
 
 from raysim.api.declarations import Evaluation, Local
 from raysim.api.method import Method
-from raysim.experiment.compose import compose, conf_folder, groups, load_yaml, plain, to_yaml
+from raysim.experiment.compose import compose, conf_folder, groups, load_yaml, plain, spread, to_yaml
 from raysim.experiment.execute import build
 from raysim.experiment.instantiate import TARGET, build as build_object, defaults, resolve
 from raysim.experiment.settings import ExecutionOptions, RuntimeOptions, Tracking
@@ -119,8 +119,62 @@ def test_methods_keep_the_order_of_the_list() -> None:
     assert node()["method"] == {}
 
 
+@pytest.mark.parametrize(
+    ("word", "quoted"),
+    [
+        ("method=fedbr+mixup", "method=[fedbr,mixup]"),
+        ("method=fedprox", "method=[fedprox]"),
+        ("method=fedavg", "method=[]"),
+        ("method=", "method=[]"),
+        ("thresholds=0.5+0.9", "thresholds=[0.5,0.9]"),
+        ("data.augment=flip", "data.augment=[flip]"),
+        ("data.augment=crop+flip", "data.augment=[crop,flip]"),
+    ],
+)
+def test_a_list_needs_no_brackets(word: str, quoted: str) -> None:
+    assert node(word) == node(quoted)
+
+
+def test_a_path_is_never_split() -> None:
+    assert node("out=a+b/c")["out"] == "a+b/c"
+    assert node("data=mnist", "data.root=a+b")["data"]["root"] == "a+b"
+
+
+@pytest.mark.parametrize(
+    ("word", "values"),
+    [
+        ("seed=0..4", ["0", "1", "2", "3", "4"]),
+        ("seed=range(3)", ["0", "1", "2"]),
+        ("seed=0..1,7,9..9", ["0", "1", "7", "9"]),
+        ("x=-1..1", ["-1", "0", "1"]),
+        ("x=3", ["3"]),
+        ("x='0..4'", ["'0..4'"]),
+        ("x=0...4", ["0...4"]),
+        ("x=a0..4", ["a0..4"]),
+        ("method=fedavg,fedprox,fedbr+mixup", ["fedavg", "fedprox", "fedbr+mixup"]),
+        ("method=[],[fedbr,mixup]", ["[]", "[fedbr,mixup]"]),
+    ],
+)
+def test_a_word_of_a_study_stands_for_its_values(word: str, values: list[str]) -> None:
+    key = word.partition("=")[0]
+    assert spread(word) == (key, [f"{key}={value}" for value in values])
+
+
+@pytest.mark.parametrize("word", ["seed=4..0", "seed=0..10000", f"seed=0..{10**17}"])
+def test_counting_is_upwards_and_ends(word: str) -> None:
+    with pytest.raises(Refused, match="10,000 values at most"):
+        spread(word)
+
+
+def test_no_option_of_ones_own_takes_the_name_of_an_empty_list(tmp_path: Path) -> None:
+    (tmp_path / "method").mkdir()
+    (tmp_path / "method" / "fedavg.yaml").write_text("fedavg:\n  _target_: raysim.methods.fedprox.FedProx\n")
+    with pytest.raises(Refused, match=r"fedavg\.yaml: method=fedavg means that there is none"):
+        compose([], [tmp_path])
+
+
 def test_an_empty_list_undoes_a_presets_methods_wherever_it_stands() -> None:
-    for words in (["experiment=fedbr/rotated_mnist", "method=[]"], ["method=[]", "experiment=fedbr/rotated_mnist"]):
+    for words in (["experiment=fedbr/rotated_mnist", "method=fedavg"], ["method=[]", "experiment=fedbr/rotated_mnist"]):
         values = node(*words)
         assert values["method"] == {}
         assert values["choices"]["method"] == []
@@ -130,6 +184,13 @@ def test_a_chosen_option_keeps_only_those_keys_of_a_preset_that_it_has() -> None
     values = node("experiment=fedbr/rotated_mnist", "partition=iid")["partition"]
     assert values["clients"] == 10
     assert "concentration" not in values
+
+
+@pytest.mark.parametrize("word", ["schedule=buffered", "partition=domain", "partition=dirichlet", "schedule=tiered"])
+def test_a_chosen_option_keeps_only_those_keys_of_the_default_study_that_it_has(word: str) -> None:
+    group = word.partition("=")[0]
+    values = node(word)[group]
+    assert set(values) - {TARGET} == set(defaults(resolve(values[TARGET], group)))
 
 
 def test_giving_steps_empties_epochs_and_the_other_way_round() -> None:
@@ -165,7 +226,17 @@ def test_weighting_is_by_samples_unless_a_method_or_the_user_asks_otherwise() ->
         (["data=mnsit"], ["data=mnsit", "did you mean mnist?"]),
         (["method=[fedproxx]"], ["method=fedproxx", "did you mean fedprox?"]),
         (["method=[fedprox,fedprox]"], ["fedprox 2 times"]),
-        (["method.fedprox.mu=1"], ["fedprox is not in method=[]", "method=[fedprox]"]),
+        (["method.fedprox.mu=1"], ["fedprox is not in method=fedavg", "write method=fedprox"]),
+        (["method=mixup", "method.fedprox.mu=1"], ["fedprox is not in method=mixup", "write method=mixup+fedprox"]),
+        (["method=fedbr+fedproxx"], ["method=fedproxx", "did you mean fedprox?"]),
+        (["method=fedavg+fedprox"], ["method=fedavg+fedprox", "leave it out"]),
+        (["seed=0..4"], ["'seed=0..4'", "raysim study seed=0..4"]),
+        (["method=fedavg,fedprox"], ["raysim study method=fedavg,fedprox", "a+b"]),
+        (["thresholds=a+b"], ["thresholds[0]=a", "a number"]),
+        (["hydra/launcher=ray"], ["hydra/launcher does not exist", "--parallel"]),
+        (["hydra.sweeper.n_jobs=2"], ["raysim sweep"]),
+        (["local.lr=loguniform(1e-4,1)"], ["Ray Tune", "local.lr='tag(log, interval(LOW, HIGH))'"]),
+        (["local.lr=tune.grid_search([1,2])"], ["Ray Tune", "sweep.search=grid"]),
         (["method=[fedprox]", "method.fedprox.nu=1"], ["method.fedprox.nu", "did you mean mu?"]),
         (["method=[fedprox]", "method.fedprox.mu=abc"], ["method.fedprox.mu=abc", "a number"]),
         (["method=[fedprox]", "method.fedprox.mu=-1"], ["method.fedprox.mu=-1", "at least 0"]),
@@ -179,9 +250,9 @@ def test_weighting_is_by_samples_unless_a_method_or_the_user_asks_otherwise() ->
         (["+foo=1"], ["foo does not exist"]),
         (["~seed"], ["'~seed'"]),
         (["~data"], ["'~data'"]),
-        (["seed=1,2"], ["'seed=1,2'", "one"]),
+        (["seed=1,2"], ["'seed=1,2'", "one", "raysim study seed=1,2"]),
         (["data@x=mnist"], ["data@x"]),
-        (["hydra.run.dir=x"], ["hydra.run.dir does not exist"]),
+        (["hydra.run.dir=x"], ["hydra.run.dir does not exist", "out=DIR"]),
         (["nonsense"], ["'nonsense'", "key=value"]),
         (["out=a(b"], ["'out=a(b'", "quotes"]),
         (["seed=${nope}"], ["seed=${nope}"]),
@@ -197,7 +268,7 @@ def test_weighting_is_by_samples_unless_a_method_or_the_user_asks_otherwise() ->
         (["local.lr.x=1"], ["local.lr is a single value"]),
         (["local={lr: 1}"], ["local=", "default"]),
         (["schedule=null"], ["schedule=null", "synchronous"]),
-        (["schedule.cohort=500"], ["schedule.cohort=500", "100"]),
+        (["schedule.cohort=500"], ["schedule.cohort=500", "20"]),
         (["schedule.cohort=0"], ["schedule.cohort=0"]),
         (["partition.clients=5000"], ["partition.clients=5000", "1000 or less"]),
         (["partition.alpha=0"], ["partition.alpha=0"]),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from decimal import Decimal
 
 from raysim.commands.papers.presets import PAPER_RUNS, Command, PaperRuns, Score
@@ -120,7 +120,7 @@ def _preset(command: Command) -> dict[str, str]:
     """Every value of the preset with these methods, by its dotted key; the chosen options by their groups."""
     from raysim.experiment.compose import compose, plain
 
-    return _flat(plain(compose([f"experiment={command.experiment}", f"method=[{','.join(command.methods)}]"])))
+    return _flat(plain(compose(replace(command, overrides={}, places=()).words())))
 
 
 def _flat(config: Mapping[str, object]) -> dict[str, str]:

@@ -26,7 +26,8 @@ class Command:
     def words(self) -> list[str]:
         """As `raysim run` takes them."""
         settings = [f"{key}={_shown(value)}" for key, value in self.overrides.items()]
-        return [f"experiment={self.experiment}", f"method=[{','.join(self.methods)}]", *settings, *self.places]
+        methods = "+".join(self.methods) or "fedavg"
+        return [f"experiment={self.experiment}", f"method={methods}", *settings, *self.places]
 
     def __str__(self) -> str:
         return f"raysim run {' '.join(self.words())}"

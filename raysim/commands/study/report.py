@@ -13,7 +13,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 from raysim.commands.study.runner import Campaign, Cell
 from raysim.experiment.many_runs import score, short_names
@@ -21,8 +21,8 @@ from raysim.primitives.checks import known
 from raysim.primitives.errors import Refused, instead
 from raysim.primitives.files import replace_file
 from raysim.results.history import COLUMNS, write_json
-from raysim.results.report import NOTHING, Column, Run, Section, aligned, compare, load_run
-from raysim.results.significance import Difference, holm, mean_deviation, paired
+from raysim.results.report import MARKED, NOTHING, Column, Run, Section, aligned, compare, load_run
+from raysim.results.significance import FEWEST, Difference, holm, mean_deviation, paired
 from raysim.results.theme import DARK, LIGHT, theme
 
 if TYPE_CHECKING:
@@ -133,9 +133,9 @@ def averaged(campaign: Campaign, scores: Sequence[Scores]) -> list[Run]:
 
 def _one(name: str, runs: Sequence[Run]) -> Run:
     rows = [cast(dict[str, int | float | None], _mean(at)) for at in zip(*(run.rows for run in runs), strict=False)]
-    return replace(
-        runs[0], name=name, folder=Path(), rows=rows, summary=cast(Any, _mean([run.summary for run in runs]))
-    )
+    summary = cast(dict[str, object], _mean([run.summary for run in runs]))
+    summary.pop("last10_std", None)  # over rounds: a study's deviations are those over seeds
+    return replace(runs[0], name=name, folder=Path(), rows=rows, summary=summary)
 
 
 def _mean(values: Sequence[object]) -> object:
@@ -171,28 +171,41 @@ def _p(value: float | None) -> str:
     return NOTHING if value is None else "<0.001" if value < 0.001 else f"{value:.3f}"
 
 
+def _better(metric: str) -> int:
+    """+1 where more is better, -1 where less is, 0 where nobody can say."""
+    if "loss" in metric or metric.startswith(("rounds_to.", "floats_", "virtual_seconds", "wall_seconds", "failures")):
+        return -1
+    return 1 if metric in METRICS or metric.startswith(("accuracy", "best5", "last10_mean")) else 0
+
+
 def _title(metric: str) -> str:
     return TITLES.get(metric, metric.replace("rounds_to.", "rounds to "))
 
 
 def settings_table(campaign: Campaign, scores: Sequence[Scores]) -> list[Column]:
-    """A row per setting: number of its runs, mean ± deviation (divisor n-1) of every metric over the seeds."""
+    """A row per setting: number of its runs, mean ± deviation (divisor n-1) of every metric over the seeds.
+
+    What is compared is marked as best among rows that share all other settings, as `MARKED` says.
+    """
     keys = [key for key in dict.fromkeys(["method", *campaign.varied]) if key != "seed"]
     groups = grouped(scores)
     names = zip(keys, short_names(keys), strict=True)
     columns = [Column(name, [g[0].cell.settings.get(key, NOTHING) for g in groups]) for key, name in names]
     made = [sum(each.run is not None for each in group) for group in groups]
     counts = [f"{n}" if n == len(g) else f"{n} of {len(g)}" for n, g in zip(made, groups, strict=True)]
+    others = [key for key in campaign.varied if key not in (*compared(campaign), "seed")]
+    where = [label(campaign, group[0].cell, others) for group in groups]
     columns.append(Column("n", counts, [float(n) for n in made]))
     for metric in scores[0].values:
-        texts, means = [], []
+        texts, means, deviations = [], [], []
         for n, group in zip(made, groups, strict=True):
             values = known([each.values[metric] for each in group])
             mean, deviation = mean_deviation(values)
             text = _number(mean, metric) + (f" ± {_number(deviation, metric)}" if deviation is not None else "")
             texts.append(text + (f" ({len(values)} of {n})" if 0 < len(values) < n else ""))
             means.append(mean)
-        columns.append(Column(_title(metric), texts, means))
+            deviations.append(deviation)
+        columns.append(Column(_title(metric), texts, means, _better(metric), deviations, where))
     return columns
 
 
@@ -239,8 +252,10 @@ def draw(comparisons: Sequence[Comparison], *, dark: bool = False) -> bytes:
             _panel(ax, panel, names, DARK if dark else LIGHT)
             ax.set_title(where, loc="left")
         first = comparisons[0]
+        tested = any(one.found.low is not None for one in comparisons)
+        interval = " with its 95 % interval" if tested else f" (no interval: that needs {FEWEST} seeds)"
         axes[-1].set_xlabel(
-            f"{_title(first.metric)}: difference to {first.reference}, mean and 95 % interval over seeds"
+            f"{_title(first.metric)}: difference to {first.reference}; circles: each seed, dot: mean{interval}"
         )
         buffer = io.BytesIO()
         figure.savefig(buffer, format="png")
@@ -250,7 +265,8 @@ def draw(comparisons: Sequence[Comparison], *, dark: bool = False) -> bytes:
 def _panel(ax: Axes, panel: Sequence[Comparison], names: Sequence[str], colours: Sequence[str]) -> None:
     for height, one in enumerate(reversed(panel)):
         colour, found = colours[(names.index(one.what) + 1) % len(colours)], one.found
-        ax.plot(one.each, [height - 0.22] * len(one.each), "|", color=colour, alpha=0.55, markersize=7)
+        # Circles, which nobody takes for the ends of an interval.
+        ax.plot(one.each, [height - 0.22] * len(one.each), "o", color=colour, alpha=0.6, markersize=4, fillstyle="none")
         if found.low is not None and found.high is not None:
             ax.plot([found.low, found.high], [height, height], color=colour, solid_capstyle="butt")
         if found.mean is not None:
@@ -264,10 +280,13 @@ def _panel(ax: Axes, panel: Sequence[Comparison], names: Sequence[str], colours:
 
 
 # --- files ----------------------------------------------------------------------------------------------------------
-def report(campaign: Campaign, metrics: Sequence[str] = (), failed: Mapping[str, str] | None = None) -> str:
+def report(
+    campaign: Campaign, metrics: Sequence[str] = (), failed: Mapping[str, str] | None = None, width: int = 0
+) -> str:
     """Write all files of the study's folder that say what it found; the text that is printed of it.
 
-    metrics: what is compared, the first one in the picture too. failed: the sentences of runs that failed.
+    metrics: what is compared, the first one in the picture too. failed: the sentences of runs that failed. width: of
+    a line, if above 0.
     """
     names, scores = gather(campaign, metrics)
     if not any(each.run for each in scores):
@@ -275,7 +294,9 @@ def report(campaign: Campaign, metrics: Sequence[str] = (), failed: Mapping[str,
     table = {name: differences(campaign, scores, name) for name in names}
     columns, folder = settings_table(campaign, scores), campaign.folder
     _store(folder, scores, table, failed or {})
-    sections = [Section("Mean ± deviation over the seeds", "Sample deviation (divisor n-1).", columns)]
+    about = f"Behind ± is the sample deviation over the seeds (divisor n-1), of last 10 too. Best is marked {MARKED}"
+    about += ", among rows that share all other settings." if any(columns[-1].groups or ()) else "."
+    sections = [Section("Mean ± deviation over the seeds", about, columns)]
     pictures = None
     for name, comparisons in table.items():
         if comparisons:
@@ -288,9 +309,10 @@ def report(campaign: Campaign, metrics: Sequence[str] = (), failed: Mapping[str,
                 Section(title, HOW if first else "", differences_table(comparisons), pictures if first else None)
             )
     page = compare(averaged(campaign, scores), folder, f"study {folder.resolve().name}", sections)
-    shown = aligned(differences_table(table[names[0]])) if table[names[0]] else ""
+    shown = aligned(differences_table(table[names[0]]), width) if table[names[0]] else ""
     heading = f"{_title(names[0])}, paired over seeds:\n" if shown else ""
-    return "\n\n".join(part for part in (aligned(columns), heading + shown, f"tables and curves: {page}") if part)
+    means = f"{aligned(columns, width)}\n± over the seeds; * best, {MARKED}"
+    return "\n\n".join(part for part in (means, heading + shown, f"tables and curves: {page}") if part)
 
 
 def _store(

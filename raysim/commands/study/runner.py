@@ -97,7 +97,7 @@ class Campaign:
 def plan(words: Sequence[str], conf: Sequence[str] = ()) -> Campaign:
     """The runs of a study, those of the first seed first; reads study.yaml where it is continued. Raises Refused.
 
-    words: overrides as for `raysim run`, each with any number of values: "method=[],[fedprox]", "seed=range(5)",
+    words: overrides as for `raysim run`, each with any number of values: "method=fedavg,fedprox", "seed=0..4",
     "rounds=20". A key that only some of a group's options have (method.fedprox.mu) is for those runs alone.
     """
     given = {key: tuple(each) for key, each in map(spread, words)}

@@ -19,6 +19,7 @@ from raysim.primitives.files import replace_file
 from raysim.results.figures import figure_file
 from raysim.results.history import write_json
 from raysim.results.progress import duration
+from raysim.results.report import Column, aligned
 from raysim.results.theme import LIGHT
 
 if TYPE_CHECKING:
@@ -73,8 +74,8 @@ def _columns(records: Records) -> dict[str, list[Any]]:
     return columns
 
 
-def table(records: Records) -> str:
-    """The best trials as text, the best first; a value that a setting does not have is a dash."""
+def table(records: Records, width: int = 0) -> str:
+    """The best trials as text, the best first; a value that a setting does not have is a dash. width: of a line."""
     keys = list(records.search.space)
     rows = [["trial", *short_names(keys), records.metric, "rounds", "time", ""]]
     for record in records.ordered()[:_SHOWN]:
@@ -83,12 +84,11 @@ def table(records: Records) -> str:
         state = {"done": "", "running": "unfinished", "stopped": "stopped early"}.get(record.status, record.status)
         shown = plus_minus(record.score, record.deviation)
         rows.append([str(record.number), *values, shown, str(record.rounds), duration(record.seconds), state])
-    widths = [max(len(row[index]) for row in rows) for index in range(len(rows[0]))]
-    lines = ["  ".join(text.rjust(width) for text, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    lines.insert(1, "-" * (sum(widths) + 2 * len(widths) - 2))
-    if (more := len(records.all) - _SHOWN) > 0:
-        lines.append(f"and {more} more in {records.folder / TABLE}")
-    return "\n".join(lines)
+    head, *body = rows
+    numbers: list[float | None] = [None] * len(body)  # puts all texts to the right
+    columns = [Column(title, [row[place] for row in body], numbers) for place, title in enumerate(head)]
+    more = len(records.all) - _SHOWN
+    return aligned(columns, width) + (f"\nand {more} more in {records.folder / TABLE}" if more > 0 else "")
 
 
 def _best(records: Records, best: Record) -> str:

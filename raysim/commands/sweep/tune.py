@@ -8,6 +8,7 @@ searcher and scheduler learn of them, and the others go on from their checkpoint
 from __future__ import annotations
 
 import importlib.util
+import json
 import logging
 import os
 import shutil
@@ -163,6 +164,7 @@ class Listener(tune.Callback):
 
     def __init__(self, records: Records, watch: Watch):
         self._records, self._watch = records, watch
+        self.trials: list[Any] = []
 
     def __getstate__(self) -> dict[str, Any]:
         """Tune stores what it is given; nobody reads that."""
@@ -192,6 +194,25 @@ class Listener(tune.Callback):
         """A trial's process died too often."""
         self._records.failed(_number(trial), "its process died again and again, perhaps for want of memory")
         self._records.ended(_number(trial))
+
+    def on_experiment_end(self, trials: list[Any], **info: Any) -> None:
+        """What Tune tells of its trials is what the records know of them; metrics of all rounds come from `TUNE`."""
+        self.trials = trials
+        for each in trials:
+            if (record := self._records.all.get(_number(each))) is None:
+                continue
+            rows = record.history()
+            each.config = self._records.search.setting(record.point)
+            for key in ("rows", "seconds", "whole"):  # which the trial's process tells the records
+                each.last_result.pop(key, None)
+            each.last_result.update(rows[-1] if rows else {}, config=each.config)
+            Path(each.path).mkdir(parents=True, exist_ok=True)
+            Path(each.path, "result.json").write_text("\n".join(map(json.dumps, rows)))
+
+    def settle(self) -> None:
+        """`TUNE` is gone: a trial lies where the records keep it."""
+        for each in self.trials:
+            each.storage.experiment_dir_name = "trials"
 
 
 def _number(trial: Any) -> int:
@@ -312,10 +333,11 @@ def run(
     quiet: bool = False,
     allow: Sequence[str] = (),
     console: Console | None = None,
-) -> Path:
-    """Search to the end; the folder of the results.
+) -> tune.ResultGrid:
+    """Search to the end, as `raysim sweep` does; what Ray Tune returns: `grid.get_best_result().config`, `.metrics`.
 
-    words: those after `raysim sweep` on the command line, or what `read_request` made of them.
+    words: those after `raysim sweep` on the command line, or what `read_request` made of them. A result's config has
+    the searched keys alone, its metrics are the last row of the history, its path is the trial's folder.
     Raises Refused (nothing was written), Interrupted.
     """
     from rich.console import Console
@@ -343,7 +365,7 @@ def _checked(search: Search, allow: Sequence[str]) -> list[Experiment]:
     from raysim.experiment.execute import build
 
     if search.options.search == "optuna" and importlib.util.find_spec("optuna") is None:
-        raise Refused("sweep.search=optuna needs Optuna: install raysim[sweep], or set sweep.search=random")
+        raise Refused("sweep.search=optuna needs Optuna: pip install optuna, or set sweep.search=random")
     return [build(search.node(point), allow) for point in search.samples()]
 
 
@@ -382,7 +404,7 @@ def _search(
     console: Console,
     quiet: bool,
     since: float,
-) -> Path:
+) -> tune.ResultGrid:
     from raysim.commands.sweep import report as sweep_report
     from raysim.experiment.recorder import say
 
@@ -415,7 +437,7 @@ def _search(
     status = "KILLED"
     try:
         with Watch(console, quiet) as watch, refusing():
-            _tune(search, records, points, rounds, spec.device, each, allow, watch)
+            results = _tune(search, records, points, rounds, spec.device, each, allow, watch)
         status = "FINISHED"
     except KeyboardInterrupt:
         raise Interrupted(
@@ -427,9 +449,9 @@ def _search(
         numbers = {"wall_seconds": wall, "work_seconds": work, "trials_at_once": slots}
         files = sweep_report.write(records, numbers)
         records.finish(numbers, files, status)
-    tell(f"\n{sweep_report.table(records)}\n")
+    tell(f"\n{sweep_report.table(records, shutil.get_terminal_size((120, 24)).columns)}\n")
     tell(_closing(records, work, wall, slots))
-    return folder
+    return results
 
 
 def _introduce(
@@ -475,7 +497,7 @@ def _tune(
     each: Resources,
     allow: Sequence[str],
     watch: Watch,
-) -> None:
+) -> tune.ResultGrid:
     """Hand it all to Tune, and wait."""
     for key, value in ENVIRONMENT.items():
         os.environ.setdefault(key, value)
@@ -487,6 +509,7 @@ def _tune(
     space = {} if options.search == "optuna" else {"trial": tune.grid_search(configs)}
     scratch = records.folder.absolute() / TUNE
     shutil.rmtree(scratch, ignore_errors=True)
+    listener = Listener(records, watch)
     tuner = tune.Tuner(
         _trainable(search, records, device, each, allow),
         param_space=space,
@@ -504,13 +527,15 @@ def _tune(
         run_config=tune.RunConfig(
             name=TUNE,
             storage_path=str(records.folder.absolute()),
-            callbacks=[Listener(records, watch)],
+            callbacks=[listener],
             failure_config=tune.FailureConfig(max_failures=2),  # a process that died starts again at its checkpoint
             verbose=0,
         ),
     )
     try:
-        tuner.fit()
+        results = tuner.fit()
+        listener.settle()
+        return results
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +10,13 @@ from hydra.core.override_parser.types import ChoiceSweep, IntervalSweep, Overrid
 
 from raysim.commands.sweep.space import Choice, Interval, Range, checked
 from raysim.experiment.compose import (
+    LISTS,
     SWEEP,
     Node,
     config_folders,
     groups,
     load_yaml,
+    option_names,
     read_override,
     single_override,
 )
@@ -54,15 +56,19 @@ def sweeping(words: Sequence[str], folders: Sequence[str | Path] = ()) -> tuple[
 def _listed_range(key: str, value: Any) -> Range:
     """A range as a file writes it: a list of values, or text as on the command line."""
     if isinstance(value, list):
-        return Choice(tuple(value))
+        return _choice(key, value)
     override = read_override(text := f"{key}={value}")
     return _range(override, text) if override.is_sweep_override() else Choice((override.value(),))
+
+
+def _choice(key: str, values: Iterable[Any]) -> Choice:
+    return Choice(tuple(option_names(value) if key in LISTS else value for value in values))
 
 
 def _range(override: Override, text: str) -> Range:
     value, key = override.value(), override.key_or_group
     if isinstance(value, (ChoiceSweep, RangeSweep)) and not value.shuffle and override.package is None:
-        return Choice(tuple(override.sweep_iterator(Transformer.identity)))
+        return _choice(key, override.sweep_iterator(Transformer.identity))
     if isinstance(value, IntervalSweep) and value.tags <= {"log"} and override.package is None:
         low, high = value.start, value.end
         assert low is not None and high is not None, "the parser asks for both"

@@ -1,0 +1,36 @@
+"""What a person sees before the first round, in a terminal and in a log."""
+
+from __future__ import annotations
+
+import io
+
+from rich.console import Console
+
+from raysim.results.progress import Progress, waiting
+
+
+def seen(terminal: bool) -> str:
+    console = Console(file=(out := io.StringIO()), force_terminal=terminal, width=80)
+    with waiting(console) as waits_for:
+        waits_for("waiting for Ray")
+        waits_for("waiting for the hosts")
+    with Progress(3, console=console):
+        pass
+    return out.getvalue()
+
+
+def test_a_log_has_a_line_for_each_thing_that_starts() -> None:
+    assert seen(False).splitlines()[:2] == [f"{'':<10}waiting for Ray", f"{'':<10}waiting for the hosts"]
+
+
+def test_a_terminal_shows_what_is_waited_for_until_it_is_there() -> None:
+    text = seen(True)
+    assert "waiting for the hosts ..." in text
+    assert "first round" in text.rpartition("waiting for the hosts")[2]
+
+
+def test_a_quiet_console_says_nothing() -> None:
+    console = Console(file=(out := io.StringIO()), force_terminal=True, quiet=True)
+    with waiting(console) as waits_for:
+        waits_for("waiting for Ray")
+    assert out.getvalue() == ""

@@ -1,0 +1,60 @@
+"""Printed tables: what fits on a line, and which value is marked as the best."""
+
+from __future__ import annotations
+
+import pytest
+
+from raysim.results.report import Column, aligned
+
+NAMES = Column("run", ["fedavg", "fedprox"])
+
+
+def test_columns_that_do_not_fit_come_below_beside_the_first_one() -> None:
+    numbers = [Column(f"number {n}", ["0.1234", "0.5"], [0.1234, 0.5]) for n in range(5)]
+    wide = aligned([NAMES, *numbers])
+    assert wide.count("\n\n") == 0
+    for width in (20, 30, 40, 79):
+        text = aligned([NAMES, *numbers], width)
+        assert all(len(line) <= width for line in text.splitlines())
+        blocks = text.split("\n\n")
+        assert all(block.startswith("run") and "\nfedprox" in block for block in blocks)
+        assert [word for block in blocks for word in block.splitlines()[0].split()[1:]] == wide.splitlines()[0].split()[
+            1:
+        ]
+    assert aligned([NAMES, *numbers], 1000) == wide
+
+
+def test_a_column_wider_than_the_line_is_never_cut() -> None:
+    text = aligned([NAMES, Column("long", ["x" * 50, "y"]), Column("next", ["1", "2"])], 20)
+    assert "x" * 50 in text and text.count("\n\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("scores", "deviations", "groups", "better", "best"),
+    [
+        ([0.5, 0.7, 0.6], None, None, 1, {1}),
+        ([0.5, 0.7, 0.6], None, None, -1, {0}),
+        ([0.7, 0.7, 0.6], None, None, 1, {0, 1}),
+        ([0.5, 0.7, 0.6], None, None, 0, set()),
+        ([0.5, 0.7, 0.6], [0.9, 0.05, 0.05], None, 1, {1}),  # the last one's deviation has no say
+        ([0.5, 0.7, 0.6], [0.0, 0.05, 0.2], None, 1, set()),
+        ([0.5, 0.7, 0.6], [0.0, 0.2, 0.05], None, 1, set()),
+        ([0.5, 0.7, 0.6], [None, 0.01, None], None, 1, set()),  # one run each says nothing
+        ([0.5, 0.7, None], [0.01, 0.01, None], None, 1, {1}),
+        ([0.5, None, None], [0.01, None, None], None, 1, set()),
+        ([0.7, 0.7, 0.6], [0.01, 0.01, 0.01], None, 1, set()),
+        ([0.5, 0.7, 0.9, 0.8], [0.01] * 4, ["a", "a", "b", "b"], 1, {1, 2}),
+        ([0.5, 0.7, 0.9, 0.9], [0.01] * 4, ["a", "a", "b", "b"], 1, {1}),
+    ],
+)
+def test_the_best_is_marked_where_it_is_clear(
+    scores: list[float | None],
+    deviations: list[float | None] | None,
+    groups: list[str] | None,
+    better: int,
+    best: set[int],
+) -> None:
+    column = Column("accuracy", [str(score) for score in scores], scores, better, deviations, groups)
+    assert column.best() == best
+    stars = {i for i, line in enumerate(aligned([column]).splitlines()[2:]) if line.endswith("*")}
+    assert stars == best

@@ -1,0 +1,236 @@
+"""Every command that a text shows can be pasted: bash and zsh hand its words on as they stand, and raysim takes them.
+
+A new text is found by itself: Markdown (fenced bash, and code in a line that begins with raysim), comments of
+configuration and jobs, and the help of the command. What a text names and this machine lacks lies in `folder`.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+
+from raysim import cli
+from raysim.commands.papers.comparison import PAPER_RUNS
+from raysim.commands.papers.tables import tables
+from raysim.commands.study import runner
+from raysim.commands.sweep import search
+from raysim.experiment.compose import compose, plain
+from raysim.primitives.errors import Refused
+
+ROOT = Path(__file__).parent.parent
+MARKDOWN = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("jobs/*.md"), *ROOT.glob("conf/**/*.md")])
+YAML = sorted([*ROOT.glob("conf/**/*.yaml"), *ROOT.glob("jobs/*.yaml")])
+SHELLS = {"bash": ["--norc", "--noprofile", "-s"], "zsh": ["-f", "-i", "-s"]}  # zsh as one types into it
+NO_COMMAND = re.compile(r"\.\.\.|…|\b(NAME|TABLE|COMMAND|WORKLOAD)\b")  # a form, not a command
+# Stands for all commands of texts: raysim's words go to a file, of other commands what follows their raysim.
+LISTENING = """
+raysim() { printf '%s\\0' "$@" >> "$OUT"; }
+after() { while [ $# -gt 0 ] && [ "$1" != raysim ]; do shift; done; [ $# -gt 0 ] && shift && raysim "$@"; }
+uv() { after "$@"; }
+ray() { after "$@"; }
+ssh() { :; }
+pip() { :; }
+"""
+
+
+# --- finding them -------------------------------------------------------------------------------------------------
+def fences(path: Path) -> list[str]:
+    return re.findall(r"^```(?:bash|sh|shell|console|zsh)\n(.*?)^```", path.read_text(), re.MULTILINE | re.DOTALL)
+
+
+def lines(block: str) -> Iterator[str]:
+    """Its commands, those with a backslash at the end of a line put together."""
+    for line in block.replace("\\\n", " ").splitlines():
+        if line.strip() and not line.lstrip().startswith("#"):
+            yield line.strip().removeprefix("$ ")
+
+
+def in_markdown(path: Path) -> Iterator[str]:
+    for block in fences(path):
+        yield from lines(block)
+    prose = re.sub(r"^```.*?^```", "", path.read_text(), flags=re.MULTILINE | re.DOTALL)
+    quoted = (" ".join(each.split()) for each in re.findall(r"`((?:uv run )?raysim [^`]+)`", prose))
+    yield from (each for each in quoted if re.search("raysim (-|[a-z]+ .)", each))  # `raysim sweep` is but its name
+
+
+def in_comments(path: Path) -> Iterator[str]:
+    comments = re.findall(r"#.*$", path.read_text(), re.MULTILINE)
+    yield from (found[1] for each in comments if (found := re.search(r"\b(raysim [a-z]+ [^`]*[^`.,;)])", each)))
+    yield from re.findall(r"^\s+entrypoint: (.*)$", path.read_text(), re.MULTILINE)
+
+
+def in_help() -> Iterator[str]:
+    for name, text in vars(cli).items():
+        if name.isupper() and isinstance(text, str):
+            yield from (re.split(r" {2,}", line.strip())[0] for line in text.splitlines() if "raysim " in line[:9])
+
+
+def found() -> dict[str, list[str]]:
+    """Commands by where they stand; those that are no more than a form are left out."""
+    places = {str(path.relative_to(ROOT)): [*in_markdown(path)] for path in MARKDOWN}
+    places |= {str(path.relative_to(ROOT)): [*in_comments(path)] for path in YAML}
+    places["help"] = [*in_help()]
+    return {place: [each for each in all_of_it if raysims(each)] for place, all_of_it in places.items()}
+
+
+def raysims(command: str) -> bool:
+    return re.search(r"\braysim [a-z-]", command) is not None and not NO_COMMAND.search(command)
+
+
+COMMANDS = {command: place for place, all_of_it in found().items() for command in all_of_it}
+
+
+# --- what they name -----------------------------------------------------------------------------------------------
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What the commands name: runs, and files and methods of one's own."""
+    root = tmp_path_factory.mktemp("texts")
+    for run in ("runs/a", "runs/b", "runs/mine", "studies/mine/runs/fedavg_seed-0"):
+        (root / run).mkdir(parents=True)
+    (root / "conf/fleet").mkdir(parents=True)
+    shutil.copy(ROOT / "conf/fleet/lognormal.yaml", root / "conf/fleet/mine.yaml")
+    for conf, name in (("mine/conf", "my_method"), ("conf", "lasso")):
+        (root / conf / "method").mkdir(parents=True)
+        (root / conf / "method" / f"{name}.yaml").write_text(f"{name}: {{_target_: mine.Mine}}\n")
+    for path in ("best.yaml", "runs/mine/best.yaml"):
+        (root / path).write_text(yaml.safe_dump(plain(compose())))
+    return root
+
+
+# --- the shells -----------------------------------------------------------------------------------------------------
+def here(shell: str) -> str:
+    if (path := shutil.which(shell)) is None:
+        pytest.skip(f"{shell} is not installed: .ci/run installs it where it may")
+    return path
+
+
+def words_of(shell: str, folder: Path) -> dict[str, list[str]]:
+    """What each command hands to raysim, in a shell as one types into it; [] where it is not called."""
+    out = folder / f"{shell}.txt"
+    typed = "\n".join(f"{command}\nprintf '\\n' >> $OUT" for command in COMMANDS)
+    environment = {"OUT": str(out), "PATH": "/usr/bin:/bin", "HOME": str(folder), "TERM": "dumb"}
+    program = [here(shell), *SHELLS[shell]]
+    subprocess.run(program, input=f"{LISTENING}{typed}\n", cwd=folder, env=environment, text=True, capture_output=True)
+    words = [line.split("\0")[:-1] for line in out.read_text().splitlines()]
+    assert len(words) == len(COMMANDS), "a command goes on after its line"
+    return dict(zip(COMMANDS, words, strict=True))
+
+
+@pytest.fixture(scope="module")
+def in_bash(folder: Path) -> dict[str, list[str]]:
+    return words_of("bash", folder)
+
+
+@pytest.fixture(scope="module")
+def in_zsh(folder: Path) -> dict[str, list[str]]:
+    return words_of("zsh", folder)
+
+
+def test_commands_are_found_where_they_stand() -> None:
+    places = {*COMMANDS.values()}
+    assert {"README.md", "CONTRIBUTING.md", "jobs/README.md", "jobs/rayjob.yaml", "conf/sweep/default.yaml"} <= places
+    assert len(COMMANDS) > 50
+
+
+def test_zsh_hands_on_the_same_words_as_bash(in_bash: dict[str, list[str]], in_zsh: dict[str, list[str]]) -> None:
+    """But for a comment, which zsh takes for words where it is typed."""
+    for command, words in in_zsh.items():
+        assert without_comment(words) == in_bash[command], f"{COMMANDS[command]}: {command}"
+
+
+def without_comment(words: list[str]) -> list[str]:
+    return words[: words.index("#")] if "#" in words else words
+
+
+def taken(words: list[str]) -> None:
+    """raysim understands the words, as far as nothing has to run. Raises Refused, or ends the process."""
+    if words[0] in ("help", "--version") or words[-1] == "-h":
+        return
+    assert words[0] in cli.COMMANDS
+    given = cli._parsed(words)
+    goes_on = "resume=latest" in getattr(given, "overrides", ())
+    if words[0] in ("run", "partition"):
+        compose(given.overrides, given.conf, getattr(given, "config", None))
+    elif words[0] == "study" and not goes_on:
+        runner.plan(given.overrides, given.conf)
+    elif words[0] == "sweep" and not goes_on:
+        search.plan(given.overrides, given.conf)
+    elif words[0] == "submit" and given.words:
+        taken(given.words)
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=[f"{place}: {text}"[:90] for text, place in COMMANDS.items()])
+def test_raysim_takes_the_words_of_a_command(
+    command: str, in_bash: dict[str, list[str]], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(folder)
+    words = in_bash[command]
+    assert words, f"{COMMANDS[command]}: nothing reaches raysim of: {command}"
+    try:
+        taken(words)
+    except (Refused, SystemExit) as error:
+        pytest.fail(f"{COMMANDS[command]}: {command}: {error}")
+
+
+def test_commands_of_published_tables_need_no_quotes() -> None:
+    for paper, runs in PAPER_RUNS.items():
+        for table in tables(paper).values():
+            for cell in table.cells:
+                words = runs.command(table, cell).words()
+                assert all(re.fullmatch(r"[\w./+,:=-]+", word) for word in words), words
+
+
+@pytest.mark.parametrize("path", MARKDOWN, ids=lambda path: str(path.relative_to(ROOT)))
+def test_bash_and_zsh_can_read_every_block(path: Path) -> None:
+    for shell in filter(shutil.which, SHELLS):
+        for block in fences(path):
+            done = subprocess.run([shell, "-n"], input=block, text=True, capture_output=True)
+            assert done.returncode == 0 and not done.stderr, done.stderr
+
+
+def test_nothing_installs_a_name_from_an_index() -> None:
+    """Not raysim, which is another's there, and not raysim-fl as long as nobody has put it there."""
+    asking = re.compile(
+        r"\b(?:install|add|uvx|--with)\s+(?:-[-\w]+\s+)*[\"']?raysim(?:-fl)?(?:\[[\w,]+\])?[\"']?(?=[\s,;:`)]|$)"
+    )
+    texts = [*MARKDOWN, *YAML, *ROOT.glob("raysim/**/*.py"), *ROOT.glob("notebooks/*.ipynb"), *ROOT.glob("Dockerfile*")]
+    found = [(path.name, match[0]) for path in texts for match in asking.finditer(path.read_text())]
+    assert found == []
+    for wrong in ("pip install raysim", "pip install -U 'raysim[sweep]'", "uv add raysim-fl"):
+        assert asking.search(wrong)
+    for right in ("pip install raysim_fl-0.1.0-py3-none-any.whl", "pip install git+https://HOST/raysim.git"):
+        assert not asking.search(right)
+
+
+# --- for real -----------------------------------------------------------------------------------------------------
+REAL = """
+raysim run method=fedbr+mixup runtime=inprocess rounds=2 partition.clients=20 out=runs/mixed
+raysim run --show method=fedprox > shown.yaml
+raysim run --config shown.yaml runtime=inprocess rounds=2 tracking=none out=runs/shown
+raysim study method=fedavg,fedprox seed=0..1 runtime=inprocess rounds=2 tracking=none out=studies/mine
+raysim report runs/*
+raysim report --paper fedbr/table1 runs/*
+raysim partition partition=dirichlet partition.alpha=0.1
+raysim methods
+raysim help study
+raysim --version
+"""
+
+
+@pytest.mark.slow
+def test_quick_commands_end_well(tmp_path: Path) -> None:
+    define = f'set -e; raysim() {{ "{sys.executable}" -m raysim "$@"; }}'
+    shell = [here("zsh"), "-f", "-c", f"{define}{REAL}"]
+    done = subprocess.run(shell, cwd=tmp_path, text=True, capture_output=True, timeout=1200)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    assert "passed over" in done.stderr and "runs/mlflow_artifacts" in done.stderr
+    assert {each.name for each in (tmp_path / "studies/mine/runs").iterdir()} == {
+        f"{method}_seed-{seed}" for method in ("fedavg", "fedprox") for seed in (0, 1)
+    }
