@@ -1,53 +1,82 @@
 """raysim: asynchronous, cluster-scale federated-learning simulation.
 
-import raysim
-result = raysim.run(["method=fedprox", "runtime=inprocess", "rounds=20"])
-result.summary["accuracy_global"], result.rows[-1]
-raysim.run(["rounds=20"], on_round=lambda row: print(row["round"], row["accuracy_global"]))
+    import raysim
+    result = raysim.run("method=fedprox", rounds=20, runtime="inprocess")
+    result.history, result.clients, result.predictions().classes
+    raysim.run(methods=[MyMethod()], model=MyModel(), data=((x, y), (x_test, y_test)), partition="iid")
+    raysim.load("runs/first").model()
+
+`run` and `load` give a `Result`; `build` checks a run without starting it, and `sweep` searches with Ray Tune. What you
+write yourself extends `Method`, `ModelRecipe`, `Source` (it reads a `Raw`), `Partitioner`, `Schedule`, `Fleet` or
+`Observer`; `raysim new NAME` writes a package with one of each, and `raysim.conformance` checks them.
 """
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from raysim.api.method import Method
     from raysim.commands.sweep.tune import run as sweep
-    from raysim.experiment.execute import build, run
+    from raysim.data.partition import CSR, Partition, Partitioner
+    from raysim.data.raw import Raw, Source
+    from raysim.experiment.execute import build, load, run
+    from raysim.experiment.result import Result
+    from raysim.models.classifier import Classifier, ModelRecipe
+    from raysim.primitives.errors import Refused
     from raysim.results.observers import Observer
+    from raysim.simulation.fleet import Fleet
+    from raysim.simulation.schedule import Schedule
 
-    __version__: str
+__version__ = "0.1.0"
 
-__all__ = ["Method", "Observer", "build", "run", "sweep"]
+__all__ = [
+    "CSR",
+    "Classifier",
+    "Fleet",
+    "Method",
+    "ModelRecipe",
+    "Observer",
+    "Partition",
+    "Partitioner",
+    "Raw",
+    "Refused",
+    "Result",
+    "Schedule",
+    "Source",
+    "__version__",
+    "build",
+    "load",
+    "run",
+    "sweep",
+]
 
-
-def _version() -> str:
-    from importlib.metadata import PackageNotFoundError, version
-
-    try:
-        return version("raysim-fl")
-    except PackageNotFoundError:  # a copy that nobody installed, as in a job
-        return "unknown"
+_PLACES = {
+    "raysim.api.method": ("Method",),
+    "raysim.commands.sweep.tune": ("sweep",),
+    "raysim.data.partition": ("CSR", "Partition", "Partitioner"),
+    "raysim.data.raw": ("Raw", "Source"),
+    "raysim.experiment.execute": ("build", "load", "run"),
+    "raysim.experiment.result": ("Result",),
+    "raysim.models.classifier": ("Classifier", "ModelRecipe"),
+    "raysim.primitives.errors": ("Refused",),
+    "raysim.results.observers": ("Observer",),
+    "raysim.simulation.fleet": ("Fleet",),
+    "raysim.simulation.schedule": ("Schedule",),
+}
+_ELSEWHERE = {"sweep": "run"}  # what a name is called in its module
+_MODULES = {name: module for module, names in _PLACES.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:
     """Imports what is asked for: `import raysim` itself imports neither PyTorch nor Hydra nor Ray."""
-    if name == "__version__":
-        return _version()
-    if name == "Method":
-        from raysim.api.method import Method
+    if name not in _MODULES:
+        raise AttributeError(f"module 'raysim' has no attribute {name!r}")
+    found = globals()[name] = getattr(importlib.import_module(_MODULES[name]), _ELSEWHERE.get(name, name))
+    return found
 
-        return Method
-    if name == "Observer":
-        from raysim.results.observers import Observer
 
-        return Observer
-    if name == "sweep":
-        from raysim.commands.sweep.tune import run
-
-        return run
-    if name in ("build", "run"):
-        from raysim.experiment import execute
-
-        return getattr(execute, name)
-    raise AttributeError(f"module 'raysim' has no attribute {name!r}")
+def __dir__() -> list[str]:
+    """With the names that nobody has asked for yet."""
+    return sorted({*globals(), *__all__})

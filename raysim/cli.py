@@ -1,4 +1,4 @@
-"""The command `raysim`: run, study, sweep, submit, methods, partition, fleet, report, bench, ...; parse, call, print.
+"""The command `raysim`: run, study, sweep, submit, methods, partition, fleet, new, report, ...; parse, call, print.
 
 Exit status: 0 done, 1 the run failed, 2 refused as asked (one sentence on stderr), 130 interrupted.
 """
@@ -52,7 +52,7 @@ examples:
   raysim submit run method=fedprox out=/shared/runs/first
                                           on the cluster at $RAY_API_SERVER_ADDRESS, else http://127.0.0.1:8265
   raysim submit --address http://HEAD:8265 sweep sweep=fedbr method=fedbr out=/shared/sweeps/fedbr
-  raysim submit --with mine run --conf mine/conf --allow mine method=my_method out=/shared/runs/mine
+  raysim submit --with mine run --allow mine method=mine out=/shared/runs/mine
   raysim submit --runtime-env jobs/runtime_env.yaml run out=/shared/runs/first
                                           where the nodes have Ray alone: installs the rest
 
@@ -93,6 +93,10 @@ examples:
 A search is described by sweep.search (random, grid, optuna), scheduler (none, asha, pbt), trials, metric, mode, seeds,
 concurrent, hosts, grace and reduction (of asha), interval (of pbt), minutes. All other words are those of `raysim run`
 and hold for all trials; a key of the space that is given one value is not searched."""
+NEW = """\
+examples:
+  raysim new mine                         the folder mine, with one part of each kind, their options and their tests
+  raysim run --allow mine method=mine     in that folder; once it is installed (pip install -e .) without --allow"""
 REPORT = """\
 examples:
   raysim report runs/a                    one run
@@ -175,7 +179,7 @@ def call(words: Sequence[str]) -> int:
     if not given.command:
         _parser().print_help()
         return 0
-    return _guarded(lambda: COMMANDS[given.command](given))
+    return _guarded(lambda: COMMANDS[given.command](_allowed(given)))
 
 
 def _parsed(words: Sequence[str]) -> argparse.Namespace:
@@ -193,6 +197,16 @@ def _parsed(words: Sequence[str]) -> argparse.Namespace:
             unknown = []
     if unknown:
         parser.error(f"'{unknown[0]}' has no meaning here")
+    return given
+
+
+def _allowed(given: argparse.Namespace) -> argparse.Namespace:
+    """With the packages that --allow names at hand, and the options that they bring."""
+    if getattr(given, "allow", None):
+        from raysim.experiment.plugins import brought
+
+        sys.path.insert(0, os.getcwd())  # as `python` does for code of the user's own
+        given.conf = [*map(str, brought(given.allow)), *given.conf]
     return given
 
 
@@ -289,6 +303,8 @@ def _parser() -> Parser:
     fleet.add_argument("action", choices=("convert", "check"), help="what to do")
     fleet.add_argument("files", nargs="+", metavar="FILE", help="FedScale's two files, capacity first; or a trace")
     fleet.add_argument("--out", default="trace.parquet", metavar="FILE", help="the trace (trace.parquet)")
+    new = add("new", "write a package of your own: a method, a model, data, ... with options and tests", NEW)
+    new.add_argument("name", metavar="NAME", help="the package, and the folder that it is written into")
     report = add("report", "compare runs: one table, overlaid curves, one HTML page", REPORT)
     report.add_argument("runs", nargs="*", metavar="RUN", help="folders that runs wrote")
     report.add_argument("--out", metavar="DIR", help="where the pictures and the page go (report)")
@@ -325,7 +341,11 @@ def _configurable(parser: argparse.ArgumentParser) -> None:
         "--conf", action="append", default=[], metavar="DIR", help="a folder of your own options, laid out like conf"
     )
     parser.add_argument(
-        "--allow", action="append", default=[], metavar="PREFIX", help="let the configuration name classes of PREFIX"
+        "--allow",
+        action="append",
+        default=[],
+        metavar="PACKAGE",
+        help="a package of your own: its classes, and the options in its folder conf",
     )
 
 
@@ -344,8 +364,6 @@ def _run(given: argparse.Namespace) -> int:
     if given.show:
         print(to_yaml(plain(config)), end="")
         return 0
-    if given.allow:
-        sys.path.insert(0, os.getcwd())  # as `python` does for code of the user's own
     from raysim.experiment.execute import run
 
     run(config, quiet=given.quiet, allow=given.allow)
@@ -361,8 +379,6 @@ def _study(given: argparse.Namespace) -> int:
         raise Refused(f"--parallel {given.parallel} must be at least 1")
     check_metrics(given.metric)
     campaign = plan(given.overrides, given.conf)
-    if given.allow:
-        sys.path.insert(0, os.getcwd())
     campaign = check(campaign, given.allow, given.parallel)
     print(campaign, flush=True)
     with refusing():
@@ -391,8 +407,6 @@ def _sweep(given: argparse.Namespace) -> int:
     moved = search.known and any(word.startswith("runtime") for word in search.words)
     for draft in () if moved else search.search.drafts.values():
         listen_on_loopback(RayOptions(address=draft["runtime"].get("address")))
-    if given.allow:
-        sys.path.insert(0, os.getcwd())
     from raysim.commands.sweep.tune import run
 
     run(search, quiet=given.quiet, allow=given.allow)
@@ -406,7 +420,8 @@ def _submit(given: argparse.Namespace) -> int:
     if not words or words[0] not in submission.COMMANDS:
         named = words[0] if words else "nothing"
         raise Refused(f"submit {named}: {instead(named, submission.COMMANDS, 'what can be submitted is')}")
-    inner = _parsed(words)
+    sys.path[:0] = [str(Path(each).resolve().parent) for each in given.extra]  # where the job will find them
+    inner = _allowed(_parsed(words))
     command = submission.Command(words, inner.overrides, inner.conf, getattr(inner, "config", None))
     return submission.submit(command, given.address, given.extra, given.limit, given.runtime_env, not given.no_wait)
 
@@ -469,6 +484,14 @@ def _fleet(given: argparse.Namespace) -> int:
     with refusing():
         file, *more = given.files
         print(convert(file, more[0], Path(given.out)) if more else summary(file))
+    return 0
+
+
+def _new(given: argparse.Namespace) -> int:
+    from raysim.commands.new.package import next_steps, write
+
+    with refusing():
+        print(next_steps(write(given.name)))
     return 0
 
 
@@ -557,6 +580,7 @@ COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "methods": _methods,
     "partition": _partition,
     "fleet": _fleet,
+    "new": _new,
     "report": _report,
     "bench": _bench,
     "completion": _completion,

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from raysim.api.method import Method
+from raysim.api.declarations import Task
+from raysim.api.method import Method, Need
 from raysim.api.private_state import reserved_names
 from raysim.vectors.layout import Layout
 
@@ -100,6 +101,30 @@ def check_composition(methods: Sequence[Method]) -> None:
                 raise ValueError(
                     f"method '{method.name}' does not combine with method '{other}': {why}; keep one of them"
                 )
+
+
+def check_needs(methods: Sequence[Method], task: Task, splits: bool) -> None:
+    """Refuse a method that needs what the data or the model does not have. splits: whether the model has features.
+
+    Raises ValueError with a sentence that names the method.
+    """
+    tokens = "the inputs of this data are token numbers"
+    lacking: dict[Need, str] = {}
+    if task.kind != "classification":
+        lacking["classes"] = f"needs classes as labels, and this data is for {task.kind}"
+    if not splits:
+        lacking["features"] = (
+            "needs features in front of a linear head, and this model cannot be split into them: name its last linear "
+            "layer with model.head"
+        )
+    if not task.is_images:
+        shape = f"the inputs of this data have the shape {list(task.shape)}"
+        lacking["images"] = f"needs images [channels, height, width], and {shape if task.tokens is None else tokens}"
+    if task.tokens is not None:
+        lacking["numbers"] = f"needs inputs that can be added up, and {tokens}"
+    for method in methods:
+        if need := next((need for need in lacking if need in method.needs), None):
+            raise ValueError(f"method '{method.name}' {lacking[need]}; leave it out, or choose other data or models")
 
 
 def check_private_names(methods: Sequence[Method], layout: Layout) -> None:

@@ -245,7 +245,11 @@ class Outputs:
     @property
     def logits(self) -> Tensor:
         """[B, C] raw logits of the model in training."""
-        return self.once("logits", lambda: cast(Tensor, self.ctx.model.head(self.features)))
+        return self.once("logits", lambda: self._outputs_of(self.ctx.model, lambda: self.features))
+
+    def _outputs_of(self, model: Classifier, features: Callable[[], Tensor]) -> Tensor:
+        """Of its features, which others may ask for too; of a model without features, of the inputs."""
+        return cast(Tensor, model.head(features()) if model.splits else model(self.batch.inputs))
 
     @property
     def base_features(self) -> Tensor:
@@ -255,7 +259,9 @@ class Outputs:
     @property
     def base_logits(self) -> Tensor:
         """[B, C] of the received model, without gradient."""
-        return self.once("base_logits", lambda: inferred(lambda: cast(Tensor, self._received.head(self.base_features))))
+        return self.once(
+            "base_logits", lambda: inferred(lambda: self._outputs_of(self._received, lambda: self.base_features))
+        )
 
     @property
     def _received(self) -> Classifier:

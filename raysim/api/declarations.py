@@ -9,19 +9,49 @@ from typing import Literal, NamedTuple, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from raysim.api.objectives import OBJECTIVES, Metric, Objective
 from raysim.primitives.checks import above, at_least, in_range, one_of
+from raysim.primitives.kinds import Kind, Tokens
 from raysim.vectors.layout import Layout
 from raysim.vectors.optimizer import Optimizer
 
 
 @dataclass(frozen=True)
 class Task:
-    """What is learnt: shape of an input [channels, height, width], number of classes, floats in use."""
+    """What is learnt: shape of an input ([channels, height, width] of images), number of classes (or other outputs of
+    the model), floats in use, and of which kind it is, which names the loss and the metrics.
 
-    shape: tuple[int, int, int]
+    tokens: of inputs that are sequences of token numbers. scored_by: the metric's name; None: the kind's usual one.
+    """
+
+    shape: tuple[int, ...]
     num_classes: int
     clients: int
     dtype: torch.dtype = torch.float32
+    kind: Kind = "classification"
+    tokens: Tokens | None = None
+    scored_by: str | None = None
+
+    @property
+    def objective(self) -> Objective:
+        """Its loss and its metrics."""
+        return OBJECTIVES[self.kind]
+
+    @property
+    def metric(self) -> Metric:
+        """What its models are scored with. Raises ValueError where another kind's was asked for."""
+        return self.objective.metric(self.scored_by, self.kind)
+
+    @property
+    def is_images(self) -> bool:
+        """Whether an input is an array [channels, height, width] of numbers."""
+        return self.tokens is None and len(self.shape) == 3
+
+    def example(self, rows: int, generator: torch.Generator | None = None) -> Tensor:
+        """Random inputs that a model of this task has to take, for trying it out."""
+        if self.tokens is not None:
+            return torch.randint(self.tokens.size, (rows, *self.shape), generator=generator)
+        return torch.randn(rows, *self.shape, generator=generator)
 
 
 @dataclass(frozen=True)
@@ -113,7 +143,7 @@ class Evaluation:
     clients: how many are drawn each time. finetune: how models are adapted first, for scores of their own. common:
     whether clients' own models are scored on the central test set. probe: of local models before they are averaged, on
     `probe_rows` images of the central test set. decompose: the loss decomposition, on at most `decompose_rows` training
-    samples of a client.
+    samples of a client. metric: what models are scored with, "mae" for example; None: what is usual for the data.
     """
 
     every: int = 1
@@ -124,6 +154,7 @@ class Evaluation:
     probe_rows: int = 1000
     decompose: int = 0
     decompose_rows: int = 1000
+    metric: str | None = None
 
     def __post_init__(self) -> None:
         for key, least in (("every", 1), ("probe", 0), ("probe_rows", 1), ("decompose", 0), ("decompose_rows", 1)):

@@ -160,5 +160,5 @@ class Report:
     """Scores of one `Task`, a value per row."""
 
     client: int
-    correct: np.ndarray  # bool
+    scores: np.ndarray  # the task's metric; of accuracy, whether it was right
     losses: np.ndarray  # in the dtype of the run

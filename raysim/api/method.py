@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal, TypeAlias
 
 import numpy as np
 from torch import Tensor, nn
@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     from raysim.vectors.layout import Layout
 
 
+Need: TypeAlias = Literal["classes", "features", "images", "numbers"]
+
+
 class Method:
     """One part of a federated algorithm. `ctx` is the job at work, `server` the coordinator's side."""
 
@@ -34,6 +37,10 @@ class Method:
     targets: ClassVar[Literal["any", "soft", "integer"]] = "any"  # "soft": makes them soft; "integer": needs labels
     pools: ClassVar[bool] = False  # whether it trains one model on the clients' pooled data
     needs_single_updates: ClassVar[bool] = False  # whether its `absorb` reads deltas, and `moves` of updates
+
+    # What it can do nothing without: "classes" as labels, "features" that a head turns into outputs, "images", or
+    # "numbers", inputs that can be added up and have a gradient.
+    needs: ClassVar[frozenset[Need]] = frozenset()
 
     def __repr__(self) -> str:
         return f"{self.name}({', '.join(f'{key}={value!r}' for key, value in parameters(self).items())})"

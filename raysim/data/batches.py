@@ -1,4 +1,4 @@
-"""From uint8 images to a training batch, on the device that holds them: augment, scale, normalise."""
+"""From stored inputs to a training batch, on the device that holds them: augment, scale, normalise."""
 
 from __future__ import annotations
 
@@ -32,13 +32,20 @@ class Pipeline:
     jitter: float = 0.3
     grey: float = 0.1
 
-    def normalise(self, images: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-        """uint8 [..., c, h, w] to (x / 255 - mean) / std in `dtype`, on the images' device."""
-        scaled = images.to(dtype).div_(255)
+    def normalise(self, inputs: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+        """As the model sees them, on the inputs' device: token numbers (int64) as they are, all else in `dtype`.
+
+        uint8 [..., c, h, w] becomes (x / 255 - mean) / std, float32 [B, c, ...] becomes (x - mean) / std.
+        """
+        if inputs.dtype == torch.int64:
+            return inputs
+        levels = inputs.dtype == torch.uint8
+        scaled = inputs.to(dtype).div_(255) if levels else inputs.to(dtype, copy=True)
         if self.mean is None or self.std is None:
             return scaled
-        device = str(images.device)
-        return scaled.sub_(_constant(self.mean, dtype, device)).div_(_constant(self.std, dtype, device))
+        device, inner = str(inputs.device), 2 if levels and inputs.ndim > 2 else inputs.ndim - 2
+        mean, std = (_constant(values, dtype, device, inner) for values in (self.mean, self.std))
+        return scaled.sub_(mean).div_(std)
 
     def augmented(self, images: Tensor, rng: np.random.Generator) -> Tensor:
         """What `augment` says, done to each image by itself; uint8 [B, c, h, w] to the same.
@@ -108,5 +115,6 @@ def _on(images: Tensor, values: np.ndarray) -> Tensor:
 
 
 @functools.lru_cache(maxsize=64)
-def _constant(values: tuple[float, ...], dtype: torch.dtype, device: str) -> Tensor:
-    return torch.tensor(values, dtype=dtype, device=device).reshape(-1, 1, 1)
+def _constant(values: tuple[float, ...], dtype: torch.dtype, device: str, inner: int) -> Tensor:
+    """One value per channel, in front of so many inner axes."""
+    return torch.tensor(values, dtype=dtype, device=device).reshape(-1, *inner * [1])

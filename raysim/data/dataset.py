@@ -11,26 +11,34 @@ import socket
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, TypeAlias, cast
 
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
 from raysim.primitives.files import alone, replace_file, user_path, whole
+from raysim.primitives.kinds import Kind, Tokens
 
-FORMAT = 2  # raise it when the same settings give other bytes
+Ints: TypeAlias = NDArray[np.int64]
+Inputs: TypeAlias = NDArray[np.uint8] | NDArray[np.float32] | Ints
+Labels: TypeAlias = Ints | NDArray[np.float32]  # classes [n]; labels that are there (0 or 1) or values [n, outputs]
+
+FORMAT = 3  # raise it when the same settings give other bytes
 
 
 @dataclass(frozen=True, eq=False)
 class Samples:
     """A whole data set in memory: training rows first, then the central test rows."""
 
-    images: NDArray[np.uint8]  # [n, c, h, w]
-    labels: NDArray[np.int64]
-    domains: NDArray[np.int64]
+    inputs: Inputs  # [n, ...]; images are uint8 [n, c, h, w]
+    labels: Labels
+    domains: Ints
     train_rows: int
-    class_names: list[str]
+    class_names: list[str]  # of the model's outputs
     domain_names: list[str]
+    kind: Kind = "classification"
+    tokens: Tokens | None = None  # where inputs are sequences
 
 
 class Dataset:
@@ -45,10 +53,11 @@ class Dataset:
             raise ValueError(
                 f"{path} is not a readable data set ({error}): delete it and it is built again."
             ) from error
-        self.shape: tuple[int, int, int] = samples.images.shape[1:]
+        self.shape: tuple[int, ...] = samples.inputs.shape[1:]
+        self.kind, self.tokens = samples.kind, samples.tokens
         self.class_names, self.domain_names = samples.class_names, samples.domain_names
         self.train_rows = samples.train_rows
-        self.images, self.labels, self.domains = samples.images, samples.labels, samples.domains
+        self.inputs, self.labels, self.domains = samples.inputs, samples.labels, samples.domains
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -58,8 +67,19 @@ class Dataset:
 
     @property
     def num_classes(self) -> int:
-        """Classes the labels may name, also those without a sample."""
+        """Classes the labels may name, also those without a sample; of other tasks, the model's outputs."""
         return len(self.class_names)
+
+    @property
+    def is_images(self) -> bool:
+        """Whether inputs are pictures [channels, height, width] of 8 bits."""
+        return self.inputs.dtype == np.uint8 and len(self.shape) == 3
+
+    def groups(self) -> tuple[Ints, list[str]]:
+        """What partitions and statistics count: the class of every row, or one group of all where there are none."""
+        if self.kind == "classification":
+            return cast(Ints, self.labels), self.class_names
+        return np.zeros(len(self), np.int64), ["all"]
 
 
 def cache_folder(cache: str | None) -> Path:
@@ -94,25 +114,38 @@ def copied(name: str, read: Callable[[], NDArray[np.uint8]]) -> Path:
 
 def _write(path: Path, samples: Samples) -> None:
     header = {
-        "shape": samples.images.shape[1:],
+        "shape": samples.inputs.shape[1:],
+        "dtype": str(samples.inputs.dtype),
+        "kind": samples.kind,
+        "tokens": samples.tokens,
         "class_names": samples.class_names,
         "domain_names": samples.domain_names,
         "train_rows": samples.train_rows,
     }
-    images = np.ascontiguousarray(samples.images, dtype=np.uint8)
-    labels, domains = (np.ascontiguousarray(each, dtype=np.int64) for each in (samples.labels, samples.domains))
-    columns = [
-        pa.FixedSizeBinaryArray.from_buffers(
-            pa.binary(math.prod(images.shape[1:])), len(labels), [None, pa.py_buffer(images.reshape(-1))]
-        ),
-        pa.array(labels),
-        pa.array(domains),
-    ]
-    batch = pa.record_batch(columns, names=["image", "label", "domain"])
+    inputs, domains = np.ascontiguousarray(samples.inputs), np.ascontiguousarray(samples.domains, dtype=np.int64)
+    labels = np.ascontiguousarray(samples.labels, dtype=_label_type(samples.kind))
+    columns = [_rows(inputs), pa.array(labels) if labels.ndim == 1 else _rows(labels), pa.array(domains)]
+    batch = pa.record_batch(columns, names=["input", "label", "domain"])
     text = json.dumps(header)
-    metadata = {"raysim": text, "sha256": _checksum(text.encode(), images, labels, domains)}
+    metadata = {"raysim": text, "sha256": _checksum(text.encode(), inputs, labels, domains)}
     with whole(path) as file, pa.ipc.new_file(file, batch.schema.with_metadata(metadata)) as writer:
         writer.write_batch(batch.replace_schema_metadata(metadata))
+
+
+def _label_type(kind: Kind) -> type[np.generic]:
+    return np.int64 if kind == "classification" else np.float32
+
+
+def _rows(values: NDArray[Any]) -> pa.Array:
+    """A column of one binary value per row."""
+    width = values.itemsize * math.prod(values.shape[1:])
+    flat = values.reshape(-1).view(np.uint8)
+    return pa.FixedSizeBinaryArray.from_buffers(pa.binary(width), len(values), [None, pa.py_buffer(flat)])
+
+
+def _values(column: pa.Array, kind: Any, shape: tuple[int, ...]) -> Any:
+    """What `_rows` wrote, as a view."""
+    return np.frombuffer(column.buffers()[1], dtype=kind, count=math.prod(shape)).reshape(shape)
 
 
 def _mapped(path: Path) -> Samples:
@@ -123,14 +156,17 @@ def _mapped(path: Path) -> Samples:
     batch.validate()
     text = batch.schema.metadata[b"raysim"]
     header = json.loads(text)
-    shape = (batch.num_rows, *header["shape"])
-    images = np.frombuffer(batch.column(0).buffers()[1], dtype=np.uint8, count=math.prod(shape)).reshape(shape)
-    labels, domains = batch.column(1).to_numpy(), batch.column(2).to_numpy()
+    kind, names = header["kind"], header["class_names"]
+    inputs = _values(batch.column(0), np.dtype(header["dtype"]), (batch.num_rows, *header["shape"]))
+    labels, domains = batch.column(1), batch.column(2).to_numpy()
+    classes = kind == "classification"
+    labels = labels.to_numpy() if classes else _values(labels, _label_type(kind), (batch.num_rows, len(names)))
     if not _verified(path):
-        if _checksum(text, images, labels, domains) != batch.schema.metadata[b"sha256"].decode():
+        if _checksum(text, inputs, labels, domains) != batch.schema.metadata[b"sha256"].decode():
             raise ValueError("its checksum is another")
         _mark_verified(path)
-    return Samples(images, labels, domains, header["train_rows"], header["class_names"], header["domain_names"])
+    tokens = header["tokens"] and Tokens(*header["tokens"])
+    return Samples(inputs, labels, domains, header["train_rows"], names, header["domain_names"], kind, tokens)
 
 
 def _checksum(header: bytes, *arrays: NDArray[np.generic]) -> str:

@@ -89,7 +89,7 @@ class Domains(Source):
     def _images(self, parts: list[Raw], rows: list[NDArray[np.int64]]) -> NDArray[np.uint8]:
         whole: NDArray[np.uint8] | None = None
         for name, raw, places in zip(self.domains, parts, rows, strict=True):
-            pixels = stacked(raw.images, len(raw.labels), self.size, self.channels)
+            pixels = stacked(raw.inputs, len(raw.labels), self.size, self.channels)
             if whole is None:
                 whole = np.empty((sum(map(len, rows)), *pixels.shape[1:]), dtype=np.uint8)
             if pixels.shape[1:] != whole.shape[1:]:

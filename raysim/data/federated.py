@@ -5,9 +5,9 @@ from __future__ import annotations
 import functools
 import hashlib
 import textwrap
-from dataclasses import MISSING, asdict, dataclass, fields, replace
+from dataclasses import MISSING, asdict, dataclass, fields, is_dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,7 +30,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 CHUNK = 8192  # images corrupted at once
-UNTOLD = frozenset(("root", "cache", "download", *(entry.name for entry in fields(Pipeline))))  # left out of titles
+# Left out of titles.
+UNTOLD = frozenset(("root", "cache", "download", "digest", *(entry.name for entry in fields(Pipeline))))
 BARS, LEGEND, COLUMNS, BINS = 50, 20, 1000, 30  # most clients as bars, classes in a legend, columns, bars of sizes
 
 
@@ -67,10 +68,17 @@ def federate(source: Source, partitioner: Partitioner, seed: int) -> FederatedDa
     Rows in no client stay in the file unused. A corrupted data set is a cached file of its own. Where images are
     rotated and the source has one domain, the angle becomes the domain. Raises ValueError with the key to change.
     """
+    if (column := getattr(partitioner, "column", None)) is not None:
+        source = source.by(column)
     clean = source.build()
     _check(source, clean)
-    rows = clean.train_rows
-    partition = partitioner.split(clean.labels[:rows], clean.domains[:rows], clean.num_classes, seed)
+    if clean.kind != "classification" and getattr(partitioner, "by_class", False):
+        raise ValueError(
+            f"the partition {type(partitioner).__name__} shares out classes, and the data has none ({clean.kind}): set "
+            "partition=iid, quantity, domain or natural."
+        )
+    rows, (groups, names) = clean.train_rows, clean.groups()
+    partition = partitioner.split(groups[:rows], clean.domains[:rows], len(names), seed)
     dataset = _corrupted(source, clean, partition, seed)
     return FederatedData(
         dataset_path=dataset.path,
@@ -82,12 +90,39 @@ def federate(source: Source, partitioner: Partitioner, seed: int) -> FederatedDa
 
 
 def _check(source: Source, clean: Dataset) -> None:
-    channels, height, width = clean.shape
+    channels = clean.shape[0]
     for key, values in (("mean", source.mean), ("std", source.std)):
         if values is not None and len(values) not in (1, channels):
             raise ValueError(
-                f"data.{key}={values} has {len(values)} values, the images have {channels} channels: give one each."
+                f"data.{key}={values} has {len(values)} values, the inputs have {channels} channels: give one each."
             )
+    if source.label_noise and clean.kind != "classification":
+        raise ValueError(
+            f"data.label_noise={source.label_noise} changes classes, and the data has none ({clean.kind}): set it to 0."
+        )
+    if source.label_noise and clean.num_classes < 2:
+        raise ValueError(
+            f"data.label_noise={source.label_noise} needs at least two classes, the data has one: set it to 0."
+        )
+    _check_images(source, clean)
+
+
+def _check_images(source: Source, clean: Dataset) -> None:
+    if not clean.is_images:
+        asked = {
+            "size": source.size,
+            "channels": source.channels,
+            "rotation.per": source.rotation.per != "none" and source.rotation.per,
+            "pool": source.pool > 1 and source.pool,
+            "augment": source.augment,
+        }
+        if key := next((key for key, value in asked.items() if value), None):
+            raise ValueError(
+                f"data.{key}={asked[key]} is for images, and the data has {clean.inputs.dtype} inputs of shape "
+                f"{list(clean.shape)}: leave it out."
+            )
+        return
+    _, height, width = clean.shape
     if height % source.pool or width % source.pool:
         raise ValueError(
             f"data.pool={source.pool} does not divide images of {height} x {width} pixels: choose a divisor."
@@ -96,10 +131,6 @@ def _check(source: Source, clean: Dataset) -> None:
         raise ValueError(
             f"data.crop_padding={source.crop_padding} is more than images of {height} x {width} pixels: a crop may "
             "show nothing of them; lower it."
-        )
-    if source.label_noise and clean.num_classes < 2:
-        raise ValueError(
-            f"data.label_noise={source.label_noise} needs at least two classes, the data has one: set it to 0."
         )
 
 
@@ -130,11 +161,11 @@ def _corrupt(source: Source, clean: Dataset, partition: Partition, seed: int) ->
         domains = clean.domains[rows]
         if len(names) == 1:
             domains, names = np.maximum(turns, 0), [f"{angle:g} degrees" for angle in source.rotation.angles]
-    images = _drawn(source, clean.images, rows, angles)
-    return Samples(images, labels[rows], domains, clean.train_rows, clean.class_names, names)
+    inputs = _drawn(source, clean.inputs, rows, angles) if clean.is_images else clean.inputs[rows]
+    return Samples(inputs, labels[rows], domains, clean.train_rows, clean.class_names, names, clean.kind, clean.tokens)
 
 
-def _noisy(clean: Dataset, train: CSR, ratio: float, seed: int) -> Ints:
+def _noisy(clean: Dataset, train: CSR, ratio: float, seed: int) -> NDArray[Any]:
     """All labels, with exactly floor(ratio * n_k) wrong ones among each client's training rows."""
     rng = stream(seed, "noise")
     order = rng.permutation(clean.train_rows)
@@ -169,7 +200,7 @@ def _turns(source: Source, clean: Dataset, partition: Partition, seed: int) -> t
     return np.concatenate((np.arange(clean.train_rows), central)), np.concatenate((turns, central_turns))
 
 
-def _drawn(source: Source, images: NDArray[np.uint8], rows: Ints, angles: Floats) -> NDArray[np.uint8]:
+def _drawn(source: Source, images: NDArray[Any], rows: Ints, angles: Floats) -> NDArray[np.uint8]:
     """The images of `rows`, turned and then pooled."""
     _, channels, height, width = images.shape
     drawn = np.empty((len(rows), channels, height // source.pool, width // source.pool), dtype=np.uint8)
@@ -194,10 +225,11 @@ def _digest(partition: Partition) -> str:
 
 
 def class_counts(data: FederatedData) -> Ints:
-    """Training samples of each client and class, [N, C]."""
-    dataset, train = data.open(), data.partition.train
-    cells = train.owners * dataset.num_classes + dataset.labels[train.indices]
-    return np.bincount(cells, minlength=len(train) * dataset.num_classes).reshape(len(train), dataset.num_classes)
+    """Training samples of each client and class, [N, C]; of data without classes, [N, 1]."""
+    train = data.partition.train
+    groups, names = data.open().groups()
+    cells = train.owners * len(names) + groups[train.indices]
+    return np.bincount(cells, minlength=len(train) * len(names)).reshape(len(train), len(names))
 
 
 def statistics(data: FederatedData) -> dict[str, object]:
@@ -241,7 +273,7 @@ def draw_partition(data: FederatedData, path: str | Path) -> None:
     from matplotlib.figure import Figure
 
     counts = class_counts(data)
-    names = data.open().class_names
+    names = data.open().groups()[1]
     bars = len(counts) <= BARS and len(names) <= LEGEND
     height = max(4.8, 2 + 0.17 * len(counts)) if bars else 6.0
     figure = Figure(figsize=(13, height), layout="constrained")
@@ -325,7 +357,7 @@ def _draw_sizes(axes: Axes, sizes: Ints) -> None:
 def _described(settings: Source | Partitioner) -> str:
     """The name and what differs from the defaults, without where data lie and how they are normalised."""
     told = []
-    for entry in fields(settings):
+    for entry in fields(settings) if is_dataclass(settings) else ():
         value = getattr(settings, entry.name)
         default = entry.default_factory() if entry.default_factory is not MISSING else entry.default
         if value != default and entry.name not in UNTOLD:

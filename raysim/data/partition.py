@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import ClassVar, Literal, TypeAlias
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -284,6 +284,7 @@ class Draws:
 class Partitioner:
     """Every partitioner can hold out local test rows and then keep only a fraction of each client's training rows."""
 
+    by_class: ClassVar[bool] = False  # whether it shares out classes, which not all data have
     fraction: float = 1.0
     test_fraction: float = 0.2
 
@@ -343,6 +344,7 @@ class Dirichlet(Partitioner):
     `minimum=None` is 1, or half the mean client size with `grouping`.
     """
 
+    by_class: ClassVar[bool] = True
     clients: int
     alpha: float
     balance: bool = False
@@ -402,6 +404,7 @@ class DirichletClient(Partitioner):
     the data, or of what is still unassigned when a client's turn begins (`remaining=True`, as FedBR's release does).
     """
 
+    by_class: ClassVar[bool] = True
     clients: int
     alpha: float
     concentration: Literal["symmetric", "prior_scaled"] = "symmetric"
@@ -459,6 +462,7 @@ class DirichletClient(Partitioner):
 class Shards(Partitioner):
     """Data sorted by label, cut into equal shards, a few shards per client."""
 
+    by_class: ClassVar[bool] = True
     clients: int
     shards_per_client: int
 
@@ -532,9 +536,43 @@ class Domain(Partitioner):
 
 
 @dataclass(frozen=True)
+class Natural(Partitioner):
+    """Every domain is a client: whoever wrote, spoke or owned the samples.
+
+    column: whose values are the clients' names (a user id), in data that has columns; None: the data's own domains, as
+    the users of LEAF's files. minimum: those with fewer samples are left out. clients: so many of the others, drawn;
+    None: all.
+    """
+
+    column: str | None = None
+    minimum: int = 2
+    clients: int | None = None
+
+    def check(self) -> None:
+        at_least("partition.minimum", self.minimum, 1)
+        if self.clients is not None:
+            _clients("partition.clients", self.clients)
+
+    def assign(self, draws: Draws) -> CSR:
+        order, users = draws.order(), np.flatnonzero(np.bincount(draws.domains) >= self.minimum)
+        if len(users) < (wanted := self.clients or 1):
+            raise ValueError(
+                f"partition.clients={wanted} is more than the {len(users)} users with partition.minimum={self.minimum} "
+                "or more samples: lower one of them."
+            )
+        if self.clients is not None:
+            users = np.sort(draws.proportions.choice(users, self.clients, replace=False))
+        number = np.full(int(draws.domains.max()) + 1, -1)
+        number[users] = np.arange(len(users))
+        chosen = order[number[draws.domains[order]] >= 0]
+        return CSR(**_grouped(chosen, number[draws.domains[chosen]], len(users)))
+
+
+@dataclass(frozen=True)
 class DomainClass(Partitioner):
     """One client per domain and group of classes; classes in no group stay unused."""
 
+    by_class: ClassVar[bool] = True
     groups: list[list[int]]
 
     def check(self) -> None:

@@ -1,24 +1,26 @@
-"""What a source of images is: the settings that all share, and the raw samples that each delivers."""
+"""What a source of data is: the settings that all share, and the raw samples that each delivers."""
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from raysim.data.batches import Pipeline
 from raysim.data.corruption import Rotation
-from raysim.data.dataset import Dataset, Samples, cached
+from raysim.data.dataset import Dataset, Inputs, Labels, Samples, cached
 from raysim.data.partition import Ints
 from raysim.data.pictures import Picture, numbered, stacked
 from raysim.primitives.checks import at_least, between, require
 from raysim.primitives.errors import instead
+from raysim.primitives.kinds import Kind, Tokens
 from raysim.primitives.memory import must_fit
 
 AUGMENTATIONS = ("crop", "flip", "rotate", "resized_crop", "jitter", "grey")
@@ -26,14 +28,20 @@ AUGMENTATIONS = ("crop", "flip", "rotate", "resized_crop", "jitter", "grey")
 
 @dataclass(frozen=True, eq=False)
 class Raw:
-    """What a source delivers: pixels as stored, or pictures still to be decoded; training rows first."""
+    """What a source delivers: arrays, or pictures still to be decoded; training rows first.
 
-    images: NDArray[np.uint8] | Iterable[Picture]
-    labels: Ints
+    inputs [n, ...]: uint8 levels, numbers, or int64 token numbers (`tokens`; None: as many as the largest says).
+    labels: classes [n]; of several labels whether each is there, or values, [n, outputs] (or [n]).
+    """
+
+    inputs: NDArray[Any] | Iterable[Picture]
+    labels: NDArray[Any]
     train_rows: int
     class_names: list[str]
     domains: Ints | None = None
     domain_names: list[str] = field(default_factory=list)
+    kind: Kind = "classification"
+    tokens: Tokens | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +49,7 @@ class Source:
     """The settings that all sources share. `size` resizes to a square, `channels` makes grey or RGB of every image.
 
     only: names of the classes to keep, which are numbered in this order; None keeps all. From `mean` on, the settings
-    of the training step's pipeline.
+    of the training step's pipeline. Images alone have a size, channels, a rotation, a pool and augmentations.
     """
 
     only: list[str] | None = None
@@ -97,8 +105,15 @@ class Source:
         return []
 
     def read(self) -> Raw:
-        """All images."""
+        """All samples."""
         raise NotImplementedError
+
+    def by(self, column: str) -> Source:
+        """The same source with a column's values as the domains, of which `partition=natural` makes clients."""
+        raise ValueError(
+            f"partition.column={column} names a column, and data source {type(self).__name__} has none: leave it null, "
+            "or choose data=parquet or data=huggingface."
+        )
 
     def pipeline(self) -> Pipeline:
         """What the training step does to a batch."""
@@ -118,21 +133,83 @@ class Source:
         shared = {entry.name for entry in fields(Source)} - {"size", "channels"}
         settings = {key: value for key, value in asdict(self).items() if key not in shared}
         settings |= {"only": self.only} if self.only else {}
-        stats = [(str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns) for path in self.files()]
+        stats = [
+            (str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns)
+            for path in (*self.files(), *_code(type(self)))
+        ]
         name = type(self).__name__.lower()
         return cached(self.cache, name, {"source": name, "settings": settings, "files": stats}, self._samples)
 
     def _samples(self) -> Samples:
         raw = self.read() if self.only is None else _only(self.read(), self.only)
-        count = len(raw.labels)
+        count, name = len(raw.labels), type(self).__name__
         if not 0 < raw.train_rows <= count:
-            raise ValueError(f"data source {type(self).__name__} has no training images: check data.root.")
+            raise ValueError(f"data source {name} has no training samples: check data.root.")
         domains = np.zeros(count, dtype=np.int64) if raw.domains is None else raw.domains
-        names = raw.domain_names or [type(self).__name__.lower()]
-        if self.size is not None:
-            must_fit(f"{count} images of data.size={self.size}", count * (self.channels or 1) * self.size**2)
-        images = stacked(raw.images, count, self.size, self.channels)
-        return Samples(images, raw.labels.astype(np.int64), domains, raw.train_rows, raw.class_names, names)
+        names = raw.domain_names or [name.lower()]
+        if isinstance(raw.inputs, np.ndarray) and not (raw.inputs.dtype == np.uint8 and raw.inputs.ndim == 4):
+            inputs, tokens = accepted(raw.inputs, raw.tokens, name)
+        else:
+            if self.size is not None:
+                must_fit(f"{count} images of data.size={self.size}", count * (self.channels or 1) * self.size**2)
+            inputs, tokens = stacked(raw.inputs, count, self.size, self.channels), None
+        if len(inputs) != count:
+            raise ValueError(
+                f"data source {name} has {len(inputs)} inputs and {count} labels: give each input its own."
+            )
+        labels = labelled(raw.labels, raw.kind, len(raw.class_names), name)
+        return Samples(inputs, labels, domains, raw.train_rows, raw.class_names, names, raw.kind, tokens)
+
+
+def accepted(inputs: NDArray[Any], tokens: Tokens | None, place: str) -> tuple[Inputs, Tokens | None]:
+    """Inputs in the type they are stored in: uint8 as it is, floats as float32, other integers as token numbers.
+
+    Raises ValueError where that would change a value: for other types, nan, and numbers that are no tokens.
+    """
+    inputs = inputs[:, None] if inputs.ndim == 1 else inputs
+    kind = inputs.dtype.kind
+    if kind in "fb":
+        if not np.isfinite(inputs).all():
+            raise ValueError(f"data source {place} has inputs that are nan or infinite: replace or remove them.")
+        return inputs.astype(np.float32), None
+    if kind not in "iu":
+        raise ValueError(f"data source {place} has inputs of type {inputs.dtype}: they must be numbers.")
+    if inputs.dtype == np.uint8 and tokens is None:
+        return inputs, None
+    lowest, highest = (int(inputs.min()), int(inputs.max())) if inputs.size else (0, 0)
+    tokens = tokens or Tokens(highest + 1)
+    if lowest < 0 or highest >= tokens.size:
+        raise ValueError(
+            f"data source {place} has the token {lowest if lowest < 0 else highest}, its tokens are 0 to "
+            f"{tokens.size - 1}: integers are token numbers, so store measurements as floats."
+        )
+    return inputs.astype(np.int64), tokens
+
+
+def labelled(labels: NDArray[Any], kind: Kind, outputs: int, place: str) -> Labels:
+    """Labels in the type they are stored in. Raises ValueError where they do not fit what is learnt."""
+    if kind == "classification":
+        return labels.astype(np.int64)
+    values = np.asarray(labels[:, None] if labels.ndim == 1 else labels, np.float32)
+    if values.shape[1:] != (outputs,):
+        raise ValueError(
+            f"data source {place} has labels of shape {values.shape} for {outputs} outputs: name each one."
+        )
+    allowed = np.isin(values, (0, 1)).all() if kind == "multilabel" else np.isfinite(values).all()
+    if not allowed:
+        what = "0 or 1, for not there or there" if kind == "multilabel" else "finite"
+        raise ValueError(f"data source {place} has labels for {kind} that are not all {what}: correct them.")
+    return values
+
+
+def _code(cls: type[Source]) -> list[Path]:
+    """The file of a user's own class: when it changes, the data are built again."""
+    if cls.__module__.partition(".")[0] == "raysim":
+        return []
+    try:
+        return [Path(inspect.getfile(cls))]
+    except (OSError, TypeError):  # of a notebook, or typed in
+        return []
 
 
 def numbered_domains(names: NDArray[np.str_], train: NDArray[np.bool_]) -> tuple[Ints, list[str]]:
@@ -143,13 +220,19 @@ def numbered_domains(names: NDArray[np.str_], train: NDArray[np.bool_]) -> tuple
 
 def _only(raw: Raw, classes: Sequence[str]) -> Raw:
     """What is of these classes; pictures of others are never decoded."""
+    if raw.kind != "classification":
+        raise ValueError(
+            f"data.only={list(classes)} keeps some classes, and the data has none ({raw.kind}): leave it null."
+        )
     if unknown := [name for name in classes if name not in raw.class_names]:
         raise ValueError(f"data.only names {unknown[0]!r}: {instead(unknown[0], raw.class_names, 'the data has')}")
     numbers = np.full(len(raw.class_names), -1)
     numbers[[raw.class_names.index(name) for name in classes]] = np.arange(len(classes))
     labels = numbers[raw.labels]
-    labelled = labels >= 0
-    images = raw.images[labelled] if isinstance(raw.images, np.ndarray) else itertools.compress(raw.images, labelled)
-    domains = None if raw.domains is None else raw.domains[labelled]
-    train_rows = int(np.count_nonzero(labelled[: raw.train_rows]))
-    return Raw(images, labels[labelled], train_rows, list(classes), domains, raw.domain_names)
+    rows = labels >= 0
+    inputs = raw.inputs[rows] if isinstance(raw.inputs, np.ndarray) else itertools.compress(raw.inputs, rows)
+    domains = None if raw.domains is None else raw.domains[rows]
+    train_rows = int(np.count_nonzero(rows[: raw.train_rows]))
+    return replace(
+        raw, inputs=inputs, labels=labels[rows], train_rows=train_rows, class_names=list(classes), domains=domains
+    )

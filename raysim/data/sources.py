@@ -1,4 +1,4 @@
-"""Where images come from: every source by its name, and the data sets that download or make themselves.
+"""Where data come from: every source by its name, and the data sets that download or make themselves.
 
 Each source ends as one cached Arrow file (`dataset.py`). Its settings (`raw.py`) carry everything that is asked of the
 data: the pixels (size, channels), the corruptions (`federated.py` applies them) and the pipeline of the training step
@@ -16,23 +16,30 @@ import numpy as np
 from numpy.typing import NDArray
 
 from raysim.data.dataset import Dataset, cache_folder
+from raysim.data.huggingface import HuggingFace
 from raysim.data.packed import Strips
 from raysim.data.partition import Ints
 from raysim.data.pictures import numbered, spread_test, train_first
 from raysim.data.raw import Raw, Source
 from raysim.data.stored import ImageFolder, Parquet, Stored, holds_images, named_folder
+from raysim.data.tabular import Arrays, Tabular
+from raysim.data.text import Leaf, Markov
 from raysim.primitives.checks import at_least, require
 from raysim.primitives.files import alone, user_path
 from raysim.primitives.memory import must_fit
 from raysim.primitives.streams import stream
 
 __all__ = [
+    "Arrays",
     "Cifar10",
     "Cifar100",
     "Dataset",
     "Digits",
     "FashionMnist",
+    "HuggingFace",
     "ImageFolder",
+    "Leaf",
+    "Markov",
     "Mnist",
     "Parquet",
     "Source",
@@ -40,6 +47,7 @@ __all__ = [
     "Strips",
     "Svhn",
     "Synthetic",
+    "Tabular",
     "Usps",
 ]
 

@@ -7,7 +7,7 @@ import csv
 import itertools
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -15,11 +15,23 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
+from raysim.data.columns import (
+    Labels,
+    assembled,
+    column_of,
+    inputs_of,
+    integers_or_text,
+    is_text,
+    labels_of,
+    plain_type,
+    spread,
+)
 from raysim.data.packed import Strips, are_strips
 from raysim.data.pictures import Picture, are_names, numbered, spread_test, train_first
 from raysim.data.raw import Raw, Source, numbered_domains
-from raysim.primitives.checks import in_range, require
+from raysim.primitives.checks import at_least, in_range, require
 from raysim.primitives.files import from_json, regular, user_path
+from raysim.primitives.kinds import Kind
 
 PICTURES = frozenset((".jpg", ".jpeg", ".png", ".bmp", ".webp", ".gif", ".tif", ".tiff", ".ppm", ".pgm"))
 
@@ -31,7 +43,8 @@ class Parquet(Source):
     `root` is one such folder, a list of them, or a folder of them; with several, each is a domain named by its folder.
     An image is its file's bytes, alone or in a struct {bytes, path}; a domain column is used where there is one.
     Where a folder has no test.parquet, `test_fraction` of each domain's classes is taken from training; null demands
-    the file.
+    the file. columns: what is the input in place of an image, and `length`, `padding`, `tokenizer`: see `inputs_of`.
+    kind: what is learnt, where the labels' type does not say it (`labels_of`).
     """
 
     root: str | list[str] | None = None
@@ -39,11 +52,24 @@ class Parquet(Source):
     label_column: str = "label"
     domain_column: str = "domain"
     test_fraction: float | None = None
+    columns: list[str] | None = None
+    kind: Kind | None = None
+    length: int = 128
+    padding: int = 0
+    tokenizer: str | None = None
 
     def check(self) -> None:
         fraction = self.test_fraction
         if fraction is not None:
             in_range("data.test_fraction", fraction, least=0, below=1)
+        at_least("data.length", self.length, 1)
+
+    def by(self, column: str) -> Parquet:
+        """See `Source`."""
+        for path in self.files():
+            if column not in (names := _schema(path).names):
+                raise ValueError(f"{path} has no column {column}, it has {', '.join(names)}: set partition.column.")
+        return replace(self, domain_column=column)
 
     def files(self) -> list[Path]:
         return [path for folder in self._folders() for split in ("train", "test") for path in _parts(folder, split)]
@@ -53,24 +79,43 @@ class Parquet(Source):
         tables = [
             (split, folder, path) for split in ("train", "test") for folder in folders for path in _parts(folder, split)
         ]
-        columns = [self._columns(path, folder.name, len(folders) > 1) for _, folder, path in tables]
+        names = [self._domains(path, folder.name, len(folders) > 1) for _, folder, path in tables]
         paths = [path for *_, path in tables]
-        _same_kind(paths, self.label_column)
-        labels, class_names = numbered(
-            np.concatenate([labels for labels, _ in columns]), _class_names(paths, self.label_column), str(folders[0])
-        )
-        names = np.concatenate([names for _, names in columns])
-        sizes = [len(labels) for labels, _ in columns]
+        sizes, domains = [len(each) for each in names], np.concatenate(names)
+        labels = self._labels(paths, str(folders[0]))
         test = np.repeat([split == "test" for split, *_ in tables], sizes)
-        whole = np.repeat([not _parts(folder, "test") for _, folder, _ in tables], sizes)
-        if whole.any():
-            groups = np.unique(names[whole], return_inverse=True)[1] * len(class_names) + labels[whole]
-            test[whole] = spread_test(groups, self.test_fraction or 0.0)
-        domains, domain_names = numbered_domains(names, ~test)
-        order, train_rows = train_first(test)
+        unsplit = np.repeat([not _parts(folder, "test") for _, folder, _ in tables], sizes)
+        if unsplit.any():
+            own = (labels[0][unsplit], *labels[1:])
+            test[unsplit] = spread(own, domains[unsplit], self.test_fraction or 0.0)
+        if self.columns is not None:
+            with _readable(paths[0]):
+                whole = pa.concat_tables([pq.read_table(path, columns=self._named(path)) for path in paths])
+            inputs, tokens = inputs_of(whole, self.columns, self.length, self.padding, self.tokenizer, str(folders[0]))
+            return assembled(inputs, labels, domains, test, tokens)
+        raw = assembled(np.arange(len(test)), labels, domains, test, None)
         masks = np.split(test, np.cumsum(sizes)[:-1])
         pictures = itertools.chain(self._chosen(paths, [~mask for mask in masks]), self._chosen(paths, masks))
-        return Raw(pictures, labels[order], train_rows, class_names, domains[order], domain_names)
+        return replace(raw, inputs=pictures)
+
+    def _named(self, path: Path) -> list[str]:
+        """The input's columns, all of which the file must have."""
+        names = _schema(path).names
+        if missing := next((name for name in self.columns or () if name not in names), None):
+            raise ValueError(f"{path} has no column {missing}, it has {', '.join(names)}: set data.columns.")
+        return list(self.columns or ())
+
+    def _labels(self, paths: list[Path], place: str) -> Labels:
+        """The labels of all files."""
+        _same_kind(paths, self.label_column)
+        tables = []
+        for path in paths:
+            with _readable(path):
+                tables.append(pq.read_table(path, columns=[self.label_column]))
+        parts = [column_of(table, self.label_column, str(path)) for table, path in zip(tables, paths, strict=True)]
+        lists = isinstance(parts[0], list)
+        values = list(itertools.chain(*parts)) if lists else np.concatenate(parts)
+        return labels_of(values, self.kind, _class_names(paths, self.label_column), place)
 
     def _folders(self) -> list[Path]:
         if not self.root:
@@ -98,21 +143,22 @@ class Parquet(Source):
                     )
         return folders
 
-    def _columns(self, path: Path, folder: str, several: bool) -> tuple[NDArray[np.generic], NDArray[np.str_]]:
-        """Labels as stored, and the domain's name for each row."""
+    def _domains(self, path: Path, folder: str, several: bool) -> NDArray[np.str_]:
+        """The domain's name for each row; the file must have the columns that are asked for."""
         names = _schema(path).names
-        for key, column in (("image_column", self.image_column), ("label_column", self.label_column)):
+        asked = [("label_column", self.label_column)]
+        asked += [("image_column", self.image_column)] if self.columns is None else []
+        for key, column in reversed(asked):
             if column not in names:
                 raise ValueError(f"{path} has no column {column}, it has {', '.join(names)}: set data.{key}.")
         with _readable(path):
             table = pq.read_table(path, columns=[n for n in names if n in (self.label_column, self.domain_column)])
         if any(column.null_count for column in table.columns):
             raise ValueError(f"{path} has rows without a label or a domain: remove them.")
-        labels = _integers_or_text(table, self.label_column, path)
         if self.domain_column not in names:
-            return labels, np.full(len(labels), folder)
-        domains = _integers_or_text(table, self.domain_column, path).astype(np.str_)
-        return labels, np.char.add(f"{folder}/", domains) if several else domains
+            return np.full(table.num_rows, folder)
+        domains = integers_or_text(table, self.domain_column, str(path)).astype(np.str_)
+        return np.char.add(f"{folder}/", domains) if several else domains
 
     def _chosen(self, paths: list[Path], masks: list[NDArray[np.bool_]]) -> Iterator[Picture]:
         for path, mask in zip(paths, masks, strict=True):
@@ -328,28 +374,11 @@ def _schema(path: Path) -> pa.Schema:
         return pq.read_schema(path)
 
 
-def _values(kind: pa.DataType) -> pa.DataType:
-    """The type of a column's values, which a dictionary of them hides."""
-    return kind.value_type if pa.types.is_dictionary(kind) else kind
-
-
-def _is_text(kind: pa.DataType) -> bool:
-    return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind))
-
-
-def _integers_or_text(table: pa.Table, name: str, path: Path) -> NDArray[np.generic]:
-    kind = _values(table[name].type)
-    if not (_is_text(kind) or pa.types.is_integer(kind)):
-        raise ValueError(f"{path}: column {name} holds {kind}: labels and domains must be integers or text.")
-    values: NDArray[np.generic] = table[name].cast(kind).to_numpy()
-    return values
-
-
 def _same_kind(paths: list[Path], name: str) -> None:
     """Refuse text in one file and numbers in another."""
-    first, *others = [_values(_schema(path).field(name).type) for path in paths]
+    first, *others = [plain_type(_schema(path).field(name).type) for path in paths]
     for path, kind in zip(paths[1:], others, strict=True):
-        if _is_text(kind) != _is_text(first):
+        if is_text(kind) != is_text(first):
             raise ValueError(
                 f"{path}: column {name} holds {kind}, but {paths[0]} holds {first}: use one for all files."
             )

@@ -16,19 +16,23 @@ from hydra import version
 from hydra._internal.config_repository import CachingConfigRepository, ConfigRepository
 from hydra._internal.config_search_path_impl import ConfigSearchPathImpl
 from hydra._internal.defaults_list import create_defaults_list
+from hydra.core.object_type import ObjectType
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import ChoiceSweep, Override, RangeSweep
 from hydra.core.plugins import Plugins
 from hydra.errors import HydraException
+from hydra.plugins.config_source import ConfigSource
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from raysim.experiment.instantiate import shown
+from raysim.experiment.plugins import brought, installed
 from raysim.primitives.errors import Refused, first_line, instead, nearest
 from raysim.primitives.files import regular, user_path, without_password
 
 Node: TypeAlias = dict[str, Any]
 
-LISTS = ("method",)  # groups of which any number of options is chosen
+LISTS = ("method", "observer")  # groups of which any number of options is chosen
 NONE = "fedavg"  # what a list without any is called
 COMPLETE = ("method", "schedule", "fleet", "data", "partition", "model")  # groups without which nothing runs
 SWEEP = "sweep"  # the group that no run has
@@ -69,9 +73,9 @@ class Groups:
 
 
 def groups(folders: Sequence[Path] = ()) -> Groups:
-    """All groups of `conf` and of the user's own folders."""
-    files: dict[str, dict[str, Path]] = {}
-    for root in (conf_folder(), *folders):
+    """All groups of `conf`, of the installed packages that bring options, and of the user's own folders."""
+    files: dict[str, dict[str, Path]] = {group: {} for group in LISTS}
+    for root in (roots := _roots(folders)):
         if not root.is_dir():
             raise Refused(f"the configuration folder {root} does not exist: name one that does, or leave it out")
         for path in sorted(root.glob("*/**/*.yaml")):
@@ -80,22 +84,35 @@ def groups(folders: Sequence[Path] = ()) -> Groups:
                 raise Refused(f"{path} is empty: name a class in it, or remove it")
             if group in LISTS and path.stem == NONE:
                 raise Refused(f"{path}: {group}={NONE} means that there is none: give the file another name")
-            if not path.name.startswith("_"):  # what several options have in common
-                files.setdefault(group, {})["/".join(rest)] = path
+            if path.name.startswith("_"):  # what several options have in common
+                continue
+            options, name = files.setdefault(group, {}), "/".join(rest)
+            if name in options and root not in (*folders, roots[0]):
+                raise Refused(f"{path} has the name of {options[name]}: rename it, or uninstall the package it is in")
+            options[name] = path
     return Groups(files)
 
 
+def _roots(folders: Sequence[Path]) -> list[Path]:
+    """Where options are, a later folder before an earlier one: `conf`, installed packages, the user's own folders."""
+    return list(dict.fromkeys([conf_folder(), *brought(installed()), *folders]))
+
+
 def compose(
-    overrides: Sequence[str] = (), folders: Sequence[str | Path] = (), stored: str | Path | None = None
+    overrides: Sequence[str] = (),
+    folders: Sequence[str | Path] = (),
+    stored: str | Path | None = None,
+    settings: Mapping[str, object] | None = None,
 ) -> DictConfig:
     """One resolved configuration; `choices` in it names the option of every group.
 
     folders: the user's own, laid out like `conf`. stored: a configuration file of a run or of a search, which holds
-    for all that no override names; with resume=, that of the run's folder. Raises Refused, in one sentence, for
+    for all that no override names; with resume=, that of the run's folder. settings: more overrides, as values by
+    their keys ("rounds", "local.lr"; {"local": {"lr": 0.1}} says the same). Raises Refused, in one sentence, for
     whatever does not exist.
     """
     given = _stored(stored)
-    config, values, named = _drafted(overrides, groups(roots := config_folders(folders)), roots, given)
+    config, values, named = _drafted(overrides, groups(roots := config_folders(folders)), roots, given, settings or {})
     before = given or (_continued(values) if "experiment" not in named else None)
     if before:
         config = _onto(before, config, named)
@@ -108,18 +125,31 @@ def config_folders(folders: Sequence[str | Path]) -> list[Path]:
 
 
 def _drafted(
-    overrides: Sequence[str], known: Groups, roots: Sequence[Path], stored: Node | None = None
+    overrides: Sequence[str],
+    known: Groups,
+    roots: Sequence[Path],
+    stored: Node | None = None,
+    settings: Mapping[str, object] | None = None,
 ) -> tuple[DictConfig, dict[str, Any], list[str]]:
     """The configuration before its references are resolved, the values set in it, and all keys and groups named.
 
-    stored: gives the options of groups that no override names.
+    stored: gives the options of groups that no override names. settings: overrides that are values already.
     """
     parsed = [single_override(text) for text in overrides]
-    for override in parsed:
-        if override.key_or_group.partition(".")[0] == SWEEP:
-            raise Refused(f"'{override.input_line}' is for searches: write raysim sweep {override.input_line}")
+    given = _flat(settings or {})
+    texts = {override.key_or_group: str(override.input_line) for override in parsed}
+    for key, text in (texts | {key: f"{key}={shown(value)}" for key, value in given.items()}).items():
+        if key.partition(".")[0] == SWEEP:
+            raise Refused(f"'{text}' is for searches: write raysim sweep {text}")
     chosen = {o.key_or_group: _options(o, known) for o in parsed if o.key_or_group in known.files}
     values = {o.key_or_group: (o.value(), str(o.input_line)) for o in parsed if o.key_or_group not in known.files}
+    for key, value in given.items():
+        if key in chosen or key in values:
+            raise Refused(f"{key} is given twice, in a word and as {key}={shown(value)}: keep one of them")
+        if key in known.files:
+            chosen[key] = _names(key, value, known)
+        else:
+            values[key] = value, f"{key}={shown(value)}"
     config = _composed(_chosen_before(stored, known) | chosen, known, roots)
     for key, (value, text) in values.items():
         _check_key(config, key, known)
@@ -166,7 +196,8 @@ def _is_complete(node: Node) -> bool:
     choices = node.get("choices")
     if not isinstance(choices, dict) or not all(isinstance(node.get(group), dict) for group in COMPLETE):
         return False
-    if not choices.keys() >= {*COMPLETE} or not all(isinstance(choices[group], list) for group in LISTS):
+    lists = [choices.get(group, []) for group in LISTS]  # older runs had no observers in theirs
+    if not choices.keys() >= {*COMPLETE} or not all(isinstance(each, list) for each in lists):
         return False
     names = (name for group, each in choices.items() for name in (each if group in LISTS else [each]))
     return all(isinstance(name, str) for name in names)
@@ -317,20 +348,36 @@ def _refuse_plus(text: str) -> None:
         raise Refused(f"'{text}' would add a setting that exists already: write {text.lstrip('+')}")
 
 
+def _flat(settings: Mapping[str, object]) -> dict[str, Any]:
+    """Values by their keys, {"local": {"lr": 0.1}} as {"local.lr": 0.1}, in the types that files have."""
+    flat: dict[str, Any] = {}
+    for key, value in settings.items():
+        if isinstance(value, Mapping):
+            flat |= _flat({f"{key}.{inner}": each for inner, each in value.items()})
+        elif isinstance(value, (tuple, range)):
+            flat[key] = list(value)
+        else:
+            flat[key] = str(value) if isinstance(value, Path) else value
+    return flat
+
+
 def _options(override: Override, known: Groups) -> list[str]:
     """The options that an override of a group chooses."""
-    group, value = override.key_or_group, override.value()
-    options = known.files[group]
     _refuse_plus(str(override.input_line))
+    return _names(override.key_or_group, override.value(), known)
+
+
+def _names(group: str, value: object, known: Groups) -> list[str]:
+    """The options of a group that a value names."""
+    options = known.files[group]
     found = option_names(value) if group in LISTS else [value]
     names = [name for name in found if isinstance(name, str)]
     for name in found:
         if group in LISTS and name == NONE:
             raise Refused(f"{group}={joined(found)}: {NONE} means that there is no other {group}, leave it out")
         if not isinstance(name, str) or name not in options:
-            raise Refused(
-                f"{group}={'null' if name is None else str(name)} does not exist: {instead(str(name), options)}"
-            )
+            has = instead(str(name), options) if options else "no package that is installed or allowed brings one"
+            raise Refused(f"{group}={'null' if name is None else str(name)} does not exist: {has}")
         if names.count(name) > 1:
             raise Refused(f"{group}={joined(names)} names {name} {names.count(name)} times: keep one of them")
     return names
@@ -348,7 +395,7 @@ def _composed(chosen: Mapping[str, list[str]], known: Groups, roots: Sequence[Pa
         parts, choices = _parts(list(words.values()), roots)
         config = _merged(parts)
     except Exception as error:
-        if not roots and not isinstance(error, (HydraException, OmegaConfBaseException)):
+        if len(_roots(roots)) == 1 and not isinstance(error, (HydraException, OmegaConfBaseException)):
             raise
         raise Refused(
             f"the configuration files do not fit together ({first_line(error).rstrip('.:')}): check your own files"
@@ -378,9 +425,9 @@ def _parts(words: Sequence[str], roots: Sequence[Path]) -> tuple[list[tuple[str,
     Plugins.instance()  # knows how to read files
     version.setbase("1.3")
     places = ConfigSearchPathImpl()
-    for root in (conf_folder(), *roots):
+    for root in _roots(roots):
         places.append("raysim", f"file://{root}")
-    files = CachingConfigRepository(ConfigRepository(places))
+    files = CachingConfigRepository(_Files(places))
     overrides = OverridesParser.create().parse_overrides(list(words))
     listed = create_defaults_list(files, "config", overrides, prepend_hydra=False, skip_missing=False)
     parts = []
@@ -392,6 +439,15 @@ def _parts(words: Sequence[str], roots: Sequence[Path]) -> tuple[list[tuple[str,
             values = OmegaConf.create({name: values})
         parts.append((path, values))
     return parts, {group: name for group, name in listed.overrides.known_choices.items() if "/" not in group}
+
+
+class _Files(ConfigRepository):
+    """Of several folders with a file Hydra takes the first, here the last counts; but raysim's own at the top."""
+
+    def _find_object_source(self, config_path: str, object_type: ObjectType | None) -> ConfigSource | None:
+        is_file = object_type == ObjectType.CONFIG
+        found = [s for s in self.sources if (s.is_config(config_path) if is_file else s.is_group(config_path))]
+        return found[0 if config_path == "config" else -1] if found else None
 
 
 def _merged(parts: Sequence[tuple[str, DictConfig]]) -> DictConfig:

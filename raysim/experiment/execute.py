@@ -5,18 +5,21 @@ The only reader of configurations; below it there are objects."""
 from __future__ import annotations
 
 import functools
+import inspect
+import shlex
 import traceback
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import fields, replace
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, cast
 
 import numpy as np
 import torch
 from omegaconf import DictConfig
 from safetensors import SafetensorError
+from torch import nn
 
 from raysim.api.composition import blamed, check_composition, check_private_names
 from raysim.api.declarations import Local
@@ -24,17 +27,22 @@ from raysim.api.method import Method, Setup
 from raysim.data.federated import FederatedData, federate, pooled
 from raysim.data.partition import Partitioner
 from raysim.data.sources import Source
-from raysim.experiment.compose import Node, compose, groups, load_yaml, plain, to_yaml
+from raysim.experiment.compose import LISTS, Node, compose, groups, load_yaml, plain, to_yaml
 from raysim.experiment.describe import overview, slots
-from raysim.experiment.instantiate import TARGET, build as build_object, resolve, shown
+from raysim.experiment.instantiate import TARGET, arguments, build as build_object, imported, resolve, shown
+from raysim.experiment.objects import PARTS, Given, given, refuse_missing
+from raysim.experiment.plugins import brought
 from raysim.experiment.recorder import OnRound, finished, record, say, users_observers
+from raysim.experiment.result import Result
 from raysim.experiment.run_folder import Place, place
-from raysim.experiment.settings import ExecutionOptions, Experiment, Interrupted, Result
+from raysim.experiment.settings import ExecutionOptions, Experiment, Interrupted
 from raysim.models import ModelRecipe
+from raysim.models.split import FILLED_IN, Foreign, Own
 from raysim.primitives.errors import Refused, instead, refusing
-from raysim.primitives.files import held, is_full, replace_file
+from raysim.primitives.files import held, is_full, replace_file, user_path
 from raysim.results.observers import Note, Observer, ObserverFailed
 from raysim.results.progress import waiting
+from raysim.results.report import load_run
 from raysim.runtime.placement import listen_on_loopback
 from raysim.simulation.events import Event, RunStopped, TooManyFailures
 from raysim.simulation.fleet import Fleet
@@ -57,40 +65,73 @@ __all__ = [
     "build",
     "catalogue",
     "compose",
+    "load",
     "partition",
     "run",
 ]
 
 
+# Words as on the command line, in one text or several; or a whole configuration.
+Config: TypeAlias = DictConfig | Mapping[str, Any] | Sequence[str]
+T = TypeVar("T")
+
+
 # --- configuration to objects ---------------------------------------------------------------------------------------
-# What the class of a group must have, so that a mistaken _target_ is refused before it is used.
-_NEEDS = {"schedule": "decide", "fleet": "devices", "data": "read", "partition": "split", "model": "build"}
-
-
-def _object(config: Node, group: str, allow: Sequence[str]) -> Any:
+def _object(config: Node, group: str, allow: Sequence[str], parts: Mapping[str, object]) -> Any:
+    if group in parts:
+        return parts[group]
     node = config.get(group)
     if not isinstance(node, Mapping) or TARGET not in node:
         raise Refused(f"{group}={shown(node)} names no class: choose an option of the group {group}")
+    refuse_missing(node, group)
+    if group == "model" and (recipe := _own_model(node, allow)) is not None:
+        return recipe
     cls = resolve(node[TARGET], group, allow)
-    if not hasattr(cls, _NEEDS[group]):
-        raise Refused(f"{group}.{TARGET}={node[TARGET]} is no {group}: it has no method '{_NEEDS[group]}'")
+    if not hasattr(cls, PARTS[group]):
+        raise Refused(f"{group}.{TARGET}={node[TARGET]} is no {group}: it has no method '{PARTS[group]}'")
     return build_object(cls, node, group)
 
 
-def _methods(config: Node, allow: Sequence[str]) -> tuple[Method, ...]:
-    parts = []
-    if not isinstance(config.get("method"), Mapping):
-        raise Refused(f"method={shown(config.get('method'))} is no mapping: name each part of the method in it")
-    for name, node in config["method"].items():
-        path = f"method.{name}"
+def _own_model(node: Mapping[str, Any], allow: Sequence[str]) -> Own | None:
+    """A recipe for what `_target_` names, where that is a module's class or a function that makes one.
+
+    The keys besides `head` and `lora` are its arguments.
+    """
+    made = imported(node[TARGET], "model", allow)
+    if not (inspect.isfunction(made) or (isinstance(made, type) and issubclass(made, nn.Module))):
+        return None
+    ours = build_object(Foreign, {key: node[key] for key in ("head", "lora") if key in node}, "model")
+    given = {key: value for key, value in node.items() if key not in ("head", "lora")}
+    options = arguments(made, given, "model", later=FILLED_IN)
+    return Own(made, options, head=ours.head, lora=ours.lora)
+
+
+def _methods(config: Node, allow: Sequence[str], parts: Mapping[str, object]) -> tuple[Method, ...]:
+    methods = _listed(config, "method", Method, allow, parts)
+    check_composition(methods)
+    return methods
+
+
+def _listed(
+    config: Node, group: str, kind: type[T], allow: Sequence[str], parts: Mapping[str, object]
+) -> tuple[T, ...]:
+    """The objects of a group of which any number of options is chosen."""
+    found: list[T] = []
+    if not isinstance(nodes := config.get(group, {}), Mapping):
+        raise Refused(f"{group}={shown(nodes)} is no mapping: name each part of it")
+    for name, node in nodes.items():
+        path = f"{group}.{name}"
+        if path in parts:
+            found.append(cast(T, parts[path]))
+            continue
         if not isinstance(node, Mapping) or TARGET not in node:
             raise Refused(f"{path}={shown(node)} names no class: give a value to one of its keys instead")
+        refuse_missing(node, path)
         cls = resolve(node[TARGET], path, allow)
-        if not issubclass(cls, Method):
-            raise Refused(f"{path}.{TARGET}={node[TARGET]} is no method: name a subclass of raysim.api.method.Method")
-        parts.append(build_object(cls, node, path))
-    check_composition(parts)
-    return tuple(parts)
+        if not issubclass(cls, kind):
+            raise Refused(f"{path}.{TARGET}={node[TARGET]} is no {group}: name a subclass of raysim.{kind.__name__}")
+        found.append(build_object(cls, node, path))
+    return tuple(found)
 
 
 def _device(asked: str, elsewhere: bool) -> str:
@@ -111,22 +152,31 @@ def _device(asked: str, elsewhere: bool) -> str:
     return asked
 
 
-def _plain(config: DictConfig | Mapping[str, Any] | Sequence[str]) -> Node:
-    return plain(config if isinstance(config, (DictConfig, Mapping)) else compose(config))
+def _plain(config: Config, allow: Sequence[str], settings: Mapping[str, object] | None = None) -> Node:
+    """The configuration that words or values say, or that one with these values."""
+    if isinstance(config, (DictConfig, Mapping)):
+        node, settings = plain(config), dict(settings or {})
+        if settings.get("method") == []:  # objects take the place of its methods
+            node |= {"method": {}, "choices": node["choices"] | {"method": settings.pop("method")}}
+        if settings:
+            raise Refused(f"{next(iter(settings))}=... has no effect beside a whole configuration: set it in that one")
+        return node
+    words = shlex.split(config) if isinstance(config, str) else config
+    return plain(compose(words, brought(allow), settings=settings))
 
 
-def partition(config: DictConfig | Mapping[str, Any] | Sequence[str] = (), allow: Sequence[str] = ()) -> FederatedData:
+def partition(config: Config = (), allow: Sequence[str] = ()) -> FederatedData:
     """The data of a run alone, split over its clients. Raises Refused."""
     with refusing():
-        node = _plain(config)
-        source: Source = _object(node, "data", allow)
-        partitioner: Partitioner = _object(node, "partition", allow)
+        node = _plain(config, allow)
+        source: Source = _object(node, "data", allow, {})
+        partitioner: Partitioner = _object(node, "partition", allow, {})
         return federate(source, partitioner, _settings(node)[0].seed)
 
 
 def _settings(node: Node) -> tuple[RunSettings, ExecutionOptions]:
     """The part of a configuration that names no classes."""
-    rest = {key: value for key, value in node.items() if key not in {*_NEEDS, "method", "choices"}}
+    rest = {key: value for key, value in node.items() if key not in {*PARTS, *LISTS, "choices"}}
     ours, others = ({f.name for f in fields(cls)} for cls in (RunSettings, ExecutionOptions))
     for key in rest:
         if key not in ours | others:
@@ -135,37 +185,57 @@ def _settings(node: Node) -> tuple[RunSettings, ExecutionOptions]:
     return run, build_object(ExecutionOptions, {key: value for key, value in rest.items() if key in others}, "")
 
 
-def build(config: DictConfig | Mapping[str, Any] | Sequence[str] = (), allow: Sequence[str] = ()) -> Experiment:
+def build(
+    config: Config = (),
+    allow: Sequence[str] = (),
+    *,
+    methods: Sequence[Method | str] | None = None,
+    model: object = None,
+    data: object = None,
+    partition: Partitioner | str | None = None,
+    schedule: Schedule | str | None = None,
+    fleet: Fleet | str | None = None,
+    **settings: object,
+) -> Experiment:
     """Build and check all objects of a run; downloads and caches its data if need be, writes nothing else.
 
-    config: from `compose`, or the overrides themselves. allow: prefixes, besides raysim, of classes that the
-    configuration may name. Raises Refused with one sentence.
+    See `run` for the arguments. Raises Refused with one sentence.
     """
     with refusing():
-        node = _plain(config)
-        settings, execution = _settings(node)
-        methods = _methods(node, allow)
-        schedule: Schedule = _object(node, "schedule", allow)
-        fleet: Fleet = _object(node, "fleet", allow)
-        model: ModelRecipe = _object(node, "model", allow)
-        device = _device(execution.device, execution.runtime.name == "cluster")
-        settings = replace(settings, weighting=settings.weighting or asked_weighting(methods))
-        node = {**node, "device": device, "weighting": settings.weighting}
-        data = federate(_object(node, "data", allow), _object(node, "partition", allow), settings.seed)
-        if any(method.pools for method in methods):
-            data, schedule, local = _pooled(data, schedule, settings.local)
-            settings = replace(settings, local=local)
-        check_concurrency(schedule, data.partition.train.counts)
-        spec = RunSpec(model, methods, data, settings, device, execution.runtime.threads)
-        # What a fleet cannot be, such as a damaged trace, is found here and not in another process.
-        fleet.devices(settings.seed, len(data.partition.train.counts), functools.partial(sample_flops, spec))
-        networks, layout = build_networks(spec)
-        spec = replace(spec, lanes=execution.runtime.lanes or usual_lanes(spec, networks, schedule.concurrency))
-        node = {**node, "runtime": {**node["runtime"], "lanes": spec.lanes}}
-        check_private_names(methods, layout)
-        setup = Setup(spec.task, settings.local, networks, methods, schedule.size, schedule.stale)
-        warnings = tuple(text for method in methods for text in method.check(setup))
-    return Experiment(node, spec, schedule, fleet, execution, warnings)
+        parts = {"model": model, "data": data, "partition": partition, "schedule": schedule, "fleet": fleet}
+        objects, chosen = given(parts, methods)
+        if both := next(iter(chosen.keys() & settings.keys()), None):
+            raise Refused(f"{both} is given twice, by name and in methods: keep one of them")
+        node = objects.into(_plain(config, allow, chosen | settings))
+        return _built(node, allow, objects)
+
+
+def _built(node: Node, allow: Sequence[str], objects: Given) -> Experiment:
+    settings, execution = _settings(node)
+    methods = _methods(node, allow, objects.parts)
+    observers = _listed(node, "observer", Observer, allow, {})
+    schedule: Schedule = _object(node, "schedule", allow, objects.parts)
+    fleet: Fleet = _object(node, "fleet", allow, objects.parts)
+    model: ModelRecipe = _object(node, "model", allow, objects.parts)
+    device = _device(execution.device, execution.runtime.name == "cluster")
+    settings = replace(settings, weighting=settings.weighting or asked_weighting(methods))
+    node = {**node, "device": device, "weighting": settings.weighting}
+    source, partitioner = (_object(node, group, allow, objects.parts) for group in ("data", "partition"))
+    data = federate(source, partitioner, settings.seed)
+    if any(method.pools for method in methods):
+        data, schedule, local = _pooled(data, schedule, settings.local)
+        settings = replace(settings, local=local)
+    check_concurrency(schedule, data.partition.train.counts)
+    spec = RunSpec(model, methods, data, settings, device, execution.runtime.threads)
+    # What a fleet cannot be, such as a damaged trace, is found here and not in another process.
+    fleet.devices(settings.seed, len(data.partition.train.counts), functools.partial(sample_flops, spec))
+    networks, layout = build_networks(spec)
+    spec = replace(spec, lanes=execution.runtime.lanes or usual_lanes(spec, networks, schedule.concurrency))
+    node = {**node, "runtime": {**node["runtime"], "lanes": spec.lanes}}
+    check_private_names(methods, layout)
+    setup = Setup(spec.task, settings.local, networks, methods, schedule.size, schedule.stale)
+    warnings = tuple(text for method in methods for text in method.check(setup))
+    return Experiment(node, spec, schedule, fleet, execution, (*warnings, *objects.warnings()), observers)
 
 
 def _pooled(data: FederatedData, schedule: Schedule, local: Local) -> tuple[FederatedData, Schedule, Local]:
@@ -186,27 +256,49 @@ def _pooled(data: FederatedData, schedule: Schedule, local: Local) -> tuple[Fede
 
 # --- the run --------------------------------------------------------------------------------------------------------
 def run(
-    config: DictConfig | Mapping[str, Any] | Sequence[str] | Experiment = (),
+    config: Config | Experiment = (),
     *,
+    methods: Sequence[Method | str] | None = None,
+    model: object = None,
+    data: object = None,
+    partition: Partitioner | str | None = None,
+    schedule: Schedule | str | None = None,
+    fleet: Fleet | str | None = None,
+    on_round: OnRound | None = None,
+    observers: Sequence[Observer] = (),
     quiet: bool = False,
     allow: Sequence[str] = (),
     console: Console | None = None,
-    on_round: OnRound | None = None,
-    observers: Sequence[Observer] = (),
+    **settings: object,
 ) -> Result:
     """Run to the end; the folder appears once its hosts are ready.
 
-    config: overrides, what `compose` returned, or what `build` returned. on_round: called with the row of each round
-    when it is done (a dictionary: `row["round"]`, `row["accuracy_global"]`, ...). observers: those of your own, for
-    more moments than that; they come after all that raysim itself does. Neither is told of a run that had finished
-    before. Raises Refused (nothing was written), TooManyFailures (clients failed; a checkpoint was written),
-    ObserverFailed (an observer of yours raised an error; the history was written), Interrupted.
+        raysim.run("method=fedprox", rounds=20, runtime="inprocess")
+        raysim.run(methods=[FedProx(mu=0.1)], data=((x, y), (x_test, y_test)), rounds=20, local={"lr": 0.05})
+
+    config: words as on the command line, in one text or a list; or what `compose` or `build` returned. settings: the
+    same words as arguments, groups by the name of an option (`fleet="lognormal"`), values by their keys.
+
+    methods: objects, and names of options. model, data, partition, schedule, fleet: an object, or the name of an
+    option. data: also (inputs, labels), or a pair of those for training and for central tests: arrays, tensors, or a
+    torch Dataset in place of a pair. An object whose class can be imported, with plain values as arguments, is written
+    into config.yaml, so that the run is continued and repeated like any other; any other has to be given again.
+
+    on_round: called with the row of each round when it is done (a dictionary: `row["round"]`, ...). observers: those
+    of your own, for more moments than that; they come after all that raysim itself does, and after those that the
+    configuration names. Neither is told of a run that had finished before, nor is it stored.
+    allow: packages besides raysim whose classes and options the configuration may name.
+
+    Raises Refused (nothing was written), TooManyFailures (clients failed; a checkpoint was written), ObserverFailed (an
+    observer of yours raised an error; the history was written), Interrupted.
     """
     from rich.console import Console
 
-    users = users_observers(on_round, observers)
     console = console or Console(quiet=quiet)
-    experiment = config if isinstance(config, Experiment) else build(config, allow)
+    parts = {"methods": methods, "model": model, "data": data, "partition": partition, "schedule": schedule}
+    parts |= {"fleet": fleet, **settings}
+    experiment = _made(config, {key: part for key, part in parts.items() if part is not None}, allow)
+    users = users_observers(on_round, [*experiment.observers, *observers])
     with refusing():
         where = place(experiment)
     if where.finished:
@@ -228,6 +320,25 @@ def run(
         if not where.exists:
             stack.enter_context(held(where.folder))
         return record(experiment, where.folder, chain([started], events), console, quiet, users)
+
+
+def _made(config: Config | Experiment, parts: Mapping[str, Any], allow: Sequence[str]) -> Experiment:
+    if not isinstance(config, Experiment):
+        return build(config, allow, **parts)
+    if parts:
+        raise Refused(f"{next(iter(parts))}=... has no effect on what build returned: give it to build")
+    return config
+
+
+def load(folder: str | Path, *, allow: Sequence[str] = (), **parts: Any) -> Result:
+    """The result of a run, by its folder; of one that goes on, as far as it is.
+
+    allow: as for `run`. parts: objects (methods, model, data, ...) that config.yaml could not hold. Raises Refused.
+    """
+    with refusing():
+        found = load_run(user_path(folder))
+        config = load_yaml(found.folder / "config.yaml") | {"device": "cpu", "out": str(folder), "resume": None}
+        return Result(found.folder, found.summary, found.rows, functools.partial(build, config, allow, **parts))
 
 
 @contextmanager

@@ -10,16 +10,16 @@ import importlib
 import inspect
 import math
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
+from raysim.experiment.plugins import installed
 from raysim.primitives.errors import Refused, instead, nearest
 
 T = TypeVar("T")
 
 TARGET = "_target_"
 MISSING = "???"  # how a file says that a value must be given
-PREFIX = "raysim."
 MOVED = {  # where earlier versions had these modules, which stored configurations name
     "raysim.fleet": "raysim.simulation.fleet",
     "raysim.schedule": "raysim.simulation.schedule",
@@ -28,19 +28,29 @@ _NAMES = {bool: "true or false", int: "an integer", float: "a number", str: "tex
 
 
 def resolve(target: object, path: str, allow: Sequence[str] = ()) -> type:
-    """The class that a `_target_` names. Raises Refused for names outside `raysim` and the allowed prefixes."""
+    """The class that a `_target_` names.
+
+    Raises Refused for names outside `raysim`, the allowed prefixes, and the installed packages that bring parts.
+    """
+    found = imported(target, path, allow)
+    if not isinstance(found, type):
+        raise Refused(f"{path}.{TARGET}={shown(target)} is no class: name one, such as raysim.methods.fedprox.FedProx")
+    return found
+
+
+def imported(target: object, path: str, allow: Sequence[str] = ()) -> object:
+    """What a `_target_` names, of whatever type; None where its module has no such name."""
     place = f"{path}.{TARGET}={shown(target)}"
-    if not isinstance(target, str) or not target.startswith((PREFIX, *(f"{prefix.rstrip('.')}." for prefix in allow))):
+    prefixes = tuple(f"{prefix.rstrip('.')}." for prefix in ("raysim", *allow, *installed()))
+    if not isinstance(target, str) or not target.startswith(prefixes):
         package = str(target).partition(".")[0]
         raise Refused(f"{place} lies outside raysim: allow its code to run with --allow {package}, if you trust it")
     module, _, name = target.rpartition(".")
     try:
-        cls = getattr(importlib.import_module(MOVED.get(module, module)), name, None)
+        found: object = getattr(importlib.import_module(MOVED.get(module, module)), name, None)
     except ImportError as error:
         raise Refused(f"{place} cannot be imported ({error}): correct the name, or install what is missing") from error
-    if not isinstance(cls, type):
-        raise Refused(f"{place} is no class: name one, such as raysim.methods.fedprox.FedProx")
-    return cls
+    return found
 
 
 def build(cls: Callable[..., T], node: Mapping[str, Any], path: str) -> T:
@@ -52,8 +62,10 @@ def build(cls: Callable[..., T], node: Mapping[str, Any], path: str) -> T:
         raise Refused(_placed(str(error), path)) from error
 
 
-def arguments(cls: Callable[..., object], node: Mapping[str, Any], path: str) -> dict[str, Any]:
-    """The checked arguments of a constructor."""
+def arguments(
+    cls: Callable[..., object], node: Mapping[str, Any], path: str, later: Collection[str] = ()
+) -> dict[str, Any]:
+    """The checked arguments of a constructor; later: those that it is given when it is called."""
     hints = _hints(cls)
     parameters = inspect.signature(cls).parameters
     given = {key: value for key, value in node.items() if key != TARGET}
@@ -62,7 +74,7 @@ def arguments(cls: Callable[..., object], node: Mapping[str, Any], path: str) ->
             has = instead(str(key), parameters, f"{path or 'a run'} has")
             raise Refused(f"{_join(path, key)} does not exist: {has}")
     for key, parameter in parameters.items():
-        if given.get(key, MISSING if parameter.default is parameter.empty else None) == MISSING:
+        if key not in later and given.get(key, MISSING if parameter.default is parameter.empty else None) == MISSING:
             raise Refused(f"{_join(path, key)} has no default: set it to {described(hints.get(key, object))}")
     return {key: checked(value, hints.get(key, object), _join(path, key)) for key, value in given.items()}
 

@@ -20,7 +20,7 @@ from raysim.results.history import Row, last_measured
 from raysim.results.significance import mean_deviation
 from raysim.runtime.placement import RayOptions, listen_on_loopback
 
-FINAL = ("accuracy", "accuracy_global")  # what "final" means: the first of them that a run has
+FINAL = ("", "_global")  # what "final" means: the first of these columns of the metric that a run has
 DEVIATION = "_std"  # the end of a column's name that holds the deviation over seeds
 
 
@@ -90,9 +90,13 @@ def join_ray(options: RayOptions, session: ExitStack) -> None:
 
 # --- scores ---------------------------------------------------------------------------------------------------------
 def score(summary: Mapping[str, object], metric: str) -> float | None:
-    """A number of a finished run's summary; "final" is `accuracy`, or `accuracy_global` without tests of clients."""
+    """A number of a finished run's summary; "final" is `accuracy`, or `accuracy_global` without tests of clients.
+
+    Where models are scored by another metric, that is in accuracy's place.
+    """
     if metric == "final":
-        return next(iter(known([score(summary, name) for name in FINAL])), None)
+        usual = summary.get("metric", "accuracy")
+        return next(iter(known([score(summary, f"{usual}{suffix}") for suffix in FINAL])), None)
     value = summary.get(metric)
     if value is None and "." in metric:
         group, _, name = metric.partition(".")

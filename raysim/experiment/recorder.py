@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from raysim.experiment.describe import identity, source
+from raysim.experiment.result import Result
 from raysim.experiment.run_folder import last_checkpoint
-from raysim.experiment.settings import Experiment, Interrupted, Result
+from raysim.experiment.settings import Experiment, Interrupted
 from raysim.primitives.errors import Refused
 from raysim.results.history import read_history
 from raysim.results.observers import (
@@ -141,7 +142,7 @@ def record(
         again = f"raysim run with the same settings, out={folder} and resume=latest"
         at = "the last checkpoint" if last_checkpoint(folder) else "round 0, for want of a checkpoint"
         raise Interrupted(f"stopped after round {len(run.rows)}: {again} continues from {at}") from None
-    return Result(folder, json.loads((folder / SUMMARY).read_text()), run.rows)
+    return Result(folder, json.loads((folder / SUMMARY).read_text()), run.rows, experiment)
 
 
 def current_run(experiment: Experiment, folder: Path) -> CurrentRun:
@@ -228,4 +229,4 @@ def finished(experiment: Experiment, folder: Path, console: Console) -> Result:
     if experiment.execution.tracking.name == "mlflow":
         replay(folder, experiment.execution.tracking.uri or "", say=lambda text: say(console, text))
     summary = json.loads((folder / SUMMARY).read_text())
-    return Result(folder, summary, read_history(folder / HISTORY))
+    return Result(folder, summary, read_history(folder / HISTORY), experiment)

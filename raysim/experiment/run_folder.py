@@ -23,6 +23,7 @@ FREE = (
     "resume",
     "choices",
     "tracking",
+    "observer",
     "checkpoint",
     "faults",
     "thresholds",

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
 from raysim.experiment.compose import Node
 from raysim.primitives.checks import between
 from raysim.results.history import THRESHOLDS
+from raysim.results.observers import Observer
 from raysim.runtime.placement import RayOptions
 from raysim.simulation.fleet import Fleet
 from raysim.simulation.schedule import Schedule
@@ -71,21 +71,13 @@ class Experiment:
     fleet: Fleet
     execution: ExecutionOptions
     warnings: tuple[str, ...]
+    observers: tuple[Observer, ...] = ()  # that the configuration names
 
     @property
     def title(self) -> str:
         """Methods and data, for file names and plots: "fedbr+mixup-mnist"."""
         methods = "+".join(method.name for method in self.spec.methods) or "fedavg"
         return f"{methods}-{self.config['choices']['data']}"
-
-
-@dataclass(frozen=True)
-class Result:
-    """A finished run: where it lies, its summary, and its history (a row per aggregation)."""
-
-    folder: Path
-    summary: dict[str, Any]
-    rows: Rows
 
 
 class Interrupted(KeyboardInterrupt):

@@ -84,6 +84,7 @@ class Dann(Method):
 
     name = "dann"
     paper = "Ganin et al., JMLR 2016"
+    needs = frozenset(("features",))
 
     def __init__(
         self,

@@ -27,7 +27,6 @@ from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
 
 from raysim.api.declarations import Cost, Network, Participation, Task
 from raysim.api.method import Method
@@ -76,7 +75,7 @@ class Ditto(Method):
         params = ctx.vector.tensors(own for own, _ in pairs)
         values = [ctx.vector.data[own.start : own.stop].view(own.shape) for own, _ in pairs]
         for inputs, labels in self._batches(ctx):
-            loss = cross_entropy(network(inputs), labels)
+            loss = ctx.trainer.task.objective.loss(network(inputs), labels)
             grads = list(torch.autograd.grad(loss, params, allow_unused=True, materialize_grads=True))
             for grad, value, (_, shared) in zip(grads, values, pairs, strict=True):
                 if not shared.personal:

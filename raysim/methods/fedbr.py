@@ -124,6 +124,7 @@ class FedBR(Method):
 
     name = "fedbr"
     paper = "Guo et al., ICML 2023"
+    needs = frozenset(("classes", "features", "numbers"))
 
     def __init__(
         self,
@@ -294,7 +295,7 @@ class FedBR(Method):
         rows = generator.choice(len(labels), size=(self.pseudo_batch, self.samples_per_mean), p=chances)
         mean, std = (None if values is None else tuple(values) for values in (proxy.mean, proxy.std))
         unique, places = np.unique(rows, return_inverse=True)
-        images = Pipeline(mean, std).normalise(torch.from_numpy(dataset.images[unique]), dtype)
+        images = Pipeline(mean, std).normalise(torch.from_numpy(dataset.inputs[unique]), dtype)
         return random_sample_mean(images, torch.from_numpy(places.reshape(rows.shape)))
 
     def receive(self, ctx: Context) -> None:

@@ -101,6 +101,7 @@ class FedBSS(Method):
 
     name = "fedbss"
     paper = "Xu et al., AAAI 2025"
+    needs = frozenset(("classes",))
     weighting = "uniform"
 
     def __init__(

@@ -48,6 +48,7 @@ class FedDecorr(Method):
 
     name = "feddecorr"
     paper = "Shi et al., ICLR 2023"
+    needs = frozenset(("features",))
 
     def __init__(self, beta: float = 0.1, variant: Variant = "authors"):
         self.beta, self.variant = at_least("method.feddecorr.beta", beta, 0.0), variant

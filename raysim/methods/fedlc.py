@@ -81,6 +81,7 @@ class FedLC(Method):
 
     name = "fedlc"
     paper = "Zhang et al., ICML 2022"
+    needs = frozenset(("classes",))
 
     def __init__(self, tau: float = 1.0, denominator: Literal["all", "others"] = "all", count_floor: float = 0.0):
         self.tau = at_least("method.fedlc.tau", tau, 0.0)

@@ -98,6 +98,7 @@ class MarginControl(Method):
 
     name = "fedld_margin"
     paper = "Zeng et al., MICCAI 2024"
+    needs = frozenset(("classes",))
 
     def __init__(self, lam: float = 0.03, kind: Kind = "marg_log", threshold: float = 0.0):
         self.lam = at_least("method.fedld_margin.lam", lam, 0.0)
@@ -124,6 +125,7 @@ class DampedMargin(Method):
 
     name = "fedld_damped"
     paper = "Zeng et al., MICCAI 2024"
+    needs = frozenset(("classes",))
 
     def __init__(self, temperature: float = 1.0):
         self.temperature = above("method.fedld_damped.temperature", temperature, 0.0)

@@ -113,6 +113,7 @@ class FedMix(Method):
 
     name = "fedmix"
     paper = "Yoon et al., ICLR 2021"
+    needs = frozenset(("classes", "numbers"))
     targets = "integer"
 
     def __init__(

@@ -42,6 +42,7 @@ class FedNTD(Method):
 
     name = "fedntd"
     paper = "Lee et al., NeurIPS 2022"
+    needs = frozenset(("classes",))
 
     def __init__(self, beta: float = 1.0, temperature: float = 1.0):
         self.beta = at_least("method.fedntd.beta", beta, 0.0)

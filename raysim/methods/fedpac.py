@@ -224,6 +224,7 @@ class FedPAC(Method):
 
     name = "fedpac"
     paper = "Xu et al., ICLR 2023"
+    needs = frozenset(("classes", "features"))
     excludes: ClassVar[Mapping[str, str]] = {
         "local": "it compares clients by their features in one shared extractor, and local training shares none"
     }

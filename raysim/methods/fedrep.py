@@ -44,6 +44,7 @@ class FedRep(Method):
 
     name = "fedrep"
     paper = "Collins et al., ICML 2021"
+    needs = frozenset(("features",))
 
     def __init__(self, mode: Literal["alternate", "joint"] = "alternate", head_epochs: int = 10, body_epochs: int = 1):
         self.mode = one_of("method.fedrep.mode", mode, ("alternate", "joint"))

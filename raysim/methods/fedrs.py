@@ -51,6 +51,7 @@ class FedRS(Method):
 
     name = "fedrs"
     paper = "Li and Zhan, KDD 2021"
+    needs = frozenset(("classes", "features"))
 
     def __init__(self, alpha: float = 0.5, kind: Literal["binary", "relative"] = "binary"):
         self.alpha = between("method.fedrs.alpha", alpha, 0.0, 1.0)

@@ -121,6 +121,7 @@ class FedSR(Method):
 
     name = "fedsr"
     paper = "Nguyen et al., NeurIPS 2022"
+    needs = frozenset(("classes", "features"))
     excludes: ClassVar[Mapping[str, str]] = {
         "centralized": "its references are the clients' own, and 'centralized' has one model for all"
     }

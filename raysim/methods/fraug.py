@@ -226,6 +226,7 @@ class FRAug(Method):
 
     name = "fraug"
     paper = "Chen et al., ICCV 2023"
+    needs = frozenset(("classes", "features"))
     targets = "integer"
 
     def __init__(
@@ -458,7 +459,7 @@ class FRAug(Method):
 
     def _noise(self, ctx: Context, out: Outputs) -> Tensor:
         inputs = out.batch.inputs
-        return out.once(NOISE, lambda: ctx.drawn(NOISE).to(inputs.device, inputs.dtype))
+        return out.once(NOISE, lambda: ctx.drawn(NOISE).to(inputs.device, ctx.vector.data.dtype))
 
     def _real(self, ctx: Context, out: Outputs) -> Tensor:
         """f(x) of the classifier as it is after its step, in eval mode; one pass for generator and RTNet."""

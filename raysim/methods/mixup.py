@@ -66,6 +66,7 @@ class Mixup(Method):
 
     name = "mixup"
     paper = "Zhang et al., ICLR 2018"
+    needs = frozenset(("numbers",))
     targets = "soft"
 
     def __init__(self, alpha: float = 0.2):

@@ -52,6 +52,7 @@ class Moon(Method):
 
     name = "moon"
     paper = "Li et al., CVPR 2021"
+    needs = frozenset(("features",))
 
     def __init__(
         self,

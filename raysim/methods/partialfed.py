@@ -33,7 +33,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.nn.functional import cross_entropy
 
 from raysim.api.declarations import Cost, Participation
 from raysim.api.method import Method
@@ -238,7 +237,8 @@ class PartialFed(Method):
         for (inputs, labels), drawn in zip(self._batches(ctx), gumbel, strict=False):
             policy = logits.detach().requires_grad_()
             soft = sample_loading_policy(logits=policy, gumbel=drawn, temperature=temperature)["soft"]
-            loss = cross_entropy(functional_call(ctx.model, _relaxed(ctx, paths, soft[:, 0]), (inputs,)), labels)
+            outputs = functional_call(ctx.model, _relaxed(ctx, paths, soft[:, 0]), (inputs,))
+            loss = ctx.trainer.task.objective.loss(outputs, labels)
             optimizer.step([logits], list(torch.autograd.grad(loss, [policy])), self.policy_lr)
         ctx.model.train()
         ctx.state["partialfed.logits"] = logits

@@ -117,6 +117,7 @@ class Vhl(Method):
 
     name = "vhl"
     paper = "Tang et al., ICML 2022"
+    needs = frozenset(("classes", "features", "images"))
 
     def __init__(
         self,

@@ -7,6 +7,7 @@ block is neither plain pre-norm nor post-norm. Their unused output layer is left
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
@@ -25,6 +26,8 @@ class Cct7(ModelRecipe):
     `attention_dropout` acts on the attention probabilities; `drop_path` is the rate of the last block, the blocks
     before it have evenly smaller ones, from 0.
     """
+
+    reads: ClassVar[Literal["images"]] = "images"
 
     attention_dropout: float = 0.1
     drop_path: float = 0.1

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
 
-Shape = tuple[int, int, int]  # channels, height, width
+from raysim.primitives.kinds import Tokens
+
+Shape = tuple[int, ...]  # of one input; channels, height, width of an image
 
 
 class Classifier(nn.Module):
-    """x [B, channels, H, W] to features [B, F], then to logits [B, C] with one `Linear(F, C)`."""
+    """x [B, ...] to features [B, F], then to logits [B, C] with one `Linear(F, C)`."""
+
+    splits: ClassVar[bool] = True  # whether it has features and a head
 
     def __init__(self, extractor: nn.Module, feature_dim: int, num_classes: int) -> None:
         super().__init__()
@@ -29,25 +33,54 @@ class Classifier(nn.Module):
         return logits
 
 
-class ModelRecipe(ABC):
-    """The options of a network, checked when the recipe is made; `build` makes the network."""
+class ModelRecipe:
+    """The options of a network, checked when the recipe is made; `build` makes the network.
 
-    @abstractmethod
+    A subclass has `extractor`, or `network` where there is more to say.
+    """
+
+    # What inputs its networks take: images [channels, height, width], token numbers, numbers of any shape, or any.
+    reads: ClassVar[Literal["images", "tokens", "numbers", "any"]] = "any"
+
     def extractor(self, input_shape: Shape) -> tuple[nn.Module, int]:
         """A fresh feature extractor for such inputs and its F; ValueError when the inputs do not fit."""
+        raise NotImplementedError(f"{type(self).__name__} makes no extractor: give it `extractor` or `network`")
 
-    def build(self, input_shape: Shape, num_classes: int, seed: int) -> Classifier:
+    def network(self, input_shape: Shape, num_classes: int, tokens: Tokens | None) -> Classifier:
+        """A fresh network. torch's generator is seeded for it."""
+        return Classifier(*self.extractor(input_shape), num_classes)
+
+    def build(self, input_shape: Shape, num_classes: int, seed: int, tokens: Tokens | None = None) -> Classifier:
         """The same seed gives the same parameters; the global generators stay as they were."""
+        self._check(input_shape, tokens)
         with torch.random.fork_rng(devices=[]):
             # the generator itself, for the usual call would also reseed every CUDA device
             torch.default_generator.manual_seed(seed)
-            return Classifier(*self.extractor(input_shape), num_classes)
+            return self.network(input_shape, num_classes, tokens)
+
+    def _check(self, input_shape: Shape, tokens: Tokens | None) -> None:
+        reads, name = self.reads, type(self).__name__
+        if reads != "any" and (reads == "tokens") != (tokens is not None):
+            has = "token numbers" if tokens is not None else f"numbers of shape {list(input_shape)}"
+            better = "gru or transformer" if tokens is not None else "mlp, or cnn for images"
+            raise ValueError(f"the model {name} reads {reads}, and the data has {has}: set model={better}")
+        if reads == "images" and len(input_shape) != 3:
+            raise ValueError(
+                f"the model {name} reads images [channels, height, width], and the data has inputs of shape "
+                f"{list(input_shape)}: set model=mlp, which takes any shape"
+            )
+
+
+def splits(model: nn.Module) -> bool:
+    """Whether a model has features and a head."""
+    return bool(getattr(model, "splits", hasattr(model, "features") and hasattr(model, "head")))
 
 
 def is_stochastic(module: nn.Module) -> bool:
     """Whether training may draw from torch's generator (dropout, stochastic depth), which then has to be seeded.
 
-    Looks for a positive rate `p` or `dropout` in any submodule. A false alarm costs a seed, a miss the repeatability.
+    Looks for a positive rate in any submodule, `p` or a name with "drop" in it. A false alarm costs a seed, a miss the
+    repeatability.
     """
-    rates = [getattr(m, name, 0.0) for m in module.modules() for name in ("p", "dropout")]
+    rates = [value for m in module.modules() for name, value in vars(m).items() if name == "p" or "drop" in name]
     return any(isinstance(rate, int | float) and rate > 0 for rate in rates)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 from torch import nn
 
@@ -15,6 +16,8 @@ from raysim.primitives.checks import one_of
 class Mlp(ModelRecipe):
     """Flatten, then Linear and ReLU per width (benchmark W2: 64; W3: 2700, 2700)."""
 
+    reads: ClassVar[Literal["numbers"]] = "numbers"
+
     widths: list[int] | tuple[int, ...] = (64,)
 
     def __post_init__(self) -> None:
@@ -23,7 +26,7 @@ class Mlp(ModelRecipe):
 
     def extractor(self, input_shape: Shape) -> tuple[nn.Module, int]:
         layers: list[nn.Module] = [nn.Flatten()]
-        size = input_shape[0] * input_shape[1] * input_shape[2]
+        size = math.prod(input_shape)
         for width in self.widths:
             layers += [nn.Linear(size, width), nn.ReLU()]
             size = width
@@ -37,6 +40,8 @@ class Cnn(ModelRecipe):
     `padding` belongs to the convolutions, `stride` to the pools. A 3x3 pool is padded by 1 exactly where it has to
     halve a padded map (padding 2, stride 2), which gives the parameter count usual in the literature.
     """
+
+    reads: ClassVar[Literal["images"]] = "images"
 
     pool: Literal[2, 3] = 3
     padding: Literal[0, 2] = 2
@@ -64,6 +69,8 @@ class Cnn(ModelRecipe):
 class MnistCnn(ModelRecipe):
     """FedBR's network for RotatedMNIST: four convolutions, the normalisation after the ReLU, global average."""
 
+    reads: ClassVar[Literal["images"]] = "images"
+
     def extractor(self, input_shape: Shape) -> tuple[nn.Module, int]:
         layers: list[nn.Module] = []
         channels = input_shape[0]
@@ -76,6 +83,8 @@ class MnistCnn(ModelRecipe):
 @dataclass(frozen=True)
 class DigitsCnn(ModelRecipe):
     """The network for the digit domains; FRAug's overlapping pools or FedBN's plain ones. Train on batches >= 2."""
+
+    reads: ClassVar[Literal["images"]] = "images"
 
     variant: Literal["fraug", "fedbn"] = "fraug"
 
@@ -98,6 +107,8 @@ class DigitsCnn(ModelRecipe):
 @dataclass(frozen=True)
 class SmallCnn(ModelRecipe):
     """Our own, for 8x8 digits: two 3x3 convolutions and 64 units; normalisation (groups of 2 or 4) as asked for."""
+
+    reads: ClassVar[Literal["images"]] = "images"
 
     norm: Literal["none", "batch", "group"] = "none"
 

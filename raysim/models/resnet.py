@@ -5,7 +5,7 @@ from __future__ import annotations
 import pickle
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from torch import nn
 
@@ -22,6 +22,8 @@ class ResNet(ModelRecipe):
 
     `pretrained` loads torchvision's IMAGENET1K_V1 weights (torch.hub's cache, else a download); the head stays fresh.
     """
+
+    reads: ClassVar[Literal["images"]] = "images"
 
     depth: Literal[18, 50]
     norm: Literal["batch", "group"] = "batch"

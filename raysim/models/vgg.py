@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar, Literal
 
 from torch import nn
 
@@ -15,6 +16,8 @@ PLAN = (64, 0, 128, 0, 256, 256, 0, 512, 512, 0, 512, 512, 0)
 @dataclass(frozen=True)
 class Vgg11(ModelRecipe):
     """Eight 3x3 convolutions, five halvings, global average; initialised as torchvision does, no dropout."""
+
+    reads: ClassVar[Literal["images"]] = "images"
 
     def extractor(self, input_shape: Shape) -> tuple[nn.Module, int]:
         channels, height, width = input_shape

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
 import math
 import uuid
-from types import ModuleType
 from typing import Any
 
 from raysim.primitives.checks import one_of
+from raysim.primitives.extras import optional
 from raysim.primitives.files import regular, replace_file, user_path, without_password
 from raysim.results.observers import CurrentRun, Observer
 from raysim.results.tracking import flatten
@@ -25,7 +24,7 @@ class TensorBoard(Observer):
     """
 
     def __init__(self, folder: str | None = None):
-        self._package, self._folder = _package("tensorboardX", "tensorboard"), folder
+        self._package, self._folder = optional("tensorboardX", "observer=tensorboard"), folder
 
     def on_start(self, run: CurrentRun) -> None:
         """Open the file of events."""
@@ -62,7 +61,7 @@ class WeightsAndBiases(Observer):
 
     def __init__(self, project: str = "raysim", entity: str | None = None, mode: str | None = None):
         self._mode = mode if mode is None else one_of("observer.wandb.mode", mode, MODES)
-        self._package, self._project, self._entity = _package("wandb", "wandb"), project, entity
+        self._package, self._project, self._entity = optional("wandb", "observer=wandb"), project, entity
 
     def on_start(self, run: CurrentRun) -> None:
         """Begin the run, or continue the one that the folder names."""
@@ -94,15 +93,6 @@ class WeightsAndBiases(Observer):
     def on_stop(self, run: CurrentRun, error: BaseException) -> None:
         """Say that it ended early."""
         self._run.finish(exit_code=1)
-
-
-def _package(name: str, extra: str) -> ModuleType:
-    try:
-        return importlib.import_module(name)
-    except ImportError as error:
-        raise ValueError(
-            f"observer={extra} needs the package {name} ({error}): install raysim with the extra [{extra}]"
-        ) from error
 
 
 def _numbers(row: Row) -> dict[str, float]:

@@ -42,12 +42,10 @@ class Split:
 # --- the split ------------------------------------------------------------------------------------------------------
 def split_of(data: FederatedData) -> Split:
     """Who has how much of what; its memory grows with the samples, not with clients x classes."""
-    dataset, train = data.open(), data.partition.train
-    cells, samples = np.unique(
-        train.owners * dataset.num_classes + dataset.labels[train.indices].astype(np.int64), return_counts=True
-    )
-    client, label = np.divmod(cells, dataset.num_classes)
-    return Split(client, label, samples.astype(np.int64), len(train), list(dataset.class_names))
+    (groups, names), train = data.open().groups(), data.partition.train
+    cells, samples = np.unique(train.owners * len(names) + groups[train.indices], return_counts=True)
+    client, label = np.divmod(cells, len(names))
+    return Split(client, label, samples.astype(np.int64), len(train), list(names))
 
 
 def write_split(split: Split, folder: Path) -> None:
@@ -86,7 +84,7 @@ def heterogeneity(split: Split) -> dict[str, float]:
         return {}
 
     def each(entries: Floats) -> Floats:
-        return np.bincount(split.client, entries, split.clients)[filled]
+        return np.asarray(np.bincount(split.client, entries, split.clients), np.float64)[filled]
 
     share = split.samples / sizes[split.client]
     overall = np.bincount(split.label, split.samples, len(split.classes)) / sizes.sum()

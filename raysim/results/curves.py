@@ -14,7 +14,7 @@ import numpy as np
 
 from raysim.primitives.checks import known
 from raysim.primitives.files import replace_file
-from raysim.results.history import Row, column
+from raysim.results.history import Row, column, metric_of
 from raysim.results.significance import FEWEST, mean_deviation
 from raysim.results.theme import LIGHT, page_theme, svg, time_unit
 from raysim.simulation.fleet import FLOAT_BYTES
@@ -173,15 +173,16 @@ def _draw(curves: Sequence[Curve], title: str, ylabel: str) -> bytes:
 
 
 def draw_run(rows: Sequence[Row], folder: Path, title: str) -> list[Path]:
-    """Write accuracy.png and loss.png: a run against rounds, bytes, virtual time and wall time."""
+    """Write accuracy.png (or the metric's) and loss.png: a run against rounds, bytes, virtual time and wall time."""
+    metric = metric_of(rows)
     kinds = {
-        "accuracy": {
-            "accuracy": "mean of the clients",
-            "accuracy_worst": "worst client",
-            "accuracy_global": "central test set",
-            "accuracy_shared": "shared model, mean of the clients",
-            "accuracy_finetuned": "after fine-tuning, mean of the clients",
-            "accuracy_common": "clients' models, central test set",
+        metric: {
+            metric: "mean of the clients",
+            f"{metric}_worst": "worst client",
+            f"{metric}_global": "central test set",
+            f"{metric}_shared": "shared model, mean of the clients",
+            f"{metric}_finetuned": "after fine-tuning, mean of the clients",
+            f"{metric}_common": "clients' models, central test set",
         },
         "loss": {"train_loss": "training", "loss_global": "central test set"},
     }

@@ -14,6 +14,7 @@ import pyarrow.parquet as pq
 
 from raysim.primitives.checks import known
 from raysim.primitives.files import regular, replace_file, without_password
+from raysim.primitives.kinds import LOWER_IS_BETTER
 
 Row: TypeAlias = Mapping[str, int | float | None]
 Values: TypeAlias = Sequence[int | float | None]
@@ -57,7 +58,8 @@ def _array(values: Values, kind: pa.DataType | None) -> pa.Array:
 
 def write_history(rows: Sequence[Row], path: Path) -> None:
     """Write the rows as Parquet, atomically; a missing value is null, nan stays nan."""
-    names = [*COLUMNS, *dict.fromkeys(key for row in rows for key in row if key not in COLUMNS)]
+    usual = [name.replace("accuracy", metric_of(rows)) for name in COLUMNS]
+    names = dict.fromkeys([*usual, *(key for row in rows for key in row)])
     table = pa.table({name: _array(column(rows, name), COLUMNS.get(name)) for name in names})
     sink = pa.BufferOutputStream()
     pq.write_table(table, sink)
@@ -84,9 +86,15 @@ def read_history(path: Path) -> list[dict[str, int | float | None]]:
     return rows
 
 
-def best_mean(values: Values, k: int = 5) -> float | None:
-    """Mean of the k highest values (of all, where there are fewer); None where there are none."""
-    best = sorted(known(values), reverse=True)[:k]
+def metric_of(rows: Sequence[Row]) -> str:
+    """What the models of a history are scored with: "accuracy", "mae", ..."""
+    found = (key for row in rows for key in row if f"{key}_worst" in row and f"{key}_global" in row)
+    return next(found, "accuracy")
+
+
+def best_mean(values: Values, k: int = 5, higher: bool = True) -> float | None:
+    """Mean of the k best values (of all, where there are fewer); None where there are none."""
+    best = sorted(known(values), reverse=higher)[:k]
     return float(np.mean(best)) if best else None
 
 
@@ -101,42 +109,49 @@ def threshold_name(threshold: float) -> str:
     return f"{threshold:.2f}" if round(threshold, 2) == threshold else f"{threshold:g}"
 
 
-def rounds_to(values: Values, thresholds: Sequence[float]) -> dict[str, int | None]:
-    """First round (1-based) whose value reaches each threshold, by `threshold_name`; None where none does."""
+def rounds_to(values: Values, thresholds: Sequence[float], higher: bool = True) -> dict[str, int | None]:
+    """First round (1-based) whose value is as good as each threshold, by `threshold_name`; None where none is."""
+
+    def reached(value: float | None, threshold: float) -> bool:
+        return value is not None and (value >= threshold if higher else value <= threshold)
+
     return {
         threshold_name(threshold): next(
-            (index for index, value in enumerate(values, 1) if value is not None and value >= threshold), None
+            (index for index, value in enumerate(values, 1) if reached(value, threshold)), None
         )
         for threshold in thresholds
     }
 
 
-def _scores(values: Values, thresholds: Sequence[float], suffix: str = "") -> dict[str, object]:
+def _scores(values: Values, thresholds: Sequence[float], higher: bool, suffix: str = "") -> dict[str, object]:
     mean, deviation = last_mean_std(values)
     return {
-        f"best5_mean{suffix}": best_mean(values),
+        f"best5_mean{suffix}": best_mean(values, higher=higher),
         f"last10_mean{suffix}": mean,
         f"last10_std{suffix}": deviation,
-        f"rounds_to{suffix}": rounds_to(values, thresholds),
+        f"rounds_to{suffix}": rounds_to(values, thresholds, higher),
     }
 
 
 def summarise(rows: Sequence[Row], thresholds: Sequence[float] = THRESHOLDS, **more: object) -> dict[str, object]:
-    """What `summary.json` holds: last known value of every column, scores of the accuracy, and `more` as it is.
+    """What `summary.json` holds: last known value of every column, scores of the metric, and `more` as it is.
 
     Scores are those of `accuracy`, or of `accuracy_global` where no client has a test of its own; where both exist
-    the second come again with the suffix `_global`. `failures` is the last round's, `failures_total` the run's.
+    the second come again with the suffix `_global`; likewise of another metric. `failures` is the last round's,
+    `failures_total` the run's.
     """
-    names = dict.fromkeys([*COLUMNS, *(key for row in rows for key in row)])
+    metric = metric_of(rows)
+    usual = [name.replace("accuracy", metric) for name in COLUMNS]
+    names = dict.fromkeys([*usual, *(key for row in rows for key in row)])
     columns = {name: column(rows, name) for name in names}
     final = {name: (last_measured(rows, name) or {}).get(name) for name in names}
-    local, central = columns["accuracy"], columns["accuracy_global"]
+    local, central, higher = columns[metric], columns[f"{metric}_global"], metric not in LOWER_IS_BETTER
     summary: dict[str, object] = {"rounds": final.pop("round") or 0, **final}
     summary["failures_total"] = sum(int(value) for value in known(columns["failures"]))
-    summary.update(_scores(local if known(local) else central, thresholds))
+    summary.update(_scores(local if known(local) else central, thresholds, higher))
     if known(local) and known(central):
-        summary.update(_scores(central, thresholds, "_global"))
-    return {**summary, **more}
+        summary.update(_scores(central, thresholds, higher, "_global"))
+    return {**summary, "metric": metric, **more}
 
 
 def _plain(value: object) -> object:

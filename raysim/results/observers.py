@@ -141,17 +141,17 @@ class ClosingLine(Observer):
     def on_finish(self, run: CurrentRun, event: Finished) -> None:
         """Print it."""
         names = {
-            "accuracy_global": "on the central test set",
-            "accuracy": "mean of the clients",
-            "accuracy_worst": "worst client",
-            "accuracy_shared": "shared model, mean of the clients",
-            "accuracy_finetuned": "after fine-tuning, mean of the clients",
-            "accuracy_common": "clients' models on the central test set",
+            "_global": "on the central test set",
+            "": "mean of the clients",
+            "_worst": "worst client",
+            "_shared": "shared model, mean of the clients",
+            "_finetuned": "after fine-tuning, mean of the clients",
+            "_common": "clients' models on the central test set",
         }
         summary: dict[str, Any] = run.summary()
-        scores = [f"{summary[key]:.4f} {text}" for key, text in names.items() if summary.get(key) is not None]
-        known = ", ".join(scores) or "unknown"
-        self._say(f"accuracy {known} after {summary['rounds']} rounds; results are in {run.folder}")
+        found = {text: summary.get(f"{summary['metric']}{suffix}") for suffix, text in names.items()}
+        known = ", ".join(f"{value:.4f} {text}" for text, value in found.items() if value is not None) or "unknown"
+        self._say(f"{summary['metric']} {known} after {summary['rounds']} rounds; results are in {run.folder}")
 
 
 # --- what is written into the run's folder --------------------------------------------------------------------------

@@ -20,6 +20,7 @@ from raysim.primitives.checks import known
 from raysim.primitives.files import replace_file, without_password
 from raysim.results.clients import CLIENTS, SPLIT, Split, heterogeneity, read_clients, read_split
 from raysim.results.curves import draw_comparison, mean_curve, panels
+from raysim.results.history import metric_of
 from raysim.results.jobs import read_jobs
 from raysim.results.report import MARKED, NOTHING, Column, Group, differences, results, settings
 from raysim.results.theme import DARK, LIGHT, svg
@@ -28,10 +29,10 @@ from raysim.results.timeline import eventful, timeline_png
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-METRICS = {
-    "accuracy": "accuracy, mean of the clients",
-    "accuracy_worst": "accuracy of the worst client",
-    "accuracy_global": "accuracy on the central test set",
+CURVES = {
+    "{metric}": "{metric}, mean of the clients",
+    "{metric}_worst": "{metric} of the worst client",
+    "{metric}_global": "{metric} on the central test set",
     "train_loss": "training loss",
     "loss_global": "loss on the central test set",
 }
@@ -154,7 +155,9 @@ def _results(groups: Sequence[Group]) -> Part:
 # --- curves ---------------------------------------------------------------------------------------------------------
 def _curves(groups: Sequence[Group], folder: Path) -> Part:
     rows = []
-    for key, about in METRICS.items():
+    metrics = dict.fromkeys(metric_of(run.rows) for group in groups for run in group.runs)
+    shown = {key.format(metric=m): about.format(metric=m) for key, about in CURVES.items() for m in metrics}
+    for key, about in shown.items():
         curves = [mean_curve(g.label, [run.rows for run in g.runs], key, index) for index, g in enumerate(groups)]
         curves = [curve for curve in curves if curve.points]
         if curves:
@@ -170,8 +173,9 @@ def _curves(groups: Sequence[Group], folder: Path) -> Part:
 
 # --- clients --------------------------------------------------------------------------------------------------------
 def _spread(groups: Sequence[Group]) -> Part:
-    """How far apart the clients' accuracies are, at the last evaluation; the clients of all seeds together."""
-    found = [_accuracies(group) for group in groups]
+    """How far apart the clients' scores are, at the last evaluation; the clients of all seeds together."""
+    found = [_each(group) for group in groups]
+    metrics = dict.fromkeys(metric_of(run.rows) for group in groups for run in group.runs)
     title = "Spread over clients"
     if not any(len(values) for values, _ in found):
         return Part(
@@ -185,9 +189,9 @@ def _spread(groups: Sequence[Group]) -> Part:
                 places = np.unique(np.linspace(0, len(values) - 1, 400).astype(int))
                 ax.step(values[places], share[places], where="post", color=LIGHT[index % len(LIGHT)], linewidth=1.6)
         ax.grid(True)
-        ax.set(xlabel="accuracy", ylabel="share of clients at most as good", ylim=(0, 1.02))
+        ax.set(xlabel=" or ".join(metrics), ylabel="share of clients up to there", ylim=(0, 1.02))
 
-    names = {"worst": 0.0, "10 %": 0.1, "median": 0.5, "90 %": 0.9}
+    names = {"least": 0.0, "10 %": 0.1, "median": 0.5, "90 %": 0.9, "most": 1.0}
     columns = [
         Column("", [group.label for group in groups]),
         Column("clients", [f"{len(v):,}" for v, _ in found], [float(len(v)) for v, _ in found]),
@@ -197,19 +201,19 @@ def _spread(groups: Sequence[Group]) -> Part:
         _figures("deviation", [float(v.std()) if len(v) else None for v, _ in found]),
     ]
     text = (
-        "Accuracies of single clients at the last evaluation, those of all seeds together. Tests a client: the median; "
-        "with few, the worst client says little. Deviation: over the clients (divisor n)."
+        f"Scores ({', '.join(metrics)}) of single clients at the last evaluation, those of all seeds together. Tests a "
+        "client: the median; with few, the extremes say little. Deviation: over the clients (divisor n)."
     )
-    plots = [{"about": "", "svgs": [svg(draw, "share of clients by accuracy")]}]
+    plots = [{"about": "", "svgs": [svg(draw, "share of clients by their score")]}]
     return Part(title, text, [_table(columns, True)], plots=plots)
 
 
-def _accuracies(group: Group) -> tuple[np.ndarray, float | None]:
-    """Sorted accuracies of all scored clients, and the median of their test samples."""
+def _each(group: Group) -> tuple[np.ndarray, float | None]:
+    """Sorted scores of all scored clients, and the median of their test samples."""
     values, tests = [np.empty(0)], [np.empty(0)]
     for run in group.runs:
-        columns = read_clients(run.folder) or {}
-        scores = columns.get("accuracy", columns.get("accuracy_shared", np.empty(0)))
+        columns, metric = read_clients(run.folder) or {}, metric_of(run.rows)
+        scores = columns.get(metric, columns.get(f"{metric}_shared", np.empty(0)))
         scored = np.isfinite(scores)
         values.append(scores[scored])
         tests.append(columns["tests"][scored] if scored.any() else np.empty(0))

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Self
 
-from raysim.results.history import Row
+from raysim.results.history import Row, metric_of
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -39,7 +39,7 @@ def waiting(console: Console) -> Iterator[Callable[[str], None]]:
 
 
 class Progress:
-    """Shows round, accuracy, seconds per round, time left and failures; `done` rounds were made by an earlier run."""
+    """Shows round, scores, seconds per round, time left and failures; `done` rounds were made by an earlier run."""
 
     def __init__(
         self,
@@ -55,7 +55,8 @@ class Progress:
 
         self.total, self.round, self.failures = total, done, 0
         self.quiet, self.clock, self.console = quiet, clock, console or Console()
-        self.scores: dict[str, float] = {}  # last known accuracies
+        self.metric = "accuracy"
+        self.scores: dict[str, float] = {}  # last known ones
         self.pace: deque[float] = deque(maxlen=RECENT)
         self._wall = 0.0 if done == 0 else None  # cumulative seconds at the last row
         self._said, self._at = "", clock()
@@ -78,7 +79,7 @@ class Progress:
         """The state of the run in one line."""
         parts = [f"round {self.round}/{self.total}"]
         if self.scores:
-            parts.append("accuracy " + ", ".join(f"{value:.3f} {name}" for name, value in self.scores.items()))
+            parts.append(f"{self.metric} " + ", ".join(f"{value:.3f} {name}" for name, value in self.scores.items()))
         if self.pace:
             pace = statistics.median(self.pace)
             parts += [f"{duration(pace)}/round", f"{duration(pace * (self.total - self.round))} left"]
@@ -90,7 +91,8 @@ class Progress:
         """Take in one row of the history."""
         self.round, wall = int(row["round"] or 0), float(row.get("wall_seconds") or 0.0)
         self.failures += int(row.get("failures") or 0)
-        named = {"clients": row.get("accuracy"), "global": row.get("accuracy_global")}
+        self.metric = metric_of([row])
+        named = {"clients": row.get(self.metric), "global": row.get(f"{self.metric}_global")}
         self.scores.update({name: value for name, value in named.items() if value is not None})
         if self._wall is not None:
             self.pace.append(max(0.0, wall - self._wall))

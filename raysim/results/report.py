@@ -13,7 +13,8 @@ from pathlib import Path
 
 from raysim.primitives.checks import known
 from raysim.primitives.files import from_json
-from raysim.results.history import read_history, summarise
+from raysim.primitives.kinds import LOWER_IS_BETTER
+from raysim.results.history import metric_of, read_history, summarise
 from raysim.results.significance import mean_deviation
 from raysim.results.theme import time_unit
 
@@ -172,7 +173,7 @@ def labels(runs: Sequence[Run]) -> list[str]:
 def _ordered(runs: Sequence[Run]) -> list[Run]:
     def key(run: Run) -> float:
         score = _number(run, "best5_mean")
-        return math.inf if score is None else -score
+        return math.inf if score is None else score if metric_of(run.rows) in LOWER_IS_BETTER else -score
 
     return sorted(runs, key=key)
 
@@ -238,18 +239,23 @@ def _columns(runs: Sequence[Run], limit: int) -> list[Column]:
     means = [_number(run, "last10_mean") for run in runs]
     deviations = [_number(run, "last10_std") for run in runs]
     pairs = [_score(m) + (f" ± {_score(d)}" if d is not None else "") for m, d in zip(means, deviations, strict=True)]
-    finals = [_number(run, "accuracy" if _number(run, "accuracy") is not None else "accuracy_global") for run in runs]
+    metrics = [metric_of(run.rows) for run in runs]
+    better = -1 if LOWER_IS_BETTER.issuperset(metrics) else 1
+    local, worst, central = ([_number(r, f"{m}{end}") for r, m in zip(runs, metrics, strict=True)]
+                             for end in ("", "_worst", "_global"))  # fmt: skip
+    finals = [c if own is None else own for own, c in zip(local, central, strict=True)]
     floats = [(_number(run, "floats_down") or 0.0) + (_number(run, "floats_up") or 0.0) for run in runs]
     rounds = [_number(run, "rounds") or 0.0 for run in runs]
     return [
         Column("run", labels(runs)),
         *(Column(group, [choice(run.config, group) for run in runs]) for group in GROUPS),
         Column("rounds", [_rounds(value) for value in rounds], list(rounds), show=_rounds),
-        _column("best 5", runs, "best5_mean", _score, 1, deviations),
-        Column("last 10", pairs, means, 1, deviations),
-        Column("final", [_score(final) for final in finals], list(finals), 1, deviations),
-        _column("worst", runs, "accuracy_worst", _score, 1, deviations),
-        _column("central", runs, "accuracy_global", _score, 1, deviations),
+        _column("best 5", runs, "best5_mean", _score, better, deviations),
+        Column("last 10", pairs, means, better, deviations),
+        *(
+            Column(title, [_score(value) for value in values], values, better, deviations)
+            for title, values in {"final": finals, "worst": worst, "central": central}.items()
+        ),
         *_thresholds(runs, limit),
         Column("floats", [_count(value) for value in floats], list(floats), -1, show=_count),
         _column("virtual", runs, "virtual_seconds", _seconds, -1),

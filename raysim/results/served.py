@@ -39,5 +39,5 @@ def served(spec: RunSpec, weights: Path) -> tuple[Served, np.ndarray] | None:
             own[path].copy_(tensor)
     predictor = owner(spec.methods, "predict")
     model = Served(networks["model"], spec.data.pipeline, None if predictor is None else predictor.predict)
-    images = spec.data.open().images
-    return model.eval().requires_grad_(False), np.zeros((2, *images.shape[1:]), images.dtype)
+    inputs = spec.data.open().inputs
+    return model.eval().requires_grad_(False), np.zeros((2, *inputs.shape[1:]), inputs.dtype)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -43,16 +44,23 @@ class InProcess:
         """It dies with this process, never before."""
 
 
-def run(spec: RunSpec, schedule: Schedule, fleet: Fleet, folder: str = "", resume: str = "") -> Iterator[Event]:
-    """Run in this process; afterwards the threads of torch and NumPy and torch's determinism are as they were.
-
-    folder, resume: see `Coordinator`.
-    """
+@contextmanager
+def torch_as_it_was() -> Iterator[None]:
+    """Afterwards the threads of torch and NumPy and torch's determinism, which hosts pin, are as they were."""
     threads, deterministic = torch.get_num_threads(), torch.get_deterministic_debug_mode()
     products = openblas().limit(limits=None)
     try:
-        yield from Coordinator(spec, schedule, fleet, InProcess(Host(spec)), folder, resume).run()
+        yield
     finally:
         products.restore_original_limits()
         torch.set_num_threads(threads)
         torch.set_deterministic_debug_mode(deterministic)
+
+
+def run(spec: RunSpec, schedule: Schedule, fleet: Fleet, folder: str = "", resume: str = "") -> Iterator[Event]:
+    """Run in this process; afterwards the process is as it was.
+
+    folder, resume: see `Coordinator`.
+    """
+    with torch_as_it_was():
+        yield from Coordinator(spec, schedule, fleet, InProcess(Host(spec)), folder, resume).run()

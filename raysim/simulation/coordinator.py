@@ -96,7 +96,7 @@ class Coordinator:
         )
         self.evaluator = Evaluator(spec, self.layout, runtime, self.dispatcher, self.private)
         pooled = any(method.pools for method in spec.methods)
-        self.history = RowWriter(self.dispatcher, self.private, pooled, spec.dtype.itemsize)
+        self.history = RowWriter(self.dispatcher, self.private, pooled, spec.dtype.itemsize, spec.task.metric.name)
         self.rows: list[Row] = []
         self._published: dict[int, Published] = {}  # the current version, and base versions of jobs
         self._refs: dict[int, Ref] = {}  # where hosts find them
@@ -108,7 +108,7 @@ class Coordinator:
         """Run to the last round. Raises TooManyFailures or Deserted after writing a checkpoint."""
         self.history.start()
         if self.resume:
-            self._restore()
+            self.restore()
         else:
             self._contribute()
             self.under_way.plan()  # what no fleet or schedule can do is refused before anything is written
@@ -243,8 +243,8 @@ class Coordinator:
         path = checkpoint.write(Path(self.folder) / "checkpoints", self.server.version, now)
         return Saved(self.server.version, str(path))
 
-    def _restore(self) -> None:
-        """Go on from a checkpoint."""
+    def restore(self) -> None:
+        """Be where the checkpoint `resume` is."""
         earlier = checkpoint.read(Path(self.resume))
         plan, self._published = snapshot.restore(earlier, self.server, self.planner, self.private)
         self._refs = {version: self.runtime.put(published) for version, published in self._published.items()}

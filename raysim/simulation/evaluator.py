@@ -38,7 +38,7 @@ class Scoring:
     reports: dict[View, list[Call]] = field(default_factory=dict)
     members: tuple[int, ...] = ()  # clients of the decomposition
     models: list[list[Call]] = field(default_factory=list)  # of each member's local model, and of the next shared one
-    each: dict[str, np.ndarray] = field(default_factory=dict)  # accuracy of each client, once it was read
+    each: dict[str, np.ndarray] = field(default_factory=dict)  # score of each client, once it was read
 
     @property
     def scores(self) -> ClientScores | None:
@@ -68,6 +68,7 @@ class Evaluator:
         self._tested = np.flatnonzero(self._counts)
         dataset = spec.data.open()
         self.domains, self.names = dataset.domains, dataset.domain_names
+        self.metric = spec.task.metric
         if any(method.pools for method in spec.methods) and (self.personal or self.evaluation.finetune.epochs):
             raise ValueError(
                 "method 'centralized' has one model for all, but "
@@ -161,22 +162,23 @@ class Evaluator:
         """What the history says; waits for the reports."""
         reports = {view: self._gathered(refs) for view, refs in found.reports.items()}
         row: Row = {}
-        correct: np.ndarray = np.empty(0, np.bool_)
+        name = self.metric.name
+        scores: np.ndarray = np.empty(0, np.bool_)
         if (shared := reports.get("shared")) is not None:
-            hits = np.concatenate([report.correct for report in shared]) if shared else correct
+            scores = np.concatenate([report.scores for report in shared]) if shared else scores
             losses = np.concatenate([report.losses for report in shared]) if shared else np.empty(0)
             local = int(self._counts[found.clients].sum())
-            row |= self._clients("_shared" if self.personal else "", hits[:local], found)
-            correct = hits[local:]
-            row["accuracy_global"] = float(correct.mean()) if len(correct) else None
-            row["loss_global"] = float(losses[local:].mean(dtype=np.float64)) if len(correct) else None
-            row |= self._worst_domain(correct)
+            row |= self._clients("_shared" if self.personal else "", scores[:local], found)
+            scores = scores[local:]
+            row[f"{name}_global"] = _mean(scores) if len(scores) else None
+            row["loss_global"] = float(losses[local:].mean(dtype=np.float64)) if len(scores) else None
+            row |= self._worst_domain(scores)
         for view in ("own", "finetuned"):
             if own := sorted(reports.get(view, []), key=lambda report: report.client):
                 suffix = "" if view == "own" else "_finetuned"
-                row |= self._clients(suffix, np.concatenate([report.correct for report in own]), found)
+                row |= self._clients(suffix, np.concatenate([report.scores for report in own]), found)
         if common := reports.get("common"):
-            row["accuracy_common"] = float(np.mean([r.correct.mean() for r in sorted(common, key=lambda r: r.client)]))
+            row[f"{name}_common"] = float(np.mean([_mean(r.scores) for r in sorted(common, key=lambda r: r.client)]))
         if found.models:
             row |= self._decomposed(found)
         return row
@@ -184,29 +186,33 @@ class Evaluator:
     def _gathered(self, calls: Sequence[Call]) -> list[Report]:
         return [report for call in calls for report in self.dispatcher.wait(call)]
 
-    def _clients(self, suffix: str, hits: np.ndarray, found: Scoring) -> Row:
-        """Accuracy on the clients' own tests: mean over clients, the worst, and each domain's."""
+    def _clients(self, suffix: str, scores: np.ndarray, found: Scoring) -> Row:
+        """Scores on the clients' own tests: mean over clients, the worst, and each domain's."""
         clients = found.clients
         if not len(clients):
             return {}
-        ends = np.cumsum(self._counts[clients], dtype=np.int64)[:-1]
-        each = found.each[f"accuracy{suffix}"] = np.array([part.mean() for part in np.split(hits, ends)])
-        row: Row = {f"accuracy{suffix}": float(each.mean()), f"accuracy{suffix}_worst": float(each.min())}
+        ends, name = np.cumsum(self._counts[clients], dtype=np.int64)[:-1], f"{self.metric.name}{suffix}"
+        each = found.each[name] = np.array([_mean(part) for part in np.split(scores, ends)])
+        row: Row = {name: float(each.mean()), f"{name}_worst": self._worst(each)}
         domains = self.domains[np.concatenate([self.tests.rows(c) for c in clients.tolist()])]
         present = np.unique(domains)
         if 2 <= len(present) <= DOMAINS:
-            row |= {f"accuracy{suffix}.{self.names[d]}": float(hits[domains == d].mean()) for d in present}
+            row |= {f"{name}.{self.names[d]}": _mean(scores[domains == d]) for d in present}
         return row
 
-    def _worst_domain(self, correct: np.ndarray) -> Row:
-        """The lowest accuracy over the domains (or angles) of the central test set, where it has several."""
-        if not len(correct):
+    def _worst(self, values: Sequence[float] | np.ndarray) -> float:
+        return float(min(values) if self.metric.higher else max(values))
+
+    def _worst_domain(self, scores: np.ndarray) -> Row:
+        """The worst score over the domains (or angles) of the central test set, where it has several."""
+        if not len(scores):
             return {}
         domains = self.domains[self.spec.data.central]
         present = np.unique(domains)
         if len(present) < 2:
             return {}
-        return {"accuracy_worst_domain": float(min(correct[domains == domain].mean() for domain in present))}
+        worst = self._worst([_mean(scores[domains == domain]) for domain in present])
+        return {f"{self.metric.name}_worst_domain": worst}
 
     def _decomposed(self, found: Scoring) -> Row:
         """FedLD eq. 2, the shares of participants by their samples."""
@@ -219,3 +225,7 @@ class Evaluator:
         terms = loss_decomposition(loss_matrix=table[:-1], global_losses=table[-1], weights=weights)
         signed = ("global_loss", "local_loss", "distribution_shift", "aggregation")
         return {f"decomposition.{name}": float(terms[name]) for name in signed}
+
+
+def _mean(scores: np.ndarray) -> float:
+    return float(scores.mean(dtype=np.float64))

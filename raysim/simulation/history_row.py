@@ -19,12 +19,13 @@ from raysim.training.probe import summarise_probes
 class RowWriter:
     """Makes a row for every aggregation; remembers what the row before already counted.
 
-    pooled: whether the clients are one that has all data, so that nothing is sent. itemsize: bytes of a float.
+    pooled: whether the clients are one that has all data, so that nothing is sent. itemsize: bytes of a float. metric:
+    the name of what models are scored with.
     """
 
-    def __init__(self, dispatcher: Dispatcher, private: PrivateStates, pooled: bool, itemsize: int):
+    def __init__(self, dispatcher: Dispatcher, private: PrivateStates, pooled: bool, itemsize: int, metric: str):
         self.dispatcher, self.private = dispatcher, private
-        self.pooled, self.itemsize = pooled, itemsize
+        self.pooled, self.itemsize, self.metric = pooled, itemsize, metric
         self._earlier = 0.0  # wall seconds of earlier sessions of this run
         self._since = time.monotonic()
         self._worked: dict[str, float] = {}  # by host: its seconds of work at the last row
@@ -56,9 +57,9 @@ class RowWriter:
             "floats_down": None if self.pooled else step.down,
             "floats_up": None if self.pooled else step.up,
             "train_loss": float(np.mean(losses)) if losses else None,
-            "accuracy": None,
-            "accuracy_worst": None,
-            "accuracy_global": None,
+            self.metric: None,
+            f"{self.metric}_worst": None,
+            f"{self.metric}_global": None,
             "loss_global": None,
             "clients": len(updates),
             "failures": sum(isinstance(outcome, Failure) for outcome in outcomes),

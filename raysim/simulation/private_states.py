@@ -206,6 +206,10 @@ class PrivateStates:
         state: StoredState = self.runtime.get(self._stored[number])
         return state
 
+    def state(self, client: int) -> StoredState | None:
+        """The accepted state of a client, None for the initial one; waits."""
+        return self._state(client, self._accepted[client]) if client in self._accepted else None
+
     def flat(self) -> dict[str, np.ndarray]:
         """The arrays of all accepted states as they lie in memory, for checksums: "client/method.name"."""
         return {f"{client}/{key}": array for client, state in self.accepted() for key, array in flat(state).items()}

@@ -11,7 +11,6 @@ from typing import cast
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.functional import cross_entropy
 
 from raysim.api.composition import blamed, owner, owners
 from raysim.api.context import Context, Own
@@ -64,7 +63,7 @@ class Host:
             self.vector,
             spec.methods,
             spec.settings.local,
-            torch.from_numpy(dataset.images).to(self.device),
+            torch.from_numpy(dataset.inputs).to(self.device),
             torch.from_numpy(dataset.labels).to(self.device),
             spec.data.partition.train,
             spec.data.pipeline,
@@ -278,7 +277,7 @@ class Host:
             for inputs, own in self.trainer.in_parts(self._probed, self.spec.score_batch):
                 features = ctx.model.features(inputs)
                 logits = ctx.model.head(features)
-                scores.append(logits if self._predictor is None else self._predictor.predict(logits))
+                scores.append(self._ranked(logits))
                 labels.append(own)
                 columns.append((features, received.features(inputs)))
         truth, score = torch.cat(labels), torch.cat(scores)
@@ -316,15 +315,11 @@ class Host:
     def evaluate(self, tasks: Sequence[Score], published: Published, *states: StoredState | None) -> list[Report]:
         """Score rows with the shared model or a client's own. Touches no stream of training and no statistics of it."""
         since = time.perf_counter()
-        base, counters, _ = self._receive(published)
+        received = self._receive(published)
         self.trainer.training(False)
         reports = []
         for index, task in enumerate(tasks):
-            sent = states[index] if states else None
-            state = self._initial if task.client < 0 else self._state(task.client, task.state, sent)
-            load(self.vector, base, counters, state)
-            if task.client >= 0 and task.personalised:
-                self._personalise(task, state)
+            self._load(task, received, states[index] if states else None)
             if task.finetune is not None:
                 self._finetune(task.client, published.version, task.finetune)
                 self.trainer.training(False)
@@ -332,6 +327,40 @@ class Host:
                 reports.append(self._score(task))
         self._busy += time.perf_counter() - since
         return reports
+
+    def own_tensors(self, task: Score, published: Published, sent: StoredState | None = None) -> dict[str, Tensor]:
+        """Every tensor, by full name, of the networks that would be scored."""
+        self._load(task, self._receive(published), sent)
+        return {key: value.clone() for key, value in self.vector.named(self.vector.data, self.vector.counters).items()}
+
+    def outputs(
+        self, task: Score, published: Published, sent: StoredState | None = None
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Labels [n] and scores [n, C] of a task's rows."""
+        self.trainer.training(False)
+        self._load(task, self._receive(published), sent)
+        model, labels, scores = self.vector.networks["model"], [], []
+        with torch.no_grad():
+            for inputs, own in self.trainer.in_parts(task.rows, self.spec.score_batch):
+                labels.append(own.cpu())
+                scores.append(self._ranked(model(inputs)).cpu())
+        return torch.cat(labels).numpy(), torch.cat(scores).numpy()
+
+    @property
+    def personalises(self) -> bool:
+        """Whether a method makes every client a model of its own to be scored."""
+        return bool(self._personalisers)
+
+    def _load(self, task: Score, received: tuple[Tensor, Tensor, dict[str, Tensor]], sent: StoredState | None) -> None:
+        """Make the vector the model that a task scores."""
+        state = self._initial if task.client < 0 else self._state(task.client, task.state, sent)
+        load(self.vector, received[0], received[1], state)
+        if task.client >= 0 and task.personalised:
+            self._personalise(task, state)
+
+    def _ranked(self, logits: Tensor) -> Tensor:
+        """What evaluation ranks."""
+        return logits if self._predictor is None else self._predictor.predict(logits)
 
     def _personalise(self, task: Score, state: PrivateState[Tensor]) -> None:
         """Make the vector the client's own model."""
@@ -349,14 +378,13 @@ class Host:
         self.trainer.adapt(client, rows, version, how)
 
     def _score(self, task: Score) -> Report:
-        model = self.vector.networks["model"]
-        correct, losses = [], []
+        model, learnt = self.vector.networks["model"], self.trainer.task
+        scores, losses = [], []
         for inputs, labels in self.trainer.in_parts(task.rows, self.spec.score_batch):
             logits = model(inputs)
-            losses.append(cross_entropy(logits, labels, reduction="none"))
-            scores = logits if self._predictor is None else self._predictor.predict(logits)
-            correct.append(scores.argmax(1) == labels)
-        return Report(task.client, torch.cat(correct).cpu().numpy(), torch.cat(losses).cpu().numpy())
+            losses.append(learnt.objective.losses(logits, labels))
+            scores.append(learnt.metric.rows(self._ranked(logits), labels))
+        return Report(task.client, torch.cat(scores).cpu().numpy(), torch.cat(losses).cpu().numpy())
 
 
 class _Sums:

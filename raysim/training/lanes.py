@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from raysim.api.composition import overrides
 from raysim.api.context import Stage
 from raysim.models.classifier import is_stochastic
+from raysim.models.split import Foreign
 from raysim.training.lane import FACTS, TABLES, Asked, Kind, Lane, Wanted
 from raysim.training.lane_step import LaneGroup, LaneStep, after, explained
 from raysim.training.run_spec import RunSpec
@@ -49,10 +50,12 @@ def usual_lanes(spec: RunSpec, networks: Mapping[str, nn.Module], concurrency: i
 
     Small networks of linear layers, on a CPU, where only the model decides what a step computes. Networks with
     convolutions gained nothing (W1: 1.03 of the loop's time with 5 lanes), nor did large ones (W3: 0.97). The clients'
-    number of samples counts too: what is no full batch is trained alone.
+    number of samples counts too: what is no full batch is trained alone. Networks for sequences were not measured, and
+    of networks that others wrote nobody knows whether they can.
     """
     modules = [module for network in networks.values() for module in network.modules()]
     linear = not any(isinstance(module, nn.modules.conv._ConvNd) for module in modules)
+    linear = linear and spec.task.tokens is None and not isinstance(spec.model, Foreign)
     small = sum(parameter.numel() for network in networks.values() for parameter in network.parameters()) <= _LARGEST
     hooks = any(overrides(method, hook) for method in spec.methods for hook in _IN_STEP)
     counts = spec.data.partition.train.counts

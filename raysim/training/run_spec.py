@@ -8,12 +8,12 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import nn
 
-from raysim.api.composition import owner, owners
+from raysim.api.composition import check_needs, owner, owners
 from raysim.api.declarations import Evaluation, Local, Task
 from raysim.api.method import Method
 from raysim.api.server_view import Weighting
 from raysim.data.federated import FederatedData
-from raysim.models import ModelRecipe
+from raysim.models import ModelRecipe, splits
 from raysim.primitives.checks import above, at_least, between, in_range
 from raysim.primitives.streams import torch_seed
 from raysim.vectors.layout import Layout, plan_layout
@@ -114,7 +114,10 @@ class RunSpec:
     def task(self) -> Task:
         """What is learnt."""
         dataset = self.data.open()
-        return Task(dataset.shape, dataset.num_classes, len(self.data.partition.train), self.dtype)
+        clients, metric = len(self.data.partition.train), self.settings.evaluate.metric
+        return Task(
+            dataset.shape, dataset.num_classes, clients, self.dtype, dataset.kind, dataset.tokens, scored_by=metric
+        )
 
     @property
     def evaluation(self) -> Evaluation:
@@ -124,11 +127,21 @@ class RunSpec:
         return self.settings.evaluate if finetune is None else replace(self.settings.evaluate, finetune=finetune)
 
 
+def build_model(spec: RunSpec) -> nn.Module:
+    """The model as its recipe makes it, before methods change it; the same in every process."""
+    task, recipe = spec.task, spec.model
+    if task.tokens is None:
+        return recipe.build(task.shape, task.num_classes, spec.settings.seed)
+    return recipe.build(task.shape, task.num_classes, spec.settings.seed, task.tokens)
+
+
 def build_networks(spec: RunSpec) -> tuple[dict[str, nn.Module], Layout]:
     """Model and extra networks with their initial values, and the layout; the same in every process."""
     task, methods = spec.task, spec.methods
     with torch.random.fork_rng(devices=[]):
-        model: nn.Module = spec.model.build(task.shape, task.num_classes, spec.settings.seed)
+        model: nn.Module = build_model(spec)
+        check_needs(methods, task, splits(model))
+        _check_evaluation(spec.evaluation, task, splits(model))
         if (wrapper := owner(methods, "model")) is not None:
             torch.manual_seed(torch_seed(spec.settings.seed, f"model.{wrapper.name}"))
             model = wrapper.model(task, model)
@@ -148,12 +161,27 @@ def build_networks(spec: RunSpec) -> tuple[dict[str, nn.Module], Layout]:
     return networks, plan_layout(networks, stays)
 
 
+def _check_evaluation(evaluation: Evaluation, task: Task, has_head: bool) -> None:
+    """Refuse looks at models that the data or the model do not allow."""
+    _ = task.metric  # refuses one of another kind of task
+    if evaluation.finetune.head and not has_head:
+        raise ValueError(
+            "evaluate.finetune.head=true, or a method, steps the head only, and this model has none "
+            "that is known: name its last linear layer with model.head"
+        )
+    if evaluation.probe and not (has_head and task.kind == "classification"):
+        what = f"this data is for {task.kind}" if has_head else "this model cannot be split into features and a head"
+        raise ValueError(
+            f"evaluate.probe={evaluation.probe} looks at features and classes, and {what}: set evaluate.probe=0"
+        )
+
+
 def sample_flops(spec: RunSpec) -> float:
     """Floating-point operations of one sample's forward and backward pass through the model, as PyTorch counts them."""
     from torch.utils.flop_counter import FlopCounterMode  # it imports a compiler, and few runs ask
 
     networks, _ = build_networks(spec)
-    inputs = torch.zeros(2, *spec.task.shape)
+    inputs = spec.task.example(2)
     with FlopCounterMode(display=False) as counter:
         networks["model"].float()(inputs).sum().backward()
     return float(counter.get_total_flops()) / len(inputs)

@@ -12,6 +12,7 @@ from torch.nn.functional import cross_entropy
 from raysim.api.composition import owner, owners
 from raysim.api.context import Batch, Context, Outputs, Stage
 from raysim.api.method import Method
+from raysim.api.objectives import Loss
 from raysim.training.second_pass import RecordedOutputs, SecondPass
 from raysim.vectors.layout import Vector
 from raysim.vectors.optimizer import Optimizer
@@ -53,7 +54,14 @@ _KINDS = {"add": 0, "shift": 1, "mix": 2}
 class Step:
     """One iteration on one batch, for every method and every stage."""
 
-    def __init__(self, vector: Vector, methods: Sequence[Method], optimizer: Optimizer, clip: float = 0.0):
+    def __init__(
+        self,
+        vector: Vector,
+        methods: Sequence[Method],
+        optimizer: Optimizer,
+        clip: float = 0.0,
+        usual_loss: Loss = cross_entropy,
+    ):
         self.vector, self.optimizer, self.clip = vector, optimizer, clip
         self.transforms = owners(methods, "transform")
         self.extenders = owners(methods, "rows")
@@ -61,6 +69,7 @@ class Step:
         self.corrections = sorted(owners(methods, "gradient"), key=lambda method: _KINDS[method.correction])
         self.logits = owner(methods, "logits")
         self.loss = owner(methods, "loss")
+        self.usual_loss = usual_loss
         self.perturber = owner(methods, "perturb")
         self.flat = bool(self.corrections) or clip > 0 or self.perturber is not None
         self._groups: dict[tuple[int, tuple[str, ...]], Group] = {}  # by where the vector lies
@@ -105,11 +114,11 @@ class Step:
         return -loss if stage.ascend else loss, task
 
     def task_loss(self, ctx: Context, out: Outputs, batch: Batch) -> Tensor:
-        """Cross-entropy, mean over the batch, unless a method replaces it. The one place that sees changed logits."""
+        """The task's, mean over the batch, unless a method replaces it. The one place that sees changed logits."""
         if self.loss is not None:
             return self.loss.loss(ctx, out, batch)
         logits = out.logits if self.logits is None else self.logits.logits(ctx, out.logits, batch)
-        return cross_entropy(logits, batch.targets)
+        return self.usual_loss(logits, batch.targets)
 
     def _descend(self, ctx: Context, stage: Stage, loss: Tensor, second: SecondPass | None) -> None:
         group = self.group(stage.trains)

@@ -78,7 +78,8 @@ class LocalRun:
 class Trainer:
     """The networks, the data and the loop of one host; trains one client after another.
 
-    images: uint8 [n, c, h, w] and labels: int64 [n], on the device. partition: client to training rows.
+    inputs [n, ...] (images: uint8 [n, c, h, w]) and labels: as stored, on the device. partition: client to training
+    rows.
     """
 
     def __init__(
@@ -87,16 +88,17 @@ class Trainer:
         vector: Vector,
         methods: Sequence[Method],
         local: Local,
-        images: Tensor,
+        inputs: Tensor,
         labels: Tensor,
         partition: CSR,
         pipeline: Pipeline,
         seed: int,
     ):
         self.task, self.vector, self.methods, self.local, self.seed = task, vector, methods, local, seed
-        self.images, self.labels, self.partition, self.pipeline = images, labels, partition, pipeline
-        self.step = Step(vector, methods, local.settings(), local.clip)
-        self.tuner = Step(vector, (), local.settings(), local.clip)
+        self.inputs, self.partition, self.pipeline = inputs, partition, pipeline
+        self.labels = labels.to(task.dtype) if labels.is_floating_point() else labels
+        self.step = Step(vector, methods, local.settings(), local.clip, task.objective.loss)
+        self.tuner = Step(vector, (), local.settings(), local.clip, task.objective.loss)
         self.selector = owner(methods, "select")
         self.stager = owner(methods, "stages")
         self.drawers = owners(methods, "draws")
@@ -115,11 +117,11 @@ class Trainer:
     # --- data ----------------------------------------------------------------------------------------------------
     def gather(self, rows: np.ndarray, generator: np.random.Generator | None = None) -> tuple[Tensor, Tensor]:
         """Normalised inputs (augmented if a generator is given) and labels of some rows of the data set."""
-        index = torch.from_numpy(rows).to(self.images.device)
-        pixels = self.images.index_select(0, index)
+        index = torch.from_numpy(rows).to(self.inputs.device)
+        stored = self.inputs.index_select(0, index)
         if generator is not None:
-            pixels = self.pipeline.augmented(pixels, generator)
-        return self.pipeline.normalise(pixels, self.task.dtype), self.labels.index_select(0, index)
+            stored = self.pipeline.augmented(stored, generator)
+        return self.pipeline.normalise(stored, self.task.dtype), self.labels.index_select(0, index)
 
     def in_parts(self, rows: np.ndarray, size: int) -> Iterator[tuple[Tensor, Tensor]]:
         """Normalised inputs and labels of rows of the data set, in order, so many at a time."""

@@ -380,6 +380,17 @@ def test_the_helper_shows_a_run_with_the_users_own_code_on_every_node_and_return
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["rounds"] == 2
 
 
+def test_what_raysim_new_wrote_runs_on_a_cluster_by_its_words(cluster: Cluster, tmp_path: Path) -> None:
+    assert cluster.ran("raysim", "new", str(tmp_path / "fresh")).returncode == 0
+    words = [f"{group}=fresh" for group in ("method", "model", "data", "partition", "schedule", "fleet", "observer")]
+    package = ("--with", str(tmp_path / "fresh" / "fresh"), "run", "--allow", "fresh")
+    few = ("rounds=2", "tracking=none", "runtime.hosts=1", f"out={tmp_path / 'run'}")
+    ran = cluster.submit(*package, *words, *few)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["methods"] == ["fresh"]
+    assert (tmp_path / "run" / "best.txt").is_file()
+
+
 def test_a_run_that_the_cluster_refuses_ends_with_2(cluster: Cluster, tmp_path: Path) -> None:
     ran = cluster.submit("run", *RUN, "runtime.hosts=500", f"out={tmp_path / 'run'}")
     assert ran.returncode == 2 and "too little CPU" in ran.stdout, ran.stdout + ran.stderr

@@ -47,8 +47,8 @@ def test_pixels_and_labels_are_those_of_the_single_sets_in_their_order(root: Pat
     built = Domains(root=str(root), download=False, domains=["usps", "digits"], size=8, channels=3).build()
     alone = Digits(size=8, channels=3).build()
     rows = built.domains == 1
-    assert np.array_equal(built.images[rows], alone.images) and np.array_equal(built.labels[rows], alone.labels)
-    grey = built.images[built.domains == 0]
+    assert np.array_equal(built.inputs[rows], alone.inputs) and np.array_equal(built.labels[rows], alone.labels)
+    grey = built.inputs[built.domains == 0]
     assert (grey == grey[:, :1]).all(), "one channel is repeated"
     assert built.labels[built.domains == 0].tolist() == [*range(10), 0, 1, *range(10)]
 
@@ -110,5 +110,5 @@ def test_the_real_digits_are_domains_with_the_same_labels(shared: Path) -> None:
     assert np.bincount(built.domains[built.train_rows :]).tolist() == [2007, 2000, 355]
     # zeros are rings: dark in the middle, in every domain whose background is dark
     for domain in (0, 2):
-        zeros, ones = (built.images[(built.domains == domain) & (built.labels == digit)] for digit in (0, 1))
+        zeros, ones = (built.inputs[(built.domains == domain) & (built.labels == digit)] for digit in (0, 1))
         assert zeros[:, :, 14:18, 14:18].mean() < ones[:, :, 14:18, 14:18].mean() / 2

@@ -36,7 +36,7 @@ def test_federated_data_travel_as_a_path_and_arrays() -> None:
     data = federate(replace(SOURCE, mean=[0.5], std=[0.25], augment=["flip"]), IID(5), 0)
     copy = pickle.loads(pickle.dumps(data))
     assert copy.pipeline == data.pipeline and copy.pipeline.mean == (0.5,) and copy.pipeline.augment == ("flip",)
-    assert np.array_equal(copy.open().images, data.open().images)
+    assert np.array_equal(copy.open().inputs, data.open().inputs)
     assert np.array_equal(copy.partition.train.rows(3), data.partition.train.rows(3))
 
 
@@ -56,7 +56,7 @@ def test_noise_hits_exactly_the_stated_number_of_each_clients_training_labels_an
         assert wrong[rows].sum() == int(len(rows) * 0.3 + 1e-9)
         assert not wrong[data.partition.test.rows(client)].any()
     assert not wrong[data.central].any()
-    assert np.array_equal(data.open().images, clean.images)
+    assert np.array_equal(data.open().inputs, clean.inputs)
     assert not np.array_equal(federate(source, partitioner, 2).open().labels, data.open().labels)
 
 
@@ -65,8 +65,8 @@ def test_rotation_per_client_turns_train_and_test_rows_of_a_client_by_one_angle(
     data, clean = federate(source, IID(4), 0), SOURCE.build()
     for client, angle in enumerate([0.0, 90.0, 135.0, 0.0]):
         for rows in (data.partition.train.rows(client), data.partition.test.rows(client)):
-            turned = rotate_images(images=clean.images[rows], angles=np.full(len(rows), angle), interpolation="nearest")
-            assert np.array_equal(data.open().images[rows], turned)
+            turned = rotate_images(images=clean.inputs[rows], angles=np.full(len(rows), angle), interpolation="nearest")
+            assert np.array_equal(data.open().inputs[rows], turned)
             assert set(data.open().domains[rows].tolist()) == {client % 3}
     assert data.open().domain_names == ["0 degrees", "90 degrees", "135 degrees"]
 
@@ -74,12 +74,12 @@ def test_rotation_per_client_turns_train_and_test_rows_of_a_client_by_one_angle(
 def test_the_central_test_set_is_spread_over_the_angles_or_there_once_per_angle() -> None:
     clean = SOURCE.build()
     spread = federate(replace(SOURCE, rotation=Rotation(per="client", angles=[0.0, 90.0])), IID(4), 0)
-    assert np.array_equal(spread.open().images[300::2], clean.images[300::2])
-    assert np.array_equal(spread.open().images[301::2], np.rot90(clean.images[301::2], axes=(2, 3)))
+    assert np.array_equal(spread.open().inputs[300::2], clean.inputs[300::2])
+    assert np.array_equal(spread.open().inputs[301::2], np.rot90(clean.inputs[301::2], axes=(2, 3)))
     every = federate(replace(SOURCE, rotation=Rotation(per="client", angles=[0.0, 90.0], test="all")), IID(4), 0)
     assert every.central.tolist() == list(range(300, 340))
-    assert np.array_equal(every.open().images[300:320], clean.images[300:])
-    assert np.array_equal(every.open().images[320:], np.rot90(clean.images[300:], axes=(2, 3)))
+    assert np.array_equal(every.open().inputs[300:320], clean.inputs[300:])
+    assert np.array_equal(every.open().inputs[320:], np.rot90(clean.inputs[300:], axes=(2, 3)))
     assert np.array_equal(every.open().labels[300:], np.tile(clean.labels[300:], 2))
 
 
@@ -104,9 +104,9 @@ def test_the_domains_of_a_multi_domain_source_survive_rotation() -> None:
 def test_pooling_comes_after_rotation() -> None:
     source = replace(SOURCE, pool=2, rotation=Rotation(per="client", angles=[135.0]))
     data, clean = federate(source, IID(1), 0), SOURCE.build()
-    turned = rotate_images(images=clean.images, angles=np.full(320, 135.0), interpolation="nearest")
+    turned = rotate_images(images=clean.inputs, angles=np.full(320, 135.0), interpolation="nearest")
     sums = turned.reshape(320, 1, 4, 2, 4, 2).astype(int).sum(axis=(3, 5))
-    assert np.array_equal(data.open().images, (sums + 2) // 4)
+    assert np.array_equal(data.open().inputs, (sums + 2) // 4)
 
 
 def test_rows_of_no_client_stay_as_they_are() -> None:
@@ -115,7 +115,7 @@ def test_rows_of_no_client_stay_as_they_are() -> None:
     used = np.concatenate((data.partition.train.indices, data.partition.test.indices, data.central))
     unused = np.setdiff1d(np.arange(320), used)
     assert len(unused) == 120
-    assert np.array_equal(data.open().images[unused], clean.images[unused])
+    assert np.array_equal(data.open().inputs[unused], clean.inputs[unused])
     assert np.array_equal(data.open().labels[unused], clean.labels[unused])
 
 
@@ -130,7 +130,7 @@ def test_a_corrupted_set_is_built_once_per_partition(cache: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "sentence"),
     [
-        ({"mean": [0.5, 0.5], "std": [0.5, 0.5]}, r"data.mean=\[0.5, 0.5\] has 2 values, the images have 1 channel"),
+        ({"mean": [0.5, 0.5], "std": [0.5, 0.5]}, r"data.mean=\[0.5, 0.5\] has 2 values, the inputs have 1 channel"),
         ({"pool": 3}, r"data.pool=3 does not divide images of 8 x 8"),
         ({"classes": 1, "label_noise": 0.5}, r"data.label_noise=0.5 needs at least two classes"),
     ],

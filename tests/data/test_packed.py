@@ -24,7 +24,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_strips_are_cut_from_top_to_bottom_in_the_order_of_their_numbers(channels: int, tmp_path: Path) -> None:
     images = write_strips(tmp_path / "set", channels=channels, rows=(12, 4), classes=["no", "yes"])
     built = Strips(root=str(tmp_path / "set")).build()
-    assert np.array_equal(built.images, images[:, None] if channels == 1 else images.transpose(0, 3, 1, 2))
+    assert np.array_equal(built.inputs, images[:, None] if channels == 1 else images.transpose(0, 3, 1, 2))
     assert built.labels.tolist() == [0, 1] * 6 + [0, 1] * 2 and built.train_rows == 12
     assert built.class_names == ["no", "yes"] and built.domain_names == ["set"]
 
@@ -50,7 +50,7 @@ def test_the_description_may_give_another_height(tmp_path: Path) -> None:
         np.save(tmp_path / f"{split}-labels.npy", np.zeros(count, dtype=np.uint8))
     (tmp_path / "meta.json").write_text(json.dumps({"height": 2}))
     built = Strips(root=str(tmp_path)).build()
-    assert built.shape == (1, 2, 4) and np.array_equal(built.images[1, 0], images[0, 2:])
+    assert built.shape == (1, 2, 4) and np.array_equal(built.inputs[1, 0], images[0, 2:])
 
 
 def test_what_does_not_fit_together_is_named(tmp_path: Path) -> None:
@@ -158,11 +158,11 @@ def test_the_real_strips_have_their_stated_sizes(
     built = Strips(root=str(shared / "data"), name=name).build()
     assert (built.shape, built.train_rows, len(built), built.num_classes) == (shape, *rows, classes)
     first = Image.open(min((shared / "data" / name).glob("train-[0-9]*.*"))).crop((0, 0, *shape[:0:-1]))
-    assert np.array_equal(built.images[0].transpose(1, 2, 0).squeeze(), np.asarray(first))
+    assert np.array_equal(built.inputs[0].transpose(1, 2, 0).squeeze(), np.asarray(first))
 
 
 def test_the_x_rays_have_their_published_mean(shared: Path) -> None:
     built = Strips(root=str(shared / "data"), name="pneumoniamnist").build()
     assert built.class_names == ["normal", "pneumonia"]
     assert np.bincount(built.labels[:4708]).tolist() == [1214, 3494]
-    assert abs(built.images[:4708].mean() / 255 - 0.5719) < 1e-4
+    assert abs(built.inputs[:4708].mean() / 255 - 0.5719) < 1e-4

@@ -42,11 +42,11 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_a_data_set_is_read_only_mapped_and_pickles_as_its_path() -> None:
     built = Synthetic(samples=20_000).build()
-    assert not built.images.flags.writeable and not built.labels.flags.writeable
-    assert built.images.shape == (20_200, 1, 8, 8) and built.labels.dtype == built.domains.dtype == np.int64
+    assert not built.inputs.flags.writeable and not built.labels.flags.writeable
+    assert built.inputs.shape == (20_200, 1, 8, 8) and built.labels.dtype == built.domains.dtype == np.int64
     content = pickle.dumps(built)
     assert len(content) < 1000
-    assert np.array_equal(pickle.loads(content).images, built.images)
+    assert np.array_equal(pickle.loads(content).inputs, built.inputs)
 
 
 def test_the_second_build_opens_the_file_of_the_first(cache: Path) -> None:
@@ -104,7 +104,7 @@ def flip(path: Path, place: int) -> None:
     path.write_bytes(content)
 
 
-@pytest.mark.parametrize("array", ["images", "labels", "domains"])
+@pytest.mark.parametrize("array", ["inputs", "labels", "domains"])
 def test_a_flipped_byte_of_any_array_is_noticed(array: str) -> None:
     built = Synthetic(samples=50, test_samples=0).build()
     flip(built.path, built.path.read_bytes().find(getattr(built, array)[20:40].tobytes()))
@@ -116,7 +116,7 @@ def test_no_damaged_byte_of_a_file_gives_other_data() -> None:
     path = Synthetic(shape=[1, 2, 2], classes=2, samples=4, test_samples=0).build().path
     content = path.read_bytes()
     good = Dataset(path)
-    names, images = [good.class_names, good.domain_names], good.images.copy()
+    names, images = [good.class_names, good.domain_names], good.inputs.copy()
     for place in range(0, len(content), 3):
         flip(path, place)
         try:
@@ -124,7 +124,7 @@ def test_no_damaged_byte_of_a_file_gives_other_data() -> None:
         except ValueError as error:
             assert str(path) in str(error)
         else:  # padding, or what the reader has twice
-            assert np.array_equal(found.images, images) and [found.class_names, found.domain_names] == names
+            assert np.array_equal(found.inputs, images) and [found.class_names, found.domain_names] == names
         path.write_bytes(content)
 
 
@@ -148,7 +148,7 @@ def test_a_file_is_verified_once_on_a_machine(monkeypatch: pytest.MonkeyPatch) -
 
 def test_digits_are_scaled_to_full_range_with_a_test_share_of_every_class() -> None:
     digits = Digits().build()
-    assert digits.images.shape == (1797, 1, 8, 8) and digits.images.max() == 255 and digits.num_classes == 10
+    assert digits.inputs.shape == (1797, 1, 8, 8) and digits.inputs.max() == 255 and digits.num_classes == 10
     test = np.bincount(digits.labels[digits.train_rows :])
     assert (test == np.bincount(digits.labels) // 5).all()
 
@@ -156,7 +156,7 @@ def test_digits_are_scaled_to_full_range_with_a_test_share_of_every_class() -> N
 def test_mnist_is_read_from_a_folder_that_holds_it(tmp_path: Path) -> None:
     images = write_mnist(tmp_path)
     built = Mnist(root=str(tmp_path), download=False).build()
-    assert np.array_equal(built.images[:, 0], images) and built.train_rows == 6
+    assert np.array_equal(built.inputs[:, 0], images) and built.train_rows == 6
     assert built.labels.tolist() == [0, 1, 2, 3, 4, 5, 6, 7, 8] and built.num_classes == 10
 
 
@@ -233,7 +233,7 @@ def test_a_cache_of_an_old_torchvision_beside_the_files_is_not_read(tmp_path: Pa
     for name in ("training.pt", "test.pt"):
         torch.save(other, tmp_path / "MNIST/processed" / name)
     built = Mnist(root=str(tmp_path)).build()
-    assert np.array_equal(built.images[:, 0], images) and built.train_rows == 6
+    assert np.array_equal(built.inputs[:, 0], images) and built.train_rows == 6
     for file in (tmp_path / "MNIST/raw").iterdir():
         file.unlink()
     with pytest.raises(ValueError, match=r"MNIST/processed .* remove it"):
@@ -253,7 +253,7 @@ def test_usps_is_read_as_torchvision_stores_it_in_root_or_in_a_folder_of_its_nam
     write_usps(tmp_path / inner)
     built = Usps(root=str(tmp_path), download=False).build()
     assert built.labels.tolist() == [0, 9, 2, 1] and built.train_rows == 3 and built.class_names == DIGITS
-    assert built.shape == (1, 16, 16) and built.images[0].sum() == built.images[0, 0, 0, 0] == 255
+    assert built.shape == (1, 16, 16) and built.inputs[0].sum() == built.inputs[0, 0, 0, 0] == 255
 
 
 def test_svhn_digits_are_numbered_from_zero_and_its_pixels_keep_their_places(
@@ -268,12 +268,12 @@ def test_svhn_digits_are_numbered_from_zero_and_its_pixels_keep_their_places(
         savemat(tmp_path / f"{split}_32x32.mat", {"X": images, "y": np.array([[10], [1], [9], [2]], dtype=np.uint8)})
     built = Svhn(root=str(tmp_path), download=False).build()
     assert built.labels.tolist() == [0, 1, 9, 2] * 2 and built.train_rows == 4 and built.class_names == DIGITS
-    assert np.array_equal(built.images[1], images[..., 1].transpose(2, 0, 1))
+    assert np.array_equal(built.inputs[1], images[..., 1].transpose(2, 0, 1))
 
 
 def test_torchvisions_files_come_before_a_folder_of_the_sets_name_and_that_before_a_download(tmp_path: Path) -> None:
     strips = write_strips(tmp_path / "usps", size=16)
-    assert np.array_equal(Usps(root=str(tmp_path)).build().images[:, 0], strips)
+    assert np.array_equal(Usps(root=str(tmp_path)).build().inputs[:, 0], strips)
     write_usps(tmp_path)
     assert len(Usps(root=str(tmp_path)).build()) == 4
 
@@ -287,7 +287,7 @@ def test_synthetic_data_have_the_stated_shape_and_balanced_classes_in_every_doma
 
 def test_noise_free_synthetic_classes_differ_and_domains_shift_them() -> None:
     built = Synthetic(classes=2, domains=2, samples=8, test_samples=0, noise=0.0).build()
-    assert len({image.tobytes() for image in built.images}) == 4
+    assert len({image.tobytes() for image in built.inputs}) == 4
 
 
 # ---- settings of all sources ---------------------------------------------------------------------------------------
@@ -321,9 +321,9 @@ def test_arrays_are_resized_as_pictures_are() -> None:
         Synthetic(samples=5, test_samples=0).build(),
         Synthetic(samples=5, test_samples=0, size=12, channels=3).build(),
     )
-    resized = Image.fromarray(plain.images[2, 0]).resize((12, 12), Image.Resampling.BILINEAR)
+    resized = Image.fromarray(plain.inputs[2, 0]).resize((12, 12), Image.Resampling.BILINEAR)
     assert large.shape == (3, 12, 12)
-    assert np.abs(large.images[2].astype(int) - np.asarray(resized)).max() <= 1
+    assert np.abs(large.inputs[2].astype(int) - np.asarray(resized)).max() <= 1
 
 
 def test_the_settings_of_the_training_step_are_its_pipeline_and_change_no_file() -> None:
@@ -347,8 +347,8 @@ def test_the_settings_of_the_training_step_are_its_pipeline_and_change_no_file()
 @pytest.mark.parametrize(("kind", "mean"), [(Mnist, 0.1307), (FashionMnist, 0.2860)])
 def test_the_real_sets_have_their_published_means(kind: type[Source], mean: float, shared: Path) -> None:
     built = kind(root=str(shared / "data"), download=False).build()
-    assert built.images.shape == (70_000, 1, 28, 28) and built.train_rows == 60_000
-    assert abs(built.images[:60_000].mean() / 255 - mean) < 1e-4
+    assert built.inputs.shape == (70_000, 1, 28, 28) and built.train_rows == 60_000
+    assert abs(built.inputs[:60_000].mean() / 255 - mean) < 1e-4
 
 
 def test_a_source_may_keep_some_classes_in_an_order_of_its_own(tmp_path: Path) -> None:
@@ -358,7 +358,7 @@ def test_a_source_may_keep_some_classes_in_an_order_of_its_own(tmp_path: Path) -
                 write_picture(tmp_path / domain / name / f"{number}.png", picture() * 0 + 10 * index + number)
     built = ImageFolder(root=str(tmp_path), only=["cat", "axe"], channels=1).build()
     assert built.class_names == ["cat", "axe"]
-    assert sorted(built.images[built.labels == 0].max(axis=(1, 2, 3)).tolist()) == sorted([20, 21, 22, 23, 24] * 2)
+    assert sorted(built.inputs[built.labels == 0].max(axis=(1, 2, 3)).tolist()) == sorted([20, 21, 22, 23, 24] * 2)
     assert np.bincount(built.labels[: built.train_rows]).tolist() == [8, 8]
     assert np.bincount(built.domains).tolist() == [10, 10]
     assert Synthetic(classes=4, samples=8, only=["2", "0"]).build().num_classes == 2

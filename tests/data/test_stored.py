@@ -33,7 +33,7 @@ def test_parquet_images_come_back_pixel_for_pixel(struct: bool, tmp_path: Path) 
     write_parquet(tmp_path / "train.parquet", pixels[:3], [0, 1, 0], struct, metadata=names)
     write_parquet(tmp_path / "test.parquet", pixels[3:], [1, 1], struct, metadata=names)
     built = Parquet(root=str(tmp_path)).build()
-    assert np.array_equal(built.images[:, 0], np.stack(pixels)) and built.labels.tolist() == [0, 1, 0, 1, 1]
+    assert np.array_equal(built.inputs[:, 0], np.stack(pixels)) and built.labels.tolist() == [0, 1, 0, 1, 1]
     assert built.train_rows == 3 and built.class_names == ["cat", "dog", "cow"]
     assert built.domain_names == [tmp_path.name]
 
@@ -50,7 +50,7 @@ def test_folders_of_parquet_sets_are_domains_and_differing_shapes_need_a_size(tm
     built = Parquet(root=str(tmp_path), size=5, channels=3).build()
     assert built.shape == (3, 5, 5) and built.domain_names == ["photo", "usps"]
     assert built.domains.tolist() == [0, 0, 1, 1, 0, 0, 1, 1] and built.train_rows == 4
-    grey = built.images[built.domains == 1]
+    grey = built.inputs[built.domains == 1]
     assert (grey == grey[:, :1]).all()
     listed = Parquet(root=[str(tmp_path / "usps"), str(tmp_path / "photo")], size=5, channels=3).build()
     assert sorted(listed.domain_names) == built.domain_names
@@ -110,16 +110,22 @@ def test_an_unsigned_label_is_named_as_it_is_stored(tmp_path: Path) -> None:
         Parquet(root=str(tmp_path)).build()
 
 
-@pytest.mark.parametrize("column", ["label", "domain"])
+NOT_LABELS = [(date(2020, 1, 1), "date32"), (b"\xff", "binary"), ({"a": 1}, "struct<")]
+NOT_DOMAINS = [*NOT_LABELS, ([1, 2], "list<"), (1.5, "double")]
+
+
 @pytest.mark.parametrize(
-    ("value", "kind"),
-    [([1, 2], "list<"), (date(2020, 1, 1), "date32"), (b"\xff", "binary"), (1.5, "double"), ({"a": 1}, "struct<")],
+    ("column", "value", "kind", "must"),
+    [("label", *each, "it must hold numbers, text, or lists") for each in NOT_LABELS]
+    + [("domain", *each, "domains and users must be integers or text") for each in NOT_DOMAINS],
 )
-def test_labels_and_domains_are_integers_or_text(value: object, kind: str, column: str, tmp_path: Path) -> None:
+def test_labels_and_domains_of_other_types_are_refused(
+    column: str, value: object, kind: str, must: str, tmp_path: Path
+) -> None:
     for split in ("train", "test"):
         columns = {"label": [0], "domain": ["a"]} | {column: [value]}
         write_parquet(tmp_path / f"{split}.parquet", [picture()], columns.pop("label"), **columns)
-    with pytest.raises(ValueError, match=rf"train.parquet: column {column} holds {kind}.*: .* integers or text"):
+    with pytest.raises(ValueError, match=rf"train.parquet: column {column} holds {kind}.*: {must}"):
         Parquet(root=str(tmp_path)).build()
 
 
@@ -209,7 +215,7 @@ def test_parquet_without_a_test_file_holds_out_a_share_of_every_class_of_every_d
     assert built.train_rows == 12 and built.domain_names == ["a", "b"]
     assert np.bincount(built.domains[12:] * 2 + built.labels[12:]).tolist() == [1, 1, 1, 1]
     stored = {one.tobytes(): (label, domain) for one, label, domain in zip(pixels, labels, domains, strict=True)}
-    for image, label, domain in zip(built.images, built.labels, built.domains, strict=True):
+    for image, label, domain in zip(built.inputs, built.labels, built.domains, strict=True):
         assert stored.pop(image.tobytes()) == (label, built.domain_names[domain])
     assert not stored, "every image is there once"
 
@@ -251,7 +257,7 @@ def test_an_image_folder_of_classes_is_one_domain(tmp_path: Path) -> None:
         write_picture(tmp_path / f"class{number % 2}" / f"{number}.png", one)
     built = ImageFolder(root=str(tmp_path), test_fraction=0.5).build()
     assert built.domain_names == [tmp_path.name] and built.labels.tolist() == [0, 1, 0, 1]
-    assert np.array_equal(built.images[:, 0], np.stack([pixels[0], pixels[1], pixels[2], pixels[3]]))
+    assert np.array_equal(built.inputs[:, 0], np.stack([pixels[0], pixels[1], pixels[2], pixels[3]]))
 
 
 def test_a_split_file_decides_what_is_test(tmp_path: Path) -> None:
@@ -324,10 +330,10 @@ def forms(root: Path) -> list[np.ndarray]:
 def test_a_named_set_is_the_same_in_every_form_and_found_under_any_spelling(form: str, tmp_path: Path) -> None:
     images = forms(tmp_path)
     around = Stored(root=str(tmp_path / form), name="OfficeHome").build()
-    assert np.array_equal(around.images[:, 0], np.stack(images)) and around.labels.tolist() == [0, 1, 0, 1]
+    assert np.array_equal(around.inputs[:, 0], np.stack(images)) and around.labels.tolist() == [0, 1, 0, 1]
     assert around.class_names == ["a", "b"] and around.train_rows == 2
     itself = Stored(root=str(next((tmp_path / form).iterdir())), name="OfficeHome").build()
-    assert np.array_equal(itself.images, around.images)
+    assert np.array_equal(itself.inputs, around.inputs)
 
 
 def test_columns_and_fraction_reach_the_parquet_reader(tmp_path: Path) -> None:

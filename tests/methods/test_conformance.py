@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import importlib
 import math
-import pickle
 import pkgutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -34,11 +32,11 @@ from tiny_runs import (
 )
 
 import raysim.methods
-from raysim.api.composition import EXCLUSIVE, SLOTS, check_composition, overrides
+from raysim.api.composition import EXCLUSIVE, check_composition, overrides
 from raysim.api.declarations import Local
-from raysim.api.messages import SingleUpdate
-from raysim.api.method import Method, parameters
-from raysim.api.private_state import flat
+from raysim.api.method import Method
+from raysim.conformance import agreement
+from raysim.conformance.methods import costs, keeps, named
 from raysim.methods.ace import ACE
 from raysim.methods.ca2fl import CA2FL
 from raysim.methods.centralized import Centralized
@@ -323,14 +321,19 @@ def study(*methods: Method, **others: Any) -> Any:
     return run_spec(*methods, **({"model": NORMED_MLP, "local": EPOCHS} | others))
 
 
+def fresh(*names: str) -> Callable[[], Any]:
+    """A run of these methods, made anew each time; "fedavg" is none."""
+    return lambda: study(*(TABLE[name].make() for name in names if name in TABLE))
+
+
 def test_every_method_has_a_row_in_the_table() -> None:
     assert {method.name for method in every_method()} == set(TABLE)
     assert all(row.make().name == name for name, row in TABLE.items())
 
 
 @pytest.mark.parametrize("name", TABLE)
-def test_no_parameter_has_the_name_of_a_hook(name: str) -> None:
-    assert not set(parameters(TABLE[name].make())) & set(SLOTS)
+def test_a_method_has_a_name_a_paper_and_no_parameter_with_the_name_of_a_hook(name: str) -> None:
+    named(TABLE[name].make())
 
 
 # --- the reference ------------------------------------------------------------------------------------------------
@@ -366,15 +369,8 @@ def test_a_method_at_its_own_settings_is_not_fedavg(name: str) -> None:
 
 @pytest.mark.parametrize("schedule", [ROUNDS, BUFFER], ids=["rounds", "buffer"])
 @pytest.mark.parametrize("name", ["fedavg", *TABLE])
-def test_a_resumed_run_ends_in_the_bits_and_the_history_of_a_straight_one(
-    name: str, schedule: Any, tmp_path: Path
-) -> None:
-    methods = [TABLE[name].make()] if name in TABLE else []
-    straight = run(study(*methods), schedule, rounds=6)
-    first = run(study(*methods), schedule, rounds=6, checkpoint_every=3, folder=str(tmp_path))
-    assert (first.bits, first.history) == (straight.bits, straight.history), "a checkpoint changes nothing"
-    resumed = run(study(*methods), schedule, rounds=6, resume=str(tmp_path / "checkpoints" / "round-000003"))
-    assert (resumed.bits, resumed.history) == (straight.bits, straight.history)
+def test_a_resumed_run_ends_in_the_bits_and_the_history_of_a_straight_one(name: str, schedule: Any) -> None:
+    agreement.resumed(fresh(name), schedule)
 
 
 @pytest.mark.parametrize("schedule", [ROUNDS, BUFFER], ids=["rounds", "buffer"])
@@ -382,10 +378,7 @@ def test_a_resumed_run_ends_in_the_bits_and_the_history_of_a_straight_one(
 def test_on_two_ray_hosts_a_method_has_the_bits_and_the_history_of_a_run_in_process(
     name: str, schedule: Any, hosts: Hosts
 ) -> None:
-    methods = [TABLE[name].make()]
-    here = run(study(*methods), schedule)
-    there = ran(coordinate(study(*methods), schedule, runtime=hosts.runtime(study(*methods), 2)))
-    assert (there.bits, there.history) == (here.bits, here.history)
+    agreement.on_hosts(fresh(name), schedule, runtime=hosts.runtime(fresh(name)(), 2))
 
 
 # --- what travels -------------------------------------------------------------------------------------------------
@@ -395,32 +388,13 @@ def test_on_two_ray_hosts_a_method_has_the_bits_and_the_history_of_a_run_in_proc
 @pytest.mark.parametrize("partner", ["", "fedbn"])
 @pytest.mark.parametrize("name", TABLE)
 def test_neither_personal_parameters_nor_private_state_are_in_an_update(name: str, partner: str, schedule: Any) -> None:
-    methods = [TABLE[each].make() for each in dict.fromkeys([name, partner or name])]
-    if len(methods) > 1 and clash(*methods):
+    names = list(dict.fromkeys([name, partner or name]))
+    if len(names) > 1 and clash(*(TABLE[each].make() for each in names)):
         return
-    uploads = {upload for method in methods for upload in TABLE[method.name].uploads}
-    spied = study(*methods)
-    spy = Spy(spied)
-    layout = ran(coordinate(spied, schedule, runtime=spy, rounds=4)).coordinator.layout
-    personal = {entry.name for entry in (*layout.entries, *layout.counters) if entry.personal}
-    rows = [TABLE[method.name] for method in methods]
-    assert bool(personal) == any(row.personal for row in rows)
-    assert all(entry.personal == (entry.start >= layout.shared) for entry in layout.entries)
-    secrets = [_bytes(value) for state in spy.states for key, value in flat(state).items() if key not in uploads]
-    sent = {_bytes(array) for update in spy.updates for array in update.extras.values()}  # FedPAC's heads, on purpose
-    secrets = [secret for secret in secrets if len(set(secret)) > 8 and secret not in sent]
-    assert bool(secrets) == any(row.private for row in rows), "otherwise this test sees nothing"
-    for update in spy.updates:
-        assert set(update.extras) == uploads
-        assert not isinstance(update, SingleUpdate) or update.delta.shape == (layout.shared,)
-        assert update.counters.shape == (layout.shared_counters,)
-    assert all(part.total.shape == (layout.shared,) for trained in spy.trained for part in trained.sums)
-    messages = [pickle.dumps(trained) for trained in spy.trained]
-    assert not any(secret in message for secret in secrets for message in messages)
-
-
-def _bytes(array: np.ndarray) -> bytes:
-    return np.ascontiguousarray(array).tobytes()
+    seen, rows = keeps(fresh(*names), schedule), [TABLE[each] for each in names]
+    assert seen.uploads == {upload for row in rows for upload in row.uploads}
+    assert bool(seen.personal) == any(row.personal for row in rows)
+    assert bool(seen.secrets) == any(row.private for row in rows), "otherwise this test sees nothing"
 
 
 FREIGHT: dict[str, Callable[[], Method]] = {
@@ -434,29 +408,9 @@ FREIGHT: dict[str, Callable[[], Method]] = {
 @pytest.mark.parametrize("schedule", [ROUNDS, BUFFER], ids=["rounds", "buffer"])
 @pytest.mark.parametrize("name", FREIGHT)
 def test_the_history_counts_the_floats_that_messages_carry(name: str, schedule: Any) -> None:
-    spied = study(FREIGHT[name]())
-    spy = Spy(spied)
-    found = ran(coordinate(spied, schedule, runtime=spy, rounds=5))
-    once = sum(array.size for array in spy.kept.values())
-    assert bool(once) == (name in ("fedbr once", "fedmix", "vhl"))
-    if name == "centralized":
-        assert found.rows[-1]["floats_down"] is None and found.rows[-1]["floats_up"] is None
-        return
-    planned = {job.number: job for step in found.steps for job in step.dispatched}
-    for job, published in spy.sent:
-        first = once if job.participation == 0 else 0
-        assert planned[job.number].down == published.floats + sum(map(np.size, job.extras.values())) + first, job
-    assert found.rows[-1]["floats_down"] == sum(job.down for job in planned.values())
-
-    shared = found.coordinator.layout.shared
-    for update in spy.updates:
-        assert planned[update.job].up == shared + update.floats, update
-        assert not isinstance(update, SingleUpdate) or update.delta.size == shared
-    running = found.coordinator.planner.running
-    before = sum(array.size for part in spy.contributed for array in part.values())
-    assert bool(before) == TABLE[name.partition(" ")[0]].contributes
-    up = sum(job.up for job in planned.values() if job.number not in running)
-    assert found.rows[-1]["floats_up"] == before + up
+    spy = costs(lambda: study(FREIGHT[name]()), schedule).spy
+    assert bool(spy.kept) == (name in ("fedbr once", "fedmix", "vhl"))
+    assert any(spy.contributed) == TABLE[name.partition(" ")[0]].contributes
 
 
 def test_pseudo_data_drawn_once_is_counted_once_per_client() -> None:

@@ -132,7 +132,7 @@ def test_rows_of_a_round_are_different_means_of_the_pool() -> None:
 def normalised(source: Source, rows: Any) -> Tensor:
     """Images of a source as its own constants make them."""
     assert source.mean and source.std
-    images = torch.from_numpy(source.build().images[rows].copy()).float() / 255
+    images = torch.from_numpy(source.build().inputs[rows].copy()).float() / 255
     return (images - source.mean[0]) / source.std[0]
 
 
@@ -256,7 +256,7 @@ def test_proxy_images_come_from_classes_alike_or_by_their_number(
 ) -> None:
     labels = np.repeat(np.arange(4), COUNTS)
     images = np.concatenate([labels, [99]]).astype(np.uint8).reshape(-1, 1, 1, 1)  # the last is a test image
-    dataset = SimpleNamespace(labels=np.append(labels, 1), images=images, train_rows=len(labels))
+    dataset = SimpleNamespace(labels=np.append(labels, 1), inputs=images, train_rows=len(labels))
     monkeypatch.setattr(fedbr, "_public", lambda method: (method.proxy, dataset))
     server: Any = SimpleNamespace(stream=lambda purpose: stream(0, purpose, 0), task=TASK)
     method = mixture(pseudo_batch=DRAWS, samples_per_mean=1, sources=sources, proxy=Synthetic())

@@ -90,7 +90,7 @@ def test_with_a_warm_start_only_the_first_round_is_plain() -> None:
 def gradient(model: torch.nn.Module, data: Any, client: int) -> Tensor:
     """Of the mean loss over all of a client's samples, as one vector."""
     dataset, rows = data.open(), data.partition.train.rows(client)
-    inputs = data.pipeline.normalise(torch.from_numpy(dataset.images[rows]))
+    inputs = data.pipeline.normalise(torch.from_numpy(dataset.inputs[rows]))
     loss = F.cross_entropy(model(inputs), torch.from_numpy(dataset.labels[rows]))
     return torch.cat([grad.flatten() for grad in torch.autograd.grad(loss, list(model.parameters()))])
 

@@ -293,7 +293,7 @@ def test_fresh_pairs_are_means_of_raw_data_and_nothing_is_sent_for_them() -> Non
     assert not any(spy.contributed) and not spy.kept
     dataset = study.data.open()
     rows = np.sort(study.data.partition.train.indices)
-    images = study.data.pipeline.normalise(torch.from_numpy(dataset.images[rows]))
+    images = study.data.pipeline.normalise(torch.from_numpy(dataset.inputs[rows]))
     labels = torch.from_numpy(dataset.labels[rows])
     sources = set()
     for _, pair, batch, _ in method._seen:

@@ -187,7 +187,7 @@ def test_a_larger_norm_penalty_gives_shorter_representations() -> None:
         found = run(study, rounds=6)
         model = cast(Gaussian, build_networks(study)[0]["model"]).eval()
         model.load_state_dict({name.removeprefix("model."): torch.from_numpy(v) for name, v in found.tensors.items()})
-        images = torch.from_numpy(study.data.open().images[:50]).float() / 255
+        images = torch.from_numpy(study.data.open().inputs[:50]).float() / 255
         return model.features(images).norm(dim=1).mean().item()
 
     assert length(1.0) < 0.7 * length(0.0)

@@ -18,6 +18,7 @@ from raysim.api.context import Context, Outputs
 from raysim.api.declarations import Local
 from raysim.api.messages import Job, SingleUpdate
 from raysim.api.method import Method
+from raysim.conformance.agreement import EXACT, in_lanes
 from raysim.methods.fedbr import FedBR
 from raysim.methods.fedsam import FedSAM
 from raysim.models import Mlp
@@ -27,8 +28,6 @@ from raysim.training.lane import NotInLanes
 from raysim.training.lanes import usual_lanes
 from raysim.training.run_spec import build_networks
 
-EXACT = 1e-9  # float64 end to end: what is left is the order in which products are summed
-COUNTS = ("conflicts", "projections")  # of inner products below zero, some of which are zero but for rounding
 QUICK = ("fedbr", "moon", "fedmix", "vhl", "fraug", "fedpac", "dann", "fedsam", "scaffold", "fedbss", "local")
 
 
@@ -38,18 +37,7 @@ def study(*methods: Method, **others: Any) -> Any:
 
 def assert_alike(study: Any, **settings: Any) -> None:
     """The run ends at the same numbers in a loop and in lanes."""
-    loop, found = (run(replace(study, lanes=count), **settings) for count in (1, 3))
-    assert not loop.failures and not found.failures
-    for one, other in ((loop.tensors, found.tensors), (loop.private, found.private)):
-        assert one.keys() == other.keys()
-        for name, values in one.items():
-            np.testing.assert_allclose(other[name], values, rtol=EXACT, atol=EXACT, err_msg=name)
-    for rows in zip(loop.history, found.history, strict=True):
-        one, other = (
-            {key: np.nan if value is None else value for key, value in row.items() if key.split(".")[-1] not in COUNTS}
-            for row in rows
-        )
-        assert other == pytest.approx(one, rel=EXACT, abs=EXACT, nan_ok=True)
+    in_lanes(lambda: study, **settings)
 
 
 def quick_and_slow(names: Sequence[str]) -> list[Any]:

@@ -13,7 +13,23 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from raysim.models import Cct7, Cnn, DigitsCnn, Mlp, MnistCnn, ModelRecipe, ResNet, SmallCnn, Vgg11, is_stochastic
+from raysim.models import (
+    Cct7,
+    Cnn,
+    DigitsCnn,
+    Gru,
+    HuggingFace,
+    Mlp,
+    MnistCnn,
+    ModelRecipe,
+    ResNet,
+    SmallCnn,
+    Timm,
+    Torchvision,
+    Transformer,
+    Vgg11,
+    is_stochastic,
+)
 
 BN = (nn.BatchNorm1d, nn.BatchNorm2d)
 GN = (nn.GroupNorm,)
@@ -377,11 +393,16 @@ CONFIGS: dict[str, ModelRecipe] = {
     "resnet18": ResNet(18),
     "resnet50": ResNet(50),
     "cct7_3x1": Cct7(),
+    "gru": Gru(),
+    "transformer": Transformer(),
+    "torchvision": Torchvision("resnet18"),
+    "timm": Timm("resnet10t"),
+    "huggingface": HuggingFace("bert"),
 }
 
 
 def test_every_file_of_the_model_group_is_listed_here() -> None:
-    assert {path.stem for path in (CONF / "model").glob("*.yaml")} == set(CONFIGS)
+    assert {path.stem for path in (CONF / "model").glob("[!_]*.yaml")} == set(CONFIGS)
 
 
 @pytest.mark.parametrize("name", CONFIGS)

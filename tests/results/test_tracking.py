@@ -393,9 +393,9 @@ def test_a_logged_run_says_everything_once_and_its_model_predicts_on_raw_inputs(
     finally:
         mlflow.set_tracking_uri(before)
     data, rows = experiment.spec.data.open(), experiment.spec.data.central
-    correct = model.predict(data.images[rows].copy()).argmax(1) == data.labels[rows]
+    correct = model.predict(data.inputs[rows].copy()).argmax(1) == data.labels[rows]
     assert correct.mean() == result.summary["accuracy_global"] and result.summary["accuracy_global"] > 0.3
-    assert model.predict(data.images[rows[:1]].copy()).shape == (1, 10)
+    assert model.predict(data.inputs[rows[:1]].copy()).shape == (1, 10)
 
 
 def test_a_model_of_which_clients_keep_parts_is_not_logged(tmp_path: Path) -> None:

@@ -229,7 +229,7 @@ class Opposite(Method):
 def samples(rows: np.ndarray) -> tuple[Tensor, Tensor, np.ndarray]:
     """Inputs, normalised by hand, labels and domains."""
     source = SPREAD.open()
-    inputs = (torch.from_numpy(source.images[rows]).double() / 255 - 0.5) / 0.3
+    inputs = (torch.from_numpy(source.inputs[rows]).double() / 255 - 0.5) / 0.3
     return inputs, torch.from_numpy(source.labels[rows]), source.domains[rows]
 
 

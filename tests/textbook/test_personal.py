@@ -53,7 +53,7 @@ SKEWED = federate(Synthetic(samples=70, test_samples=20, classes=5), Dirichlet(c
 def samples(data: FederatedData, rows: np.ndarray) -> tuple[Tensor, Tensor]:
     """Inputs, normalised by hand, and labels."""
     source = data.open()
-    return (torch.from_numpy(source.images[rows]).double() / 255 - 0.5) / 0.3, torch.from_numpy(source.labels[rows])
+    return (torch.from_numpy(source.inputs[rows]).double() / 255 - 0.5) / 0.3, torch.from_numpy(source.labels[rows])
 
 
 def adapting(how: Finetune) -> dict[str, Any]:

@@ -39,7 +39,7 @@ PROXY = Synthetic(samples=40, test_samples=20, classes=7, seed=9, mean=[0.2], st
 def public(host: Host) -> Mapping[str, Any]:
     """The proxy set's training images as its own constants make them, and their classes."""
     data = PROXY.build()
-    images = torch.from_numpy(data.images[: data.train_rows].copy()).double() / 255
+    images = torch.from_numpy(data.inputs[: data.train_rows].copy()).double() / 255
     return {"proxy": ((images - 0.2) / 0.6, data.labels[: data.train_rows])}
 
 

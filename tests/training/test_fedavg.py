@@ -31,7 +31,7 @@ def batches(data: FederatedData, client: int, turn: int, whole: bool) -> Iterato
         for start in range(0, len(order), BATCH):
             chosen = order[start : start + BATCH]
             if not (whole and len(chosen) == 1):
-                images = torch.tensor(dataset.images[chosen]).float()
+                images = torch.tensor(dataset.inputs[chosen]).float()
                 yield (images / 255 - 0.5) / 0.3, torch.tensor(dataset.labels[chosen])
 
 

@@ -80,6 +80,6 @@ def test_a_participation_is_augmented_on_a_stream_of_its_own(monkeypatch: pytest
     assert not watched.trainer.prepared(JOBS[2]), "an augmentation needs to see the job first"
     assert watched.sizes(JOBS[2]) == [watched.samples]
     ((rows, inputs),) = watched.gathered
-    own, pixels = watched.trainer.pipeline, watched.trainer.images[rows]
+    own, pixels = watched.trainer.pipeline, watched.trainer.inputs[rows]
     assert torch.equal(inputs, own.normalise(own.augmented(pixels, stream(SEED, "augment", 2, 3))))
     assert not torch.equal(inputs, own.normalise(pixels))

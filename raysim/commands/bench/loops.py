@@ -180,7 +180,7 @@ class Bare:
 
         context = mp.get_context("spawn")
         data, rows = spec.data.open(), spec.data.partition.train.indices
-        pixels = torch.from_numpy(np.ascontiguousarray(data.images[rows]))
+        pixels = torch.from_numpy(np.ascontiguousarray(data.inputs[rows]))
         x = spec.data.pipeline.normalise(pixels, torch.float32).share_memory_()
         y = torch.from_numpy(data.labels[rows].copy()).share_memory_()
         model = spec.model.build(spec.task.shape, spec.task.num_classes, spec.settings.seed)

@@ -270,7 +270,7 @@ def carry_out(campaign: Campaign, *, parallel: int = 1, allow: Sequence[str] = (
 def _outcome(folder: Path) -> str:
     summary = json.loads((folder / "summary.json").read_text())
     final = score(summary, "final")
-    text = "accuracy unknown" if final is None else f"accuracy {final:.4f}"
+    text = f"{summary.get('metric', 'accuracy')} {'unknown' if final is None else f'{final:.4f}'}"
     return f"{text} after {summary['rounds']} rounds, {duration(summary.get('wall_seconds') or 0.0)}"
 
 

@@ -43,7 +43,8 @@ class Options:
     """`sweep.*`: how to search, and what with.
 
     trials: how many settings (null: all of a grid, else 16). metric: a column of the history (null: accuracy_global
-    where there is a central test set, else accuracy), of which the last value counts. seeds: runs of each setting,
+    where there is a central test set, else accuracy, or the error of values, of which the least is best), of which the
+    last value counts. seeds: runs of each setting,
     whose mean counts. concurrent: trials at once (null: as many as fit). hosts: of each trial's runs (0: they run in
     the trial's own process). grace, reduction: ASHA's first rung in rounds, and the part it lets through is
     1/reduction. interval: rounds between PBT's exchanges. minutes: after which no trial goes on.

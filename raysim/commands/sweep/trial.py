@@ -13,7 +13,7 @@ from raysim.experiment.recorder import Follower
 from raysim.experiment.run_folder import last_checkpoint
 from raysim.experiment.settings import Experiment
 from raysim.primitives.files import replace_file
-from raysim.results.history import Row
+from raysim.results.history import Row, metric_of
 from raysim.results.observers import CurrentRun
 from raysim.simulation.events import Event, RunStopped
 from raysim.training.run_spec import Checkpoint
@@ -53,7 +53,8 @@ class Trial:
 
     def _unmeasured(self, rows: Sequence[Row]) -> str:
         last = rows[-1] if rows else {}
-        names = [name for name in FINAL if last.get(name) is not None]
+        finals = [f"{metric_of(rows)}{suffix}" for suffix in FINAL]
+        names = [name for name in finals if last.get(name) is not None]
         names += [name for name, value in last.items() if value is not None and name not in (*names, "round")]
         return f"{self.metric} is not measured here: set sweep.metric to one of {', '.join(names)}"
 

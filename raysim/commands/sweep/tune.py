@@ -411,7 +411,11 @@ def _search(
     spec, tracking = experiments[0].spec, experiments[0].execution.tracking
     rounds = max(experiment.spec.settings.rounds for experiment in experiments)
     options = search.options
-    metric = options.metric or ("accuracy_global" if len(spec.data.central) else "accuracy")
+    usual = spec.task.metric
+    metric = options.metric or (f"{usual.name}_global" if len(spec.data.central) else usual.name)
+    if options.metric is None and not usual.higher:
+        options = replace(options, mode="min")
+        search = replace(search, options=options)
     points = search.points() if options.search != "optuna" else []
     count = len(points) or search.trials
     slots = max(1, min(slots, options.concurrent or slots, count))

@@ -1,0 +1,1 @@
+"""Parts of your own for raysim: one of each kind, to be changed into what you need."""

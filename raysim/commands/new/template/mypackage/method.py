@@ -1,0 +1,23 @@
+"""A method: every client's loss grows by lam times the sum of the absolute values of its parameters."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from raysim import Method
+from raysim.api.context import Context
+from raysim.primitives.checks import at_least
+
+
+class MyMethod(Method):
+    """Lasso on every client. `raysim.Method` lists the hooks; this method fills one."""
+
+    name = "mypackage"
+    paper = "Tibshirani 1996"
+
+    def __init__(self, lam: float = 1e-3):
+        self.lam = at_least("method.mypackage.lam", lam, 0.0)
+
+    def gradient(self, ctx: Context, grad: Tensor, part: slice) -> None:
+        """Adds the derivative, in place, for the shared parameters that are trained."""
+        grad.add_(ctx.vector.data[part].sign(), alpha=self.lam)

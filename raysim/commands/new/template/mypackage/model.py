@@ -1,0 +1,26 @@
+"""A model: features, of which raysim makes classes with one linear layer, the head."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from torch import nn
+
+from raysim import ModelRecipe
+from raysim.primitives.checks import at_least
+
+
+@dataclass(frozen=True)
+class MyModel(ModelRecipe):
+    """Two hidden layers of `width`."""
+
+    width: int = 32
+
+    def __post_init__(self) -> None:
+        at_least("model.width", self.width, 1)
+
+    def extractor(self, input_shape: tuple[int, ...]) -> tuple[nn.Module, int]:
+        """The features' network for such inputs, and how many features it makes."""
+        layers = [nn.Flatten(), nn.Linear(math.prod(input_shape), self.width), nn.ReLU()]
+        return nn.Sequential(*layers, nn.Linear(self.width, self.width), nn.ReLU()), self.width

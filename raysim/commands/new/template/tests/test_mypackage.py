@@ -1,0 +1,35 @@
+"""Every part keeps to what all parts must, its file says what its constructor says, and the words work."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from mypackage.data import MyData
+from mypackage.fleet import MyFleet
+from mypackage.method import MyMethod
+from mypackage.model import MyModel
+from mypackage.observer import MyObserver
+from mypackage.partition import MyPartition
+from mypackage.schedule import MySchedule
+
+import raysim
+from raysim.conformance import Check, checks
+
+PARTS = [MyMethod(), MyModel(), MyData(), MyPartition(), MySchedule(), MyFleet(), MyObserver()]
+GROUPS = ("method", "model", "data", "partition", "schedule", "fleet", "observer")
+
+
+@pytest.mark.parametrize("check", [check for part in PARTS for check in checks(part)], ids=str)
+def test_it_keeps_to_what_every_part_must(check: Check) -> None:
+    check()
+
+
+def test_the_words_run_all_parts_together(tmp_path: Path) -> None:
+    words = [f"{group}=mypackage" for group in GROUPS]
+    result = raysim.run(
+        [*words, f"out={tmp_path / 'run'}"],
+        rounds=8, runtime="inprocess", tracking="none", quiet=True, allow=["mypackage"],
+    )  # fmt: skip
+    assert result.summary["accuracy_global"] > 0.5
+    assert (tmp_path / "run" / "best.txt").read_text().startswith("round ")

@@ -1,0 +1,124 @@
+"""What every method must keep to."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+
+import numpy as np
+import torch
+
+from raysim.api.composition import SLOTS
+from raysim.api.messages import SingleUpdate
+from raysim.api.method import Method, parameters
+from raysim.api.private_state import flat
+from raysim.conformance import agreement
+from raysim.conformance.agreement import Make
+from raysim.conformance.runs import Ran, Spy, coordinate, ran
+from raysim.conformance.study import Study
+from raysim.simulation.fleet import Fleet
+from raysim.simulation.schedule import Schedule
+
+LEAST = 8  # different bytes that a secret has; fewer are found anywhere by chance
+
+
+def checks(method: Method, study: Study) -> Iterator[tuple[str, Callable[[], object]]]:
+    """What is checked of a method, and how."""
+    study = replace(study, methods=(*study.methods, method))
+    yield "it has a name, a paper and arguments of its own", partial(named, method)
+    for schedule, fleet in study.each():
+        under = f"under {type(schedule).__name__.lower()}"
+        yield f"the same bits on one host and on two, {under}", partial(agreement.on_hosts, study.spec, schedule, fleet)
+        yield f"the same bits straight and resumed, {under}", partial(agreement.resumed, study.spec, schedule, fleet)
+        yield f"what clients keep does not travel, {under}", partial(keeps, study.spec, schedule, fleet)
+        yield f"the declared cost is what is sent, {under}", partial(costs, study.spec, schedule, fleet)
+    exact = partial(study.spec, torch.float64)
+    yield "the same numbers in lanes, or a refusal", partial(agreement.in_lanes_or_not, exact, rounds=3)
+
+
+def named(method: Method) -> None:
+    """Its attributes are its arguments, and none has the name of a hook."""
+    for attribute in ("name", "paper"):
+        assert isinstance(getattr(method, attribute, None), str), f"{type(method).__name__} has no {attribute}"
+    taken = parameters(method).keys() & {*SLOTS}
+    assert not taken, f"method {method.name!r} has an argument with the name of a hook: {sorted(taken)[0]}"
+
+
+# --- what travels -----------------------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class Seen:
+    """What a run's messages carried."""
+
+    run: Ran
+    spy: Spy
+    uploads: set[str]  # names of what is sent beside the update
+    personal: set[str]  # names of the networks' tensors that stay
+    secrets: list[bytes]  # what clients keep, and never send by its own name
+
+
+def watched(make: Make, schedule: Schedule, fleet: Fleet | None = None, rounds: int = 4) -> Seen:
+    """Run, and look at all that passes between coordinator and host."""
+    spec = make()
+    spy = Spy(spec)
+    found = ran(coordinate(spec, schedule, fleet, runtime=spy, rounds=rounds))
+    assert not found.failures, found.failures[0].error
+    layout = found.coordinator.layout
+    personal = {entry.name for entry in (*layout.entries, *layout.counters) if entry.personal}
+    uploads = {name for update in spy.updates for name in update.extras}
+    kept = [_bytes(value) for state in spy.states for key, value in flat(state).items() if key not in uploads]
+    sent = {_bytes(array) for update in spy.updates for array in update.extras.values()}  # on purpose
+    secrets = [secret for secret in kept if len(set(secret)) > LEAST and secret not in sent]
+    return Seen(found, spy, uploads, personal, secrets)
+
+
+def keeps(make: Make, schedule: Schedule, fleet: Fleet | None = None) -> Seen:
+    """Neither personal parameters nor private state are in an update; what is sent bears its method's name."""
+    seen = watched(make, schedule, fleet)
+    layout, names = seen.run.coordinator.layout, {method.name for method in make().methods}
+    assert all(entry.personal == (entry.start >= layout.shared) for entry in layout.entries)
+    for name in seen.uploads:
+        assert name.partition(".")[0] in names, f"the upload {name!r} must begin with its method's name and a dot"
+    for update in seen.spy.updates:
+        assert set(update.extras) == seen.uploads, "every update of a method carries the same uploads"
+        assert not isinstance(update, SingleUpdate) or update.delta.shape == (layout.shared,)
+        assert update.counters.shape == (layout.shared_counters,)
+    assert all(part.total.shape == (layout.shared,) for trained in seen.spy.trained for part in trained.sums)
+    messages = [pickle.dumps(trained) for trained in seen.spy.trained]
+    leaked = any(secret in message for secret in seen.secrets for message in messages)
+    assert not leaked, "what a client keeps is in a message, byte for byte"
+    return seen
+
+
+def _bytes(array: np.ndarray) -> bytes:
+    return np.ascontiguousarray(array).tobytes()
+
+
+def costs(make: Make, schedule: Schedule, fleet: Fleet | None = None) -> Seen:
+    """The floats that the history counts, which follow from what methods declare, are those that messages carry."""
+    seen = watched(make, schedule, fleet, rounds=5)
+    spy, row = seen.spy, seen.run.rows[-1]
+    if any(method.pools for method in make().methods):
+        assert row["floats_down"] is None and row["floats_up"] is None
+        return seen
+    once = sum(array.size for array in spy.kept.values())
+    planned = {job.number: job for step in seen.run.steps for job in step.dispatched}
+    for job, published in spy.sent:
+        first = once if job.participation == 0 else 0
+        received = published.floats + sum(map(np.size, job.extras.values())) + first
+        _told("receives", job.number, planned[job.number].down, received)
+    _told("receive", -1, int(row["floats_down"] or 0), sum(job.down for job in planned.values()))
+    shared = seen.run.coordinator.layout.shared
+    for update in spy.updates:
+        _told("sends", update.job, planned[update.job].up, shared + update.floats)
+    running = seen.run.coordinator.planner.running
+    before = sum(array.size for part in spy.contributed for array in part.values())
+    up = sum(job.up for job in planned.values() if job.number not in running)
+    _told("send", -1, int(row["floats_up"] or 0), before + up)
+    return seen
+
+
+def _told(what: str, number: int, declared: int, moved: int) -> None:
+    who = f"job {number} {what}" if number >= 0 else f"all jobs together {what}"
+    assert declared == moved, f"{who} {moved} floats, and {declared} are declared: correct the method's `cost`"

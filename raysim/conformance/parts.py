@@ -1,0 +1,210 @@
+"""What every model, source of data, partition, schedule, fleet and observer must keep to."""
+
+from __future__ import annotations
+
+import copy
+import math
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import TypeAlias, cast
+
+import numpy as np
+import torch
+from torch import nn
+
+from raysim.conformance import agreement
+from raysim.conformance.runs import SEED, coordinate, run
+from raysim.conformance.study import Study
+from raysim.data.partition import CSR, Partition, Partitioner
+from raysim.data.raw import Source
+from raysim.experiment.recorder import Follower
+from raysim.models.classifier import Classifier, ModelRecipe, splits
+from raysim.results.observers import CurrentRun, Observer, UserObserver
+from raysim.simulation.fleet import Fleet
+from raysim.simulation.schedule import Schedule
+from raysim.training.run_spec import build_networks, sample_flops
+
+Checks: TypeAlias = Iterator[tuple[str, Callable[[], object]]]
+
+
+def _runs(study: Study) -> Checks:
+    """What a run must keep to with any part."""
+    for schedule, fleet in study.each():
+        under = f"under {type(schedule).__name__.lower()}"
+        yield f"the same bits on one host and on two, {under}", partial(agreement.on_hosts, study.spec, schedule, fleet)
+        yield f"the same bits straight and resumed, {under}", partial(agreement.resumed, study.spec, schedule, fleet)
+
+
+# --- models -----------------------------------------------------------------------------------------------------------
+def of_model(model: ModelRecipe, study: Study) -> Checks:
+    """A recipe for networks."""
+    study = replace(study, model=model)
+    yield "a seed gives the same values, another one others", partial(_seeded, study)
+    yield "features and a head make the outputs", partial(_split, study)
+    yield from _runs(study)
+    exact = partial(study.spec, torch.float64)
+    yield "the same numbers in lanes, or a refusal", partial(agreement.in_lanes_or_not, exact, rounds=3)
+
+
+def _network(study: Study, seed: int = SEED) -> nn.Module:
+    spec = study.spec()
+    return build_networks(replace(spec, settings=replace(spec.settings, seed=seed)))[0]["model"]
+
+
+def _seeded(study: Study) -> None:
+    torch.manual_seed(0)
+    before = torch.get_rng_state()
+    one, again, other = (_network(study, seed).state_dict() for seed in (1, 1, 2))
+    assert torch.equal(torch.get_rng_state(), before), "the model draws from torch's generator of this process"
+    assert one.keys() == again.keys() == other.keys(), "the model has other parameters with another seed"
+    assert all(torch.equal(one[name], again[name]) for name in one), "one seed gives two networks"
+    assert any(not torch.equal(one[name], other[name]) for name in one), "two seeds give the same network"
+
+
+def _split(study: Study) -> None:
+    task, model = study.spec().task, cast(Classifier, _network(study).eval())
+    inputs = task.example(4)
+    if not splits(model):
+        return
+    with torch.no_grad():
+        features, logits = model.features(inputs), model(inputs)
+        made = model.head(features)
+    assert features.shape == (4, model.feature_dim), (
+        f"features of shape {list(features.shape)} must be [4, feature_dim]"
+    )
+    assert logits.shape == (4, task.num_classes), f"outputs of shape {list(logits.shape)} must be [4, classes]"
+    assert torch.equal(made, logits), "the head makes other outputs of the features than the model"
+
+
+# --- data -------------------------------------------------------------------------------------------------------------
+def of_data(data: Source, study: Study) -> Checks:
+    """A source of samples."""
+    yield "it reads the same samples twice", partial(_read_twice, data)
+    yield "labels and domains name what there is", partial(_labelled, data)
+    yield from _runs(replace(study, data=data))
+
+
+def _read_twice(data: Source) -> None:
+    np.random.seed(0)  # noqa: NPY002 (whoever draws from it is found)
+    one = data.read()
+    np.random.seed(1)  # noqa: NPY002
+    other = data.read()
+    for key, value in vars(one).items():
+        if isinstance(value, np.ndarray):
+            assert np.array_equal(value, getattr(other, key)), f"{key} differ when the data are read again"
+
+
+def _labelled(data: Source) -> None:
+    found = data.build()
+    assert 0 < found.train_rows <= len(found), f"{found.train_rows} of {len(found)} rows are for training"
+    for what, numbers, names in (
+        ("label", found.labels, found.class_names),
+        ("domain", found.domains, found.domain_names),
+    ):
+        if numbers.ndim == 1 and numbers.dtype.kind == "i":
+            assert numbers.min() >= 0 and numbers.max() < len(names), f"a {what} has no name: there are {len(names)}"
+
+
+# --- partitions -------------------------------------------------------------------------------------------------------
+def of_partition(partition: Partitioner, study: Study) -> Checks:
+    """A way to share samples out."""
+    yield "a seed gives the same split", partial(_split_twice, partition, study)
+    yield "no sample belongs to two clients, or to training and test", partial(_disjoint, partition, study)
+    yield from _runs(replace(study, partition=partition))
+
+
+def _parts(partition: Partitioner, study: Study) -> Partition:
+    data = study.data.build()
+    rows, (groups, names) = data.train_rows, data.groups()
+    return partition.split(groups[:rows], data.domains[:rows], len(names), SEED)
+
+
+def _split_twice(partition: Partitioner, study: Study) -> None:
+    np.random.seed(0)  # noqa: NPY002
+    one = _parts(partition, study)
+    np.random.seed(1)  # noqa: NPY002
+    other = _parts(partition, study)
+    for name in ("train", "test"):
+        left, right = getattr(one, name), getattr(other, name)
+        same = np.array_equal(left.indices, right.indices) and np.array_equal(left.offsets, right.offsets)
+        assert same, f"one seed gives two splits of the {name} samples"
+
+
+def _disjoint(partition: Partitioner, study: Study) -> None:
+    parts, rows = _parts(partition, study), study.data.build().train_rows
+    assert len(parts.train) == len(parts.test) > 0, "training and test rows must be of the same clients"
+    for name, part in (("train", parts.train), ("test", parts.test)):
+        _check_rows(part, name, rows)
+    used = np.concatenate([parts.train.indices, parts.test.indices])
+    assert len(np.unique(used)) == len(used), "a sample is given out twice"
+    assert parts.train.counts.any(), "no client has a training sample"
+
+
+def _check_rows(part: CSR, name: str, rows: int) -> None:
+    assert part.indices.dtype == part.offsets.dtype == np.int64, f"{name}: rows and offsets must be int64"
+    assert part.offsets[0] == 0 and part.offsets[-1] == len(part.indices), f"{name}: offsets must go from 0 to the end"
+    assert (np.diff(part.offsets) >= 0).all(), f"{name}: offsets must not fall"
+    inside = len(part.indices) == 0 or (part.indices.min() >= 0 and part.indices.max() < rows)
+    assert inside, f"{name}: a row is not one of 0 to {rows - 1}"
+
+
+# --- schedules --------------------------------------------------------------------------------------------------------
+def of_schedule(schedule: Schedule, study: Study) -> Checks:
+    """When to dispatch, and when to aggregate."""
+    study = replace(study, schedules=(schedule,))
+    yield "it keeps to what it says, and keeps nothing", partial(_kept_to, schedule, study)
+    yield from _runs(study)
+
+
+def _kept_to(schedule: Schedule, study: Study) -> None:
+    before = copy.deepcopy(schedule)
+    found = run(study.spec(), schedule, study.fleet, rounds=8)
+    assert vars(schedule) == vars(before), "the schedule has changed: what it decides must follow from what it sees"
+    jobs = [job for job in (*found.jobs, *found.finished.jobs) if math.isfinite(job.finish)]
+    most = max(sum(other.start <= job.start < other.finish for other in jobs) for job in jobs)
+    assert most <= schedule.concurrency, f"{most} jobs are under way at once, concurrency={schedule.concurrency}"
+    if not schedule.stale:
+        assert not any(job.staleness for job in jobs), "a result is stale, and the schedule says that none ever is"
+    if (limit := schedule.max_staleness) is not None:
+        worst = max(job.staleness for job in jobs)
+        assert worst <= limit, f"a result has missed {worst} aggregations, max_staleness={limit}"
+
+
+# --- fleets -----------------------------------------------------------------------------------------------------------
+def of_fleet(fleet: Fleet, study: Study) -> Checks:
+    """Devices on the virtual clock."""
+    study = replace(study, fleet=fleet)
+    yield "a seed gives the same devices, and time goes on", partial(_timed, fleet, study)
+    yield from _runs(study)
+
+
+def _timed(fleet: Fleet, study: Study) -> None:
+    clients = len(study.federated.partition.train)
+    spec = study.spec()
+    one, other = (fleet.devices(SEED, clients, partial(sample_flops, spec)) for _ in range(2))
+    for client in range(clients):
+        trip = one.trip(client, 0, 5.0, 20.0, 1000, 1000)
+        assert trip == other.trip(client, 0, 5.0, 20.0, 1000, 1000), f"client {client} takes another time with one seed"
+        assert 5.0 <= trip.finish < math.inf, f"client {client} starts at 5 s and is back at {trip.finish} s"
+    seconds = one.seconds(np.full(clients, 20.0), 1000, 1000)
+    assert seconds.shape == (clients,) and (seconds >= 0).all(), "seconds must be one number of at least 0 per client"
+
+
+# --- observers --------------------------------------------------------------------------------------------------------
+def of_observer(observer: Observer, study: Study) -> Checks:
+    """Something that follows a run."""
+    yield "it follows a run to its end, and changes nothing of it", partial(_followed, observer, study)
+
+
+def _followed(observer: Observer, study: Study) -> None:
+    schedule = study.schedules[0]
+    alone = run(study.spec(), schedule, study.fleet)
+    with tempfile.TemporaryDirectory() as folder:
+        followed = CurrentRun(Path(folder), rounds=3, title="a run")
+        events = coordinate(study.spec(), schedule, study.fleet, folder=folder, checkpoint_every=2).run()
+        Follower(followed, events, [UserObserver(observer, type(observer).__name__)]).to_the_end()
+    assert followed.finished is not None and followed.finished.model_sha256 == alone.finished.model_sha256
+    assert [row["train_loss"] for row in followed.rows] == [row["train_loss"] for row in alone.rows]

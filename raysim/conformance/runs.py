@@ -1,0 +1,232 @@
+"""Tiny federated runs from objects, a fraction of a second each, in this process; and ways to look into a run."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+from torch import nn
+
+from raysim.api.declarations import Local
+from raysim.api.messages import Failure, Job, Published, Trained, Update
+from raysim.api.method import Method
+from raysim.api.private_state import StoredState
+from raysim.data.federated import FederatedData, federate
+from raysim.data.partition import Dirichlet
+from raysim.data.sources import Synthetic
+from raysim.models import Mlp, ModelRecipe
+from raysim.models.classifier import Shape
+from raysim.runtime.inprocess import InProcess
+from raysim.simulation.coordinator import Coordinator
+from raysim.simulation.events import Finished, JobEnd, Round, Row
+from raysim.simulation.fleet import Fleet, Lognormal
+from raysim.simulation.planner import Step
+from raysim.simulation.runtime import Runtime
+from raysim.simulation.schedule import Buffered, Schedule, Synchronous
+from raysim.training.host import Host
+from raysim.training.run_spec import Checkpoint, Faults, RunSettings, RunSpec, State
+
+
+@dataclass(frozen=True)
+class NormedMlp(ModelRecipe):
+    """The smallest network with BatchNorm."""
+
+    width: int = 12
+
+    def extractor(self, input_shape: Shape) -> tuple[nn.Module, int]:
+        """See `ModelRecipe`."""
+        layers = [nn.Flatten(), nn.Linear(math.prod(input_shape), self.width), nn.BatchNorm1d(self.width), nn.ReLU()]
+        return nn.Sequential(*layers), self.width
+
+
+SEED = 3
+LOCAL = Local(lr=0.05, momentum=0.9, weight_decay=1e-3, batch=8)
+MLP = Mlp((12,))
+NORMED_MLP = NormedMlp()
+ROUNDS = Synchronous(4)
+BUFFER = Buffered(concurrency=4, size=2)
+
+
+@functools.cache
+def tiny(clients: int = 6, samples: int = 150) -> FederatedData:
+    """Images of 8 x 8 pixels in 5 classes on clients of unequal sizes."""
+    source = Synthetic(samples=samples, test_samples=20, classes=5, mean=[0.5], std=[0.3])
+    return federate(source, Dirichlet(clients=clients, alpha=2.0, minimum=5), SEED)
+
+
+def run_spec(
+    *methods: Method,
+    model: ModelRecipe = MLP,
+    local: Local = LOCAL,
+    data: FederatedData | None = None,
+    seed: int = SEED,
+    **others: Any,
+) -> RunSpec:
+    """A tiny run: 3 rounds, without checkpoints. others: fields of `RunSpec`; `changed` gives it other settings."""
+    settings = RunSettings(seed, rounds=3, local=local, checkpoint=Checkpoint(0))
+    return RunSpec(model, methods, data or tiny(), settings, **others)
+
+
+def changed(
+    spec: RunSpec,
+    *,
+    checkpoint_every: int | None = None,
+    tolerate: float | None = None,
+    state_budget: float = math.inf,
+    **settings: Any,
+) -> RunSpec:
+    """The same run with other settings; short words for those in a group of their own. state_budget: in bytes."""
+    if checkpoint_every is not None:
+        settings["checkpoint"] = Checkpoint(checkpoint_every)
+    if tolerate is not None:
+        settings["faults"] = Faults(tolerate)
+    if state_budget < math.inf:
+        settings["state"] = State(state_budget / 2**30)
+    return replace(spec, settings=replace(spec.settings, **settings))
+
+
+# Columns that depend on clocks, and on where hosts sum.
+MEASURED = (
+    "wall_seconds",
+    "host_seconds",
+    "host_busy",
+    "host_busy_least",
+    "store_bytes",
+    "spilled_bytes",
+    "host_deaths",
+)
+
+
+@dataclass
+class Ran:
+    """What a run left behind."""
+
+    coordinator: Coordinator
+    finished: Finished
+    rows: list[Row]
+    failures: list[Failure] = field(default_factory=list)
+    jobs: list[JobEnd] = field(default_factory=list)
+    steps: list[Step] = field(default_factory=list)  # as they were planned
+
+    @property
+    def participations(self) -> dict[int, int]:
+        """By client that was ever sent off: how often."""
+        counts = self.coordinator.planner.participations
+        return {client: int(counts[client]) for client in np.flatnonzero(counts).tolist()}
+
+    @property
+    def under_way(self) -> set[int]:
+        """Numbers of the jobs that were neither aggregated nor dropped."""
+        planner = self.coordinator.planner
+        return {*planner.running, *(job.number for job in planner.arrived)}
+
+    @property
+    def bits(self) -> tuple[str, str]:
+        """The two checksums that say whether two runs ended alike."""
+        return self.finished.model_sha256, self.finished.state_sha256
+
+    @property
+    def history(self) -> list[Row]:
+        """The rows without what a clock on the wall measured."""
+        return [{key: row[key] for key in row if key not in MEASURED} for row in self.rows]
+
+    @property
+    def tensors(self) -> dict[str, np.ndarray]:
+        """The final shared tensors by name."""
+        server = self.coordinator.server
+        return {k: v.numpy() for k, v in self.coordinator.initial.named(server.vector, server.counters).items()}
+
+    @property
+    def private(self) -> dict[str, np.ndarray]:
+        """Every tensor of the clients' accepted private states: "client/name"."""
+        return self.coordinator.private.named()
+
+    def state(self, client: int) -> StoredState:
+        """A client's accepted private state."""
+        return dict(self.coordinator.private.accepted())[client]
+
+
+def coordinate(
+    spec: RunSpec,
+    schedule: Schedule = ROUNDS,
+    fleet: Fleet | None = None,
+    runtime: Runtime | None = None,
+    folder: str = "",
+    resume: str = "",
+    **settings: Any,
+) -> Coordinator:
+    """A coordinator in this process, of a host in this process unless a runtime is given; settings: see `changed`."""
+    spec = changed(spec, **settings)
+    return Coordinator(spec, schedule, fleet or Lognormal(), runtime or InProcess(Host(spec)), folder, resume)
+
+
+def ran(coordinator: Coordinator) -> Ran:
+    """Run to the end."""
+    steps: list[Step] = []
+    make = coordinator.planner.step
+
+    def step() -> Step:
+        steps.append(make())
+        return steps[-1]
+
+    coordinator.planner.step = step  # type: ignore[method-assign]
+    events = list(coordinator.run())
+    rounds = [event for event in events if isinstance(event, Round)]
+    failures = [failure for event in rounds for failure in event.failures]
+    jobs = [job for event in rounds for job in event.jobs]
+    assert isinstance(events[-1], Finished)
+    return Ran(coordinator, events[-1], coordinator.rows, failures, jobs, steps)
+
+
+def run(spec: RunSpec, schedule: Schedule = ROUNDS, fleet: Fleet | None = None, **settings: Any) -> Ran:
+    """Run in this process; see `coordinate`."""
+    return ran(coordinate(spec, schedule, fleet, **settings))
+
+
+class Spy(InProcess):
+    """A runtime that keeps everything that passes between coordinator and host."""
+
+    def __init__(self, spec: RunSpec):
+        super().__init__(Host(spec))
+        self.sent: list[tuple[Job, Published]] = []
+        self.trained: list[Trained] = []
+        self.states: list[StoredState] = []
+        self.contributed: list[Mapping[str, np.ndarray]] = []
+        self.kept: Mapping[str, np.ndarray] = {}
+
+    def call(self, host: int, method: str, *args: Any, returns: int = 1) -> list[Any]:
+        """See `InProcess`."""
+        results = super().call(host, method, *args, returns=returns)
+        if method == "train":
+            published = {each.version: each for each in args[3 : 3 + args[2]]}
+            self.sent += [(job, published[job.version]) for job in args[0]]
+            self.trained.append(results[0])
+            self.states += results[1:]
+        elif method == "keep":
+            self.kept = args[0]
+        elif method == "contribute":
+            self.contributed += results[0]
+        return results
+
+    @property
+    def updates(self) -> list[Update]:
+        """All updates, in the order in which they were trained."""
+        return [outcome for trained in self.trained for outcome in trained.outcomes if isinstance(outcome, Update)]
+
+
+def several(spec: RunSpec, count: int) -> InProcess:
+    """Some hosts in this process, to see what moves between them without starting others."""
+    return InProcess(*(Host(spec, f"host-{index}") for index in range(count)))
+
+
+def same(left: Mapping[str, np.ndarray], right: Mapping[str, np.ndarray]) -> bool:
+    """Whether two sets of named arrays have the same names and the same bits."""
+    return left.keys() == right.keys() and all(_bits(left[key]) == _bits(right[key]) for key in left)
+
+
+def _bits(array: np.ndarray) -> tuple[Any, ...]:
+    return array.dtype.str, array.shape, np.ascontiguousarray(array).tobytes()

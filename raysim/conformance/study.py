@@ -1,0 +1,53 @@
+"""The tiny runs that a part is tried in."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+
+from raysim.api.declarations import Local
+from raysim.api.method import Method
+from raysim.conformance.runs import BUFFER, NORMED_MLP, ROUNDS, SEED, run_spec
+from raysim.data.federated import FederatedData, federate
+from raysim.data.partition import Dirichlet, Partitioner
+from raysim.data.raw import Source
+from raysim.data.sources import Synthetic
+from raysim.models.classifier import ModelRecipe
+from raysim.simulation.fleet import Fleet, Lognormal
+from raysim.simulation.schedule import Schedule
+from raysim.training.run_spec import RunSpec
+
+
+@dataclass(frozen=True)
+class Study:
+    """What surrounds the part under test: small images on six clients of unequal sizes, a small network, four at work.
+
+    schedules: it runs under each of them.
+    """
+
+    methods: tuple[Method, ...] = ()
+    model: ModelRecipe = NORMED_MLP
+    data: Source = field(default_factory=lambda: Synthetic(samples=150, test_samples=20, classes=5))
+    partition: Partitioner = field(default_factory=lambda: Dirichlet(clients=6, alpha=2.0, minimum=5))
+    fleet: Fleet = field(default_factory=Lognormal)
+    schedules: tuple[Schedule, ...] = (ROUNDS, BUFFER)
+    local: Local = field(default_factory=lambda: Local(lr=0.05, momentum=0.9, batch=8, epochs=2))
+
+    @cached_property
+    def federated(self) -> FederatedData:
+        """The data, split."""
+        return federate(self.data, self.partition, SEED)
+
+    def spec(self, dtype: torch.dtype = torch.float32) -> RunSpec:
+        """Three rounds, with methods of their own."""
+        methods = copy.deepcopy(self.methods)
+        return run_spec(*methods, model=self.model, local=self.local, data=self.federated, dtype=dtype)
+
+    def each(self) -> Iterator[tuple[Schedule, Fleet]]:
+        """Every schedule, on the fleet."""
+        for schedule in self.schedules:
+            yield schedule, self.fleet

@@ -1,0 +1,131 @@
+"""Arrays, tensors and data sets that are given from Python: stored in the cache once, and known by their checksum."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset, TensorDataset
+
+from raysim.data.raw import Raw, Source
+from raysim.primitives.kinds import Kind
+
+_given: dict[str, Raw] = {}  # by checksum, while they are stored
+
+
+@dataclass(frozen=True)
+class Arrays(Source):
+    """What `arrays` made of a user's own arrays. digest: their checksum."""
+
+    digest: str = ""
+
+    def read(self) -> Raw:
+        if self.digest not in _given:
+            raise ValueError(
+                f"data.digest={self.digest}: these arrays were given from Python, and the cache of this machine lacks "
+                "them: give them again, raysim.run(data=...)."
+            )
+        return _given[self.digest]
+
+
+def arrays(data: object) -> Arrays:
+    """A source of a user's own samples, stored.
+
+    data: (inputs, labels), of which no row is for central tests; ((inputs, labels), (inputs, labels)), the second for
+    tests, or {"train": ..., "test": ...}. Arrays, tensors, lists; or a `torch.utils.data.Dataset` in place of a pair.
+    Inputs [n, ...]: uint8 images [n, h, w], [n, c, h, w] or [n, h, w, c], floats, or other integers as token numbers.
+    Labels: classes 0, 1, ... or their names [n]; whether each of several is there, 0 or 1 [n, outputs]; floats [n] or
+    [n, outputs] for regression.
+    """
+    train, test = _halves(data)
+    parts = [_columns(part, name) for part, name in ((train, "train"), (test, "test")) if part is not None]
+    inputs, labels = (_joined(columns) for columns in zip(*parts, strict=True))
+    numbers, names, kind = _numbered(labels)
+    raw = Raw(inputs, numbers, len(parts[0][1]), names, kind=kind)
+    source = Arrays(digest=_digest(inputs, labels, raw.train_rows))
+    _given[source.digest] = raw
+    try:
+        source.build()
+    finally:
+        del _given[source.digest]
+    return source
+
+
+def _halves(data: object) -> tuple[object, object]:
+    """What is for training, and what for central tests."""
+    if isinstance(data, Mapping) and {"train"} <= data.keys() <= {"train", "test"}:
+        return data["train"], data.get("test")
+    if isinstance(data, Dataset):
+        return data, None
+    if isinstance(data, (tuple, list)) and len(data) == 2:
+        return (data[0], data[1]) if isinstance(data[0], (tuple, Dataset)) else (data, None)
+    raise ValueError(
+        f"data={type(data).__name__} has no samples: give (inputs, labels), a pair of such for training and test, or a "
+        "torch Dataset."
+    )
+
+
+def _columns(part: object, name: str) -> tuple[np.ndarray, np.ndarray]:
+    """Inputs and labels of one half."""
+    if isinstance(part, TensorDataset):
+        part = part.tensors
+    if isinstance(part, Dataset):
+        part = tuple(zip(*(part[row] for row in range(len(part))), strict=True))  # type: ignore[arg-type]
+    if not isinstance(part, (tuple, list)) or len(part) != 2:
+        raise ValueError(f"data: what is for {name} must be a pair (inputs, labels), not {type(part).__name__}.")
+    inputs, labels = (_array(column) for column in part)
+    if len(inputs) != len(labels) or not len(labels) or labels.ndim not in (1, 2):
+        raise ValueError(
+            f"data: {name} has inputs of shape {inputs.shape} and labels of shape {labels.shape}: give each input one "
+            "label."
+        )
+    return _channels_first(inputs), labels
+
+
+def _array(column: Any) -> np.ndarray:
+    if isinstance(column, torch.Tensor):
+        return column.detach().cpu().numpy()
+    if isinstance(column, (tuple, list)) and isinstance(column[0], torch.Tensor):
+        return torch.stack(list(column)).numpy()
+    return np.asarray(column)
+
+
+def _channels_first(inputs: np.ndarray) -> np.ndarray:
+    """Images of 8 bits as [n, c, h, w]; everything else as it is."""
+    if inputs.dtype != np.uint8 or inputs.ndim not in (3, 4):
+        return inputs
+    if inputs.ndim == 3:
+        return inputs[:, None]
+    return inputs.transpose(0, 3, 1, 2) if inputs.shape[1] not in (1, 3) and inputs.shape[3] in (1, 3) else inputs
+
+
+def _joined(columns: tuple[np.ndarray, ...]) -> np.ndarray:
+    if len({column.shape[1:] for column in columns}) > 1:
+        shapes = " and ".join(str(column.shape[1:]) for column in columns)
+        raise ValueError(f"data: inputs for training and for tests have the shapes {shapes}: make them alike.")
+    return np.concatenate(columns)
+
+
+def _numbered(labels: np.ndarray) -> tuple[np.ndarray, list[str], Kind]:
+    """Labels as numbers, the names of classes or other outputs, and what is learnt."""
+    if labels.dtype.kind in "US" and labels.ndim == 1:
+        names, numbers = np.unique(labels, return_inverse=True)
+        return numbers.astype(np.int64), [str(name) for name in names], "classification"
+    whole, outputs = labels.dtype.kind in "iub", labels.shape[1] if labels.ndim == 2 else 1
+    if labels.dtype.kind == "f" or (whole and labels.ndim == 2):
+        return labels, [str(number) for number in range(outputs)], "multilabel" if whole else "regression"
+    if not whole or labels.min() < 0:
+        raise ValueError(f"data: labels must be numbers from 0 on, or names of classes, not {labels.dtype}.")
+    return labels.astype(np.int64), [str(number) for number in range(int(labels.max()) + 1)], "classification"
+
+
+def _digest(inputs: np.ndarray, labels: np.ndarray, train_rows: int) -> str:
+    digest = hashlib.blake2b(str(train_rows).encode(), digest_size=8)
+    for array in (inputs, labels):
+        digest.update(f"{array.dtype} {array.shape}".encode())
+        digest.update(np.ascontiguousarray(array).tobytes())
+    return digest.hexdigest()

@@ -1,0 +1,37 @@
+"""Packages of the user's own that bring parts: options in a folder `conf` inside them, and the classes that these name.
+
+A package is one by its entry point, `[project.entry-points."raysim.plugins"] mine = "mine"`, once it is installed; any
+other that can be imported is one for a single command, by `--allow mine`. Nothing of it is imported before a
+configuration names a class of it.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from collections.abc import Sequence
+from importlib.metadata import entry_points
+from pathlib import Path
+
+GROUP = "raysim.plugins"
+
+
+@functools.cache
+def installed() -> tuple[str, ...]:
+    """The packages that say by an entry point that they bring parts, by name."""
+    return tuple(sorted({point.value for point in entry_points(group=GROUP)}))
+
+
+def brought(packages: Sequence[str]) -> list[Path]:
+    """The folders `conf` that lie inside these packages; of those that have one."""
+    found = [Path(place, "conf") for name in packages for place in _places(name.partition(".")[0])]
+    return list(dict.fromkeys(path for path in found if path.is_dir()))
+
+
+def _places(package: str) -> list[str]:
+    """Where a package lies, without importing it; nothing for a single file, or for what is not there."""
+    try:
+        spec = importlib.util.find_spec(package)
+    except (ImportError, ValueError):
+        return []
+    return list(spec.submodule_search_locations or ()) if spec else []

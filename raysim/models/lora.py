@@ -1,0 +1,50 @@
+"""Low-rank adapters (LoRA, Hu et al. 2022) by peft: only they and the head are trained, so that only they travel."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import nn
+
+from raysim.models.classifier import Classifier
+from raysim.primitives.checks import above, at_least, in_range
+from raysim.primitives.extras import optional
+
+
+@dataclass(frozen=True)
+class Lora:
+    """rank: of the adapters; 0: none, all parameters are trained. alpha: their product is scaled by alpha / rank.
+
+    layers: names, or ends of names, of the layers that get one; None: every linear layer in front of the head.
+    """
+
+    rank: int = 0
+    alpha: float = 16.0
+    dropout: float = 0.0
+    layers: list[str] | None = None
+
+    def __post_init__(self) -> None:
+        at_least("model.lora.rank", self.rank, 0)
+        above("model.lora.alpha", self.alpha, 0)
+        in_range("model.lora.dropout", self.dropout, least=0, below=1)
+
+
+def with_adapters(model: Classifier, lora: Lora) -> Classifier:
+    """The model with adapters in its extractor (in all of it, where it is not split), all else there frozen.
+
+    Frozen parameters are built from the seed, or from a file, in every process. Raises ValueError without peft, and
+    where no layer can have an adapter.
+    """
+    if lora.rank == 0:
+        return model
+    peft = optional("peft", f"model.lora.rank={lora.rank}")
+    inner = model.get_submodule("extractor" if model.splits else "net")
+    layers = lora.layers or [name for name, each in inner.named_modules() if isinstance(each, nn.Linear) and name]
+    if not layers:
+        raise ValueError(f"model.lora.rank={lora.rank} finds no linear layer in front of the head: set it to 0")
+    config = peft.LoraConfig(r=lora.rank, lora_alpha=lora.alpha, lora_dropout=lora.dropout, target_modules=layers)
+    try:
+        peft.inject_adapter_in_model(config, inner)
+    except ValueError as error:
+        raise ValueError(f"model.lora.layers={lora.layers}: {error}") from error
+    return model

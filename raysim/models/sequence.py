@@ -1,0 +1,128 @@
+"""Two small networks for sequences of tokens: a recurrent one and a transformer.
+
+Both make features of what they know at a sequence's last token, so that one network serves to tell the next token and
+to tell what a sequence is. Padding is never looked at.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor, nn
+
+from raysim.models.classifier import Classifier, ModelRecipe, Shape
+from raysim.models.lora import Lora, with_adapters
+from raysim.primitives.checks import at_least, in_range, require
+from raysim.primitives.kinds import Tokens
+
+
+def at_last(values: Tensor, tokens: Tensor, padding: int) -> Tensor:
+    """Of values [B, T, D] those at each row's last token that is no padding, [B, D]; at the first where all is."""
+    places = torch.arange(tokens.shape[1], device=tokens.device)
+    last = torch.where(tokens != padding, places, 0).amax(1)
+    return values.gather(1, last[:, None, None].expand(-1, 1, values.shape[2])).squeeze(1)
+
+
+@dataclass(frozen=True)
+class Gru(ModelRecipe):
+    """Embedding and gated recurrent units (Cho et al. 2014), the small form of what LEAF trains on Shakespeare."""
+
+    reads: ClassVar[Literal["tokens"]] = "tokens"
+    embedding: int = 16
+    width: int = 64
+    layers: int = 1
+
+    def __post_init__(self) -> None:
+        for key in ("embedding", "width", "layers"):
+            at_least(f"model.{key}", getattr(self, key), 1)
+
+    def network(self, input_shape: Shape, num_classes: int, tokens: Tokens | None) -> Classifier:
+        """See `ModelRecipe`."""
+        assert tokens is not None, "checked: it reads tokens"
+        return Classifier(_Recurrent(tokens, self.embedding, self.width, self.layers), self.width, num_classes)
+
+
+class _Recurrent(nn.Module):
+    """Tokens [B, T] to what the last layer knows at the last of them, [B, width]."""
+
+    def __init__(self, tokens: Tokens, embedding: int, width: int, layers: int):
+        super().__init__()
+        self.padding = tokens.padding
+        self.embedding = nn.Embedding(tokens.size, embedding)
+        self.gru = nn.GRU(embedding, width, layers, batch_first=True)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        values, _ = self.gru(self.embedding(tokens))
+        return at_last(values, tokens, self.padding)
+
+
+@dataclass(frozen=True)
+class Transformer(ModelRecipe):
+    """An encoder of pre-norm blocks with learnt positions. Draws from torch's generator where `dropout` is above 0."""
+
+    reads: ClassVar[Literal["tokens"]] = "tokens"
+    width: int = 32
+    heads: int = 2
+    blocks: int = 2
+    dropout: float = 0.0
+    lora: Lora = field(default_factory=Lora)
+
+    def __post_init__(self) -> None:
+        for key in ("width", "heads", "blocks"):
+            at_least(f"model.{key}", getattr(self, key), 1)
+        require("model.heads", self.heads, self.width % self.heads == 0, f"a divisor of model.width={self.width}")
+        in_range("model.dropout", self.dropout, least=0, below=1)
+
+    def network(self, input_shape: Shape, num_classes: int, tokens: Tokens | None) -> Classifier:
+        """See `ModelRecipe`."""
+        assert tokens is not None, "checked: it reads tokens"
+        blocks = [_Block(self.width, self.heads, self.dropout) for _ in range(self.blocks)]
+        encoder = _Encoder(tokens, input_shape[0], self.width, blocks)
+        return with_adapters(Classifier(encoder, self.width, num_classes), self.lora)
+
+
+class _Encoder(nn.Module):
+    """Tokens [B, T] to features [B, width]."""
+
+    def __init__(self, tokens: Tokens, length: int, width: int, blocks: list[_Block]):
+        super().__init__()
+        self.padding = tokens.padding
+        self.embedding = nn.Embedding(tokens.size, width)
+        self.position = nn.Parameter(0.02 * torch.randn(length, width))
+        self.blocks = nn.ModuleList(blocks)
+        self.norm = nn.LayerNorm(width)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        values = self.embedding(tokens) + self.position
+        hidden = (tokens == self.padding)[:, None, None, :]
+        for block in self.blocks:
+            values = block(values, hidden)
+        return at_last(self.norm(values), tokens, self.padding)
+
+
+class _Block(nn.Module):
+    """x + attention(norm(x)), then x + mlp(norm(x))."""
+
+    def __init__(self, width: int, heads: int, dropout: float):
+        super().__init__()
+        self.heads = heads
+        self.before, self.between = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+        self.drop = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor, hidden: Tensor) -> Tensor:
+        x = x + self.drop(self._attention(self.before(x), hidden))
+        z: Tensor = x + self.drop(self.mlp(self.between(x)))
+        return z
+
+    def _attention(self, x: Tensor, hidden: Tensor) -> Tensor:
+        # written out: the fused kernels have no repeatable backward pass on a GPU
+        query, key, value = self.qkv(x).unflatten(2, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        scores = (query @ key.transpose(2, 3)) * query.shape[-1] ** -0.5
+        # a large number and not infinity: a row of nothing but padding would be nan
+        mixed = scores.masked_fill(hidden, -1e9).softmax(-1) @ value
+        found: Tensor = self.out(mixed.transpose(1, 2).flatten(2))
+        return found

@@ -1,0 +1,171 @@
+"""Any network as features and one linear head, where it can be split so; and networks of the user's own."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from raysim.models.classifier import Classifier, ModelRecipe, Shape
+from raysim.models.lora import Lora, with_adapters
+from raysim.primitives.errors import first_line
+from raysim.primitives.kinds import Tokens
+
+
+class Split(Classifier):
+    """A network whose last linear layer is its head; the rest, with nothing in that place, makes the features."""
+
+    def __init__(self, net: nn.Module, head_name: str):
+        nn.Module.__init__(self)
+        head = net.get_submodule(head_name)
+        assert isinstance(head, nn.Linear), "callers name a linear layer"
+        self.feature_dim, self.num_classes = head.in_features, head.out_features
+        self.extractor = net
+        self.head = head
+        self.head_name = head_name
+        _replace(net, head_name, nn.Identity())
+
+    def whole(self) -> nn.Module:
+        """The network as it was, with the parameters of this one; this one is spent."""
+        _replace(self.extractor, self.head_name, self.head)
+        return self.extractor
+
+
+class Whole(Classifier):
+    """A network that is not split: it has outputs, and neither features nor a head."""
+
+    splits: ClassVar[bool] = False
+
+    def __init__(self, net: nn.Module, num_classes: int):
+        nn.Module.__init__(self)
+        self.net, self.num_classes = net, num_classes
+
+    def features(self, x: Tensor) -> Tensor:
+        raise ValueError(
+            "this model cannot be split into features and a head: name its last linear layer in model.head"
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.net(x)
+        return logits
+
+
+def _replace(net: nn.Module, name: str, module: nn.Module) -> None:
+    owner, _, leaf = name.rpartition(".")
+    setattr(net.get_submodule(owner), leaf, module)
+
+
+def split(net: nn.Module, num_classes: int, inputs: Tensor, head: str | None = None) -> Classifier:
+    """The network as a classifier: split at `head` (None: at its last linear layer), or whole where that cannot be.
+
+    inputs: examples [B, ...], on which both forms must give the same. Raises ValueError where the network cannot take
+    them or has another number of outputs, or where the layer that was named is no linear head.
+    """
+    if isinstance(net, Classifier):
+        return net
+    training = net.training
+    net.eval()  # BatchNorm keeps its statistics, dropout draws nothing
+    outputs = _outputs(net, inputs)
+    if outputs.shape != (len(inputs), num_classes):
+        raise ValueError(
+            f"the model {type(net).__name__} makes outputs of shape {list(outputs.shape)} of {len(inputs)} inputs; "
+            f"they must be [{len(inputs)}, {num_classes}]: set its number of outputs to {num_classes}"
+        )
+    linear = [name for name, module in net.named_modules() if isinstance(module, nn.Linear) and name]
+    if head is not None and head not in linear:
+        raise ValueError(f"model.head={head} is no linear layer of {type(net).__name__}; it has {_last(linear)}")
+    name = head or next(reversed(linear), None)
+    model: Classifier | None = Split(net, name) if name is not None else None
+    if isinstance(model, Split) and not _same(model, inputs, outputs):
+        net, model = model.whole(), None
+    if head is not None and model is None:
+        raise ValueError(
+            f"model.head={head} is not the last step of {type(net).__name__}, so that its inputs are no features: name "
+            "another layer, or set model.head=null"
+        )
+    return (model or Whole(net, num_classes)).train(training)
+
+
+def _outputs(net: nn.Module, inputs: Tensor) -> Tensor:
+    try:
+        with torch.no_grad():
+            outputs = net(inputs)
+    except Exception as error:  # whatever a foreign network makes of inputs that it cannot take
+        raise ValueError(
+            f"the model {type(net).__name__} cannot take inputs of shape {list(inputs.shape[1:])} and type "
+            f"{inputs.dtype} ({first_line(error).rstrip('.')}): choose another model, or bring the data to its shape"
+        ) from error
+    if not isinstance(outputs, Tensor):
+        raise ValueError(
+            f"the model {type(net).__name__} makes a {type(outputs).__name__} and no tensor of outputs: wrap it so "
+            "that it returns one"
+        )
+    return outputs
+
+
+def _same(model: Split, inputs: Tensor, outputs: Tensor) -> bool:
+    """Whether features are rows of the head's inputs, and the head makes the outputs of them."""
+    with torch.no_grad():
+        features = model.extractor(inputs)
+        right = isinstance(features, Tensor) and features.shape == (len(inputs), model.feature_dim)
+        return right and torch.equal(model.head(features), outputs)
+
+
+def _last(names: list[str]) -> str:
+    return ", ".join(names[-5:]) if names else "none"
+
+
+def example(input_shape: Shape, tokens: Tokens | None) -> Tensor:
+    """Two random inputs."""
+    if tokens is not None:
+        return torch.randint(tokens.size, (2, *input_shape))
+    return torch.randn(2, *input_shape)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Foreign(ModelRecipe):
+    """A network that others wrote. head: the name of its last linear layer; None: found. lora: adapters for it."""
+
+    head: str | None = None
+    lora: Lora = field(default_factory=Lora)
+
+    def make(self, input_shape: Shape, num_classes: int, tokens: Tokens | None) -> nn.Module:
+        """The network as it comes."""
+        raise NotImplementedError
+
+    def network(self, input_shape: Shape, num_classes: int, tokens: Tokens | None) -> Classifier:
+        """See `ModelRecipe`."""
+        net = self.make(input_shape, num_classes, tokens)
+        with torch.random.fork_rng(devices=[]):  # trying it out must not change what adapters start from
+            model = split(net, num_classes, example(input_shape, tokens), self.head)
+        return with_adapters(model, self.lora)
+
+
+FILLED_IN = ("input_shape", "num_classes", "tokens")  # arguments that a network of the user's own may have
+
+
+@dataclass(frozen=True)
+class Own(Foreign):
+    """A module (its values are where training starts), or a function or class that makes one of `options`.
+
+    What the data say is filled in where it has such arguments: `FILLED_IN`, which `options` may name themselves.
+    """
+
+    source: nn.Module | Callable[..., nn.Module]
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def make(self, input_shape: Shape, num_classes: int, tokens: Tokens | None) -> nn.Module:
+        """See `Foreign`."""
+        if isinstance(self.source, nn.Module):
+            return copy.deepcopy(self.source)
+        known = dict(zip(FILLED_IN, (input_shape, num_classes, tokens), strict=True))
+        names = inspect.signature(self.source).parameters
+        net = self.source(**{**{key: value for key, value in known.items() if key in names}, **self.options})
+        if not isinstance(net, nn.Module):
+            raise ValueError(f"the model {self.source.__name__} makes a {type(net).__name__}, and no torch.nn.Module")
+        return net

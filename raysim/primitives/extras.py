@@ -1,0 +1,26 @@
+"""Packages that only some runs need: imported where they are asked for, and missed in one sentence."""
+
+from __future__ import annotations
+
+import importlib
+from types import ModuleType
+
+
+def optional(package: str, what: str) -> ModuleType:
+    """The package, which `what` (a setting) needs. Raises ValueError with the extra that installs it."""
+    try:
+        return importlib.import_module(package)
+    except ImportError as error:
+        raise ValueError(
+            f"{what} needs the package {package} ({error}): install raysim with the extra [{EXTRAS[package]}]"
+        ) from error
+
+
+EXTRAS = {  # which extra of pyproject.toml brings which package
+    "timm": "timm",
+    "transformers": "huggingface",
+    "datasets": "huggingface",
+    "peft": "lora",
+    "tensorboardX": "tensorboard",
+    "wandb": "wandb",
+}

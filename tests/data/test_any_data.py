@@ -1,0 +1,261 @@
+"""Data that are no images: their inputs, their labels, their users, and what is refused of them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from numpy.typing import NDArray
+
+from raysim.data.corruption import Rotation
+from raysim.data.federated import federate, statistics
+from raysim.data.partition import IID, Dirichlet, Natural
+from raysim.data.raw import Raw, Source
+from raysim.data.sources import Arrays, Digits, HuggingFace, Leaf, Markov, Parquet, Tabular
+from raysim.data.text import LETTERS
+
+
+class Given(Source):
+    """Inputs of a test, with labels 0 and 1 in turn."""
+
+    inputs: NDArray[Any]
+
+    def read(self) -> Raw:
+        return Raw(self.inputs, np.arange(len(self.inputs)) % 2, len(self.inputs) - 2, ["a", "b"])
+
+
+def built(inputs: NDArray[Any], cache: Path) -> Any:
+    source = Given(cache=str(cache))
+    object.__setattr__(source, "inputs", inputs)
+    return source.build()
+
+
+# --- what is stored is what was given -------------------------------------------------------------------------------
+def test_tokens_and_numbers_are_stored_as_they_are(tmp_path: Path) -> None:
+    tokens = np.full((4, 3), 4253)
+    data = built(tokens, tmp_path / "tokens")
+    assert data.inputs.dtype == np.int64 and np.array_equal(data.inputs, tokens)
+    assert data.tokens == (4254, 0) and not data.is_images
+    numbers = np.full((4, 2, 2), 0.57)
+    data = built(numbers, tmp_path / "numbers")
+    assert data.inputs.dtype == np.float32 and np.array_equal(data.inputs, numbers.astype(np.float32))
+    assert data.shape == (2, 2) and data.tokens is None
+    assert built(np.full((4, 1, 2, 2), 200, np.uint8), tmp_path / "images").is_images
+
+
+@pytest.mark.parametrize(
+    ("inputs", "sentence"),
+    [
+        (np.full((4, 2), np.nan), "nan or infinite"),
+        (np.full((4, 2), -3), "has the token -3, its tokens are 0 to"),
+        (np.full((4, 2), 1j), "inputs of type complex128: they must be numbers"),
+        (np.full((4, 2), "a"), "inputs of type <U1: they must be numbers"),
+    ],
+)
+def test_inputs_that_no_model_could_read_are_refused(inputs: NDArray[Any], sentence: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        built(inputs, tmp_path)
+
+
+def test_what_is_for_images_is_refused_for_other_data() -> None:
+    with pytest.raises(ValueError, match=r"data\.augment=\['flip'\] is for images, and the data has float32 inputs"):
+        federate(Tabular("wine", augment=["flip"]), IID(clients=3), 0)
+    with pytest.raises(ValueError, match=r"data\.rotation\.per=client is for images"):
+        federate(Markov(rotation=Rotation("client")), Natural(), 0)
+
+
+# --- tables ---------------------------------------------------------------------------------------------------------
+def test_scikit_learns_tables_are_standardised_by_their_training_rows() -> None:
+    wine, diabetes = Tabular("wine").build(), Tabular("diabetes").build()
+    assert wine.shape == (13,) and wine.class_names == ["class_0", "class_1", "class_2"]
+    for values in (wine.inputs, diabetes.inputs, diabetes.labels):
+        train = values[: wine.train_rows if values is wine.inputs else diabetes.train_rows].astype(np.float64)
+        assert np.allclose(train.mean(axis=0), 0, atol=1e-5) and np.allclose(train.std(axis=0), 1, atol=1e-5)
+    assert diabetes.kind == "regression" and diabetes.labels.shape == (442, 1)
+
+
+def test_data_without_classes_are_split_but_not_by_class() -> None:
+    source = Tabular("diabetes")
+    split = statistics(federate(source, IID(clients=4), 0))
+    assert split["clients"] == 4 and split["mean_entropy"] == 0
+    with pytest.raises(ValueError, match=r"Dirichlet shares out classes, and the data has none \(regression\)"):
+        federate(source, Dirichlet(clients=4, alpha=1.0), 0)
+    with pytest.raises(ValueError, match=r"data\.label_noise=0\.1 changes classes"):
+        federate(Tabular("diabetes", label_noise=0.1), IID(clients=4), 0)
+
+
+def saved(folder: Path, **arrays: Any) -> str:
+    np.savez(folder / "train.npz", **arrays)
+    return str(folder)
+
+
+@pytest.mark.parametrize(
+    ("labels", "kind", "outputs"),
+    [
+        (np.arange(10) % 3, "classification", ["0", "1", "2"]),
+        (np.array(["no", "yes"] * 5), "classification", ["no", "yes"]),
+        (np.linspace(0, 1, 10), "regression", ["value"]),
+        (np.eye(10, 4), "regression", ["0", "1", "2", "3"]),
+        (np.eye(10, 4).astype(int), "multilabel", ["0", "1", "2", "3"]),
+    ],
+)
+def test_the_type_of_labels_says_what_is_learnt(labels: Any, kind: str, outputs: list[str], tmp_path: Path) -> None:
+    data = Arrays(saved(tmp_path, x=np.zeros((10, 2)), y=labels)).build()
+    assert (data.kind, data.class_names, len(data)) == (kind, outputs, 10)
+    if kind != "classification":
+        assert sorted(map(tuple, data.labels)) == sorted(map(tuple, labels.reshape(10, -1).astype(np.float32)))
+
+
+def test_arrays_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"train\.npz has arrays of different lengths \(x 3, y 2\)"):
+        Arrays(saved(tmp_path, x=np.zeros((3, 2)), y=np.zeros(2, int))).build()
+    with pytest.raises(ValueError, match="has no array y"):
+        Arrays(saved(tmp_path, x=np.zeros((3, 2)))).build()
+    with pytest.raises(ValueError, match="labels for multilabel that are not all 0 or 1"):
+        Arrays(saved(tmp_path, x=np.zeros((3, 2)), y=np.full((3, 2), 2))).build()
+    with pytest.raises(ValueError, match=r"holds no train\.npz"):
+        Arrays(str(tmp_path / "none")).build()
+
+
+# --- users as clients -----------------------------------------------------------------------------------------------
+def test_a_column_of_users_makes_the_clients(tmp_path: Path) -> None:
+    users = [7, 3, 7, 3, 3, 9]
+    table = pa.table({"a": np.arange(6.0), "b": [1] * 6, "label": [0, 1] * 3, "user_id": users})
+    pq.write_table(table, tmp_path / "train.parquet")
+    source = Parquet(str(tmp_path), columns=["a", "b"], test_fraction=0.0)
+    data = federate(source, Natural(column="user_id", test_fraction=0.0), 0)
+    dataset = data.open()
+    own = [sorted(dataset.inputs[data.partition.train.rows(client), 0].tolist()) for client in range(2)]
+    assert own == [[1.0, 3.0, 4.0], [0.0, 2.0]]  # users 3 and 7; 9 has too few
+    assert len(data.partition) == 2 and dataset.domain_names == ["3", "7", "9"]
+    with pytest.raises(ValueError, match=r"train\.parquet has no column who, it has a, b, label, user_id"):
+        federate(source, Natural(column="who"), 0)
+    with pytest.raises(ValueError, match=r"partition\.column=user_id names a column, and data source Digits has none"):
+        federate(Digits(), Natural(column="user_id"), 0)
+    with pytest.raises(ValueError, match=r"partition\.clients=3 is more than the 2 users with partition\.minimum=2"):
+        federate(source, Natural(column="user_id", clients=3), 0)
+
+
+# --- sequences ------------------------------------------------------------------------------------------------------
+def test_text_and_lists_in_parquet_become_tokens(tmp_path: Path) -> None:
+    table = pa.table({"text": ["ab", "c", "é"], "ids": [[5, 6, 7, 8], [9], []], "label": [0, 1, 0]})
+    pq.write_table(table, tmp_path / "train.parquet")
+    text = Parquet(str(tmp_path), columns=["text"], test_fraction=0.0).build()
+    assert text.inputs.tolist() == [[98, 99], [100, 0], [0xC3 + 1, 0xA9 + 1]] and text.tokens == (257, 0)
+    ids = Parquet(str(tmp_path), columns=["ids"], length=3, padding=1, test_fraction=0.0).build()
+    assert ids.inputs.tolist() == [[5, 6, 7], [9, 1, 1], [1, 1, 1]] and ids.tokens == (10, 1)
+
+
+def test_lists_of_labels_are_several_labels(tmp_path: Path) -> None:
+    table = pa.table({"x": [0.0, 1.0, 2.0], "label": [["b", "a"], [], ["c"]]})
+    pq.write_table(table, tmp_path / "train.parquet")
+    data = Parquet(str(tmp_path), columns=["x"], test_fraction=0.0).build()
+    assert data.class_names == ["a", "b", "c"] and data.labels.tolist() == [[1, 1, 0], [0, 0, 0], [0, 0, 1]]
+
+
+def write_leaf(folder: Path) -> str:
+    """Two roles as LEAF's Shakespeare has them."""
+    roles = {"ROMEO": ("But, soft! ", "w"), "JULIET": ("O Romeo, Ro", "m")}
+    for split, count in (("train", 5), ("test", 2)):
+        (folder / split).mkdir(parents=True)
+        data = {role: {"x": [x] * count, "y": [y] * count} for role, (x, y) in roles.items()}
+        content = {"users": [*roles], "num_samples": [count] * 2, "user_data": data}
+        (folder / split / f"all_data_{split}_9.json").write_text(json.dumps(content))
+    return str(folder)
+
+
+def test_leafs_shakespeare_is_read_from_its_files(tmp_path: Path) -> None:
+    data = federate(Leaf(write_leaf(tmp_path)), Natural(test_fraction=0.0), 0)
+    dataset = data.open()
+    assert dataset.class_names == list(LETTERS) and len(LETTERS) == 80 and dataset.domain_names == ["JULIET", "ROMEO"]
+    assert data.partition.train.counts.tolist() == [5, 5] and len(data.central) == 4
+    row = data.partition.train.rows(1)[0]
+    assert "".join(LETTERS[token - 1] for token in dataset.inputs[row]) == "But, soft! "
+    assert LETTERS[dataset.labels[row]] == "w"
+    (tmp_path / "train" / "b.json").write_text('{"user_data": {"A": {"x": ["a"], "y": []}}}')
+    with pytest.raises(ValueError, match=r"b\.json is no file of LEAF \(A has 1 inputs and 0 labels\)"):
+        Leaf(str(tmp_path)).build()
+
+
+def test_leafs_other_sets_are_numbers(tmp_path: Path) -> None:
+    (tmp_path / "train").mkdir()
+    data = {"f0": {"x": [[0.5] * 4] * 3, "y": [1, 0, 1]}}
+    (tmp_path / "train" / "a.json").write_text(json.dumps({"user_data": data}))
+    dataset = Leaf(str(tmp_path), shape=[1, 2, 2]).build()
+    assert dataset.shape == (1, 2, 2) and dataset.inputs.dtype == np.float32 and dataset.labels.tolist() == [1, 0, 1]
+
+
+def test_markov_chains_leave_their_traces_in_the_sequences() -> None:
+    source = Markov(users=3, samples=400, test_samples=0, vocabulary=4, skew=1.0, shortest=16)
+    data = federate(source, Natural(test_fraction=0.0), 0)
+    dataset = data.open()
+    assert len(data.partition) == 3 and dataset.inputs.min() == 1 and dataset.tokens == (5, 0)
+    following = []
+    for client in range(3):
+        rows = data.partition.train.rows(client)
+        counts = np.zeros((4, 4))
+        np.add.at(counts, (dataset.inputs[rows, -1] - 1, dataset.labels[rows]), 1)
+        inside = np.zeros((4, 4))
+        np.add.at(inside, (dataset.inputs[rows, :-1].ravel() - 1, dataset.inputs[rows, 1:].ravel() - 1), 1)
+        following.append(inside / inside.sum(1, keepdims=True).clip(1))
+        seen = counts.sum(1) >= 50
+        assert np.abs(counts[seen] / counts[seen].sum(1, keepdims=True) - following[-1][seen]).max() < 0.15
+    assert np.abs(following[0] - following[1]).max() > 0.3  # every user has its own chain
+
+
+def test_chains_are_told_from_sequences_of_unequal_length() -> None:
+    dataset = Markov(users=4, label="chain", chains=2, skew=1.0).build()
+    users = dataset.domains
+    assert np.array_equal(dataset.labels, users % 2)  # with skew=1 a user has its favourite chain alone
+    lengths = (dataset.inputs != 0).sum(1)
+    assert (lengths.min(), lengths.max()) == (8, 16)
+    assert all((row[:length] > 0).all() for row, length in zip(dataset.inputs, lengths, strict=True))
+
+
+# --- Hugging Face ---------------------------------------------------------------------------------------------------
+def test_a_folder_of_hugging_faces_datasets_is_read(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    features = datasets.Features(
+        {
+            "text": datasets.Value("string"),
+            "label": datasets.ClassLabel(names=["bad", "good"]),
+            "user": datasets.Value("string"),
+        }
+    )
+    rows = {"text": ["a", "bb", "c", "d"], "label": [0, 1, 1, 0], "user": ["u", "v", "u", "v"]}
+    made = datasets.Dataset.from_dict(rows, features=features)
+    datasets.DatasetDict(train=made, test=made.select([0])).save_to_disk(str(tmp_path / "set"))
+    source = HuggingFace(str(tmp_path / "set"), columns=["text"])
+    data = federate(source, Natural(column="user", test_fraction=0.0), 0)
+    dataset = data.open()
+    assert dataset.class_names == ["bad", "good"] and dataset.domain_names == ["u", "v"]
+    assert dataset.inputs.tolist() == [[98, 0], [99, 99], [100, 0], [101, 0], [98, 0]] and len(data.central) == 1
+    with pytest.raises(ValueError, match=r"has no column who, it has text, label, user: set partition\.column"):
+        federate(source, Natural(column="who"), 0)
+    with pytest.raises(ValueError, match=r"data\.root=.*nowhere cannot be read"):
+        HuggingFace(str(tmp_path / "nowhere")).build()
+
+
+def test_images_of_hugging_faces_datasets_are_images(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    from PIL import Image
+
+    pictures = [Image.fromarray(np.full((4, 4), level, np.uint8)) for level in (10, 20, 30, 40, 50)]
+    features = datasets.Features({"image": datasets.Image(), "label": datasets.Value("int64")})
+    made = datasets.Dataset.from_dict({"image": pictures, "label": [0, 0, 0, 0, 0]}, features=features)
+    made.save_to_disk(str(tmp_path / "set"))
+    dataset = HuggingFace(str(tmp_path / "set"), size=2).build()
+    assert dataset.is_images and dataset.inputs[:, 0, 0, 0].tolist() == [10, 20, 30, 40, 50] and dataset.train_rows == 4
+
+
+def test_without_the_package_its_extra_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    import sys
+
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(ValueError, match=r"data=huggingface needs the package datasets .* the extra \[huggingface\]"):
+        HuggingFace(str(tmp_path)).build()

@@ -1,0 +1,145 @@
+"""Packages of a user's own: by an entry point or by --allow their options are words, and their classes may be named."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from raysim import cli
+from raysim.experiment.compose import compose, groups, plain
+from raysim.experiment.instantiate import resolve
+from raysim.experiment.plugins import brought, installed
+from raysim.primitives.errors import Refused
+
+METHOD = """
+from raysim import Method
+
+class Quiet(Method):
+    name = "quiet"
+    paper = "a test"
+"""
+OBSERVER = """
+from raysim import Observer
+
+class Diary(Observer):
+    def __init__(self, word):
+        self.word = word
+
+    def on_round(self, run, event):
+        print(self.word, event.row["round"], "is over")
+"""
+SMALL = (
+    *(
+        "runtime=inprocess",
+        "tracking=none",
+        "data=synthetic",
+        "data.samples=60",
+        "partition=iid",
+        "partition.clients=3",
+    ),
+    *("schedule.cohort=2", "model=mlp", "rounds=1", "out=run"),
+)
+
+
+@pytest.fixture
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The folder of a package `quietly` that brings a method, in the current folder."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    place = tmp_path / "quietly"
+    (place / "conf" / "method").mkdir(parents=True)
+    (place / "__init__.py").write_text(METHOD)
+    (place / "conf" / "method" / "quiet.yaml").write_text("quiet: {_target_: quietly.Quiet}\n")
+    installed.cache_clear()
+    yield place
+    installed.cache_clear()
+    sys.modules.pop("quietly", None)
+
+
+def install(package: Path) -> None:
+    """What an installer leaves behind of a package with an entry point."""
+    folder = package.parent / "quietly-1.0.dist-info"
+    folder.mkdir()
+    (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: quietly\nVersion: 1.0\n")
+    (folder / "entry_points.txt").write_text("[raysim.plugins]\nquietly = quietly\n")
+    sys.path.insert(0, str(package.parent))
+
+
+def test_an_installed_package_needs_no_option(package: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    install(package)
+    assert installed() == ("quietly",)
+    assert groups().files["method"]["quiet"] == package / "conf" / "method" / "quiet.yaml"
+    assert "quietly" not in sys.modules, "nothing is imported before a class of it is named"
+    assert cli.call(["run", "method=quiet", *SMALL]) == 0
+    assert "quiet" in capsys.readouterr().out
+    assert cli.call(["run", "out=run", "resume=latest", "rounds=2"]) == 0
+    assert cli.call(["methods"]) == 0 and "quiet" in capsys.readouterr().out
+
+
+def test_a_package_that_is_not_installed_is_allowed_for_a_command(
+    package: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.call(["run", "method=quiet", *SMALL]) == 2
+    assert "method=quiet does not exist" in capsys.readouterr().err
+    assert cli.call(["run", "--allow", "quietly", "method=quiet", *SMALL]) == 0
+    assert cli.call(["run", "out=run", "resume=latest", "rounds=2"]) == 2
+    assert "allow its code to run with --allow quietly" in capsys.readouterr().err
+    assert cli.call(["study", "--allow", "quietly", "method=[],[quiet]", *SMALL[:-1], "out=study"]) == 0
+    assert cli.call(["partition", "--allow", "quietly", "method=quiet", *SMALL]) == 0
+
+
+def test_what_is_no_package_brings_nothing(package: Path) -> None:
+    (package.parent / "single.py").write_text("")
+    sys.path.insert(0, str(package.parent))
+    assert brought(["nowhere", "single", "..", ""]) == []
+    assert brought(["quietly", "quietly.parts"]) == [package / "conf"]
+
+
+def test_an_installed_package_cannot_take_the_name_of_an_option(package: Path) -> None:
+    (package / "conf" / "method" / "fedprox.yaml").write_text("fedprox: {_target_: quietly.Quiet}\n")
+    install(package)
+    with pytest.raises(Refused, match=r"quietly/conf/method/fedprox\.yaml has the name of .*: rename it, or uninstall"):
+        compose(["method=[]"])
+
+
+def test_of_two_folders_with_one_option_the_later_one_counts(tmp_path: Path) -> None:
+    for name, cohort in (("one", 11), ("two", 12)):
+        (folder := tmp_path / name / "schedule").mkdir(parents=True)
+        (folder / "synchronous.yaml").write_text(
+            f"_target_: raysim.simulation.schedule.Synchronous\ncohort: {cohort}\n"
+        )
+        (tmp_path / name / "config.yaml").write_text("rounds: 1\n")  # the user's own file is no part of it
+    found = plain(compose([], [tmp_path / "one", tmp_path / "two"]))
+    assert (found["schedule"]["cohort"], found["rounds"]) == (12, 60)
+    assert groups([tmp_path / "one"]).files["schedule"]["synchronous"] == tmp_path / "one/schedule/synchronous.yaml"
+
+
+def test_a_class_may_be_named_where_its_package_is_installed_or_allowed(package: Path) -> None:
+    with pytest.raises(Refused, match="allow its code to run with --allow quietly"):
+        resolve("quietly.Quiet", "method.quiet")
+    install(package)
+    installed.cache_clear()
+    assert resolve("quietly.Quiet", "method.quiet").__name__ == "Quiet"
+
+
+# --- observers --------------------------------------------------------------------------------------------------------
+def test_an_observer_by_its_name_follows_the_run_and_its_continuation(
+    package: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (package / "conf" / "observer").mkdir()
+    (package / "conf" / "observer" / "diary.yaml").write_text("diary: {_target_: quietly.Diary, word: round}\n")
+    (package / "__init__.py").write_text(OBSERVER)
+    allowed = ("run", "--quiet", "--allow", "quietly")
+    assert cli.call([*allowed, "observer=diary", "observer.diary.word=lap", *SMALL]) == 0
+    assert capsys.readouterr().out == "lap 1 is over\n"
+    assert cli.call([*allowed, "out=run", "resume=latest", "rounds=2"]) == 0
+    assert capsys.readouterr().out == "lap 2 is over\n"
+    assert cli.call([*allowed, "out=run", "resume=latest", "rounds=3", "observer=[]"]) == 0
+    assert capsys.readouterr().out == ""
+    assert cli.call(["run", "observer=diary", *SMALL]) == 2
+    assert (
+        "observer=diary does not exist: no package that is installed or allowed brings one" in capsys.readouterr().err
+    )

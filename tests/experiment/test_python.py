@@ -1,0 +1,358 @@
+"""A run from Python: parts as objects, what the folder keeps of them, and what a result gives."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tiny_runs import NormedMlp
+from torch import nn
+
+import raysim
+from raysim.data.arrays import Arrays
+from raysim.data.partition import IID
+from raysim.data.sources import Synthetic
+from raysim.experiment.compose import load_yaml
+from raysim.experiment.objects import OBJECT, written
+from raysim.methods.fedbn import FedBN
+from raysim.methods.fedexp import FedExP
+from raysim.methods.fedprox import FedProx
+from raysim.models import Mlp
+from raysim.primitives.errors import Refused
+from raysim.simulation.fleet import Lognormal
+from raysim.simulation.schedule import Buffered
+
+SMALL: dict[str, Any] = {
+    "runtime": "inprocess",
+    "tracking": "none",
+    "local": {"epochs": 1},
+    "rounds": 2,
+    "quiet": True,
+}
+RNG = np.random.default_rng(0)
+IMAGES, LABELS = RNG.integers(0, 256, (60, 8, 8), dtype=np.uint8), np.arange(60) % 3
+TESTS = IMAGES[:12], LABELS[:12]
+DATA = ((IMAGES, LABELS), TESTS)
+PARTS: dict[str, Any] = {"data": DATA, "partition": IID(clients=4), "schedule": {"cohort": 2}, "model": Mlp((8,))}
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def ran(out: str = "a", **given: Any) -> raysim.Result:
+    return raysim.run(**(SMALL | PARTS | {"out": out} | given))
+
+
+class Twice(FedProx):
+    """Its argument is not what it keeps."""
+
+    def __init__(self, mu: float = 0.1):
+        super().__init__(2 * mu)
+
+
+# --- objects and the stored configuration ---------------------------------------------------------------------------
+def test_objects_run_as_the_words_that_they_are_stored_as() -> None:
+    parts: dict[str, Any] = {
+        "data": Synthetic(samples=60, test_samples=12, classes=3),
+        "partition": IID(clients=4),
+        "model": Mlp((8,)),
+        "schedule": Buffered(concurrency=2, size=1),
+        "fleet": Lognormal(),
+    }
+    objects = ran("objects", methods=[FedProx(np.float64(0.25))], **parts)
+    words = raysim.run(
+        "method=fedprox method.fedprox.mu=0.25 data=synthetic data.samples=60 data.test_samples=12 data.classes=3 "
+        "partition=iid partition.clients=4 model=mlp model.widths=[8] fleet=lognormal",
+        **(SMALL | {"schedule": "buffered", "schedule.concurrency": 2, "schedule.size": 1, "out": "words"}),
+    )
+    assert objects.summary["model_sha256"] == words.summary["model_sha256"]
+    stored, said = (load_yaml(Path(out, "config.yaml")) for out in ("objects", "words"))
+    for group in ("method", "partition", "model", "schedule", "fleet"):
+        assert {k: v for k, v in said[group].items() if v is not None} == {
+            k: v for k, v in stored[group].items() if v is not None
+        }
+    assert stored["choices"]["method"] == ["fedprox"] and stored["choices"]["model"] == "mlp"
+    again = raysim.run(["out=objects", "resume=latest", "rounds=3"], quiet=True)
+    assert (
+        again.summary["model_sha256"]
+        == raysim.run(["out=words", "resume=latest", "rounds=3"], quiet=True).summary["model_sha256"]
+    )
+
+
+def test_names_and_values_stand_beside_objects() -> None:
+    found = ran(methods=["fedbn", FedProx(0.1)], model=NormedMlp(), fleet="lognormal")
+    assert found.summary["methods"] == ["fedbn", "fedprox"]
+    assert found.experiment.config["choices"]["fleet"] == "lognormal"
+    assert found.experiment.spec.settings.local.epochs == 1
+
+
+@pytest.mark.parametrize("part", [FedProx(0.3), Mlp([3, 4]), IID(clients=3), Lognormal(sigma=0.5), Buffered(4, 2)])
+def test_a_part_with_plain_values_is_written_by_its_class_and_arguments(part: object) -> None:
+    node = written(part)
+    assert OBJECT not in node
+    assert node["_target_"] == f"{type(part).__module__}.{type(part).__name__}"
+
+
+@dataclass(frozen=True)
+class Holding(NormedMlp):
+    """Has what no file can hold."""
+
+    what: object = None
+
+
+def test_a_part_that_no_file_can_hold_is_told_from_one_that_it_can() -> None:
+    class Local(FedProx):
+        pass
+
+    changed = FedProx(0.1)
+    changed.more = 1  # type: ignore[attr-defined]
+    for part in (Local(0.1), Holding(what=lambda: 0), Holding(what=torch.ones(2)), Twice(0.1), changed):
+        assert OBJECT in written(part), part
+
+
+def test_a_run_with_an_object_that_no_file_can_hold_goes_on_only_with_it(capsys: pytest.CaptureFixture[str]) -> None:
+    model = Holding(what=lambda: 0)
+    raysim.run(**(SMALL | PARTS | {"model": model, "out": "a", "quiet": False, "rounds": 1}))
+    assert "model: config.yaml cannot hold this object; give it again to go on" in capsys.readouterr().out
+    with pytest.raises(
+        Refused, match=r"model: .*Holding was an object from Python: give it again to go on, raysim.run"
+    ):
+        raysim.run(["out=a", "resume=latest", "rounds=2"], quiet=True)
+    again = raysim.run(["out=a", "resume=latest", "rounds=2"], model=model, quiet=True)
+    assert again.summary["model_sha256"] == ran("b", model=model).summary["model_sha256"]
+    with pytest.raises(Refused, match=r"model: .*give it again"):
+        raysim.load("a").model()
+    assert raysim.load("a", model=model).predictions().classes.shape == (12,)
+
+
+def test_methods_that_no_file_can_hold_are_given_again_to_load() -> None:
+    found = ran(methods=[FedBN(), Twice(0.1)], model=NormedMlp())
+    with pytest.raises(Refused, match=r"method\.fedprox: .*Twice was an object from Python: .*methods=\.\.\."):
+        raysim.load("a").client_model(0)
+    loaded = raysim.load("a", methods=[FedBN(), Twice(0.1)])
+    assert (loaded.predictions(0).scores == found.predictions(0).scores).all()
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        ({"methods": FedProx()}, "methods=.* is no list"),
+        ({"methods": [FedProx]}, r"methods=FedProx is a class: give an object of it, FedProx\(...\)"),
+        ({"methods": [FedProx(), "fedprox"]}, "methods holds fedprox twice"),
+        ({"methods": [FedProx(), FedProx()]}, "methods holds fedprox twice"),
+        ({"methods": [IID(clients=2)]}, "it is no raysim.Method"),
+        ({"methods": [], "method": "fedprox"}, "method is given twice"),
+        ({"schedule": IID(clients=2)}, "schedule=.* does not fit there: it has no method 'decide'"),
+        ({"partition": "idd"}, "partition=idd does not exist: did you mean iid"),
+        ({"roundz": 3}, "roundz does not exist: did you mean rounds"),
+        ({"rounds": "many"}, "rounds=many must be an integer"),
+        ({"data": 3}, "data=int has no samples"),
+        ({"data": (IMAGES, LABELS[:3])}, "give each input one label"),
+        ({"data": (IMAGES, LABELS - 1)}, "labels must be numbers from 0 on"),
+        ({"model": 3}, "model=3 does not fit there"),
+        ({"model": Mlp}, r"model=Mlp is a class: give an object of it, Mlp\(...\)"),
+        ({"model": nn.Linear(3, 3)}, "the model Linear cannot take inputs of shape"),
+        ({"data": ((IMAGES, LABELS), (IMAGES[:, :4], LABELS))}, "make them alike"),
+    ],
+)
+def test_what_does_not_fit_is_one_sentence(given: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(Refused, match=sentence) as refused:
+        ran(**given)
+    assert "\n" not in str(refused.value) and not Path("a").exists()
+
+
+def test_a_word_and_an_argument_for_one_key_are_refused() -> None:
+    with pytest.raises(Refused, match="rounds is given twice, in a word and as rounds=2"):
+        raysim.run("rounds=3", **(SMALL | PARTS))
+    with pytest.raises(Refused, match=r"model=\.\.\. has no effect on what build returned"):
+        raysim.run(raysim.build(**(_without(SMALL, "quiet") | PARTS)), model=Mlp())
+
+
+def _without(mapping: dict[str, Any], key: str) -> dict[str, Any]:
+    return {name: value for name, value in mapping.items() if name != key}
+
+
+# --- data -----------------------------------------------------------------------------------------------------------
+def test_arrays_tensors_and_torch_data_sets_are_the_same_data() -> None:
+    tensors = torch.from_numpy(IMAGES), torch.from_numpy(LABELS)
+    halves = torch.utils.data.TensorDataset(*tensors), torch.utils.data.TensorDataset(tensors[0][:12], tensors[1][:12])
+    rows = [*zip(IMAGES, LABELS, strict=True)]
+
+    class Rows(torch.utils.data.Dataset[Any]):
+        def __len__(self) -> int:
+            return len(rows)
+
+        def __getitem__(self, row: int) -> Any:
+            return rows[row]
+
+    given = [DATA, {"train": tensors, "test": TESTS}, halves, (Rows(), TESTS), ((IMAGES[:, None], LABELS), TESTS)]
+    digests = {
+        raysim.build(**(_without(SMALL, "quiet") | PARTS | {"data": data})).config["data"]["digest"] for data in given
+    }
+    assert len(digests) == 1
+
+
+def test_arrays_are_known_by_their_content_when_a_run_goes_on_and_read_from_the_cache() -> None:
+    ran(rounds=1)
+    again = raysim.run(["out=a", "resume=latest", "rounds=2"], quiet=True)
+    assert again.summary["model_sha256"] == ran("b").summary["model_sha256"]
+    with pytest.raises(Refused, match=r"data\.digest=.* differs from data\.digest="):
+        ran(resume="latest", data=((IMAGES[::-1].copy(), LABELS), TESTS), rounds=3)
+    again.experiment.spec.data.dataset_path.unlink()
+    with pytest.raises(Refused, match="the cache of this machine lacks them: give them again"):
+        raysim.run(["out=a", "resume=latest", "rounds=3"], quiet=True)
+    assert ran(resume="latest", rounds=3).summary["rounds"] == 3
+
+
+def test_labels_may_be_names_and_colours_may_come_last() -> None:
+    colours = RNG.integers(0, 256, (30, 8, 8, 3), dtype=np.uint8)
+    data = raysim.build(
+        **(_without(SMALL, "quiet") | PARTS | {"data": (colours, np.array(["b", "a", "c"] * 10))})
+    ).spec.data
+    assert data.open().shape == (3, 8, 8) and data.open().class_names == ["a", "b", "c"]
+    assert len(data.central) == 0
+    assert Arrays(digest="x").digest == "x"
+
+
+def test_floats_tokens_and_labels_of_other_kinds_are_told_apart() -> None:
+    def task(inputs: np.ndarray, labels: np.ndarray) -> Any:
+        given = (
+            _without(SMALL, "quiet")
+            | PARTS
+            | {"data": (inputs, labels), "model": lambda num_classes: Flat(num_classes)}
+        )
+        return raysim.build(**given).spec.task
+
+    numbers, tokens = RNG.standard_normal((40, 6)), RNG.integers(0, 5000, (40, 6))
+    assert (found := task(numbers, np.arange(40) % 4)).kind == "classification" and found.shape == (6,)
+    assert task(numbers, RNG.standard_normal(40)).kind == "regression"
+    assert task(numbers, RNG.integers(0, 2, (40, 3))).kind == "multilabel"
+    assert task(tokens, np.arange(40) % 4).tokens.size == tokens.max() + 1
+
+
+# --- networks of the user's own ---------------------------------------------------------------------------------------
+class Flat(nn.Module):
+    """A network that knows nothing of raysim."""
+
+    def __init__(self, num_classes: int, width: int = 5):
+        super().__init__()
+        self.hidden, self.out = nn.LazyLinear(width), nn.Linear(width, num_classes)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.out(self.hidden(x.flatten(1).float()).relu())
+        return out
+
+
+def flat(num_classes: int, width: int = 7) -> nn.Module:
+    """One that lies here."""
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, width), nn.ReLU(), nn.Linear(width, num_classes))
+
+
+def test_a_function_that_makes_a_network_is_stored_by_its_name_and_keys_stay_those_of_the_network() -> None:
+    found = ran(model=flat)
+    stored = load_yaml(Path("a/config.yaml"))
+    assert stored["model"] == {"_target_": f"{__name__}.flat"} and stored["choices"]["model"] == "flat"
+    assert list(found.model().state_dict()) == list(flat(3).state_dict())
+    again = raysim.run(["out=a", "resume=latest", "rounds=3"], quiet=True, allow=[__name__])
+    assert again.summary["model_sha256"] == ran("b", model=flat, rounds=3).summary["model_sha256"]
+    assert torch.equal(again.model()[1].weight, raysim.load("a", allow=[__name__]).client_model(0)[1].weight)
+
+
+def test_a_module_starts_from_its_own_values_and_is_given_again() -> None:
+    torch.manual_seed(1)
+    module = flat(3)
+    before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
+    found = ran(model=module, rounds=1)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in module.state_dict().items())
+    moved = found.model().state_dict()
+    assert 0 < (moved["1.weight"] - before["1.weight"]).abs().max() < 1
+    with pytest.raises(Refused, match=r"model: torch.*Sequential was an object from Python"):
+        raysim.run(["out=a", "resume=latest", "rounds=2"], quiet=True)
+    again = raysim.run(["out=a", "resume=latest", "rounds=2"], model=module, quiet=True)
+    assert again.summary["model_sha256"] == ran("b", model=module).summary["model_sha256"]
+
+
+# --- a result ---------------------------------------------------------------------------------------------------------
+def test_a_results_tables_are_data_frames() -> None:
+    found = ran()
+    assert list(found.history["round"]) == [1, 2]
+    assert found.history["train_loss"].tolist() == [row["train_loss"] for row in found.rows]
+    assert repr(found).startswith("Result(a: 2 rounds, accuracy 0.")
+
+
+@pytest.mark.parametrize("methods", [[], [FedExP(1e-6)]], ids=["fedavg", "fedexp"])
+def test_predictions_score_what_the_history_says(methods: list[Any]) -> None:
+    found = ran(methods=methods)
+    predictions = found.predictions()
+    assert (predictions.classes == predictions.labels).mean() == found.rows[-1]["accuracy_global"]
+    assert predictions.scores.shape == (12, 3) and (predictions.labels == LABELS[:12]).all()
+    each = [found.predictions(client) for client in range(4)]
+    means = [(own.classes == own.labels).mean() for own in each if len(own.labels)]
+    assert np.mean(means) == pytest.approx(found.rows[-1]["accuracy"], abs=1e-12)
+
+
+def test_the_model_of_a_result_has_the_final_weights_and_predicts() -> None:
+    found = ran()
+    model = found.model()
+    assert isinstance(model, nn.Module) and not model.training
+    inputs = torch.from_numpy(TESTS[0]).float()[:, None] / 255
+    assert torch.equal(model(inputs), torch.from_numpy(found.predictions().scores))
+    loaded = raysim.load("a")
+    assert repr(loaded) == repr(found)
+    for name, tensor in loaded.model().state_dict().items():
+        assert torch.equal(tensor, model.state_dict()[name])
+    assert torch.equal(found.client_model(2).state_dict()["head.weight"], model.state_dict()["head.weight"])
+
+
+def test_a_clients_own_model_holds_what_it_keeps_to_itself() -> None:
+    found = ran(methods=[FedBN()], model=NormedMlp(), rounds=3)
+    with pytest.raises(Refused, match="every client of this run has a model of its own"):
+        found.model()
+    with pytest.raises(Refused, match="every client of this run"):
+        found.predictions()
+    own = [found.client_model(client) for client in range(4)]
+    layers = [next(m for m in model.modules() if isinstance(m, nn.BatchNorm1d)) for model in own]
+    assert len({float(layer.running_mean.sum()) for layer in layers if layer.running_mean is not None}) > 1
+    hits = [found.predictions(client) for client in range(4)]
+    accuracy = np.mean([(own.classes == own.labels).mean() for own in hits])
+    assert accuracy == pytest.approx(found.rows[-1]["accuracy"], abs=1e-12)
+    with pytest.raises(Refused, match="client 9 does not exist: this run has clients 0 to 3"):
+        found.client_model(9)
+
+
+def test_without_a_checkpoint_there_is_the_shared_model_alone() -> None:
+    plain = ran("plain", checkpoint={"every": 0})
+    assert (plain.predictions().classes == plain.predictions().labels).mean() == plain.rows[-1]["accuracy_global"]
+    found = ran("own", methods=[FedBN()], model=NormedMlp(), checkpoint={"every": 0})
+    with pytest.raises(Refused, match=r"set checkpoint\.every above 0"):
+        found.client_model(0)
+
+
+def test_a_folder_that_is_no_run_is_one_sentence() -> None:
+    with pytest.raises(Refused, match="nowhere is no folder"):
+        raysim.load("nowhere")
+
+
+def test_looking_at_a_result_leaves_torch_as_it_was() -> None:
+    found = ran()
+    torch.set_num_threads(2)
+    found.predictions()
+    assert torch.get_num_threads() == 2 and not torch.are_deterministic_algorithms_enabled()
+
+
+# --- the package ------------------------------------------------------------------------------------------------------
+def test_every_name_of_the_package_is_there_and_says_what_it_is() -> None:
+    for name in set(raysim.__all__) - {"__version__"}:
+        found = getattr(raysim, name)
+        assert found.__doc__, name
+        assert name in dir(raysim)
+    assert raysim.__version__.count(".") == 2
+    assert (Path(raysim.__file__).parent / "py.typed").is_file()
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        raysim.nothing  # noqa: B018

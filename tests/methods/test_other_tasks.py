@@ -1,0 +1,114 @@
+"""Every method on data that are no images with classes: it trains, or refuses by its name before anything starts."""
+
+from __future__ import annotations
+
+import functools
+import re
+
+import pytest
+from cluster import Hosts
+from test_conformance import TABLE
+from tiny_runs import changed, coordinate, ran, run, run_spec
+
+from raysim.api.declarations import Evaluation, Finetune, Local
+from raysim.data.federated import FederatedData, federate
+from raysim.data.partition import IID, Natural
+from raysim.data.sources import Markov, Tabular
+from raysim.methods.fedprox import FedProx
+from raysim.methods.scaffold import Scaffold
+from raysim.models import Gru, Lora, Mlp, ModelRecipe, Transformer
+from raysim.simulation.schedule import Synchronous
+from raysim.training.run_spec import RunSpec
+
+GRU = Gru(embedding=4, width=6)
+TRANSFORMER = Transformer(width=8, blocks=1)
+LOCAL = Local(lr=0.05, batch=8)
+MIXES = {"mixup", "fedmix", "fedbr"}  # they add inputs up
+DATA = {
+    "tokens": lambda: federate(
+        Markov(users=5, samples=20, test_samples=4, vocabulary=6, length=6, shortest=3), Natural(), 0
+    ),
+    "values": lambda: federate(Tabular("diabetes"), IID(clients=5), 0),
+}
+MODELS: dict[str, ModelRecipe] = {"tokens": GRU, "values": Mlp((6,))}
+
+
+@functools.cache
+def data(kind: str) -> FederatedData:
+    return DATA[kind]()
+
+
+@pytest.mark.parametrize("kind", DATA)
+@pytest.mark.parametrize("name", TABLE)
+def test_a_method_trains_or_says_by_name_why_it_cannot(name: str, kind: str) -> None:
+    method = TABLE[name].make()
+    lacks = {"tokens": {"images", "numbers"}, "values": {"classes", "images"}}[kind]
+    spec = run_spec(method, model=MODELS[kind], data=data(kind), local=LOCAL)
+    if lacks & method.needs:
+        with pytest.raises(ValueError, match=f"^method '{method.name}' needs "):
+            run(spec)
+        return
+    try:
+        ended = run(spec, rounds=2)
+    except ValueError as error:  # of a check of the method's own
+        assert re.match(f"method '?{method.name}'?", str(error)) or f"method.{method.name}" in str(error)
+    else:
+        assert not ended.failures and ended.rows[-1]["train_loss"] is not None
+
+
+def test_the_methods_that_add_inputs_up_are_those_that_say_so() -> None:
+    assert {name for name, row in TABLE.items() if "numbers" in row.make().needs} == MIXES
+
+
+@pytest.mark.parametrize("model", [GRU, TRANSFORMER, Transformer(width=8, blocks=1, dropout=0.2)], ids=repr)
+def test_token_runs_have_the_same_bits_on_one_host_and_on_two(model: ModelRecipe, hosts: Hosts) -> None:
+    spec = run_spec(FedProx(0.1), Scaffold(), model=model, data=data("tokens"), local=LOCAL)
+    here = run(spec)
+    there = ran(coordinate(spec, runtime=hosts.runtime(changed(spec), 2)))
+    assert there.bits == here.bits and there.history == here.history and not here.failures
+
+
+def test_a_transformer_trains_in_lanes_and_a_gru_says_that_it_cannot() -> None:
+    alone, lanes = (
+        run(run_spec(model=TRANSFORMER, data=data("tokens"), local=LOCAL, lanes=count)).rows[-1] for count in (1, 2)
+    )
+    assert lanes["loss_global"] == pytest.approx(alone["loss_global"], rel=1e-3)
+    with pytest.raises(ValueError, match=r"runtime\.lanes=2: the model or the loop cannot .* set runtime\.lanes=1"):
+        run(run_spec(model=GRU, data=data("tokens"), local=LOCAL, lanes=2))
+
+
+@pytest.mark.parametrize("lanes", [1, 2])
+def test_adapters_travel_alone_and_learn(lanes: int) -> None:
+    pytest.importorskip("peft")
+    model = Transformer(width=8, blocks=1, lora=Lora(rank=2, layers=["qkv"]))
+    ended = run(run_spec(model=model, data=data("tokens"), local=Local(lr=0.3, batch=8), lanes=lanes), rounds=6)
+    assert ended.coordinator.layout.shared == 2 * (8 + 24) + 8 * 6 + 6  # one adapter, and the head
+    assert ended.rows[-1]["loss_global"] < ended.rows[0]["loss_global"]  # type: ignore[operator]
+
+
+def test_a_user_is_scored_on_its_own_sequences() -> None:
+    spec: RunSpec = run_spec(model=GRU, data=data("tokens"), local=LOCAL)
+    row = run(spec).rows[-1]
+    assert {f"accuracy.user {user}" for user in range(5)} <= row.keys() and "accuracy_worst_domain" in row
+
+
+# --- values ---------------------------------------------------------------------------------------------------------
+def test_errors_take_the_place_of_accuracy_and_the_largest_is_the_worst() -> None:
+    rows = run(run_spec(model=Mlp((6,)), data=data("values"), local=LOCAL), Synchronous(5), rounds=8).rows
+    assert not any(key.startswith("accuracy") for key in rows[0])
+    assert rows[-1]["mae_worst"] > rows[-1]["mae"] and rows[-1]["mae_global"] < rows[0]["mae_global"]  # type: ignore[operator]
+    evaluate = Evaluation(metric="mse")
+    rows = run(run_spec(model=Mlp((6,)), data=data("values"), local=LOCAL), rounds=1, evaluate=evaluate).rows
+    assert rows[0]["mse_global"] == pytest.approx(rows[0]["loss_global"])
+
+
+def test_a_metric_of_another_kind_and_looks_at_classes_are_refused() -> None:
+    spec = run_spec(model=Mlp((6,)), data=data("values"), local=LOCAL)
+    with pytest.raises(ValueError, match=r"evaluate\.metric=accuracy does not score regression: use mae or mse"):
+        run(spec, evaluate=Evaluation(metric="accuracy"))
+    with pytest.raises(
+        ValueError, match=r"evaluate\.probe=1 looks at features and classes, and this data is for regression"
+    ):
+        run(spec, evaluate=Evaluation(probe=1))
+    tuned = run(spec, evaluate=Evaluation(finetune=Finetune(1, head=True))).rows[-1]
+    assert tuned["mae_finetuned"] is not None

@@ -1,0 +1,168 @@
+"""Networks that others wrote: split into features and a head where that is possible, whole otherwise; and adapters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from tiny_runs import run, run_spec
+from torch import Tensor, nn
+
+from raysim.methods.feddecorr import FedDecorr
+from raysim.methods.fedprox import FedProx
+from raysim.models import Lora, Own, Timm, Torchvision, Transformer, split
+from raysim.models.split import Split, Whole
+from raysim.primitives.kinds import Tokens
+
+SHAPE = (1, 8, 8)
+
+
+class Two(nn.Module):
+    """A head named fc behind a body, and a branch of which nothing comes out."""
+
+    def __init__(self, num_classes: int = 5, width: int = 7, after: bool = False):
+        super().__init__()
+        self.body = nn.Sequential(nn.Flatten(), nn.Linear(64, width), nn.ReLU())
+        self.fc = nn.Linear(width, num_classes)
+        self.unused = nn.Linear(2, 2)
+        self.after = after
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.fc(self.body(x))
+        return out.sigmoid() if self.after else out
+
+
+def inputs() -> Tensor:
+    return torch.randn(3, *SHAPE, generator=torch.Generator().manual_seed(0))
+
+
+def test_a_network_is_split_at_the_layer_that_is_named_and_makes_the_same_outputs() -> None:
+    net, x = Two(), inputs()
+    expected = net(x)
+    model = split(net, 5, x, head="fc")
+    assert isinstance(model, Split) and model.feature_dim == 7 and model.num_classes == 5
+    assert torch.equal(model(x), expected) and torch.equal(model.head(model.features(x)), expected)
+    assert "fc.weight" not in dict(model.named_parameters()) and model.training
+    assert torch.equal(model.whole()(x), expected) and model.whole().state_dict().keys() == Two().state_dict().keys()
+
+
+def test_without_a_name_the_last_linear_layer_is_the_head() -> None:
+    x = inputs()
+    model = split(nn.Sequential(nn.Flatten(), nn.Linear(64, 4), nn.ReLU(), nn.Linear(4, 5)), 5, x)
+    assert isinstance(model, Split) and model.feature_dim == 4
+
+
+def test_a_network_with_something_behind_its_last_layer_stays_whole() -> None:
+    net, x = Two(after=True), inputs()
+    expected = net(x)
+    model = split(net, 5, x)
+    assert isinstance(model, Whole) and torch.equal(model(x), expected)
+    with pytest.raises(ValueError, match=r"model\.head=fc is not the last step of Two"):
+        split(net, 5, x, head="fc")
+
+
+@pytest.mark.parametrize(
+    ("net", "head", "sentence"),
+    [
+        (Two, "body", r"model\.head=body is no linear layer of Two; it has body\.1, fc, unused"),
+        (lambda: Two(4), None, r"makes outputs of shape \[3, 4\] of 3 inputs; they must be \[3, 5\]"),
+        (lambda: nn.Linear(9, 5), None, r"cannot take inputs of shape \[1, 8, 8\] and type torch\.float32"),
+    ],
+)
+def test_what_does_not_fit_is_refused_in_one_sentence(net: Callable[[], nn.Module], head: str | None, sentence: str):
+    with pytest.raises(ValueError, match=sentence):
+        split(net(), 5, inputs(), head)
+
+
+def test_a_function_gets_what_the_data_say_and_the_seed_decides_its_values() -> None:
+    def make(num_classes: int, input_shape: tuple[int, ...], width: int) -> nn.Module:
+        assert input_shape == SHAPE
+        return Two(num_classes, width)
+
+    recipe = Own(make, {"width": 6}, head="fc")
+    first, again, other = (recipe.build(SHAPE, 5, seed) for seed in (1, 1, 2))
+    assert first.feature_dim == 6
+    assert torch.equal(first.head.weight, again.head.weight) and not torch.equal(first.head.weight, other.head.weight)
+
+
+def test_a_module_is_where_training_starts() -> None:
+    net = Two()
+    model = Own(net).build(SHAPE, 5, 1)
+    assert isinstance(model, Whole)  # its last linear layer is another one
+    assert torch.equal(model.get_parameter("net.fc.weight"), net.fc.weight) and model.get_submodule("net") is not net
+
+
+def test_a_whole_network_trains_with_methods_that_need_no_features_and_the_others_say_so() -> None:
+    whole = Own(lambda: Two(after=True))
+    assert run(run_spec(FedProx(), model=whole)).finished.model_sha256
+    with pytest.raises(
+        ValueError, match=r"method 'feddecorr' needs features .* name its last linear layer with model\.head"
+    ):
+        run(run_spec(FedDecorr(), model=whole))
+    assert run(run_spec(FedDecorr(), model=Own(Two, head="fc"))).rows[-1]["failures"] == 0
+
+
+@pytest.mark.parametrize("lanes", [1, 2])
+def test_a_network_of_ones_own_learns_as_ours_does(lanes: int) -> None:
+    spec = run_spec(model=Own(Two, head="fc"), lanes=lanes)
+    rows = run(spec, rounds=6).rows
+    assert rows[-1]["loss_global"] < rows[0]["loss_global"]  # type: ignore[operator]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "shape"),
+    [
+        (Torchvision("squeezenet1_1"), (3, 32, 32)),  # its head is a convolution
+        (Torchvision("resnet18"), (3, 32, 32)),
+        (Timm("test_resnet"), (1, 32, 32)),
+    ],
+)
+def test_networks_by_name(recipe: Any, shape: tuple[int, ...]) -> None:
+    model = recipe.build(shape, 4, 0)
+    assert model(torch.randn(2, *shape)).shape == (2, 4) and model.splits == (recipe.name != "squeezenet1_1")
+
+
+def test_a_name_that_nobody_knows_is_refused_with_the_nearest_one() -> None:
+    with pytest.raises(
+        ValueError, match=r"model\.name=resnet19 is no classifier of torchvision: did you mean resnet18"
+    ):
+        Torchvision("resnet19").build((3, 32, 32), 4, 0)
+    with pytest.raises(ValueError, match=r"model\.name=resnet10x is no model of timm: did you mean"):
+        Timm("resnet10x").build((3, 32, 32), 4, 0)
+
+
+def test_a_package_that_is_not_there_is_missed_by_the_name_of_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    import sys
+
+    monkeypatch.setitem(sys.modules, "timm", None)
+    with pytest.raises(ValueError, match=r"model\.name=resnet10t needs the package timm .* the extra \[timm\]"):
+        Timm("resnet10t").build((3, 32, 32), 4, 0)
+
+
+# --- adapters -------------------------------------------------------------------------------------------------------
+def test_with_adapters_only_they_and_the_head_are_trained_and_the_rest_is_the_same_everywhere() -> None:
+    recipe = Transformer(lora=Lora(rank=2))
+    model, again = (recipe.build((6,), 3, 5, Tokens(11)) for _ in range(2))
+    trained = {name for name, p in model.named_parameters() if p.requires_grad}
+    assert trained and all("lora_" in name or name.startswith("head.") for name in trained)
+    assert {"head.weight", "head.bias"} < trained
+    state = again.state_dict()
+    assert all(torch.equal(value, state[key]) for key, value in model.state_dict().items())
+    plain = Transformer().build((6,), 3, 5, Tokens(11))
+    x = torch.randint(11, (4, 6))
+    assert torch.equal(plain.extractor(x), model.extractor(x))  # adapters start as nothing
+
+
+def test_adapters_on_a_network_of_ones_own_travel_alone() -> None:
+    spec = run_spec(model=Own(Two, head="fc", lora=Lora(rank=2, layers=["body.1"])))
+    ended = run(spec)
+    # 2 x (64 + 7) of the adapter, 7 x 5 + 5 of the head
+    assert ended.coordinator.layout.shared == 2 * (64 + 7) + 40
+    assert any(ended.tensors[name].any() for name in ended.tensors if "lora_B" in name)
+
+
+def test_layers_that_are_not_there_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"model\.lora\.layers=\['nowhere'\]"):
+        Transformer(lora=Lora(rank=2, layers=["nowhere"])).build((6,), 3, 5, Tokens(11))
