@@ -175,6 +175,8 @@ def test_a_study_is_one_tracked_run_with_its_runs_below_and_report_and_tables_in
     assert (len(runs), parent.info.status, parent.data.tags["study"]) == (3, "FINISHED", "s")
     told = {(run.data.tags["study"], run.data.tags["method"], run.data.tags["seed"]) for run in children}
     assert told == {("s", "fedavg", "0"), ("s", "fedprox", "0")}
+    finals = {run.data.tags["method"]: run.data.metrics["accuracy"] for run in children}
+    assert {name: parent.data.metrics[f"summary/final.{name}"] for name in finals} == finals
     files = {item.path for item in client.list_artifacts(parent.info.run_id)}
     assert {"report.html", "study.csv", "study.json", "study.tex", "study.yaml"} <= files
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 
 from raysim.commands.study.runner import Campaign
+from raysim.primitives.files import from_json
 from raysim.results.tracking import Tracker, origin
 
 FILES = ("report.html", "study.csv", "differences.csv", "study.json", "study.tex", "study.png", "study.yaml")
@@ -30,5 +32,17 @@ def tracked(campaign: Campaign, say: Callable[[str], None]) -> Iterator[None]:
         status = "KILLED"
         raise
     finally:
-        counts = {"runs": len(campaign.cells)}
-        tracker.finish(counts, [folder / name for name in FILES if (folder / name).is_file()], status)
+        files = [folder / name for name in FILES if (folder / name).is_file()]
+        tracker.finish({"runs": len(campaign.cells), **_means(folder)}, files, status)
+
+
+def _means(folder: Path) -> Mapping[str, object]:
+    """The mean of every metric by setting, for the charts of the study itself: {"final": {"fedavg": 0.8}}."""
+    path = folder / "study.json"
+    found: dict[str, dict[str, float]] = {}
+    for row in from_json(path.read_bytes())["settings"] if path.is_file() else ():
+        setting = " ".join(str(value) for value in row.values() if not isinstance(value, dict))
+        for metric, values in row.items():
+            if isinstance(values, dict) and values["mean"] is not None:
+                found.setdefault(metric, {})[setting] = values["mean"]
+    return found
