@@ -6,7 +6,7 @@
     raysim.run(methods=[MyMethod()], model=MyModel(), data=((x, y), (x_test, y_test)), partition="iid")
     raysim.load("runs/first").model()
 
-`run` and `load` give a `Result`; `build` checks a run without starting it, and `sweep` searches with Ray Tune. What you
+`run` and `load` give a `Result`, `sweep` Ray Tune's `ResultGrid`; `build` checks a run without starting it. What you
 write yourself extends `Method`, `ModelRecipe`, `Source` (it reads a `Raw`), `Partitioner`, `Schedule`, `Fleet` or
 `Observer`; `raysim new NAME` writes a package with one of each, and `raysim.conformance` checks them.
 """
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from raysim.api.method import Method
-    from raysim.commands.sweep.tune import run as sweep
+    from raysim.commands.sweep.tune import sweep
     from raysim.data.partition import CSR, Partition, Partitioner
     from raysim.data.raw import Raw, Source
     from raysim.experiment.execute import build, load, run
@@ -65,7 +65,6 @@ _PLACES = {
     "raysim.simulation.fleet": ("Fleet",),
     "raysim.simulation.schedule": ("Schedule",),
 }
-_ELSEWHERE = {"sweep": "run"}  # what a name is called in its module
 _MODULES = {name: module for module, names in _PLACES.items() for name in names}
 
 
@@ -73,10 +72,5 @@ def __getattr__(name: str) -> Any:
     """Imports what is asked for: `import raysim` itself imports neither PyTorch nor Hydra nor Ray."""
     if name not in _MODULES:
         raise AttributeError(f"module 'raysim' has no attribute {name!r}")
-    found = globals()[name] = getattr(importlib.import_module(_MODULES[name]), _ELSEWHERE.get(name, name))
+    found = globals()[name] = getattr(importlib.import_module(_MODULES[name]), name)
     return found
-
-
-def __dir__() -> list[str]:
-    """With the names that nobody has asked for yet."""
-    return sorted({*globals(), *__all__})

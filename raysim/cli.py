@@ -1,4 +1,4 @@
-"""The command `raysim`: run, study, sweep, submit, methods, partition, fleet, new, report, ...; parse, call, print.
+"""The command `raysim`: run, study, sweep, submit, methods, new, report, bench and others; parse, call, print.
 
 Exit status: 0 done, 1 the run failed, 2 refused as asked (one sentence on stderr), 130 interrupted.
 """
@@ -31,7 +31,7 @@ examples:
 
 The groups method, schedule, fleet, data, partition, model, local, evaluate, runtime, tracking and experiment take the
 name of an option; all other keys take a value. A wrong name is answered with the nearest right one. No word above needs
-quotes in bash or zsh; those with brackets do: 'method=[fedbn,fedadam]' is method=fedbn+fedadam."""
+quotes in bash or zsh; those with brackets do: 'method=fedbn+fedadam' is method=fedbn+fedadam."""
 STUDY = """\
 examples:
   raysim study method=fedavg,fedprox,scaffold seed=0..4 rounds=20 out=studies/mine
@@ -407,9 +407,9 @@ def _sweep(given: argparse.Namespace) -> int:
     moved = search.known and any(word.startswith("runtime") for word in search.words)
     for draft in () if moved else search.search.drafts.values():
         listen_on_loopback(RayOptions(address=draft["runtime"].get("address")))
-    from raysim.commands.sweep.tune import run
+    from raysim.commands.sweep.tune import sweep
 
-    run(search, quiet=given.quiet, allow=given.allow)
+    sweep(search, quiet=given.quiet, allow=given.allow)
     return 0
 
 
@@ -531,6 +531,7 @@ def _folders(runs: Sequence[str]) -> list[Path]:
 def _paper(given: argparse.Namespace) -> int:
     """A published table beside runs, or the tables that a paper has."""
     from raysim.commands.papers.comparison import compare
+    from raysim.commands.papers.results import kept
     from raysim.commands.papers.tables import listing
     from raysim.results.report import load_run
 
@@ -543,7 +544,7 @@ def _paper(given: argparse.Namespace) -> int:
         return 0
     with refusing():
         runs = [load_run(folder) for folder in _folders(given.runs)]
-        print(compare(given.paper, runs, _width()))
+        print(compare(given.paper, runs, _width(), kept(given.paper.partition("/")[0])))
     return 0
 
 

@@ -17,11 +17,13 @@ import pytest
 import yaml
 
 from raysim import cli
+from raysim.commands.new import package
 from raysim.commands.papers.comparison import PAPER_RUNS
 from raysim.commands.papers.tables import tables
 from raysim.commands.study import runner
 from raysim.commands.sweep import search
 from raysim.experiment.compose import compose, plain
+from raysim.experiment.plugins import brought
 from raysim.primitives.errors import Refused
 
 ROOT = Path(__file__).parent.parent
@@ -94,10 +96,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("texts")
     for run in ("runs/a", "runs/b", "runs/mine", "studies/mine/runs/fedavg_seed-0"):
         (root / run).mkdir(parents=True)
+    shutil.copytree(package.write(str(root / "new/mine")) / "mine", root / "mine")
     (root / "conf/fleet").mkdir(parents=True)
     shutil.copy(ROOT / "conf/fleet/lognormal.yaml", root / "conf/fleet/mine.yaml")
     for conf, name in (("mine/conf", "my_method"), ("conf", "lasso")):
-        (root / conf / "method").mkdir(parents=True)
+        (root / conf / "method").mkdir(parents=True, exist_ok=True)
         (root / conf / "method" / f"{name}.yaml").write_text(f"{name}: {{_target_: mine.Mine}}\n")
     for path in ("best.yaml", "runs/mine/best.yaml"):
         (root / path).write_text(yaml.safe_dump(plain(compose())))
@@ -156,6 +159,8 @@ def taken(words: list[str]) -> None:
     assert words[0] in cli.COMMANDS
     given = cli._parsed(words)
     goes_on = "resume=latest" in getattr(given, "overrides", ())
+    if hasattr(given, "conf"):
+        given.conf = [*map(str, brought(["mine"])), *given.conf]  # as if it were installed
     if words[0] in ("run", "partition"):
         compose(given.overrides, given.conf, getattr(given, "config", None))
     elif words[0] == "study" and not goes_on:
@@ -171,6 +176,7 @@ def test_raysim_takes_the_words_of_a_command(
     command: str, in_bash: dict[str, list[str]], folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(folder)
+    monkeypatch.syspath_prepend(str(folder))
     words = in_bash[command]
     assert words, f"{COMMANDS[command]}: nothing reaches raysim of: {command}"
     try:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from raysim.api.declarations import Local, Task
 from raysim.api.private_state import PrivateState
 from raysim.data.partition import CSR
+from raysim.models.classifier import splits
 from raysim.primitives.streams import stream
 from raysim.vectors.layout import Vector
 from raysim.vectors.optimizer import Optimizers
@@ -249,7 +250,7 @@ class Outputs:
 
     def _outputs_of(self, model: Classifier, features: Callable[[], Tensor]) -> Tensor:
         """Of its features, which others may ask for too; of a model without features, of the inputs."""
-        return cast(Tensor, model.head(features()) if model.splits else model(self.batch.inputs))
+        return cast(Tensor, model.head(features()) if splits(model) else model(self.batch.inputs))
 
     @property
     def base_features(self) -> Tensor:

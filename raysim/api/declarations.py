@@ -181,7 +181,8 @@ class Local:
 
     Either `epochs` passes over the client's samples or `steps` batches. lr_decay multiplies the rate once per version.
     sampling: "shuffle" reshuffles every pass and keeps the smaller last batch; "replacement" draws full batches.
-    phases: into how many parts a budget of steps is cut for methods that select samples per epoch.
+    phases: into how many parts a budget of steps is cut for methods that select samples per epoch. keep_optimizer: a
+    client's optimisers go on, with momentum and counts of steps, where its last participation left them.
     """
 
     optimizer: Literal["sgd", "adam"] = "sgd"
@@ -196,6 +197,7 @@ class Local:
     batch: int = 32
     sampling: Literal["shuffle", "replacement"] = "shuffle"
     phases: int = 10
+    keep_optimizer: bool = False
 
     def __post_init__(self) -> None:
         above("local.lr", self.lr, 0)

@@ -37,6 +37,7 @@ class Method:
     targets: ClassVar[Literal["any", "soft", "integer"]] = "any"  # "soft": makes them soft; "integer": needs labels
     pools: ClassVar[bool] = False  # whether it trains one model on the clients' pooled data
     needs_single_updates: ClassVar[bool] = False  # whether its `absorb` reads deltas, and `moves` of updates
+    keep_optimizer: bool = False  # whether it keeps the optimisers of a client itself, as `local.keep_optimizer` does
 
     # What it can do nothing without: "classes" as labels, "features" that a head turns into outputs, "images", or
     # "numbers", inputs that can be added up and have a gradient.
@@ -149,6 +150,13 @@ class Method:
 
     def gradient(self, ctx: Context, grad: Tensor, part: slice) -> None:
         """Correct, in place, the gradient of the shared parameters `ctx.vector.data[part]` that `ctx.stage` trains."""
+
+    def watch(self, row: Mapping[str, int | float | None]) -> str:
+        """A sentence to warn with once a round is done, from its row of the history; "" where nothing is amiss.
+
+        Asked of every round until it says something, and then no more.
+        """
+        return ""
 
     # --- scoring -------------------------------------------------------------------------------------------------
     def predict(self, logits: Tensor) -> Tensor:

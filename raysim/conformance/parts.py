@@ -55,27 +55,30 @@ def _network(study: Study, seed: int = SEED) -> nn.Module:
 
 
 def _seeded(study: Study) -> None:
-    torch.manual_seed(0)
-    before = torch.get_rng_state()
-    one, again, other = (_network(study, seed).state_dict() for seed in (1, 1, 2))
-    assert torch.equal(torch.get_rng_state(), before), "the model draws from torch's generator of this process"
+    values = []
+    with torch.random.fork_rng(devices=[]):
+        for seed, elsewhere in ((1, 0), (1, 1), (2, 0)):
+            torch.manual_seed(elsewhere)  # whoever draws from it is found
+            values.append(_network(study, seed).state_dict())
+    one, again, other = values
     assert one.keys() == again.keys() == other.keys(), "the model has other parameters with another seed"
-    assert all(torch.equal(one[name], again[name]) for name in one), "one seed gives two networks"
+    assert all(torch.equal(one[name], again[name]) for name in one), "one seed gives two networks, by torch's generator"
     assert any(not torch.equal(one[name], other[name]) for name in one), "two seeds give the same network"
 
 
 def _split(study: Study) -> None:
     task, model = study.spec().task, cast(Classifier, _network(study).eval())
     inputs = task.example(4)
-    if not splits(model):
-        return
     with torch.no_grad():
-        features, logits = model.features(inputs), model(inputs)
+        logits = model(inputs)
+        assert logits.shape == (4, task.num_classes), f"outputs of shape {list(logits.shape)} must be [4, classes]"
+        if not splits(model):
+            return
+        features = model.features(inputs)
         made = model.head(features)
     assert features.shape == (4, model.feature_dim), (
         f"features of shape {list(features.shape)} must be [4, feature_dim]"
     )
-    assert logits.shape == (4, task.num_classes), f"outputs of shape {list(logits.shape)} must be [4, classes]"
     assert torch.equal(made, logits), "the head makes other outputs of the features than the model"
 
 

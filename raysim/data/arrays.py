@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset, TensorDataset
 
+from raysim.data.columns import labels_of
 from raysim.data.raw import Raw, Source
-from raysim.primitives.kinds import Kind
 
 _given: dict[str, Raw] = {}  # by checksum, while they are stored
 
@@ -37,14 +37,13 @@ def arrays(data: object) -> Arrays:
 
     data: (inputs, labels), of which no row is for central tests; ((inputs, labels), (inputs, labels)), the second for
     tests, or {"train": ..., "test": ...}. Arrays, tensors, lists; or a `torch.utils.data.Dataset` in place of a pair.
-    Inputs [n, ...]: uint8 images [n, h, w], [n, c, h, w] or [n, h, w, c], floats, or other integers as token numbers.
-    Labels: classes 0, 1, ... or their names [n]; whether each of several is there, 0 or 1 [n, outputs]; floats [n] or
-    [n, outputs] for regression.
+    Inputs [n, ...], images [n, h, w], [n, c, h, w] or [n, h, w, c]; labels [n] classes 0, 1, ..., names of
+    classes, or values (floats); [n, labels] several labels (0 or 1) or several values.
     """
     train, test = _halves(data)
     parts = [_columns(part, name) for part, name in ((train, "train"), (test, "test")) if part is not None]
     inputs, labels = (_joined(columns) for columns in zip(*parts, strict=True))
-    numbers, names, kind = _numbered(labels)
+    numbers, names, kind = labels_of(labels, None, None, "data")
     raw = Raw(inputs, numbers, len(parts[0][1]), names, kind=kind)
     source = Arrays(digest=_digest(inputs, labels, raw.train_rows))
     _given[source.digest] = raw
@@ -108,19 +107,6 @@ def _joined(columns: tuple[np.ndarray, ...]) -> np.ndarray:
         shapes = " and ".join(str(column.shape[1:]) for column in columns)
         raise ValueError(f"data: inputs for training and for tests have the shapes {shapes}: make them alike.")
     return np.concatenate(columns)
-
-
-def _numbered(labels: np.ndarray) -> tuple[np.ndarray, list[str], Kind]:
-    """Labels as numbers, the names of classes or other outputs, and what is learnt."""
-    if labels.dtype.kind in "US" and labels.ndim == 1:
-        names, numbers = np.unique(labels, return_inverse=True)
-        return numbers.astype(np.int64), [str(name) for name in names], "classification"
-    whole, outputs = labels.dtype.kind in "iub", labels.shape[1] if labels.ndim == 2 else 1
-    if labels.dtype.kind == "f" or (whole and labels.ndim == 2):
-        return labels, [str(number) for number in range(outputs)], "multilabel" if whole else "regression"
-    if not whole or labels.min() < 0:
-        raise ValueError(f"data: labels must be numbers from 0 on, or names of classes, not {labels.dtype}.")
-    return labels.astype(np.int64), [str(number) for number in range(int(labels.max()) + 1)], "classification"
 
 
 def _digest(inputs: np.ndarray, labels: np.ndarray, train_rows: int) -> str:

@@ -119,6 +119,8 @@ def labels_of(values: Any, kind: Kind | None, names: list[str] | None, place: st
     kind: None: classes of integers and texts, values of floats, several labels of lists and of integers [n, labels].
     """
     lists = not isinstance(values, np.ndarray)
+    if not lists and values.dtype.kind in "bS":
+        values = values.astype(np.int64 if values.dtype.kind == "b" else np.str_)
     floats = not lists and values.dtype.kind == "f"
     several = lists or values.ndim > 1
     kind = kind or ("regression" if floats else "multilabel" if several else "classification")

@@ -22,6 +22,7 @@ from raysim.data.corruption import (
     symmetric_label_noise,
 )
 from raysim.data.dataset import Dataset, Samples, cached
+from raysim.data.heterogeneity import entropy, heterogeneity
 from raysim.data.partition import CSR, Floats, Ints, Partition, Partitioner, guarded_floor, leading
 from raysim.data.sources import Source
 from raysim.primitives.streams import stream
@@ -54,7 +55,7 @@ def pooled(data: FederatedData) -> FederatedData:
     """All clients' training rows, ascending, as one client; the clients' test rows stay apart."""
     rows = np.sort(data.partition.train.indices)
     train = CSR(rows, np.array([0, len(rows)]))
-    return replace(data, partition=Partition(train, data.partition.test), title=f"{data.title}, pooled")
+    return replace(data, partition=replace(data.partition, train=train, spare=None), title=f"{data.title}, pooled")
 
 
 @functools.lru_cache(maxsize=8)
@@ -80,6 +81,8 @@ def federate(source: Source, partitioner: Partitioner, seed: int) -> FederatedDa
     rows, (groups, names) = clean.train_rows, clean.groups()
     partition = partitioner.split(groups[:rows], clean.domains[:rows], len(names), seed)
     dataset = _corrupted(source, clean, partition, seed)
+    if getattr(partitioner, "test_fraction", 0.0) is None:
+        partition = replace(partition, test=_central_tests(source, clean, partitioner))
     return FederatedData(
         dataset_path=dataset.path,
         partition=partition,
@@ -87,6 +90,24 @@ def federate(source: Source, partitioner: Partitioner, seed: int) -> FederatedDa
         pipeline=source.pipeline(),
         title=f"{_described(source)}, {_described(partitioner)}",
     )
+
+
+def _central_tests(source: Source, clean: Dataset, partitioner: Partitioner) -> CSR:
+    """Rows of the central test set as the clients' own tests."""
+    if source.rotation.per != "none":
+        raise ValueError(
+            f"partition.test_fraction=null takes clients' tests from the central test set, which "
+            f"data.rotation.per={source.rotation.per} turns in other ways: give a share, such as 0.2."
+        )
+    rows = clean.train_rows
+    if rows == len(clean):
+        raise ValueError(
+            "partition.test_fraction=null takes clients' tests from the central test set, of which the data has none: "
+            "give a share, such as 0.2, or raise data.test_fraction."
+        )
+    domains = int(clean.domains[:rows].max()) + 1
+    tests = partitioner.tests(clean.groups()[0][rows:], clean.domains[rows:], domains)
+    return CSR(rows + tests.indices, tests.offsets)
 
 
 def _check(source: Source, clean: Dataset) -> None:
@@ -186,7 +207,7 @@ def _turns(source: Source, clean: Dataset, partition: Partition, seed: int) -> t
     if rotation.per == "image":
         preferences = rng.dirichlet(np.full(angles, rotation.concentration), size=len(partition))
         uniforms = rng.random(clean.train_rows)
-    for part in (partition.train, partition.test):
+    for part in _parts(partition):
         if rotation.per == "client":
             turns[part.indices] = client_turns(part.owners, angles)
         else:
@@ -213,9 +234,14 @@ def _drawn(source: Source, images: NDArray[Any], rows: Ints, angles: Floats) -> 
     return drawn
 
 
+def _parts(partition: Partition) -> list[CSR]:
+    """What clients train and are scored on."""
+    return [each for each in (partition.train, partition.test, partition.validation) if each is not None]
+
+
 def _digest(partition: Partition) -> str:
     digest = hashlib.blake2b(digest_size=16)
-    for part in (partition.train, partition.test):
+    for part in _parts(partition):
         digest.update(part.indices.tobytes())
         digest.update(part.offsets.tobytes())
     return digest.hexdigest()
@@ -233,39 +259,32 @@ def class_counts(data: FederatedData) -> Ints:
 
 
 def statistics(data: FederatedData) -> dict[str, object]:
-    """Numbers that describe the split: sizes, classes per client, label entropy in nats, the [N, C] count matrix.
+    """Numbers that describe the split: sizes, classes per client, `heterogeneity`, the [N, C] count matrix.
 
-    Means and medians of classes and entropy are over clients with samples; `mean_entropy` is the mean over clients,
-    `pooled_entropy` that of all clients' labels together.
+    Medians of classes are over clients with samples; `pooled_entropy` is that of all clients' labels together, in nats.
     """
     counts = class_counts(data)
     sizes = counts.sum(axis=1)
     filled = counts[sizes > 0]
     classes = (filled > 0).sum(axis=1)
-    test_sizes = data.partition.test.counts
+    rows, parts = data.open().train_rows, _parts(data.partition)
     return {
         "clients": len(sizes),
         "empty_clients": int((sizes == 0).sum()),
         "samples": int(sizes.sum()),
-        "unused": data.open().train_rows - int(sizes.sum() + test_sizes.sum()),
+        "unused": rows - sum(int((part.indices < rows).sum()) for part in parts),
         "central_test": len(data.central),
         "sizes": _spread(sizes),
-        "test_sizes": _spread(test_sizes),
+        "test_sizes": _spread(data.partition.test.counts),
         "classes_per_client": _spread(classes),
-        "mean_entropy": float(_entropy(filled).mean()),
-        "pooled_entropy": float(_entropy(counts.sum(axis=0, keepdims=True))[0]),
+        "heterogeneity": heterogeneity(counts),
+        "pooled_entropy": float(entropy(counts.sum(axis=0, keepdims=True))[0]),
         "counts": counts,
     }
 
 
 def _spread(values: Ints) -> dict[str, float]:
     return {"min": int(values.min()), "median": float(np.median(values)), "max": int(values.max())}
-
-
-def _entropy(counts: Ints) -> Floats:
-    shares = counts / counts.sum(axis=1, keepdims=True)
-    entropy: Floats = -(shares * np.log(np.where(shares > 0, shares, 1.0))).sum(axis=1)
-    return entropy
 
 
 def draw_partition(data: FederatedData, path: str | Path) -> None:

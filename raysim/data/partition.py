@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, Literal, TypeAlias
 
 import numpy as np
@@ -58,14 +58,15 @@ class CSR:
 
 @dataclass(frozen=True, eq=False)
 class Partition:
-    """Each client's training rows, its own held-out rows, and training rows that `fraction` left out.
+    """Each client's training rows, its test and validation rows, and training rows that `fraction` left out.
 
-    The same number of clients in all; `spare` is None where nothing was left out.
+    The same number of clients in all; `spare` is None where nothing was left out, `validation` where there is none.
     """
 
     train: CSR
     test: CSR
     spare: CSR | None = None
+    validation: CSR | None = None
 
     def __len__(self) -> int:
         return len(self.train)
@@ -180,13 +181,19 @@ def leading(csr: CSR, counts: Ints, order: Ints) -> Ints:
     return places[np.arange(len(places)) - np.repeat(csr.offsets[:-1], csr.counts) < np.repeat(counts, csr.counts)]
 
 
-def held_out(csr: CSR, fraction: float, order: Ints) -> Partition:
-    """Set aside `fraction_count` samples of every client, the first by `order`, but never a client's last sample."""
-    counts = np.minimum(guarded_floor(csr.counts * fraction), np.maximum(csr.counts - 1, 0))
-    test = np.zeros(len(csr.indices), dtype=np.bool_)
-    test[leading(csr, counts, order)] = True
-    parts = [_grouped(csr.indices[rows], csr.owners[rows], len(csr)) for rows in (~test, test)]
-    return Partition(CSR(**parts[0]), CSR(**parts[1]))
+def held_out(csr: CSR, test: float, order: Ints, validation: float = 0.0) -> Partition:
+    """Set aside shares of every client's samples, by `order` first for its test, then for its validation.
+
+    Each has `fraction_count` samples, but a client's last sample is never taken.
+    """
+    most = np.maximum(csr.counts - 1, 0)
+    tested = np.minimum(guarded_floor(csr.counts * test), most)
+    aside = np.minimum(tested + guarded_floor(csr.counts * validation), most)
+    use = np.zeros(len(csr.indices), dtype=np.int8)
+    use[leading(csr, aside, order)] = 2
+    use[leading(csr, tested, order)] = 1
+    parts = [CSR(**_grouped(csr.indices[use == k], csr.owners[use == k], len(csr))) for k in range(3)]
+    return Partition(parts[0], parts[1], validation=parts[2] if validation else None)
 
 
 def guarded_floor(values: NDArray[np.floating]) -> Ints:
@@ -282,15 +289,32 @@ class Draws:
 
 @dataclass(frozen=True, kw_only=True)
 class Partitioner:
-    """Every partitioner can hold out local test rows and then keep only a fraction of each client's training rows."""
+    """Every partitioner can hold out local test and validation rows, and then keep a fraction of the training rows.
+
+    `test_fraction=None` holds nothing out for tests: a client's own test is its part of the central test set, for
+    partitioners that can tell which that is.
+    """
 
     by_class: ClassVar[bool] = False  # whether it shares out classes, which not all data have
     fraction: float = 1.0
-    test_fraction: float = 0.2
+    test_fraction: float | None = 0.2
+    validation_fraction: float = 0.0
 
     def __post_init__(self) -> None:
         in_range("partition.fraction", self.fraction, above=0, most=1)
-        in_range("partition.test_fraction", self.test_fraction, least=0, below=1)
+        held = self.test_fraction or 0.0
+        in_range("partition.test_fraction", held, least=0, below=1)
+        in_range("partition.validation_fraction", self.validation_fraction, least=0, below=1)
+        if held + self.validation_fraction >= 1:
+            raise ValueError(
+                f"partition.test_fraction={held} and partition.validation_fraction={self.validation_fraction} leave "
+                "nothing to train on: their sum must be below 1."
+            )
+        if self.test_fraction is None and type(self).tests is Partitioner.tests:
+            raise ValueError(
+                "partition.test_fraction=null gives clients the test samples of their domain, and only "
+                "partition=domain and partition=domain_class know which those are: give a share such as 0.2."
+            )
         self.check()
 
     def check(self) -> None:
@@ -300,13 +324,21 @@ class Partitioner:
         """The split of all rows, before anything is held out."""
         raise NotImplementedError
 
+    def tests(self, labels: Ints, domains: Ints, num_domains: int) -> CSR:
+        """Of the central test set, by positions in it, what each client is tested on; see `test_fraction`.
+
+        num_domains: those that have training samples; they are the first ones.
+        """
+        raise NotImplementedError
+
     def split(self, labels: Ints, domains: Ints, num_classes: int, seed: int) -> Partition:
         """Split training rows 0..n-1. The held-out rows do not depend on `fraction`; smaller fractions are nested.
 
         Raises ValueError with the nearest setting that works where these rows cannot be split as asked.
         """
         draws = Draws(labels, domains, num_classes, stream(seed, "partition"), stream(seed, "order"))
-        parts = held_out(self.assign(draws), self.test_fraction, stream(seed, "split").permutation(len(labels)))
+        order = stream(seed, "split").permutation(len(labels))
+        parts = held_out(self.assign(draws), self.test_fraction or 0.0, order, self.validation_fraction)
         if self.fraction == 1:
             return parts
         train = parts.train
@@ -314,7 +346,8 @@ class Partitioner:
             **subsample(indices=train.indices, offsets=train.offsets, fraction=self.fraction, order=draws.order())
         )
         left = ~np.isin(train.indices, kept.indices)
-        return Partition(kept, parts.test, CSR(**_grouped(train.indices[left], train.owners[left], len(train))))
+        spare = CSR(**_grouped(train.indices[left], train.owners[left], len(train)))
+        return replace(parts, train=kept, spare=spare)
 
 
 def _clients(name: str, value: int) -> None:
@@ -534,6 +567,15 @@ class Domain(Partitioner):
             )
         )
 
+    def tests(self, labels: Ints, domains: Ints, num_domains: int) -> CSR:
+        """Samples of a domain in turn over its clients, so that each class is spread over them."""
+        ids = np.argsort(domains, kind="stable")
+        ids = ids[domains[ids] < num_domains]
+        sizes = np.bincount(domains[ids], minlength=num_domains)
+        ranks = np.arange(len(ids)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
+        owners = domains[ids] * self.clients_per_domain + ranks % self.clients_per_domain
+        return CSR(**_grouped(ids, owners, num_domains * self.clients_per_domain))
+
 
 @dataclass(frozen=True)
 class Natural(Partitioner):
@@ -598,6 +640,14 @@ class DomainClass(Partitioner):
                 class_groups=self.groups,
             )
         )
+
+    def tests(self, labels: Ints, domains: Ints, num_domains: int) -> CSR:
+        """Samples of the client's domain and classes."""
+        ids = np.flatnonzero(domains < num_domains)
+        rows = domain_class_split(
+            domains=domains[ids], labels=labels[ids], num_domains=num_domains, class_groups=self.groups
+        )
+        return CSR(ids[rows["indices"]], rows["offsets"])
 
 
 def _redrawn(

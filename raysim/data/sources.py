@@ -22,7 +22,7 @@ from raysim.data.partition import Ints
 from raysim.data.pictures import numbered, spread_test, train_first
 from raysim.data.raw import Raw, Source
 from raysim.data.stored import ImageFolder, Parquet, Stored, holds_images, named_folder
-from raysim.data.tabular import Arrays, Tabular
+from raysim.data.tabular import NumPy, Tabular
 from raysim.data.text import Leaf, Markov
 from raysim.primitives.checks import at_least, require
 from raysim.primitives.files import alone, user_path
@@ -30,7 +30,6 @@ from raysim.primitives.memory import must_fit
 from raysim.primitives.streams import stream
 
 __all__ = [
-    "Arrays",
     "Cifar10",
     "Cifar100",
     "Dataset",
@@ -41,6 +40,7 @@ __all__ = [
     "Leaf",
     "Markov",
     "Mnist",
+    "NumPy",
     "Parquet",
     "Source",
     "Stored",

@@ -53,7 +53,7 @@ def _standard(values: NDArray[Any], train: NDArray[np.bool_]) -> NDArray[np.floa
 
 
 @dataclass(frozen=True)
-class Arrays(Source):
+class NumPy(Source):
     """NumPy arrays of any shape: root/train.npz with x [n, ...], y and, where there are some, user [n]; test.npz alike.
 
     x: uint8 levels (images are [n, channels, height, width]), floats, or integers, which are token numbers; `padding`

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 
-from raysim.experiment.compose import LISTS, NONE, SWEEP, Node, compose, config_folders, groups, plain
+from raysim.experiment.compose import NONE, SWEEP, Node, compose, config_folders, groups, plain
 from raysim.experiment.instantiate import TARGET
 from raysim.primitives.errors import Refused
 
@@ -19,7 +19,7 @@ def completions(prefix: str, given: Sequence[str] = (), folders: Sequence[str] =
             keys = [*options, *_keys(_composed(given, folders))]
             return [word for name in dict.fromkeys(keys) if (word := f"{name}=").startswith(prefix)]
         before = re.split(r"[^+,]*$", value)[0]
-        names = [*options.get(key, ()), *([NONE] if key in LISTS else [])]
+        names = [*options.get(key, ()), *([NONE[key]] if key in NONE else [])]
         return [word for name in names if (word := f"{key}={before}{name}").startswith(prefix)]
     except Refused:  # a shell shows no errors
         return []

@@ -33,7 +33,7 @@ from raysim.primitives.files import regular, user_path, without_password
 Node: TypeAlias = dict[str, Any]
 
 LISTS = ("method", "observer")  # groups of which any number of options is chosen
-NONE = "fedavg"  # what a list without any is called
+NONE = {"method": "fedavg"}  # what a list without any is called
 COMPLETE = ("method", "schedule", "fleet", "data", "partition", "model")  # groups without which nothing runs
 SWEEP = "sweep"  # the group that no run has
 ALTERNATIVES = (("local.epochs", "local.steps"),)  # setting one empties the other, unless it is set too
@@ -82,8 +82,8 @@ def groups(folders: Sequence[Path] = ()) -> Groups:
             group, *rest = path.relative_to(root).with_suffix("").parts
             if root in folders and not load_yaml(path) and group in LISTS:
                 raise Refused(f"{path} is empty: name a class in it, or remove it")
-            if group in LISTS and path.stem == NONE:
-                raise Refused(f"{path}: {group}={NONE} means that there is none: give the file another name")
+            if group in NONE and path.stem == NONE[group]:
+                raise Refused(f"{path}: {group}={NONE[group]} means that there is none: give the file another name")
             if path.name.startswith("_"):  # what several options have in common
                 continue
             options, name = files.setdefault(group, {}), "/".join(rest)
@@ -273,8 +273,8 @@ def _onto(stored: Node, config: DictConfig, named: Sequence[str]) -> DictConfig:
 def spread(text: str) -> tuple[str, list[str]]:
     """The key of a word of a study, and an override for each of the values that it gives.
 
-    "seed=0,1", "seed=0..1" and "seed=range(2)" give two; "method=fedavg,fedbr+mixup" gives two lists, as does
-    "method=[],[fedbr,mixup]". Raises Refused.
+    "seed=0,1", "seed=0..1" and "seed=0..1" give two; "method=fedavg,fedbr+mixup" gives two lists, as do
+    brackets, "method=[],[a,b]". Raises Refused.
     """
     override = read_override(text)
     key = override.key_or_group
@@ -313,17 +313,17 @@ def _counted(text: str) -> str:
     return text if {*"'\"[({"} & {*text} else _SPAN.sub(listed, text)
 
 
-def option_names(value: object) -> list[Any]:
-    """What a list of options names: "a+b" as [a, b]; null, "" and "fedavg" as an empty list."""
+def option_names(value: object, group: str = "method") -> list[Any]:
+    """What a list of options names: "a+b" as [a, b]; null, "" and method=fedavg as an empty list."""
     if isinstance(value, str):
         value = value.split("+") if value else []
     names = value if isinstance(value, list) else [] if value is None else [value]
-    return [] if names == [NONE] else names
+    return [] if names == [NONE.get(group)] else names
 
 
-def joined(names: Sequence[object]) -> str:
+def joined(names: Sequence[object], group: str = "method") -> str:
     """A list of options as a word that no shell changes: the other way round."""
-    return "+".join(map(str, names)) or NONE
+    return "+".join(map(str, names)) or NONE.get(group, "null")
 
 
 def single_override(text: str) -> Override:
@@ -370,11 +370,11 @@ def _options(override: Override, known: Groups) -> list[str]:
 def _names(group: str, value: object, known: Groups) -> list[str]:
     """The options of a group that a value names."""
     options = known.files[group]
-    found = option_names(value) if group in LISTS else [value]
+    found = option_names(value, group) if group in LISTS else [value]
     names = [name for name in found if isinstance(name, str)]
     for name in found:
-        if group in LISTS and name == NONE:
-            raise Refused(f"{group}={joined(found)}: {NONE} means that there is no other {group}, leave it out")
+        if group in NONE and name == NONE[group]:
+            raise Refused(f"{group}={joined(found)}: {name} means that there is no other {group}, leave it out")
         if not isinstance(name, str) or name not in options:
             has = instead(str(name), options) if options else "no package that is installed or allowed brings one"
             raise Refused(f"{group}={'null' if name is None else str(name)} does not exist: {has}")
@@ -491,8 +491,8 @@ def _unknown(config: DictConfig, node: Any, path: list[str], part: str, key: str
     option = config.choices.get(path[0])
     if path[0] in LISTS and len(path) == 1:
         if part in known.files[path[0]]:
-            both = joined([*option, part])
-            return f"{key} has no effect because {part} is not in {where}={joined(option)}: write {where}={both}"
+            now, both = joined(option, path[0]), joined([*option, part])
+            return f"{key} has no effect because {part} is not in {where}={now}: write {where}={both}"
         return f"{key} does not exist: {instead(part, known.files[path[0]])}"
     has = f"{path[0]}={option} has" if len(path) == 1 and option not in (None, "default") else f"{where} has"
     return f"{where}.{part} does not exist: {instead(part, [str(name) for name in node if name != '_target_'], has)}"

@@ -17,7 +17,8 @@ from torch import nn
 from raysim.api.composition import SLOTS
 from raysim.api.declarations import Local
 from raysim.api.method import Method
-from raysim.data.federated import statistics
+from raysim.data.federated import FederatedData, statistics
+from raysim.data.heterogeneity import described
 from raysim.experiment.settings import Experiment
 from raysim.simulation.forecast import BUSY, forecast
 from raysim.simulation.load import make_planner
@@ -35,8 +36,8 @@ def overview(experiment: Experiment, folder: Path) -> str:
     """
     spec, settings, choices = experiment.spec, experiment.spec.settings, experiment.config["choices"]
     networks, layout = build_networks(spec)
-    numbers = statistics(spec.data)
-    sizes: Any = numbers["sizes"]
+    numbers: Any = statistics(spec.data)
+    sizes = numbers["sizes"]
     tests = spec.data.partition.test.counts
     runtime = experiment.execution.runtime
     hosts = (
@@ -52,6 +53,7 @@ def overview(experiment: Experiment, folder: Path) -> str:
         "clients": f"{numbers['clients']} with {sizes['min']} to {sizes['max']} training samples, "
         f"{numbers['empty_clients']} without; {tests.min()} to {tests.max()} test samples of their own; "
         f"{numbers['central_test']} central test samples",
+        "split": described(numbers["heterogeneity"]),
         "rounds": f"{_several(settings.rounds, 'round')} of {experiment.schedule!r}, {settings.weighting} weights; "
         f"{_local(settings.local)}",
         "schedule": _schedule(experiment, layout),
@@ -62,6 +64,13 @@ def overview(experiment: Experiment, folder: Path) -> str:
         "folder": str(folder),
     }
     return "\n".join(f"{key:<10}{text}" for key, text in lines.items() if text)
+
+
+def split(data: FederatedData) -> dict[str, object]:
+    """What summary.json says of the split."""
+    numbers: Any = statistics(data)
+    sizes = {key: numbers[key] for key in ("clients", "empty_clients", "samples", "sizes", "pooled_entropy")}
+    return {**sizes, **numbers["heterogeneity"]}
 
 
 def _schedule(experiment: Experiment, layout: Layout) -> str:

@@ -28,10 +28,7 @@ _NAMES = {bool: "true or false", int: "an integer", float: "a number", str: "tex
 
 
 def resolve(target: object, path: str, allow: Sequence[str] = ()) -> type:
-    """The class that a `_target_` names.
-
-    Raises Refused for names outside `raysim`, the allowed prefixes, and the installed packages that bring parts.
-    """
+    """The class that a `_target_` names. Raises Refused as `imported` does, and where it is no class."""
     found = imported(target, path, allow)
     if not isinstance(found, type):
         raise Refused(f"{path}.{TARGET}={shown(target)} is no class: name one, such as raysim.methods.fedprox.FedProx")
@@ -39,7 +36,10 @@ def resolve(target: object, path: str, allow: Sequence[str] = ()) -> type:
 
 
 def imported(target: object, path: str, allow: Sequence[str] = ()) -> object:
-    """What a `_target_` names, of whatever type; None where its module has no such name."""
+    """What a `_target_` names, of whatever type; None where its module has no such name.
+
+    Raises Refused for names outside `raysim`, the allowed prefixes, and the installed packages that bring parts.
+    """
     place = f"{path}.{TARGET}={shown(target)}"
     prefixes = tuple(f"{prefix.rstrip('.')}." for prefix in ("raysim", *allow, *installed()))
     if not isinstance(target, str) or not target.startswith(prefixes):

@@ -10,10 +10,10 @@ from __future__ import annotations
 import importlib
 import inspect
 import pickle
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from types import NoneType
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 from torch import nn
@@ -22,10 +22,9 @@ from raysim.api.method import Method
 from raysim.data.arrays import arrays
 from raysim.experiment.compose import Node
 from raysim.experiment.instantiate import TARGET, build
-from raysim.models.split import Foreign, Own
+from raysim.models.split import Own
 from raysim.primitives.errors import Refused
 
-_USUAL = Foreign()
 OBJECT = "_object_"  # in place of the arguments that no file can hold
 PARTS = {  # what an object of each group must have
     "schedule": "decide",
@@ -49,7 +48,7 @@ class Given:
         for place, node in self.nodes.items():
             group, _, name = place.partition(".")
             if not name:
-                config[group], config["choices"][group] = node, _title(self.parts[place])
+                config[group], config["choices"][group] = node, type(self.parts[place]).__name__.lower()
             elif name in config[group]:
                 raise Refused(f"methods holds {name} twice, by its name and as an object: keep one of them")
             else:
@@ -74,8 +73,8 @@ def given(parts: Mapping[str, object], methods: Sequence[object] | None = None) 
     found = {group: part for group, part in parts.items() if part is not None and group not in chosen}
     if "data" in found and not hasattr(found["data"], PARTS["data"]):
         found["data"] = arrays(found["data"])
-    if "model" in found and _makes_network(found["model"]):
-        found["model"] = Own(cast("nn.Module | Callable[..., nn.Module]", found["model"]))
+    if "model" in found and _makes_module(found["model"]):
+        found["model"] = Own(found["model"])  # type: ignore[arg-type]
     for group, part in found.items():
         _check(group, part, hasattr(part, PARTS[group]), f"it has no method '{PARTS[group]}'")
     if isinstance(methods, (str, Method)) or not isinstance(methods, (Iterable, NoneType)):
@@ -91,17 +90,13 @@ def given(parts: Mapping[str, object], methods: Sequence[object] | None = None) 
     return Given(found, {place: written(part) for place, part in found.items()}), chosen
 
 
-def _makes_network(part: object) -> bool:
-    """Whether it is a module, or a function or a class that makes one, and no recipe yet."""
-    if isinstance(part, type):
-        return issubclass(part, nn.Module)
-    return isinstance(part, nn.Module) or (callable(part) and not hasattr(part, PARTS["model"]))
-
-
-def _title(part: object) -> str:
-    """What a part is called in titles and tables."""
-    source = part.source if isinstance(part, Own) else part
-    return str(getattr(source, "__name__", type(source).__name__)).strip("<>").lower()
+def _makes_module(part: object) -> bool:
+    """Whether it is a module, its class, or a function that makes one."""
+    return (
+        isinstance(part, nn.Module)
+        or inspect.isfunction(part)
+        or (isinstance(part, type) and issubclass(part, nn.Module))
+    )
 
 
 def _check(argument: str, part: object, fits: bool, why: str) -> None:
@@ -128,8 +123,6 @@ def _argument(place: str) -> str:
 # --- an object as a file has it -------------------------------------------------------------------------------------
 def written(part: object) -> Node:
     """The node of an object: its class, and the arguments that make an equal one, or what it is."""
-    if isinstance(part, Own):
-        return _written_network(part)
     cls = type(part)
     target = f"{cls.__module__}.{cls.__qualname__}"
     node: Node = {TARGET: target}
@@ -140,21 +133,6 @@ def written(part: object) -> Node:
     except (AttributeError, TypeError, ValueError, NameError):
         pass
     return {TARGET: target, OBJECT: "an object from Python"}
-
-
-def _written_network(part: Own) -> Node:
-    """The node of a network of the user's own, by the function or class that makes it."""
-    made = part.source if inspect.isfunction(part.source) or isinstance(part.source, type) else type(part.source)
-    node: Node = {TARGET: f"{made.__module__}.{made.__qualname__}"}
-    try:
-        ours = {
-            key: _plain(getattr(part, key)) for key in ("head", "lora") if getattr(part, key) != getattr(_USUAL, key)
-        }
-        if made is part.source and _importable(made):
-            return {**node, **_plain(dict(part.options)), **ours}
-    except TypeError:
-        pass
-    return node | {OBJECT: "an object from Python"}
 
 
 def _arguments(cls: type) -> list[str]:
@@ -179,8 +157,8 @@ def _plain(value: Any) -> Any:
     raise TypeError(f"{type(value).__name__} is no plain value")
 
 
-def _importable(cls: Any) -> bool:
-    """Whether another process finds the class or function by its name."""
+def _importable(cls: type) -> bool:
+    """Whether another process finds the class by its name."""
     if cls.__module__ == "__main__" or "." in cls.__qualname__:
         return False
     return getattr(importlib.import_module(cls.__module__), cls.__name__, None) is cls

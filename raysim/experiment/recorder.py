@@ -8,7 +8,8 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from raysim.experiment.describe import identity, source
+from raysim.api.composition import owners
+from raysim.experiment.describe import identity, source, split
 from raysim.experiment.result import Result
 from raysim.experiment.run_folder import last_checkpoint
 from raysim.experiment.settings import Experiment, Interrupted
@@ -24,6 +25,7 @@ from raysim.results.observers import (
     HistoryFile,
     HostDeaths,
     JobFiles,
+    MethodWarnings,
     Observer,
     Pictures,
     ProbeFiles,
@@ -153,6 +155,7 @@ def current_run(experiment: Experiment, folder: Path) -> CurrentRun:
         "choices": experiment.config["choices"],
         "identity": identity(experiment),
         "source": source(),
+        "split": split(experiment.spec.data),
     }
     rounds, thresholds = experiment.spec.settings.rounds, experiment.execution.thresholds
     return CurrentRun(folder, rounds, experiment.title, facts, thresholds, config=experiment.config)
@@ -172,6 +175,7 @@ def _observers(experiment: Experiment, folder: Path, console: Console, quiet: bo
         ClientFiles(experiment.spec.data),
         FailureFile(note),
         HostDeaths(note),
+        MethodWarnings(owners(experiment.spec.methods, "watch"), note),
         ProbeFiles(),
         Pictures(),
         SummaryFile(),  # after all other files

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from raysim.api.messages import Published, Task
 from raysim.experiment.run_folder import last_checkpoint
 from raysim.experiment.settings import Experiment, Rows
-from raysim.models.split import Split, Whole
+from raysim.models.split import as_given
 from raysim.primitives.errors import Refused
 from raysim.runtime.inprocess import InProcess, torch_as_it_was
 from raysim.simulation.coordinator import Coordinator
@@ -58,7 +58,7 @@ class Result:
 
     def __repr__(self) -> str:
         metric = self.summary.get("metric", "accuracy")
-        scores = {key: self.summary.get(key) for key in (str(metric), f"{metric}_global")}
+        scores = {key: self.summary.get(key) for key in (metric, f"{metric}_global")}
         told = "".join(f", {key} {score:.4f}" for key, score in scores.items() if score is not None)
         return f"Result({self.folder}: {self.summary.get('rounds', len(self.rows))} rounds{told})"
 
@@ -179,14 +179,12 @@ class _End:
 
 
 def _filled(spec: RunSpec, tensors: Mapping[str, Tensor]) -> nn.Module:
-    """The run's model with these values, by full name, as tensors of its own; a network of the user's own as it was."""
+    """The run's model with these values, by full name, as tensors of its own."""
     model = build_networks(spec)[0]["model"]
     own = model.state_dict()
     with torch.no_grad():
         for name, tensor in tensors.items():
             network, _, path = name.partition(".")
-            if network == "model":
+            if network == "model" and path in own:  # a buffer may be no part of what is stored
                 own[path].copy_(tensor)
-    if isinstance(model, Split):
-        model = model.whole()
-    return (model.net if isinstance(model, Whole) else model).eval()
+    return as_given(model).eval()

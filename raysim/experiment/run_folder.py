@@ -33,6 +33,13 @@ FREE = (
 
 FREE_RUNTIME = ("name", "hosts", "cpus", "gpus", "address")  # but not threads
 
+_ADDED = {  # keys that older runs lack, with what those runs did
+    "runtime.lanes": 1,
+    "local.keep_optimizer": False,
+    "partition.validation_fraction": 0.0,
+    "method.fraug.ramp_rounds": None,
+}
+
 
 @dataclass(frozen=True)
 class Place:
@@ -114,8 +121,8 @@ def _check_writable(folder: Path) -> None:
 
 def _check_same(stored: Node, config: Node, folder: Path) -> None:
     """Refuse to resume a run with other settings than the folder's."""
-    before = {"runtime.lanes": 1, **flatten(stored)}  # older runs had one client at a time
     now = {key: _as_stored(value) for key, value in flatten(config).items()}
+    before = {**{key: value for key, value in _ADDED.items() if key in now}, **flatten(stored)}
     for key in dict.fromkeys([*before, *now]):
         head = key.partition(".")[0]
         free = head in FREE or key in FREE or (head == "runtime" and key.partition(".")[2] in FREE_RUNTIME)

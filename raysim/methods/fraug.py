@@ -19,7 +19,11 @@ Choices where paper and code disagree or are silent
 - A class that is not in the batch keeps its prototype, and a new one starts at mu times its mean (code).
 - The weights of the three cross-entropies, illegible in the paper, are the code's.
 - D is taken once per batch, with all classes together (code; the paper speaks of each class).
-- rho and beta follow the global round, not the iteration (code), and stay where they are after round T.
+- rho and beta follow the global round, not the iteration (code), and stay where they are after round T. gamma is the
+  paper's for T = 300: with fewer rounds rho starts higher; ramp_rounds=300 makes gamma 300/T times as large instead.
+- Nothing bounds the generator's distance term with "mse" (Digits): in a small network its embeddings grow without end.
+  The history has the norms of both kinds of embeddings and how many synthetic ones the head knows; a run that leaves
+  the scale warns.
 - BatchNorm is known by its type: names, as in the code, miss the shortcuts of a ResNet.
 - Optimisers go on from round to round (code); keep_optimizer=False starts them anew, as other methods do. The order of
   the data begins anew in every round, as in all runs; the code goes on in it.
@@ -206,6 +210,10 @@ def make_rtnet(source: int, features: int, hidden: int, num_classes: int, norm: 
 
 GENERATOR, RTNET = "fraug.generator", "fraug.rtnet"
 PROTOTYPES, NOISE = "fraug.prototypes", "fraug.noise"
+# Columns of the history: mean norms of real and of generated embeddings, share of synthetic ones that the head knows.
+REAL_NORM, GENERATED_NORM, SYNTHETIC = "fraug.real_norm", "fraug.generated_norm", "fraug.synthetic_accuracy"
+SEEN = "fraug.seen"  # their sums over the steps of a job, and the number of these
+FAR = 10.0  # times as large as real embeddings: no distance that the paper's settings come to
 _OPTIMIZER = "fraug.optimizer."
 
 
@@ -213,8 +221,9 @@ class FRAug(Method):
     """rounds: T of the ramps, the run's own in the configuration. noise_dim: Z, half of D in the paper's networks.
 
     generator_lam, rtnet_lam: lambda of the two distances, of kind `*_metric`; with "mse" the generator's is the one
-    from the prototypes. *_lr_factor: on local.lr. ramp, gamma: rho (see `rampup_coefficient`). weight: the most that
-    beta may be. residual: the strength of residuals in the classifier's step in place of rho. prototype_weight: mu.
+    from the prototypes. *_lr_factor: on local.lr. ramp, gamma: rho (see `rampup_coefficient`). ramp_rounds: the number
+    of rounds that gamma is meant for, by which it is scaled to T; None: as it is. weight: the most that beta may be.
+    residual: the strength of residuals in the classifier's step in place of rho. prototype_weight: mu.
     generator_norm="local" keeps the generator's BatchNorm on the client. rtnet_norm: RTNet ends with BatchNorm.
 
     The parts of Table 3, whose marks are lost in the text, are left out like this:
@@ -244,6 +253,7 @@ class FRAug(Method):
         rtnet_norm: bool = True,
         ramp: Literal["exp", "laine_aila", "reciprocal", "constant"] = "exp",
         gamma: float = 0.01,
+        ramp_rounds: int | None = None,
         weight: float = 0.5,
         residual: float | None = None,
         prototype_weight: float = 0.3,
@@ -267,6 +277,7 @@ class FRAug(Method):
             above(f"method.fraug.{key}", factor, 0.0)
         self.generator_lr_factor, self.rtnet_lr_factor = generator_lr_factor, rtnet_lr_factor
         self.ramp, self.gamma = ramp, at_least("method.fraug.gamma", gamma, 0.0)
+        self.ramp_rounds = None if ramp_rounds is None else int(at_least("method.fraug.ramp_rounds", ramp_rounds, 1))
         self.weight = between("method.fraug.weight", weight, 0.0, 1.0)
         self.residual = None if residual is None else at_least("method.fraug.residual", residual, 0.0)
         self.prototype_weight = between("method.fraug.prototype_weight", prototype_weight, 0.0, 1.0)
@@ -308,6 +319,11 @@ class FRAug(Method):
             which = f"ramp={self.ramp}" if ends else "prototype_ramp=true"
             raise ValueError(
                 f"method.fraug.rounds=null leaves the end of method.fraug.{which} open: set it to the number of rounds"
+            )
+        if self.rounds is None and self.ramp_rounds is not None:
+            raise ValueError(
+                f"method.fraug.ramp_rounds={self.ramp_rounds} scales gamma to the number of rounds, and "
+                "method.fraug.rounds=null says none: set it"
             )
         if setup.local.batch == 1:
             raise ValueError(
@@ -367,8 +383,16 @@ class FRAug(Method):
             buffers = {key.removeprefix(_OPTIMIZER): v for key, v in ctx.state.items() if key.startswith(_OPTIMIZER)}
             ctx.optimizers.resume(buffers)
 
+    def planned(self, ctx: Context) -> None:
+        """Start to look at embeddings."""
+        ctx.kept[SEEN] = torch.zeros(4, dtype=ctx.vector.data.dtype, device=ctx.vector.data.device)
+
     def finish(self, ctx: Context) -> None:
-        """Keep the optimisers' buffers."""
+        """Say what embeddings were like, and keep the optimisers' buffers."""
+        *sums, steps = ctx.kept[SEEN].tolist()
+        if steps:
+            columns = (REAL_NORM, GENERATED_NORM, SYNTHETIC) if self.use_generator else (REAL_NORM, "", SYNTHETIC)
+            ctx.report |= {name: total / steps for name, total in zip(columns, sums, strict=True) if name}
         if self.keep_optimizer:
             ctx.state |= {f"{_OPTIMIZER}{key}": value for key, value in ctx.optimizers.save().items()}
 
@@ -377,7 +401,7 @@ class FRAug(Method):
         """The classifier's; prototypes move first."""
         features = out.features.detach()
         self._remember(ctx, features, batch.targets)
-        rho = self._ramp(ctx, self.ramp, self.gamma)
+        rho = self._ramp(ctx, self.ramp, self.gamma if self.ramp == "laine_aila" else self._pace)
         beta = min(self.weight, rho)
         if not beta:
             return F.cross_entropy(out.logits, batch.targets)
@@ -385,8 +409,11 @@ class FRAug(Method):
         with torch.no_grad():
             anchors = torch.cat([features, self._anchors(ctx, labels)])
             strength = rho if self.residual is None else self.residual
-            synthetic = self._around(ctx, anchors, self._noise(ctx, out)[:2], (batch.targets, labels), strength)
-        domain, proto = ctx.model.head(synthetic).split(len(labels))
+            source = self._source(ctx, self._noise(ctx, out)[:2], (batch.targets, labels))
+            synthetic = self._around(ctx, anchors, source, (batch.targets, labels), strength)
+        domain, proto = scores = ctx.model.head(synthetic).split(len(labels))
+        with torch.no_grad():
+            self._add_scale(ctx, features, source, torch.cat(scores).argmax(1) == torch.cat((batch.targets, labels)))
         return classification_loss(
             real_logits=out.logits,
             real_labels=batch.targets,
@@ -433,7 +460,30 @@ class FRAug(Method):
             metric=self.rtnet_metric,
         )
 
+    def watch(self, row: Mapping[str, int | float | None]) -> str:
+        """Warn where the generator has left the scale of real embeddings."""
+        real, generated = row.get(REAL_NORM), row.get(GENERATED_NORM)
+        if real is None or generated is None or generated <= FAR * real:
+            return ""
+        return (
+            f"method 'fraug': generated embeddings have a norm of {generated:.4g}, real ones of {real:.4g}, so that "
+            "the head learns what no client has: lower method.fraug.generator_lam or "
+            "method.fraug.generator_lr_factor, or set method.fraug.generator_metric=mmd, a distance with a bound"
+        )
+
     # --- their parts ---------------------------------------------------------------------------------------------
+    @staticmethod
+    def _add_scale(ctx: Context, real: Tensor, generated: Tensor, known: Tensor) -> None:
+        """Add a step's norms, and what the head knows of synthetic embeddings, to the sums of the job."""
+        norms = [rows.norm(dim=1).mean() for rows in (real, generated)]
+        seen = torch.stack([*norms, known.to(real.dtype).mean(), torch.ones_like(norms[0])])
+        ctx.kept[SEEN] = ctx.kept[SEEN] + seen.to(ctx.kept[SEEN].dtype)
+
+    @property
+    def _pace(self) -> float:
+        """gamma, as fast as in a run of `ramp_rounds`."""
+        return self.gamma * self.ramp_rounds / self.rounds if self.ramp_rounds and self.rounds else self.gamma
+
     def _ramp(self, ctx: Context, form: str, gamma: float) -> float:
         step = ctx.version if self.rounds is None else min(ctx.version, self.rounds)
         return rampup_coefficient(step=step, total_steps=self.rounds or 1, gamma=gamma, form=form)
@@ -475,10 +525,9 @@ class FRAug(Method):
         return cast(Tensor, ctx.networks[GENERATOR](noise, torch.cat(labels))) if self.use_generator else noise
 
     def _around(
-        self, ctx: Context, anchors: Tensor, noise: Tensor, labels: tuple[Tensor, Tensor], strength: float
+        self, ctx: Context, anchors: Tensor, source: Tensor, labels: tuple[Tensor, Tensor], strength: float
     ) -> Tensor:
-        """Synthetic embeddings [2B, D]."""
-        source = self._source(ctx, noise, labels)
+        """Synthetic embeddings [2B, D], of what `_source` made."""
         if not self.use_rtnet:
             return (1 - strength) * anchors + strength * source
         return anchors + strength * cast(Tensor, ctx.networks[RTNET](source, torch.cat(labels)))

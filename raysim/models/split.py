@@ -55,6 +55,13 @@ class Whole(Classifier):
         return logits
 
 
+def as_given(model: nn.Module) -> nn.Module:
+    """A network as its author has it, with the values of this model, which is spent; one of ours as it is."""
+    if isinstance(model, Split):
+        return model.whole()
+    return model.net if isinstance(model, Whole) else model
+
+
 def _replace(net: nn.Module, name: str, module: nn.Module) -> None:
     owner, _, leaf = name.rpartition(".")
     setattr(net.get_submodule(owner), leaf, module)

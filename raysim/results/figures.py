@@ -18,7 +18,7 @@ from raysim.api.messages import Probe
 from raysim.data.partition import Floats, Ints
 from raysim.primitives.checks import known
 from raysim.primitives.files import replace_file
-from raysim.results.history import Row
+from raysim.results.history import Row, metric_of
 from raysim.results.theme import LIGHT, theme
 from raysim.training.probe import output_distribution
 
@@ -207,7 +207,7 @@ def draw_bias(rows: Sequence[Row], path: Path, title: str) -> bool:
 
 def draw_reports(rows: Sequence[Row], path: Path, title: str) -> bool:
     """Write what methods report of themselves, columns "method.name", over the rounds; False, and no file, without."""
-    own = ("accuracy", "decomposition.")  # have pictures of their own
+    own = (metric_of(rows), "decomposition.")  # have pictures of their own
     keys = [key for key in _dotted(rows) if not key.startswith(own)]
     if not keys:
         return False
@@ -241,32 +241,33 @@ def draw_decomposition(rows: Sequence[Row], path: Path, title: str) -> bool:
         ax.axhline(0, color=_SOFT, linewidth=1)
         for (name, label), colour in zip(_TERMS.items(), (_INK, *LIGHT), strict=False):
             _over_rounds(ax, rows, f"decomposition.{name}", label, colour)
-        ax.set(title="Loss on the participants' samples, and its three parts", ylabel="mean cross-entropy")
+        ax.set(title="Loss on the participants' samples, and its three parts", ylabel="mean loss")
         ax.grid(True)
         ax.legend(loc="upper center", bbox_to_anchor=(0.5, -0.14), ncols=2)
     return True
 
 
 def draw_domains(rows: Sequence[Row], path: Path, title: str) -> bool:
-    """Write the accuracy of every domain over the rounds, a panel for each kind of model; False without domains."""
+    """Write the scores of every domain over the rounds, a panel for each kind of model; False without domains."""
+    metric = metric_of(rows)
     kinds: dict[str, list[str]] = {}
     for key in _dotted(rows):
         kind, _, domain = key.partition(".")
-        if kind.startswith("accuracy"):
+        if kind.startswith(metric):
             kinds.setdefault(kind, []).append(domain)
     if not kinds:
         return False
     names = {
-        "accuracy": "Clients' models",
-        "accuracy_shared": "Shared model",
-        "accuracy_finetuned": "Fine-tuned models",
+        metric: "Clients' models",
+        f"{metric}_shared": "Shared model",
+        f"{metric}_finetuned": "Fine-tuned models",
     }
     with figure_file(path, title, (5.6 * len(kinds), 4.8)) as figure:
         panels = figure.subplots(1, len(kinds), sharey=True, squeeze=False).flat
         for ax, (kind, domains) in zip(panels, kinds.items(), strict=True):
             for domain, colour in zip(domains, itertools.cycle((*LIGHT, "#a9b800", _INK)), strict=False):
                 _over_rounds(ax, rows, f"{kind}.{domain}", domain, colour)
-            ax.set(title=f"{names.get(kind, kind)}, by domain", ylabel="accuracy")
+            ax.set(title=f"{names.get(kind, kind)}, by domain", ylabel=metric)
             ax.grid(True)
             ax.legend(loc="upper center", bbox_to_anchor=(0.5, -0.14), ncols=4)
     return True

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from raysim.api.messages import Failure
+from raysim.api.method import Method
 from raysim.data.federated import FederatedData
 from raysim.primitives.errors import first_line
 from raysim.primitives.files import replace_file
@@ -132,6 +133,20 @@ class HostDeaths(Observer):
             )
 
 
+class MethodWarnings(Observer):
+    """What methods warn of while a run goes on, each once."""
+
+    def __init__(self, methods: Sequence[Method], note: Note):
+        self._methods, self._note = list(methods), note
+
+    def on_round(self, run: CurrentRun, event: Round) -> None:
+        """Ask those that have not warned yet."""
+        for method in [*self._methods]:
+            if text := method.watch(event.row):
+                self._note(f"round {event.row['round']}: {text}")
+                self._methods.remove(method)
+
+
 class ClosingLine(Observer):
     """The last line: accuracies, and where the results are."""
 
@@ -147,6 +162,7 @@ class ClosingLine(Observer):
             "_shared": "shared model, mean of the clients",
             "_finetuned": "after fine-tuning, mean of the clients",
             "_common": "clients' models on the central test set",
+            "_best": "mean of the clients, each in its best round by validation",
         }
         summary: dict[str, Any] = run.summary()
         found = {text: summary.get(f"{summary['metric']}{suffix}") for suffix, text in names.items()}

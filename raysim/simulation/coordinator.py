@@ -83,7 +83,7 @@ class Coordinator:
             settings.summation,
             schedule.size,
         )
-        stateful = self.layout.has_personal or bool(owners(spec.methods, "state"))
+        stateful = self.layout.has_personal or bool(owners(spec.methods, "state")) or settings.local.keep_optimizer
         self.private = PrivateStates(runtime, self.layout, stateful, settings.state.bytes, folder)
         self.planner = make_planner(spec, self.layout, schedule, fleet)
         if settings.evaluate.probe and not len(spec.data.central):
@@ -161,7 +161,7 @@ class Coordinator:
     def _probed(self) -> np.ndarray:
         """Rows of the central test set, as many of each class."""
         central, rows = self.spec.data.central, self.settings.evaluate.probe_rows
-        labels = self.spec.data.open().labels[central]
+        labels = self.spec.data.open().groups()[0][central]
         each = max(1, rows // max(1, len(np.unique(labels))))
         return central[balanced_rows(labels, each, stream(self.spec.settings.seed, "probe"))]
 
@@ -230,16 +230,16 @@ class Coordinator:
             for scoring in pending.scoring:
                 pending.row |= self.evaluator.columns(scoring)
             self.rows.append(pending.row)
-            scores = next((scoring.scores for scoring in reversed(pending.scoring) if scoring.scores), None)
+            scores = self.evaluator.scores(pending.scoring)
             yield Round(pending.row, pending.failures, pending.probes, pending.jobs, scores)
         self._pending = []
 
     # --- checkpoints and the end ---------------------------------------------------------------------------------
     def _save(self) -> Saved:
         """Write a checkpoint."""
-        now = snapshot.take(
-            self.server, self.under_way.state(), self.private, self._published, self.rows, self.history.wall_seconds
-        )
+        best = self.evaluator.best.state() if self.evaluator.best else {}
+        plan, seconds = self.under_way.state(), self.history.wall_seconds
+        now = snapshot.take(self.server, plan, self.private, self._published, self.rows, seconds, best)
         path = checkpoint.write(Path(self.folder) / "checkpoints", self.server.version, now)
         return Saved(self.server.version, str(path))
 
@@ -251,6 +251,8 @@ class Coordinator:
         self.under_way.restore(plan)
         self.rows = earlier.numbers["rows"]
         self.history.resume(earlier.numbers["wall"])
+        if self.evaluator.best:
+            self.evaluator.best.restore(snapshot.best(earlier))
 
     def _finish(self) -> Finished:
         """Write the shared model; the checksums of all that the run ended at."""

@@ -7,7 +7,7 @@ set (`common`). And the loss decomposition of the FedLD paper, for any method.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from typing import Literal, TypeAlias
@@ -16,8 +16,10 @@ import numpy as np
 
 from raysim.api.composition import owners
 from raysim.api.messages import Published, Report, SingleUpdate, Task
+from raysim.data.partition import CSR
 from raysim.methods.loss_decomposition import loss_decomposition
 from raysim.primitives.streams import stream
+from raysim.simulation.best_round import BestRounds
 from raysim.simulation.dispatcher import Call, Dispatcher
 from raysim.simulation.events import ClientScores, Row
 from raysim.simulation.private_states import PrivateStates
@@ -38,12 +40,8 @@ class Scoring:
     reports: dict[View, list[Call]] = field(default_factory=dict)
     members: tuple[int, ...] = ()  # clients of the decomposition
     models: list[list[Call]] = field(default_factory=list)  # of each member's local model, and of the next shared one
-    each: dict[str, np.ndarray] = field(default_factory=dict)  # score of each client, once it was read
-
-    @property
-    def scores(self) -> ClientScores | None:
-        """Of the clients; None where none was scored, or the reports have not been read."""
-        return ClientScores(self.clients, self.each) if self.each else None
+    version: int = 0
+    each: dict[str, np.ndarray] = field(default_factory=dict)  # score of each client with tests, once it was read
 
 
 class Evaluator:
@@ -65,7 +63,11 @@ class Evaluator:
         self.personal = stays or bool(owners(spec.methods, "personalise"))  # whether every client has its own model
         self.tests = spec.data.partition.test
         self._counts = self.tests.counts  # int64 [clients] test samples; made once, for they are as many as the clients
-        self._tested = np.flatnonzero(self._counts)
+        self.validation = spec.data.partition.validation
+        self._scored = np.flatnonzero(
+            self._counts if self.validation is None else self._counts + self.validation.counts
+        )
+        self.best = None if self.validation is None else BestRounds(self.tests, spec.task.kind == "classification")
         dataset = spec.data.open()
         self.domains, self.names = dataset.domains, dataset.domain_names
         self.metric = spec.task.metric
@@ -85,28 +87,39 @@ class Evaluator:
     def score(self, server: Server, published: Ref) -> Scoring:
         """Start scoring the server's version."""
         version = server.version
-        clients = self._tested
+        clients = self._scored
         if (some := self.evaluation.clients) != "all" and some < len(clients):
             clients = np.sort(server.stream("evaluate").choice(clients, size=some, replace=False))
-        found = Scoring(clients)
+        found = Scoring(clients, version=version)
         central = self.spec.data.central
         if self.complete:
-            own = np.concatenate([self.tests.rows(c) for c in clients.tolist()]) if len(clients) else central[:0]
             size = self.spec.score_batch  # one model for all: whole batches across clients
-            tasks = [Task(-1, rows[i : i + size]) for rows in (own, central) for i in range(0, len(rows), size)]
+            parts = self._rows(self.tests, clients), central, self._validates("shared", clients)
+            tasks = [Task(-1, rows[i : i + size]) for rows in parts for i in range(0, len(rows), size)]
             self._send("shared", tasks, published, found)
         single = [
             Task(c, self.tests.rows(c), self.private.accepted_job(c), server.sent_to(c)) for c in clients.tolist()
         ] if self.personal or self._tunes(version) else []  # fmt: skip
         if self.personal:
-            self._send("own", single, published, found)
+            own = [replace(t, rows=np.concatenate((t.rows, self._validates("own", [t.client])))) for t in single]
+            self._send("own", own if self.best else single, published, found)
         if self._tunes(version):
-            self._send(
-                "finetuned", [replace(task, finetune=self.evaluation.finetune) for task in single], published, found
-            )
+            tuned = [replace(task, finetune=self.evaluation.finetune) for task in single if len(task.rows)]
+            self._send("finetuned", tuned, published, found)
         if self.evaluation.common:
             self._send("common", [replace(task, rows=central) for task in single], published, found)
         return found
+
+    @staticmethod
+    def _rows(part: CSR, clients: Iterable[int]) -> np.ndarray:
+        """All rows of some clients, one client after another."""
+        return np.concatenate([part.indices[:0], *(part.rows(int(client)) for client in clients)])
+
+    def _validates(self, view: View, clients: Iterable[int]) -> np.ndarray:
+        """Validation rows of these clients, in the view that has the models that clients use."""
+        if self.validation is None or view != ("own" if self.personal else "shared"):
+            return np.empty(0, np.int64)
+        return self._rows(self.validation, clients)
 
     def _tunes(self, version: int) -> bool:
         how = self.evaluation.finetune
@@ -168,27 +181,40 @@ class Evaluator:
             scores = np.concatenate([report.scores for report in shared]) if shared else scores
             losses = np.concatenate([report.losses for report in shared]) if shared else np.empty(0)
             local = int(self._counts[found.clients].sum())
+            ends = local, local + len(self.spec.data.central)
             row |= self._clients("_shared" if self.personal else "", scores[:local], found)
-            scores = scores[local:]
-            row[f"{name}_global"] = _mean(scores) if len(scores) else None
-            row["loss_global"] = float(losses[local:].mean(dtype=np.float64)) if len(scores) else None
-            row |= self._worst_domain(scores)
+            central = scores[slice(*ends)]
+            row[f"{name}_global"] = _mean(central) if len(central) else None
+            row["loss_global"] = float(losses[slice(*ends)].mean(dtype=np.float64)) if len(central) else None
+            row |= self._worst_domain(central)
+            if self.best and not self.personal:
+                row |= self._best(found, scores[:local], scores[ends[1] :])
+                row |= self._best_shared(found.version, row)
         for view in ("own", "finetuned"):
             if own := sorted(reports.get(view, []), key=lambda report: report.client):
-                suffix = "" if view == "own" else "_finetuned"
-                row |= self._clients(suffix, np.concatenate([report.scores for report in own]), found)
+                suffix, sizes = "" if view == "own" else "_finetuned", self._counts[[r.client for r in own]]
+                tested = np.concatenate([r.scores[:size] for r, size in zip(own, sizes, strict=True)])
+                row |= self._clients(suffix, tested, found)
+                if self.best and view == "own":
+                    validated = np.concatenate([r.scores[size:] for r, size in zip(own, sizes, strict=True)])
+                    row |= self._best(found, tested, validated)
         if common := reports.get("common"):
             row[f"{name}_common"] = float(np.mean([_mean(r.scores) for r in sorted(common, key=lambda r: r.client)]))
         if found.models:
             row |= self._decomposed(found)
         return row
 
+    def scores(self, found: Sequence[Scoring]) -> ClientScores | None:
+        """Of single clients with tests, as `columns` read them last; None where none was scored."""
+        last = next((scoring for scoring in reversed(found) if scoring.each), None)
+        return None if last is None else ClientScores(last.clients[self._counts[last.clients] > 0], last.each)
+
     def _gathered(self, calls: Sequence[Call]) -> list[Report]:
         return [report for call in calls for report in self.dispatcher.wait(call)]
 
     def _clients(self, suffix: str, scores: np.ndarray, found: Scoring) -> Row:
         """Scores on the clients' own tests: mean over clients, the worst, and each domain's."""
-        clients = found.clients
+        clients = found.clients[self._counts[found.clients] > 0]
         if not len(clients):
             return {}
         ends, name = np.cumsum(self._counts[clients], dtype=np.int64)[:-1], f"{self.metric.name}{suffix}"
@@ -202,6 +228,28 @@ class Evaluator:
 
     def _worst(self, values: Sequence[float] | np.ndarray) -> float:
         return float(min(values) if self.metric.higher else max(values))
+
+    def _best(self, found: Scoring, tested: np.ndarray, validated: np.ndarray) -> Row:
+        """Validation scores, and the tests of each client in the round in which its own was best."""
+        if self.best is None or self.validation is None or not len(found.clients):
+            return {}
+        sizes, name = self.validation.counts[found.clients], self.metric.name
+        ends, sign = np.cumsum(sizes)[:-1], 1 if self.metric.higher else -1
+        each = np.array([_mean(part) if len(part) else np.nan for part in np.split(validated, ends)])
+        highest, scores = self.best.take(found.clients, sign * each, tested)
+        row = self._clients("_best", scores, found)
+        if sizes.any():
+            row |= {f"{name}_validation": float(np.nanmean(each))}
+            row |= {f"{name}_validation_best": float(np.nanmean(sign * highest))}
+        return row
+
+    def _best_shared(self, version: int, row: Row) -> Row:
+        """The one model of all clients in the round in which their mean validation score was best."""
+        name, sign = self.metric.name, 1 if self.metric.higher else -1
+        if self.best is None or (validation := row.get(f"{name}_validation")) is None:
+            return {}
+        best, central = self.best.take_shared(version, sign * validation, row[f"{name}_global"])
+        return {"best_round": best} | ({} if central is None else {f"{name}_global_best": central})
 
     def _worst_domain(self, scores: np.ndarray) -> Row:
         """The worst score over the domains (or angles) of the central test set, where it has several."""

@@ -17,7 +17,7 @@ from raysim.api.method import Method
 from raysim.api.server_view import Aggregation, Weighting
 from raysim.primitives.streams import stream
 from raysim.simulation.events import RunStopped
-from raysim.vectors.blocks import Group, folded, grouped, in_blocks
+from raysim.vectors.blocks import Group, folded, grouped, in_blocks, is_finite
 from raysim.vectors.layout import Layout
 
 
@@ -187,7 +187,7 @@ class Server:
             self._applier.apply(direction, out, aggregation, self)
         # Buffers are statistics: no server rate or momentum touches them.
         torch.add(self.vector[trained:], buffers, out=moved[trained:])
-        if not all(in_blocks(len(moved), lambda part: bool(moved[part].isfinite().all()))):
+        if not all(in_blocks(len(moved), lambda part: is_finite(moved[part]))):
             raise AggregationFailed(self._diverged(aggregation))
         if len(self.counters):
             self.counters = torch.from_numpy(np.max([update.counters for update in aggregation.updates], axis=0))

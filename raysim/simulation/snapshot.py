@@ -45,14 +45,16 @@ def take(
     published: Mapping[int, Published],
     rows: Sequence[Row],
     wall_seconds: float,
+    best: Mapping[str, np.ndarray],
 ) -> Snapshot:
-    """The run as it is now. published: by version, at least the base versions of jobs under way."""
+    """The run as it is now. published: by version, at least the base versions of jobs under way. best: see `best`."""
     arrays: dict[str, np.ndarray] = {
         "vector": server.vector.numpy(),
         "counters": server.counters.numpy(),
         "participations": plan.planner.participations,
         "taken": plan.planner.accepted,
         **{f"state/{name}": tensor.numpy() for name, tensor in server.state.items()},
+        **{f"best/{name}": array for name, array in best.items()},
     }
     for version in {job.version for job in plan.messages.values()}:
         base = published[version]
@@ -91,6 +93,11 @@ def restore(
     plan = Plan(planner, steps, numbers["sent"], jobs, {job.number: job for job in messages})
     private.restore(dict(map(tuple, numbers["accepted"])), snapshot.clients)
     return plan, {version: _published(arrays, version) for version in dict.fromkeys(job.version for job in messages)}
+
+
+def best(snapshot: Snapshot) -> dict[str, np.ndarray]:
+    """What evaluation knew of the best rounds."""
+    return _under(snapshot.server, "best/")
 
 
 def _of_rounds(

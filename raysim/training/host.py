@@ -37,6 +37,7 @@ from raysim.training.lanes import Lanes
 from raysim.training.probe import balanced_rows
 from raysim.training.run_spec import RunSpec, build_networks
 from raysim.training.trainer import Clients, LocalRun, OneByOne, Trainer, load, private_state
+from raysim.vectors.blocks import is_finite
 from raysim.vectors.layout import Vector
 
 # Arrays out of an object store are read-only; tensors over them are only read.
@@ -223,11 +224,11 @@ class Host:
         probe = self._probe(ctx) if job.probe else None
         delta = self.vector.shared.sub_(base)
         # Personal entries too: they do not travel, but the client's next job would start from them.
-        if not ((np.isfinite(loss) or not len(losses)) and _is_finite(self.vector.data)):
+        if not ((np.isfinite(loss) or not len(losses)) and is_finite(self.vector.data)):
             raise NotFinite(self._diverged(losses, job))
         _check_norm(delta[: self.layout.trained], self.spec.settings.faults.norm)
         for key, value in ctx.upload.items():
-            if not _is_finite(value):
+            if not is_finite(value):
                 raise NotFinite(f"the upload {key} is not finite; lower local.lr or set local.clip", key)
         summed = SummedUpdate(
             job=job.number,
@@ -440,8 +441,3 @@ def _array(value: Tensor) -> np.ndarray:
 def _check_norm(delta: Tensor, most: float | None) -> None:
     if most is not None and not (norm := float(torch.linalg.vector_norm(delta))) <= most:
         raise ValueError(f"the update has the norm {norm:g}, faults.norm={most:g} allows less")
-
-
-def _is_finite(values: Tensor) -> bool:
-    """In one pass and without a copy: a sum is finite only if every entry is."""
-    return bool(np.isfinite(float(values.sum())))

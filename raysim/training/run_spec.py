@@ -13,7 +13,7 @@ from raysim.api.declarations import Evaluation, Local, Task
 from raysim.api.method import Method
 from raysim.api.server_view import Weighting
 from raysim.data.federated import FederatedData
-from raysim.models import ModelRecipe, splits
+from raysim.models import Classifier, ModelRecipe, split, splits
 from raysim.primitives.checks import above, at_least, between, in_range
 from raysim.primitives.streams import torch_seed
 from raysim.vectors.layout import Layout, plan_layout
@@ -130,9 +130,10 @@ class RunSpec:
 def build_model(spec: RunSpec) -> nn.Module:
     """The model as its recipe makes it, before methods change it; the same in every process."""
     task, recipe = spec.task, spec.model
-    if task.tokens is None:
-        return recipe.build(task.shape, task.num_classes, spec.settings.seed)
-    return recipe.build(task.shape, task.num_classes, spec.settings.seed, task.tokens)
+    about = (task.shape, task.num_classes, spec.settings.seed)
+    model: nn.Module = recipe.build(*about) if task.tokens is None else recipe.build(*about, task.tokens)
+    # A recipe of the user's own may make any module.
+    return model if splits(model) or isinstance(model, Classifier) else split(model, task.num_classes, task.example(2))
 
 
 def build_networks(spec: RunSpec) -> tuple[dict[str, nn.Module], Layout]:

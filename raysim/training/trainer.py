@@ -24,6 +24,8 @@ from raysim.primitives.streams import stream, torch_seed
 from raysim.training.step import Step
 from raysim.vectors.layout import Vector
 
+OPTIMIZER = "local.kept."  # private entries of `local.keep_optimizer`
+
 # Floats that are gathered and normalised at once: enough to amortise the calls, small enough for the cache.
 _CHUNK = 1 << 20
 
@@ -105,6 +107,7 @@ class Trainer:
         self.receivers = owners(methods, "receive")
         self.planners = owners(methods, "planned")
         self.finishers = owners(methods, "finish")
+        self.keeps = local.keep_optimizer and not any(method.keep_optimizer for method in methods)
         modules = [m for network in vector.networks.values() for m in network.modules()]
         self.batchnorm = any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in modules)
         self.tracking: Sequence[nn.Module] = [m for m in modules if getattr(m, "track_running_stats", False)]
@@ -263,6 +266,10 @@ class Trainer:
             torch.manual_seed(torch_seed(self.seed, "torch", job.client, job.participation))
         if self.methods or not all(network.training for network in self.vector.networks.values()):
             self.training(True)  # hooks may have changed the mode of any part; without methods only evaluation does
+        if self.keeps:
+            ctx.optimizers.resume(
+                {k.removeprefix(OPTIMIZER): v for k, v in ctx.state.items() if k.startswith(OPTIMIZER)}
+            )
         for method in self.receivers:
             method.receive(ctx)
         if self.receivers and self.vector.layout.personal:  # frozen networks start from what training starts from
@@ -288,6 +295,8 @@ class Trainer:
         ctx.losses = torch.stack(work.losses) if work.losses else torch.empty(0)
         for method in self.finishers:
             method.finish(ctx)
+        if self.keeps:
+            ctx.state |= {f"{OPTIMIZER}{key}": value for key, value in ctx.optimizers.save().items()}
 
     def steps(self, work: LocalRun) -> None:
         """All iterations of a client, one batch each; afterwards the vector holds y."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -65,6 +66,11 @@ def in_blocks(length: int, work: Callable[[slice], T], size: int = BLOCK) -> lis
     if len(blocks) < 2 or cores() == 1:
         return [work(block) for block in blocks]
     return list(_pool().map(work, blocks))
+
+
+def is_finite(values: Tensor) -> bool:
+    """Whether all entries are; mostly one pass without a copy, for a finite sum has finite terms."""
+    return math.isfinite(float(values.sum())) or bool(values.isfinite().all())
 
 
 def run_compiled(

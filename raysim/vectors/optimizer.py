@@ -193,4 +193,9 @@ class Optimizers:
 
     def movements(self) -> list[tuple[slice, int, float]]:
         """What moved in this job: stretches of the shared parameters, steps made there, factor on the learning rate."""
-        return [(run, each.optimizer.steps, each.rate) for each in self._working.values() for run in each.shared]
+        earlier = {name: int(self.resumed(name).get("steps", 0)) for name in self._working}
+        return [
+            (run, each.optimizer.steps - earlier[name], each.rate)
+            for name, each in self._working.items()
+            for run in each.shared
+        ]

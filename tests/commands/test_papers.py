@@ -117,6 +117,17 @@ def test_what_a_run_did_otherwise_than_the_paper_is_said(tmp_path: Path) -> None
     assert "60.00* -26.58" in line(text, "FedBR (Ours)")
 
 
+def test_the_weighting_that_a_method_asked_for_is_no_difference(tmp_path: Path) -> None:
+    words = ["experiment=fraug/digits", "method=[fedbn]", "weighting=samples"]
+    run = make(
+        tmp_path / "a", words, [{"round": 1, "accuracy_best": 0.5, "accuracy": 0.4, "accuracy_validation_best": 0.6}]
+    )
+    text = compare("fraug/table2", [run], WIDE)
+    assert "as in the preset" in text and "instead of" not in text
+    block = next(part for part in text.split("\n\n") if "digits, Avg" in part or "digits, avg" in part)
+    assert "50.00" in block and "40.00" in block and "60.00" in block
+
+
 def test_another_data_set_under_a_presets_name_is_said(tmp_path: Path) -> None:
     run = make(tmp_path / "other", [*MNIST, "method=[]", "data=fashion_mnist"], rows([0.6]))
     assert "data=fashion_mnist instead of mnist" in compare("fedbr/table1", [run])
@@ -162,11 +173,13 @@ def test_fedavgs_own_last_accuracy_is_a_threshold(tmp_path: Path) -> None:
 def test_the_worst_domain_and_local_models_have_columns_of_their_own(tmp_path: Path) -> None:
     lowest = rows([0.9], accuracy_worst_domain=0.4)
     run = make(tmp_path / "a", [*MNIST, "method=[]"], lowest)
-    assert line(compare("fedbr/table14", [run], WIDE), "ERM").startswith("ERM (FedAvg) 66.60 40.00 -26.60 816 / 2")
+    assert line(compare("fedbr/table14", [run], WIDE), "ERM").startswith(
+        "ERM (FedAvg) 66.60 40.00 -26.60 90.00 816 / 2"
+    )
     run = make(tmp_path / "b", [*MNIST, "method=[]"], rows([0.9]))
     assert "ours" not in compare("fedbr/table14", [run])  # an older history has no such column
     run = make(tmp_path / "c", ["experiment=fedbr/cifar10", "method=[]"], rows([0.5], local_accuracy=0.2))
-    assert line(compare("fedbr/table6", [run], WIDE), "FedAvg") == "FedAvg 21.01 20.00 -1.01 46.37 50.00 +3.63"
+    assert line(compare("fedbr/table6", [run], WIDE), "FedAvg") == "FedAvg 21.01 20.00 -1.01 50.00 46.37 50.00 +3.63"
 
 
 def test_clients_that_share_nothing_are_scored_by_their_local_models(tmp_path: Path) -> None:

@@ -13,8 +13,9 @@ import yaml
 from raysim.api.composition import check_composition
 from raysim.commands.papers.presets import PAPER_RUNS, Command
 from raysim.commands.papers.tables import Cell, Table, tables
+from raysim.data.federated import FederatedData
 from raysim.experiment.compose import compose, conf_folder, plain
-from raysim.experiment.execute import build
+from raysim.experiment.execute import build, partition
 from raysim.experiment.instantiate import TARGET, build as build_object, resolve
 from raysim.primitives.errors import Refused
 
@@ -60,7 +61,7 @@ def test_every_printed_number_has_a_command_with_the_settings_of_its_table(name:
         assert node["choices"]["method"] == list(cell.methods)
         assert node["choices"]["model"] == MODELS[of(asked["model"], cell.dataset)]
         assert node["rounds"] == of(asked["rounds"], cell.dataset)
-        assert (local["steps"], local["epochs"]) == (asked["local_steps"], None)
+        assert (local["steps"], local["epochs"], local["sampling"]) == (asked["local_steps"], None, "replacement")
         assert local["batch"] == of(asked["batch"], cell.dataset)
         assert local["lr"] == of(asked["learning_rate"], cell.dataset)
         assert local["momentum"] == (0 if "fedcm" in cell.methods else of(asked["momentum"], cell.dataset))
@@ -134,11 +135,9 @@ def test_fedbss_has_presets_for_its_ablations_and_for_domains() -> None:
         composed("experiment=fedbss/cifar10_ablation", "method.fedbss.kind=linear")["method"]["fedbss"]["kind"]
         == "linear"
     )
-    assert (domains["schedule"]["cohort"], len(domains["data"]["only"]), domains["model"]["stem"]) == (
-        6,
-        10,
-        "imagenet",
-    )
+    assert (domains["schedule"]["cohort"], domains["model"]["stem"]) == (6, "imagenet")
+    named = ["airplane", "clock", "axe", "ball", "bicycle", "bird", "strawberry", "flower", "pizza", "bracelet"]
+    assert [name.removeprefix("basket") for name in domains["data"]["only"]] == named
 
 
 LISTS = sorted({cell.methods for table in FEDBR.values() for cell in table.cells})
@@ -188,6 +187,37 @@ def test_a_preset_speaks_only_of_methods_and_keys_that_exist() -> None:
     for path in (conf_folder() / "experiment").rglob("*.yaml"):
         for name, values in (yaml.safe_load(path.read_text()).get("method") or {}).items():
             assert set(values) <= set(composed(f"method=[{name}]")["method"][name]), path.name
+
+
+def test_vhl_has_as_many_virtual_images_as_the_paper_says() -> None:
+    for name, images in (("cifar10", 2_000), ("cifar100", 20_000)):
+        assert composed(f"experiment=fedbr/{name}", "method=[vhl]")["method"]["vhl"]["virtual"] == images
+
+
+# --- what is trained on, and what is scored -------------------------------------------------------------------------
+def split_of(*words: str) -> FederatedData:
+    images = ["data=synthetic", "data.shape=[3,8,8]", "data.domains=4", "data.samples=2800", "data.test_samples=700"]
+    return partition([*words, *images, "data.classes=7"])
+
+
+def test_on_pacs_fedbr_trains_on_all_training_images_and_tests_each_client_on_its_own_of_the_others() -> None:
+    parts = split_of("experiment=fedbr/pacs")
+    assert len(parts.partition.train.indices) == 2800 and len(parts.partition) == 8
+    assert sorted(parts.partition.test.indices.tolist()) == parts.central.tolist()
+    assert composed("experiment=fedbr/pacs")["data"]["test_fraction"] == 0.2
+
+
+@pytest.mark.parametrize("name", ["pacs", "office_home"])
+def test_fraug_trains_on_as_many_samples_of_a_domain_as_its_code(name: str) -> None:
+    parts = split_of(f"experiment=fraug/{name}").partition
+    left = 700 - 700 // 10
+    assert parts.validation is not None
+    assert parts.validation.counts.tolist() == [70] * 4 and parts.train.counts.tolist() == [left // 10] * 4
+    assert parts.test.counts.tolist() == [175] * 4
+
+
+def test_a_client_of_retina_has_ten_samples_at_least() -> None:
+    assert composed("experiment=fedld/retina")["partition"]["minimum"] == 10
 
 
 # --- which of a preset's methods a run takes ------------------------------------------------------------------------
@@ -256,10 +286,11 @@ def test_every_printed_number_of_fraug_has_a_command_and_a_column(name: str) -> 
     for cell in FRAUG[name].cells:
         words = PAPER_RUNS["fraug"].command(FRAUG[name], cell).words()
         score = PAPER_RUNS["fraug"].score(FRAUG[name], cell)
-        rows = [{"accuracy": 0.5, "accuracy_finetuned": 0.6, "accuracy.Real World": 0.1, "accuracy.mnist": 0.2}]
-        rows[0] |= {"accuracy.mnist_m": 0.3, "accuracy_finetuned.art_painting": 0.4}
+        rows = [{"accuracy_best": 0.5, "accuracy_finetuned": 0.6, "accuracy_best.Real World": 0.1, "accuracy": 0.9}]
+        rows[0] |= {"accuracy_best.mnist": 0.2, "accuracy_best.mnist_m": 0.3, "accuracy_finetuned.art_painting": 0.4}
         finetuned = bool(cell.variant.get("head_finetune"))
-        assert score.column.startswith("accuracy_finetuned" if finetuned else "accuracy")
+        assert score.column.startswith("accuracy_finetuned" if finetuned else "accuracy_best")
+        assert score.beside["last round"].startswith("accuracy")
         if cell.column in ("Avg", "avg"):
             assert score.summary(rows, score.column) == (0.6 if finetuned else 0.5)
         elif not finetuned and cell.column in ("R", "MT", "MM"):
@@ -274,6 +305,9 @@ def test_every_printed_number_of_fraug_has_a_command_and_a_column(name: str) -> 
         assert (node["rounds"], node["schedule"]["cohort"], node["choices"]["partition"]) == (300, 4, "domain")
         assert (node["local"]["steps"], node["local"]["batch"], node["partition"]["fraction"]) == (steps, batch, share)
         assert (node["local"]["lr"], node["local"]["momentum"]) == (0.01, 0.5)
+        assert node["local"]["keep_optimizer"] is True, "the code keeps it for every method"
+        assert (node["partition"]["test_fraction"], node["partition"]["validation_fraction"]) == (None, 0.1)
+        assert cell.dataset == "digits" or node["data"]["test_fraction"] == 0.1
         if "fraug" in node["method"]:
             part = node["method"]["fraug"]
             assert tuple(0.01 * f for f in (1, part["generator_lr_factor"], part["rtnet_lr_factor"])) == rates

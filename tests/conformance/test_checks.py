@@ -141,7 +141,7 @@ class Wide(ModelRecipe):
 
 
 def test_a_model_whose_values_no_seed_decides_is_caught() -> None:
-    assert "draws from torch's generator" in only(Loose(), "a seed gives the same values")
+    assert "one seed gives two networks" in only(Loose(), "a seed gives the same values")
     assert "must be [4, feature_dim]" in only(Wide(), "features and a head")
 
 

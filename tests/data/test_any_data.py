@@ -16,7 +16,7 @@ from raysim.data.corruption import Rotation
 from raysim.data.federated import federate, statistics
 from raysim.data.partition import IID, Dirichlet, Natural
 from raysim.data.raw import Raw, Source
-from raysim.data.sources import Arrays, Digits, HuggingFace, Leaf, Markov, Parquet, Tabular
+from raysim.data.sources import Digits, HuggingFace, Leaf, Markov, NumPy, Parquet, Tabular
 from raysim.data.text import LETTERS
 
 
@@ -105,7 +105,7 @@ def saved(folder: Path, **arrays: Any) -> str:
     ],
 )
 def test_the_type_of_labels_says_what_is_learnt(labels: Any, kind: str, outputs: list[str], tmp_path: Path) -> None:
-    data = Arrays(saved(tmp_path, x=np.zeros((10, 2)), y=labels)).build()
+    data = NumPy(saved(tmp_path, x=np.zeros((10, 2)), y=labels)).build()
     assert (data.kind, data.class_names, len(data)) == (kind, outputs, 10)
     if kind != "classification":
         assert sorted(map(tuple, data.labels)) == sorted(map(tuple, labels.reshape(10, -1).astype(np.float32)))
@@ -113,13 +113,13 @@ def test_the_type_of_labels_says_what_is_learnt(labels: Any, kind: str, outputs:
 
 def test_arrays_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"train\.npz has arrays of different lengths \(x 3, y 2\)"):
-        Arrays(saved(tmp_path, x=np.zeros((3, 2)), y=np.zeros(2, int))).build()
+        NumPy(saved(tmp_path, x=np.zeros((3, 2)), y=np.zeros(2, int))).build()
     with pytest.raises(ValueError, match="has no array y"):
-        Arrays(saved(tmp_path, x=np.zeros((3, 2)))).build()
+        NumPy(saved(tmp_path, x=np.zeros((3, 2)))).build()
     with pytest.raises(ValueError, match="labels for multilabel that are not all 0 or 1"):
-        Arrays(saved(tmp_path, x=np.zeros((3, 2)), y=np.full((3, 2), 2))).build()
+        NumPy(saved(tmp_path, x=np.zeros((3, 2)), y=np.full((3, 2), 2))).build()
     with pytest.raises(ValueError, match=r"holds no train\.npz"):
-        Arrays(str(tmp_path / "none")).build()
+        NumPy(str(tmp_path / "none")).build()
 
 
 # --- users as clients -----------------------------------------------------------------------------------------------

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from raysim.data.corruption import Rotation, rotate_images
-from raysim.data.federated import class_counts, draw_partition, federate, statistics
-from raysim.data.partition import IID, Dirichlet, Domain, Partitioner, Quantity
+from raysim.data.federated import class_counts, draw_partition, federate, pooled, statistics
+from raysim.data.partition import IID, Dirichlet, Domain, DomainClass, Partitioner, Quantity
 from raysim.data.sources import Synthetic
 
 SOURCE = Synthetic(samples=300, test_samples=20, shape=[1, 8, 8])
@@ -140,6 +140,53 @@ def test_settings_that_do_not_fit_the_images_are_refused(settings: dict, sentenc
         federate(replace(SOURCE, **settings), IID(5), 0)
 
 
+def test_a_share_for_validation_leaves_the_test_rows_alone_and_is_turned_as_its_client() -> None:
+    source = replace(SOURCE, rotation=Rotation(per="client"), label_noise=1.0)
+    without, having = (federate(source, IID(5, validation_fraction=share), 0) for share in (0.0, 0.1))
+    validation = having.partition.validation
+    assert without.partition.validation is None and validation is not None
+    assert np.array_equal(without.partition.test.indices, having.partition.test.indices)
+    assert validation.counts.tolist() == [6] * 5 and having.partition.train.counts.tolist() == [42] * 5
+    parts = (having.partition.train, having.partition.test, validation)
+    assert sorted(np.concatenate([part.indices for part in parts]).tolist()) == list(range(300))
+    data, clean = having.open(), federate(SOURCE, IID(5), 0).open()
+    assert np.array_equal(data.domains[validation.indices], validation.owners)  # the k-th angle for client k
+    assert np.array_equal(data.labels[validation.indices], clean.labels[validation.indices])  # noise is for training
+    assert statistics(having)["unused"] == 0
+    assert pooled(having).partition.validation is validation
+
+
+def test_clients_tests_may_be_the_central_samples_of_their_domain() -> None:
+    source = Synthetic(samples=300, test_samples=60, domains=3)
+    for partitioner in (
+        Domain(2, test_fraction=None),
+        DomainClass([[0, 1, 2], [3, 4, 5, 6, 7, 8, 9]], test_fraction=None),
+    ):
+        data = federate(source, partitioner, 0)
+        images, train, test = data.open(), data.partition.train, data.partition.test
+        assert sorted(train.indices.tolist()) == list(range(300)), "nothing is held out twice"
+        assert sorted(test.indices.tolist()) == data.central.tolist() == list(range(300, 360))
+        for client in range(6):
+            rows = [part.rows(client) for part in (train, test)]
+            assert [set(images.domains[each].tolist()) for each in rows] == [{client // 2}] * 2
+            if isinstance(partitioner, DomainClass):
+                assert set(images.labels[rows[1]].tolist()) <= set(partitioner.groups[client % 2])
+        assert statistics(data)["unused"] == 0
+    assert federate(source, Domain(2, test_fraction=None), 0).partition.test.counts.tolist() == [10] * 6
+
+
+@pytest.mark.parametrize(
+    ("source", "sentence"),
+    [
+        (Synthetic(samples=30, test_samples=0), "of which the data has none"),
+        (Synthetic(rotation=Rotation(per="client")), r"data.rotation.per=client turns in other ways"),
+    ],
+)
+def test_what_has_no_central_tests_for_its_clients_is_refused(source: Synthetic, sentence: str) -> None:
+    with pytest.raises(ValueError, match=f"partition.test_fraction=null .*{sentence}"):
+        federate(source, Domain(test_fraction=None), 0)
+
+
 def test_statistics_describe_the_split() -> None:
     data = federate(SOURCE, Dirichlet(20, 0.05, minimum=0), 0)
     numbers = statistics(data)
@@ -147,9 +194,9 @@ def test_statistics_describe_the_split() -> None:
     assert numbers["clients"] == 20 and numbers["empty_clients"] == (counts.sum(axis=1) == 0).sum() > 0
     assert numbers["samples"] + data.partition.test.counts.sum() + numbers["unused"] == 300
     assert numbers["sizes"]["max"] == data.partition.train.counts.max()
-    assert 0 < numbers["mean_entropy"] < numbers["pooled_entropy"] <= np.log(10) + 1e-12
+    assert 0 < numbers["heterogeneity"]["label_entropy"] < numbers["pooled_entropy"] <= np.log(10) + 1e-12
     one_class = federate(replace(SOURCE, classes=1), IID(3), 0)
-    assert statistics(one_class)["mean_entropy"] == 0.0
+    assert statistics(one_class)["heterogeneity"]["label_entropy"] == 0.0
 
 
 @pytest.mark.parametrize("partitioner", [IID(3), Dirichlet(30, 0.05, minimum=0), Dirichlet(1500, 0.5, minimum=0)])

@@ -97,6 +97,21 @@ def test_fractions_are_nested_and_leave_the_held_out_rows_alone() -> None:
     assert np.array_equal(small.test.indices, whole.test.indices)
 
 
+def test_validation_samples_are_held_out_after_the_tests_and_never_a_clients_last() -> None:
+    csr, order = CSR(np.arange(12), np.array([0, 0, 1, 3, 12])), np.arange(12)
+    parts = held_out(csr, 0.34, order, 0.5)
+    assert parts.validation is not None
+    assert [parts.test.counts.tolist(), parts.validation.counts.tolist()] == [[0, 0, 0, 3], [0, 0, 1, 4]]
+    assert parts.train.counts.tolist() == [0, 1, 1, 2]
+    assert (parts.test.rows(3).tolist(), parts.validation.rows(3).tolist()) == ([3, 4, 5], [6, 7, 8, 9])
+    small = split(Domain(2, fraction=0.1, test_fraction=0.0, validation_fraction=0.1))
+    assert small.validation is not None and small.spare is not None
+    for client in range(8):
+        left = len(small.train.rows(client)) + len(small.spare.rows(client))
+        total = left + len(small.validation.rows(client))
+        assert left == total - total // 10 and len(small.train.rows(client)) == fraction_count(total=left, fraction=0.1)
+
+
 def test_the_count_rule_forgives_what_floating_point_loses() -> None:
     assert fraction_count(total=100, fraction=0.29) == 29
 
@@ -224,6 +239,9 @@ def test_a_partition_survives_pickling_and_its_rows_are_views() -> None:
         (lambda: IID(3, fraction=0.0), r"partition.fraction=0.0 .* above 0 and at most 1"),
         (lambda: IID(3, fraction=1.01), r"partition.fraction=1.01 .* above 0 and at most 1"),
         (lambda: IID(3, test_fraction=1.0), r"partition.test_fraction=1.0 .* below 1"),
+        (lambda: IID(3, validation_fraction=1.0), r"partition.validation_fraction=1.0 .* below 1"),
+        (lambda: IID(3, test_fraction=0.6, validation_fraction=0.4), r"=0.6 and .*=0.4 leave nothing .* below 1"),
+        (lambda: IID(3, test_fraction=None), r"test_fraction=null .* only partition=domain and .* a share such as 0.2"),
         (lambda: Dirichlet(3, 0.0), r"partition.alpha=0.0 .* above 0"),
         (lambda: Dirichlet(3, 0.1, minimum=-1), r"partition.minimum=-1"),
         (lambda: Quantity(3, 0.0), r"partition.alpha=0.0 .* above 0"),

@@ -39,6 +39,13 @@ def test_the_overview_of_a_federated_run_says_its_clients_budget() -> None:
     assert found["rounds"].endswith("5 epochs of batch 10, sgd lr 0.3") and found["folder"] == "somewhere"
 
 
+def test_the_overview_says_how_unlike_the_clients_are() -> None:
+    text = lines("partition=shards", "partition.clients=10", "partition.shards_per_client=1")["split"]
+    assert text.startswith(
+        "label entropy 0.000 ± 0.000 nats, commonest class 100%, 1.00 effective classes, Jensen-Shan"
+    )
+
+
 def test_the_overview_says_what_schedule_and_fleet_make_of_the_run() -> None:
     stale = ["schedule=buffered", "schedule.concurrency=20", "schedule.size=5", "fleet=lognormal", "rounds=30"]
     words = [word for word in SMALL if not word.startswith("schedule.")]

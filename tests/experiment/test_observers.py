@@ -14,11 +14,19 @@ import pytest
 from rich.console import Console
 
 import raysim
+from raysim.api.method import Method
 from raysim.experiment.recorder import Follower
 from raysim.experiment.settings import Interrupted
 from raysim.primitives.errors import Refused
 from raysim.results.history import read_history
-from raysim.results.observers import CurrentRun, HistoryFile, HostDeaths, Observer, ObserverFailed
+from raysim.results.observers import (
+    CurrentRun,
+    HistoryFile,
+    HostDeaths,
+    MethodWarnings,
+    Observer,
+    ObserverFailed,
+)
 from raysim.simulation.events import Event, Finished, Round, Saved, Started
 
 QUICK = (
@@ -241,3 +249,30 @@ def test_the_death_of_a_host_is_said_with_why_it_does_no_harm(tmp_path: Path, de
     said = stream.getvalue()
     assert text in said
     assert ("no result changes" in said and said.startswith("round 3: ")) == bool(deaths)
+
+
+def test_a_method_warns_once_while_a_run_goes_on(tmp_path: Path) -> None:
+    class Wary(Method):
+        name, paper = "wary", "a test"
+
+        def watch(self, row: Any) -> str:
+            return "too far" if row["round"] >= 2 else ""
+
+    said: list[str] = []
+    observer = MethodWarnings([Wary()], said.append)
+    for number in range(1, 5):
+        observer.on_round(CurrentRun(tmp_path, 4), Round({"round": number}, ()))
+    assert said == ["round 2: too far"]
+
+
+def test_the_summary_says_how_unlike_the_clients_are_and_an_older_run_can_be_continued() -> None:
+    result = raysim.run([*QUICK, "out=a"], quiet=True)
+    split = result.summary["split"]
+    assert split["clients"] == 10 and 0 < split["label_entropy"] <= split["pooled_entropy"]
+    assert 0 <= split["divergence"] < 1 and split["sizes"]["min"] > 0
+    path = Path("a/config.yaml")
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text(
+        "".join(line for line in lines if "keep_optimizer" not in line and "validation_fraction" not in line)
+    )
+    assert len(raysim.run([*QUICK, "out=a", "resume=latest", "rounds=5"], quiet=True).rows) == 5

@@ -106,15 +106,13 @@ def test_an_installed_package_cannot_take_the_name_of_an_option(package: Path) -
 
 
 def test_of_two_folders_with_one_option_the_later_one_counts(tmp_path: Path) -> None:
-    for name, cohort in (("one", 11), ("two", 12)):
-        (folder := tmp_path / name / "schedule").mkdir(parents=True)
-        (folder / "synchronous.yaml").write_text(
-            f"_target_: raysim.simulation.schedule.Synchronous\ncohort: {cohort}\n"
-        )
+    for name, speed in (("one", 11.0), ("two", 12.0)):
+        (folder := tmp_path / name / "fleet").mkdir(parents=True)
+        (folder / "ideal.yaml").write_text(f"_target_: raysim.simulation.fleet.Ideal\nspeed: {speed}\n")
         (tmp_path / name / "config.yaml").write_text("rounds: 1\n")  # the user's own file is no part of it
     found = plain(compose([], [tmp_path / "one", tmp_path / "two"]))
-    assert (found["schedule"]["cohort"], found["rounds"]) == (12, 60)
-    assert groups([tmp_path / "one"]).files["schedule"]["synchronous"] == tmp_path / "one/schedule/synchronous.yaml"
+    assert found["fleet"]["speed"] == 12.0 and found["rounds"] > 1
+    assert groups([tmp_path / "one"]).files["fleet"]["ideal"] == tmp_path / "one/fleet/ideal.yaml"
 
 
 def test_a_class_may_be_named_where_its_package_is_installed_or_allowed(package: Path) -> None:

@@ -191,6 +191,30 @@ def test_the_hierarchy_is_the_one_on_the_vectors_themselves(clients: int, eps: f
         close(tree(rows, reference, eps), tree_by_hand(rows, reference, eps))
 
 
+def test_the_last_two_of_seven_updates_are_taken_in_the_order_in_which_they_were_made() -> None:
+    rows, reference = random(7, 3, seed=0), random(3, seed=100)
+
+    def off(a: Tensor, b: Tensor) -> Tensor:
+        return a - (a @ b) / (b @ b + 1e-7) * b
+
+    def meet(a: Tensor, b: Tensor) -> Tensor:
+        return off(a, b) + off(b, a) if a @ b < 0 else a + b
+
+    def by_score(items: list[Tensor]) -> list[Tensor]:
+        return sorted(items, key=lambda item: -float(item @ reference))
+
+    def root(first: Tensor, second: Tensor) -> Tensor:
+        changed = off(first, second)
+        return (changed + off(second, changed)) / 7
+
+    a, b, c, d, e, f, g = by_score(list(rows))
+    p, q, r, s = by_score([meet(a, g), meet(b, f), meet(c, e), d])
+    first, second = meet(p, s), meet(q, r)
+    assert first @ second < 0 and second @ reference > first @ reference
+    close(tree(rows, reference), root(first, second))
+    assert (tree(rows, reference) - root(second, first)).norm() > 0.01
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_without_a_conflict_the_hierarchy_is_the_mean_for_any_reference(seed: int) -> None:
     close(tree(AGREEING, random(8, seed=seed)), AGREEING.mean(0))

@@ -585,6 +585,93 @@ def test_kept_optimisers_go_on_counting_and_fresh_ones_begin_anew() -> None:
             assert set(steps.values()) == {all_of_them if keep else own}
 
 
+def test_a_run_may_keep_the_optimisers_of_every_method_and_then_counts_alone_the_steps_of_a_job() -> None:
+    class Count(Method):
+        name, paper = "count", "a test"
+
+        def finish(self, ctx: Context) -> None:
+            steps.append(int(ctx.optimizers.save()["task/steps"]))
+            moved.append(ctx.optimizers.movements()[0][1])
+
+    for keep in (True, False):
+        steps: list[int] = []
+        moved: list[int] = []
+        local = replace(LOCAL, epochs=None, steps=4, keep_optimizer=keep)
+        found = run(run_spec(Count(), local=local), Synchronous(6), rounds=3)
+        assert steps == [4] * 6 + [8 if keep else 4] * 6 + [12 if keep else 4] * 6
+        assert moved == [4] * 18
+        assert found.coordinator.private.stateful is keep
+
+
+def test_kept_by_the_run_or_by_the_method_the_model_is_the_same_and_nothing_is_kept_twice() -> None:
+    by_run, by_method, fresh = (
+        run(run_spec(small(keep_optimizer=own), model=NORMED_MLP, local=replace(LOCAL, keep_optimizer=whole)), ROUNDS)
+        for own, whole in ((False, True), (True, True), (False, False))
+    )
+    assert by_run.bits[0] == by_method.bits[0] != fresh.bits[0]
+    assert not any("local.kept" in key for key in by_method.private)
+    assert any("local.kept" in key for key in by_run.private)
+
+
+def test_the_history_has_the_norms_of_embeddings_and_what_the_head_knows_of_synthetic_ones() -> None:
+    seen: list[list[float]] = []
+
+    class Look(FRAug):
+        def loss(self, ctx: Context, out: Outputs, batch: Batch) -> Tensor:
+            loss = super().loss(ctx, out, batch)
+            labels = self._labels(ctx, out)
+            with torch.no_grad():
+                noise, classes = self._noise(ctx, out)[:2].flatten(0, 1), torch.cat([batch.targets, labels])
+                source = ctx.networks[GENERATOR](noise, classes)
+            seen.append([float(rows.norm(dim=1).mean()) for rows in (out.features.detach(), source)])
+            return loss
+
+    row = run(run_spec(Look(4, noise_dim=6), model=NORMED_MLP), Synchronous(1), rounds=1).rows[0]
+    real, generated = np.mean(seen, axis=0)
+    assert row["fraug.real_norm"] == pytest.approx(real, rel=1e-5) and real > 0
+    assert row["fraug.generated_norm"] == pytest.approx(generated, rel=1e-5) and generated != real
+    known = row["fraug.synthetic_accuracy"]
+    assert known is not None and 0 < known < 1
+    alone = run(run_spec(small(use_generator=False), model=NORMED_MLP), rounds=1).rows[0]
+    assert "fraug.generated_norm" not in alone and alone["fraug.real_norm"] is not None
+
+
+def test_generated_embeddings_that_leave_the_scale_of_real_ones_are_warned_of() -> None:
+    method = small()
+    said = method.watch({"fraug.real_norm": 19.0, "fraug.generated_norm": 843.0})
+    assert "norm of 843, real ones of 19" in said and "generator_metric=mmd" in said
+    assert method.watch({"fraug.real_norm": 19.0, "fraug.generated_norm": 190.0}) == ""
+    assert method.watch({"fraug.real_norm": None}) == ""
+
+
+def test_the_distance_to_prototypes_has_no_bound_and_that_of_kernels_has_one() -> None:
+    """The issue's growth, in small: norms 6, 12, 843, 16,291 with the Digits preset's metric."""
+    local = Local(lr=0.05, momentum=0.5, batch=8, epochs=4)
+    last = {}
+    for metric in ("mse", "mmd"):
+        method = FRAug(40, noise_dim=6, generator_metric=metric, gamma=0.002)
+        rows = run(run_spec(method, model=NORMED_MLP, local=local), ROUNDS, rounds=20).rows
+        last[metric] = [float(row["fraug.generated_norm"] or 0) / float(row["fraug.real_norm"] or 1) for row in rows]
+    assert last["mse"][-1] > 10_000 * last["mse"][0] and last["mmd"][-1] < 100 * last["mmd"][0]
+
+
+def test_ramps_may_be_those_of_a_run_of_the_papers_length() -> None:
+    found: dict[int | None, list[float]] = {None: [], 300: []}
+    for pace, strengths in found.items():
+
+        class Look(FRAug):
+            def _around(self, ctx: Context, anchors: Tensor, source: Tensor, labels: Any, strength: float) -> Tensor:
+                strengths.append(strength)  # noqa: B023 (it is used within the loop)
+                return super()._around(ctx, anchors, source, labels, strength)
+
+        method = Look(6, noise_dim=6, gamma=0.01, ramp_rounds=pace)
+        run(run_spec(method, model=NORMED_MLP), Synchronous(1), rounds=3)
+    for pace, gamma in ((None, 0.01), (300, 0.01 * 300 / 6)):
+        assert sorted(set(found[pace])) == pytest.approx([math.exp(gamma * (t - 6)) for t in range(3)])
+    with pytest.raises(ValueError, match=r"ramp_rounds=300 scales gamma .* method.fraug.rounds=null"):
+        FRAug(ramp="constant", ramp_rounds=300).check(setup(TASK, LOCAL, networks_of(NORMED)))
+
+
 def test_classes_that_are_not_in_a_batch_keep_their_prototypes_through_a_run() -> None:
     class Look(FRAug):
         def loss(self, ctx: Context, out: Outputs, batch: Batch) -> Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from raysim.methods.feddecorr import FedDecorr
 from raysim.methods.fedprox import FedProx
-from raysim.models import Lora, Own, Timm, Torchvision, Transformer, split
+from raysim.models import Lora, ModelRecipe, Own, Timm, Torchvision, Transformer, split
 from raysim.models.split import Split, Whole
 from raysim.primitives.kinds import Tokens
 
@@ -102,6 +102,19 @@ def test_a_whole_network_trains_with_methods_that_need_no_features_and_the_other
     ):
         run(run_spec(FedDecorr(), model=whole))
     assert run(run_spec(FedDecorr(), model=Own(Two, head="fc"))).rows[-1]["failures"] == 0
+
+
+class Bare(ModelRecipe):
+    """A recipe that knows nothing of heads."""
+
+    def build(self, input_shape: Any, num_classes: int, seed: int, tokens: Tokens | None = None) -> Any:
+        torch.manual_seed(seed)
+        return nn.Sequential(nn.Flatten(), nn.Linear(64, 6), nn.ReLU(), nn.Linear(6, num_classes))
+
+
+def test_what_a_recipe_makes_without_a_head_is_split_too() -> None:
+    rows = run(run_spec(FedDecorr(), model=Bare())).rows
+    assert not rows[-1]["failures"] and rows[-1]["loss_global"] < rows[0]["loss_global"]  # type: ignore[operator]
 
 
 @pytest.mark.parametrize("lanes", [1, 2])

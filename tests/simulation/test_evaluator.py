@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -27,12 +28,14 @@ from torch import Tensor, nn
 from raysim.api.context import Own
 from raysim.api.declarations import Evaluation, Finetune
 from raysim.api.method import Method
+from raysim.api.server_view import Server
 from raysim.data.federated import FederatedData, federate, pooled
-from raysim.data.partition import IID, Domain
+from raysim.data.partition import CSR, IID, Domain
 from raysim.data.sources import Synthetic
 from raysim.experiment.execute import Refused, build
 from raysim.methods.fedbn import FedBN
 from raysim.models.classifier import Shape
+from raysim.simulation.best_round import BestRounds
 from raysim.simulation.schedule import Buffered, Synchronous
 
 ALL = Evaluation(finetune=Finetune(2), decompose=1)
@@ -201,6 +204,81 @@ def test_each_domain_has_a_column() -> None:
     assert [row[f"accuracy.{name}"] for name in names] and row["accuracy"] == pytest.approx(
         np.mean([row[f"accuracy.{name}"] for name in names])
     )
+
+
+def validated(clients: int = 4, seed: int = SEED) -> FederatedData:
+    source = Synthetic(samples=160, test_samples=20, classes=5, domains=2)
+    return federate(source, IID(clients=clients, test_fraction=0.2, validation_fraction=0.2), seed)
+
+
+class Drift(Method):
+    """The model of the third version is the worst: all of its outputs are alike."""
+
+    name = "drift"
+    paper = "a test"
+
+    def scored(self, server: Server) -> Tensor:
+        return torch.zeros_like(server.vector) if server.version == 3 else server.vector
+
+
+@pytest.mark.parametrize("methods", [(), (FedBN(),)], ids=["one model", "own models"])
+def test_each_client_is_scored_in_its_best_round_by_validation(methods: tuple[Method, ...]) -> None:
+    data = validated()
+    assert data.partition.validation is not None
+    plain = replace(data, partition=replace(data.partition, validation=None))
+    watched = run(run_spec(*methods, model=NORMED_MLP, data=data), rounds=8)
+    unwatched = run(run_spec(*methods, model=NORMED_MLP, data=plain), rounds=8)
+    assert watched.bits == unwatched.bits
+    for row, other in zip(watched.rows, unwatched.rows, strict=True):
+        assert {key: row[key] for key in other if "seconds" not in key and "busy" not in key} == {
+            key: value for key, value in other.items() if "seconds" not in key and "busy" not in key
+        }
+    best = [float(row["accuracy_validation_best"] or 0) for row in watched.rows]
+    assert best == sorted(best) and best[0] == watched.rows[0]["accuracy_validation"]
+    assert watched.rows[0]["accuracy_best"] == watched.rows[0]["accuracy"]
+    assert {"accuracy_best_worst", "accuracy_best.domain 0"} <= watched.rows[-1].keys()
+    assert ("accuracy_global_best" in watched.rows[-1]) == (not methods)
+
+
+def test_a_round_that_validation_likes_less_leaves_the_best_ones() -> None:
+    rows = run(run_spec(Drift(), data=validated()), rounds=3).rows
+    assert rows[2]["accuracy_validation"] < rows[1]["accuracy_validation"]  # type: ignore[operator]
+    assert rows[2]["best_round"] == rows[1]["best_round"] < 3
+    assert rows[2]["accuracy_global_best"] == rows[1]["accuracy_global_best"] != rows[2]["accuracy_global"]
+
+
+@pytest.mark.parametrize("methods", [(), (FedBN(),)], ids=["one model", "own models"])
+def test_validation_needs_no_tests_of_the_clients_own(methods: tuple[Method, ...]) -> None:
+    data = federate(
+        Synthetic(samples=120, test_samples=20, classes=5), IID(4, test_fraction=0, validation_fraction=0.2), 0
+    )
+    row = run(run_spec(*methods, model=NORMED_MLP, data=data), rounds=2).rows[-1]
+    assert row["accuracy"] is None and "accuracy_best" not in row and row["accuracy_validation"] is not None
+    assert methods or row["accuracy_global_best"] is not None
+
+
+def test_a_resumed_run_remembers_the_best_rounds(tmp_path: Path) -> None:
+    study = run_spec(FedBN(), model=NORMED_MLP, data=validated())
+    straight = run(study, rounds=6)
+    run(study, rounds=6, checkpoint_every=3, folder=str(tmp_path))
+    resumed = run(study, rounds=6, resume=str(tmp_path / "checkpoints" / "round-000003"))
+    assert resumed.history == straight.history and resumed.bits == straight.bits
+
+
+def test_best_rounds_are_the_first_of_equal_ones_and_each_clients_own() -> None:
+    best = BestRounds(CSR(np.arange(5), np.array([0, 2, 2, 5])))
+    everyone = np.array([0, 2])
+    right, wrong = np.ones(5, np.bool_), np.zeros(5, np.bool_)
+    assert best.take(everyone, np.array([0.5, 0.5]), right)[1].tolist() == [True] * 5
+    validation, hits = best.take(everyone, np.array([0.5, 0.6]), wrong)
+    assert validation.tolist() == [0.5, 0.6] and hits.tolist() == [True, True, False, False, False]
+    assert best.take(np.array([2]), np.array([0.6]), right[2:])[1].tolist() == [False] * 3
+    nothing = np.array([np.nan])
+    for hit in (wrong, right):  # without validation samples: the last round
+        assert best.take(np.array([0]), nothing, hit[:2])[1].tolist() == hit[:2].tolist()
+    assert best.take_shared(4, 0.5, 0.25) == (4, 0.25)
+    assert best.take_shared(5, 0.5, 0.75) == (4, 0.25)
+    assert best.take_shared(6, 0.75, None) == (6, None)
 
 
 def test_pooled_data_train_one_model_that_every_client_tests() -> None:

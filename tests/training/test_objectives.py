@@ -16,7 +16,7 @@ from raysim.api.objectives import OBJECTIVES
 from raysim.data.batches import Pipeline
 from raysim.data.federated import federate
 from raysim.data.partition import IID
-from raysim.data.sources import Arrays
+from raysim.data.sources import NumPy
 from raysim.models import Mlp
 from raysim.primitives.kinds import Kind
 from raysim.simulation.schedule import Synchronous
@@ -83,7 +83,7 @@ def test_one_client_and_one_step_on_values_is_a_step_of_gradient_descent(tmp_pat
     x, y = rng.normal(size=(12, 3)), rng.normal(size=(12, 2))
     np.savez(tmp_path / "train.npz", x=x, y=y)
     np.savez(tmp_path / "test.npz", x=x[:4], y=y[:4])
-    data = federate(Arrays(str(tmp_path), cache=str(tmp_path)), IID(clients=1, test_fraction=0.0), 0)
+    data = federate(NumPy(str(tmp_path), cache=str(tmp_path)), IID(clients=1, test_fraction=0.0), 0)
     ended = run(run_spec(model=Mlp((4,)), data=data, local=Local(lr=0.1, batch=12)), Synchronous(1), rounds=1)
     net = Mlp((4,)).build((3,), 2, 3)
     loss = (net(torch.tensor(x, dtype=torch.float32)) - torch.tensor(y, dtype=torch.float32)).square().mean()
@@ -97,7 +97,7 @@ def test_one_client_and_one_step_on_values_is_a_step_of_gradient_descent(tmp_pat
 def test_several_labels_are_learnt(tmp_path: Path) -> None:
     x = np.random.default_rng(1).normal(size=(200, 4)).astype(np.float32)
     np.savez(tmp_path / "train.npz", x=x, y=(x > 0.3).astype(int))
-    data = federate(Arrays(str(tmp_path), cache=str(tmp_path)), IID(clients=4), 0)
+    data = federate(NumPy(str(tmp_path), cache=str(tmp_path)), IID(clients=4), 0)
     rows = run(run_spec(model=Mlp((16,)), data=data, local=Local(lr=1.0, batch=16)), Synchronous(4), rounds=15).rows
     assert rows[-1]["f1_global"] > 0.8 > rows[0]["f1_global"]  # type: ignore[operator]
     assert 0 <= rows[-1]["f1_worst"] <= rows[-1]["f1"] <= 1  # type: ignore[operator]

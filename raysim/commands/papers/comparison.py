@@ -19,10 +19,12 @@ FREE = (
     *("seed", "device", "runtime", "checkpoint", "faults", "state", "thresholds", "summation"),
     *("data.root", "data.cache", "data.download", "evaluate.clients", "evaluate.probe", "evaluate.probe_rows"),
 )
+OPEN = (("weighting", "None"),)  # what a preset leaves to the methods, and a run's configuration says
 GROUPS = ("data", "partition", "model", "schedule", "fleet")
 FEDAVG_FINAL = "fedavg_final"  # a threshold that is no number: FedAvg's own last accuracy
 GAP = "   "
 CHANGED = "*"  # behind a number of ours
+SPLIT = "entropy / divergence"  # of the clients' labels, see raysim.data.heterogeneity
 
 
 @dataclass
@@ -33,13 +35,38 @@ class Entry:
     command: Command
     score: Score
     runs: list[Run] = field(default_factory=list)
-    changed: bool = False  # a run of it is not at the paper's setting
+    different: list[str] = field(default_factory=list)  # of each run, what it has otherwise than the paper's setting
+
+    @property
+    def changed(self) -> bool:
+        """Whether a run of it is not at the paper's setting."""
+        return any(self.different)
 
     @property
     def values(self) -> list[float]:
         """Ours, one of each run that measured it."""
-        scores = [self.score.summary(run.rows, self.score.column) for run in self.runs]
+        return self.of(self.score.column)
+
+    def of(self, name: str) -> list[float]:
+        """The same of another column of the runs' histories."""
+        scores = [self.score.summary(run.rows, name) for run in self.runs]
         return [value * self.score.factor for value in scores if value is not None]
+
+    def beside(self) -> dict[str, list[float]]:
+        """The other scores that are shown, by their titles; the compared one is not among them."""
+        return {title: self.of(name) for title, name in self.score.beside.items() if name != self.score.column}
+
+    def split(self, name: str) -> float | None:
+        """The mean over the runs of a number of `raysim.data.heterogeneity`."""
+        splits = [run.summary.get("split") for run in self.runs]
+        values = [split.get(name) for split in splits if isinstance(split, Mapping)]
+        numbers = [value for value in values if isinstance(value, (int, float))]
+        return statistics.fmean(numbers) if numbers else None
+
+    def at(self, setting: str) -> Entry:
+        """With those runs alone that differ from the paper in this way."""
+        runs = [run for run, different in zip(self.runs, self.different, strict=True) if different == setting]
+        return replace(self, runs=runs, different=[setting] * len(runs))
 
     @property
     def spread(self) -> float | None:
@@ -50,15 +77,16 @@ class Entry:
         return None if value is None else value * self.score.factor
 
 
-def compare(name: str, runs: Sequence[Run] = (), width: int = 120) -> str:
+def compare(name: str, runs: Sequence[Run] = (), width: int = 120, kept: Sequence[Run] = ()) -> str:
     """The table `name` beside what the runs reached, what they did differently, and how to make those that lack.
 
-    width: columns of text; data sets that do not fit go below the others. Raises Refused for an unknown name.
+    width: columns of text; data sets that do not fit go below the others. kept: runs that stand where `runs` has none.
+    Raises Refused for an unknown name.
     """
     table = find(name)
     paper_runs = PAPER_RUNS[name.partition("/")[0]]
-    entries = [Entry(cell, paper_runs.command(table, cell), paper_runs.score(table, cell)) for cell in table.cells]
-    notes = list(_match(paper_runs, name, entries, runs))
+    entries, notes = matched(name, runs)
+    notes += _filled(entries, matched(name, kept)[0])
     above = [f"{table.title}: {table.caption}", table.metric]
     parts = [
         "\n".join(above),
@@ -67,6 +95,28 @@ def compare(name: str, runs: Sequence[Run] = (), width: int = 120) -> str:
         *_paragraph(f"runs ({CHANGED}: not at the paper's setting)", notes),
     ]
     return "\n\n".join([*parts, *_paragraph("without a run", _missing(entries))])
+
+
+def matched(name: str, runs: Sequence[Run]) -> tuple[list[Entry], list[str]]:
+    """The cells of a table with their runs, and what a reader must know of each run."""
+    table, paper_runs = find(name), PAPER_RUNS[name.partition("/")[0]]
+    entries = [Entry(cell, paper_runs.command(table, cell), paper_runs.score(table, cell)) for cell in table.cells]
+    return entries, list(_match(paper_runs, name, entries, runs))
+
+
+def _filled(entries: Sequence[Entry], others: Sequence[Entry]) -> list[str]:
+    """Give the cells without a run those that are kept, of the setting that most of these have; says which."""
+    labels: dict[str, list[str]] = {}
+    for entry, other in zip(entries, others, strict=True):
+        if not entry.runs and other.runs:
+            setting = max(other.different, key=other.different.count)
+            chosen = other.at(setting)
+            entry.runs, entry.different = chosen.runs, chosen.different
+            labels.setdefault(setting, []).append(entry.cell.label)
+    return [
+        f"kept with raysim: {', '.join(dict.fromkeys(rows))}; {f'they have {said}' if said else 'as in the preset'}"
+        for said, rows in labels.items()
+    ]
 
 
 def _paragraph(title: str, lines: Sequence[str]) -> list[str]:
@@ -79,7 +129,8 @@ def _notes(table: Table, entries: Sequence[Entry], paper_runs: PaperRuns) -> lis
         ["our ± is the standard deviation over runs, divisor n - 1"] if any(len(e.values) > 1 for e in entries) else []
     )
     notes = [paper_runs.notes[table.name]] if table.name in paper_runs.notes else []
-    return [*theirs, *ours, *table.notes, *notes]
+    scored = [paper_runs.scored] if paper_runs.scored and any(entry.runs for entry in entries) else []
+    return [*theirs, *ours, *table.notes, *notes, *scored]
 
 
 # --- which run belongs to which cell --------------------------------------------------------------------------------
@@ -99,7 +150,7 @@ def _match(paper_runs: PaperRuns, name: str, entries: Sequence[Entry], runs: Seq
             different = _different(run, presets[key], command, row_keys)
             if not row_keys & set(different):
                 entry.runs.append(run)
-                entry.changed |= bool(different)
+                entry.different.append("; ".join(different.values()))
                 labels.setdefault("; ".join(different.values()), []).append(entry.cell.label)
         yield from _run_note(run, labels)
 
@@ -135,7 +186,7 @@ def _different(run: Run, preset: Mapping[str, str], command: Command, row_keys: 
     return {
         key: f"{key}={settings[key]} instead of {value}"
         for key, value in expected.items()
-        if key in settings and not _equal(settings[key], value) and not _is_free(key)
+        if key in settings and not _equal(settings[key], value) and not _is_free(key) and (key, value) not in OPEN
     }
 
 
@@ -270,12 +321,37 @@ def _block(title: str, cells: Sequence[Entry | None], entries: Sequence[Entry]) 
     if made:
         columns.append(["ours", *(_ours(e) if e else "" for e in cells)])
         columns.append(["diff", *(_difference(e) if e else "" for e in cells)])
+        columns += _more(cells)
     for key in keys:
         theirs = [NOTHING if e is None or (r := e.cell.rounds_to.get(key)) is None else str(r) for e in cells]
         ours = [f" / {_rounds(key, e, entries) if e else NOTHING}" if made else "" for e in cells]
         columns.append([f"to {key.replace('_', ' ')}", *(a + b for a, b in zip(theirs, ours, strict=True))])
     rows = ["  ".join(row) for row in zip(*(_aligned(column) for column in columns), strict=True)]
     return _aligned([title, *rows], left=True)
+
+
+def _more(cells: Sequence[Entry | None]) -> list[list[str]]:
+    """Columns of the other scores, and of how unlike the clients were, where anything is known of them."""
+    titles = dict.fromkeys(title for entry in cells if entry for title in entry.score.beside)
+    columns = [
+        [title, *(_mean(e.beside().get(title, ()), _digits(e.cell.mean)) if e else "" for e in cells)]
+        for title in titles
+    ]
+    columns.append([SPLIT, *(_unlike(e) if e else "" for e in cells)])
+    return [column for column in columns if set(column[1:]) - {"", NOTHING}]
+
+
+def _mean(values: Sequence[float], digits: int) -> str:
+    return f"{statistics.fmean(values):.{digits}f}" if values else NOTHING
+
+
+def _unlike(entry: Entry) -> str:
+    numbers = [entry.split(name) for name in ("label_entropy", "divergence")]
+    return (
+        " / ".join(NOTHING if number is None else f"{number:.2f}" for number in numbers)
+        if any(number is not None for number in numbers)
+        else NOTHING
+    )
 
 
 def _aligned(texts: Sequence[str], left: bool = False) -> list[str]:

@@ -19,7 +19,6 @@ from typing import Any
 
 import yaml
 
-import raysim
 from raysim.experiment.compose import compose, conf_folder
 from raysim.primitives.errors import Refused, refusing
 from raysim.primitives.files import user_path
@@ -45,7 +44,7 @@ def pieces(extra: Sequence[str | Path] = ()) -> list[Piece]:
 
     Hidden files and byte code stay behind. Raises Refused.
     """
-    package = Path(raysim.__file__).resolve().parent
+    package = Path(__file__).resolve().parents[2]
     found = _below(package)
     if (conf := conf_folder()).parent != package:  # a checkout
         found += _below(conf)

@@ -11,6 +11,7 @@ import importlib.util
 import json
 import logging
 import os
+import shlex
 import shutil
 import time
 import warnings
@@ -327,8 +328,8 @@ def _encoded(space: Space, point: Point) -> dict[str, Any]:
 
 
 # --- the search -----------------------------------------------------------------------------------------------------
-def run(
-    words: Sequence[str] | SweepRequest,
+def sweep(
+    words: str | Sequence[str] | SweepRequest,
     *,
     quiet: bool = False,
     allow: Sequence[str] = (),
@@ -336,7 +337,7 @@ def run(
 ) -> tune.ResultGrid:
     """Search to the end, as `raysim sweep` does; what Ray Tune returns: `grid.get_best_result().config`, `.metrics`.
 
-    words: those after `raysim sweep` on the command line, or what `read_request` made of them. A result's config has
+    words: those after `raysim sweep` on the command line, in one text or a list. A result's config has
     the searched keys alone, its metrics are the last row of the history, its path is the trial's folder.
     Raises Refused (nothing was written), Interrupted.
     """
@@ -344,6 +345,7 @@ def run(
 
     since = time.monotonic()
     console = console or Console(quiet=quiet)
+    words = shlex.split(words) if isinstance(words, str) else words
     request = words if isinstance(words, SweepRequest) else read_request(words)
     search, folder = request.search, request.folder
     experiments = _checked(search, allow)

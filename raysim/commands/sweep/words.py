@@ -62,7 +62,7 @@ def _listed_range(key: str, value: Any) -> Range:
 
 
 def _choice(key: str, values: Iterable[Any]) -> Choice:
-    return Choice(tuple(option_names(value) if key in LISTS else value for value in values))
+    return Choice(tuple(option_names(value, key) if key in LISTS else value for value in values))
 
 
 def _range(override: Override, text: str) -> Range:

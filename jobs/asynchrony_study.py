@@ -1,0 +1,233 @@
+"""Schedules and asynchronous algorithms on one heavy-tailed fleet: the study of docs/studies/asynchrony.md.
+
+    python jobs/asynchrony_study.py run runs/asynchrony          48 runs, which go on where they stopped
+    python jobs/asynchrony_study.py collect runs/asynchrony      docs/studies/asynchrony.json from their folders
+    python jobs/asynchrony_study.py page                         docs/studies/asynchrony.md and .png from that
+
+Words behind the folder of `run` go to every run, such as `data.root=DIR`.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+from collections.abc import Iterable, Sequence
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+PAGE = Path(__file__).parents[1] / "docs" / "studies" / "asynchrony.md"
+STORE = PAGE.with_suffix(".json")
+TARGETS = (0.70, 0.75, 0.80)
+RESULTS = 1500  # client results that a run aggregates, but for those that a deadline cuts
+SETTING = [
+    "data=fashion_mnist", "model=mlp", "model.widths=[128]", "partition=dirichlet", "partition.alpha=0.3",
+    "partition.clients=100", "local.epochs=1", "local.batch=50", "local.lr=0.1", "fleet=lognormal", "fleet.sigma=1.2",
+    "fleet.dropout=0.1", "checkpoint.every=0", "tracking=none", "runtime=local", "runtime.hosts=2",
+]  # fmt: skip
+FEDBR = ["method.fedbr.pseudo_batch=20"]
+BUFFERED = ["schedule=buffered", "schedule.concurrency=20", "schedule.size=5"]
+IMMEDIATE = ["schedule=immediate", "schedule.concurrency=20"]
+# Name: what is said of it, its words, its method, and how many results an aggregation takes.
+ALGORITHMS: dict[str, tuple[str, list[str], list[str], int]] = {
+    "synchronous": ("waits for all 20", ["schedule.cohort=20"], [], 20),
+    "over-selection": (
+        "sends 26, takes the first 20", ["schedule=oversample", "schedule.cohort=20", "schedule.factor=1.3"], [], 20
+    ),
+    "deadline": (
+        "sends 26, waits 2 s, takes late ones later",
+        ["schedule=deadline", "schedule.cohort=26", "schedule.seconds=2", "schedule.max_staleness=10"], [], 20,
+    ),
+    "FedBuff": ("20 at work, buffer of 5", BUFFERED, ["fedbuff"], 5),
+    "CA2FL": ("as FedBuff", [*BUFFERED, "method.ca2fl.server_lr=0.5"], ["ca2fl"], 5),
+    "FADAS": ("as FedBuff", [*BUFFERED, "method.fadas.server_lr=0.003"], ["fadas"], 5),
+    "FedAsync": ("20 at work, each result at once", IMMEDIATE, ["fedasync"], 1),
+    "ACE": ("as FedAsync", IMMEDIATE, ["ace"], 1),
+}  # fmt: skip
+LOCAL = {"FedAvg": [], "FedBR": ["fedbr"]}
+
+
+# --- runs -----------------------------------------------------------------------------------------------------------
+def words(algorithm: str, local: str, seed: int) -> list[str]:
+    """What one run of the study is given on the command line."""
+    _, own, methods, size = ALGORITHMS[algorithm]
+    chosen = [*methods, *LOCAL[local]]
+    rounds, every = RESULTS // size, 60 // size
+    return [
+        *SETTING, *own, *(FEDBR if local == "FedBR" else []), f"method=[{','.join(chosen)}]", f"seed={seed}",
+        f"rounds={rounds}", f"evaluate.every={every}",
+    ]  # fmt: skip
+
+
+def run_all(folder: Path, more: Sequence[str], seeds: Iterable[int] = range(3)) -> None:
+    """Run what is missing, one seed after another."""
+    import raysim
+
+    for seed, local, algorithm in product(seeds, LOCAL, ALGORITHMS):
+        out = folder / f"{algorithm}-{local}-{seed}"
+        print(f"{algorithm}, {local}, seed {seed}", flush=True)
+        resume = ["resume=latest"] if out.exists() else []
+        raysim.run([*words(algorithm, local, seed), f"out={out}", *resume, *more], quiet=True)
+
+
+# --- what they did --------------------------------------------------------------------------------------------------
+def measured(folder: Path) -> dict[str, Any]:
+    """The numbers of one finished run."""
+    import pyarrow.parquet as pq
+
+    rows = pq.read_table(folder / "history.parquet").to_pylist()
+    summary = json.loads((folder / "summary.json").read_text())
+    scored = [row for row in rows if row["accuracy_global"] is not None]
+    jobs = sum(row["clients"] + row["failures"] for row in rows)
+    wasted = sum(row["lost"] + row["discarded"] for row in rows)
+    walls = np.diff([row["wall_seconds"] for row in rows], prepend=0.0)
+
+    def reached(target: float) -> dict[str, float] | None:
+        row = next((row for row in scored if row["accuracy_global"] >= target), None)
+        return row and {"seconds": row["virtual_seconds"], "megabytes": _megabytes(row)}
+
+    return {
+        "reached": {f"{target:.2f}": reached(target) for target in TARGETS},
+        "accuracy": statistics.mean(row["accuracy_global"] for row in scored[-3:]),
+        "seconds": rows[-1]["virtual_seconds"],
+        "megabytes": _megabytes(rows[-1]),
+        "staleness": float(np.average([row["staleness"] for row in rows], weights=[row["clients"] for row in rows])),
+        "staleness_max": max(row["staleness_max"] for row in rows),
+        "unused": wasted / (jobs + wasted),
+        "host_busy": float(np.average([row["host_busy"] for row in rows], weights=walls)),
+        "curve": [[round(row["virtual_seconds"], 2), round(row["accuracy_global"], 4)] for row in scored],
+        "model_sha256": summary["model_sha256"],
+        "libraries": summary["identity"]["libraries"],
+    }
+
+
+def _megabytes(row: dict[str, Any]) -> float:
+    return float(4e-6 * (row["floats_down"] + row["floats_up"]))
+
+
+def collect(folder: Path) -> None:
+    """Write the store: every finished run of the folder."""
+    found: dict[str, Any] = {}
+    for algorithm, local, seed in product(ALGORITHMS, LOCAL, range(100)):
+        if (out := folder / f"{algorithm}-{local}-{seed}").joinpath("summary.json").exists():
+            run = {"words": " ".join(words(algorithm, local, seed)), **measured(out)}
+            found.setdefault(local, {}).setdefault(algorithm, {})[str(seed)] = run
+    STORE.write_text(json.dumps(found, indent=1) + "\n")
+
+
+# --- the page -------------------------------------------------------------------------------------------------------
+def mean(values: Sequence[float | None], form: str) -> str:
+    """Mean and deviation; where some runs never got there, how many did."""
+    reached = [value for value in values if value is not None]
+    if not reached:
+        return "never"
+    text = form.format(statistics.mean(reached))
+    if len(reached) > 1:
+        text += f" ± {form.format(statistics.stdev(reached))}"
+    return text if len(reached) == len(values) else f"{text} ({len(reached)} of {len(values)})"
+
+
+def table(runs: dict[str, dict[str, Any]]) -> str:
+    """One row an algorithm, over its seeds."""
+    heads = ["algorithm", "schedule", *(f"s to {t:.0%}" for t in TARGETS), *(f"MB to {t:.0%}" for t in TARGETS)]
+    heads += ["final accuracy, %", "virtual s in all", "staleness (most)", "jobs unused, %", "hosts busy, %"]
+    lines = ["| " + " | ".join(heads) + " |", "|" + " --- |" * len(heads)]
+    for algorithm, by_seed in runs.items():
+        each = list(by_seed.values())
+        at = [[run["reached"][f"{t:.2f}"] for run in each] for t in TARGETS]
+        cells = [algorithm, ALGORITHMS[algorithm][0]]
+        cells += [mean([got and got["seconds"] for got in column], "{:.0f}") for column in at]
+        cells += [mean([got and got["megabytes"] for got in column], "{:,.0f}") for column in at]
+        cells += [
+            mean([100 * run["accuracy"] for run in each], "{:.1f}"),
+            mean([run["seconds"] for run in each], "{:,.0f}"),
+        ]
+        cells += [f"{mean([run['staleness'] for run in each], '{:.1f}')} ({max(run['staleness_max'] for run in each)})"]
+        cells += [mean([100 * run[key] for run in each], "{:.0f}") for key in ("unused", "host_busy")]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def page_text(store: dict[str, Any]) -> str:
+    """The page, of the store alone."""
+    tables = []
+    for local, runs in store.items():
+        seeds = sorted({seed for by_seed in runs.values() for seed in by_seed}, key=int)
+        tables.append(
+            f"## {local} on the clients, seed{'s' if len(seeds) > 1 else ''} {', '.join(seeds)}\n\n{table(runs)}"
+        )
+    return TEXT.format(setting=" ".join(SETTING), tables="\n\n".join(tables), results=f"{RESULTS:,}")
+
+
+TEXT = """# Schedules and asynchronous algorithms on a heavy-tailed fleet
+
+Fashion-MNIST, 100 clients by Dirichlet(0.3), an MLP with 128 hidden units, one local epoch. Speeds are log-normal with
+sigma 1.2, a tenth of the jobs is lost on its way. Every run aggregates {results} client results (with a deadline:
+about as many), so the work is the same and time, traffic and staleness differ. Twenty clients are at work at a time;
+over-selection and the deadline send 26. Numbers are means over seeds ± the sample's standard deviation; accuracy is on
+the central test set, the final one the mean of the last three scorings. *Staleness* is the mean over results, in
+aggregations (in brackets the most); *unused* jobs were lost or thrown away; *hosts busy* is the share of wall time in
+which the two hosts trained. The server rates of CA2FL (0.5) and FADAS (0.003) were chosen by hand on one run each.
+
+![Accuracy against virtual time](asynchrony.png)
+
+{tables}
+
+All runs share `{setting}`; each run's words and digest stand in `asynchrony.json`. To repeat:
+
+```bash
+python jobs/asynchrony_study.py run runs/asynchrony
+python jobs/asynchrony_study.py collect runs/asynchrony
+python jobs/asynchrony_study.py page
+```
+"""
+
+
+def draw(store: dict[str, Any], path: Path) -> None:
+    """Accuracy against virtual time: the mean over seeds, and a band from the lowest to the highest."""
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    from raysim.results.theme import LIGHT, page_theme
+
+    with matplotlib.rc_context(page_theme(dark=False)):
+        figure = Figure(figsize=(13, 5.6), dpi=110, layout="constrained")
+        axes = figure.subplots(1, len(store), sharey=True, squeeze=False)[0]
+        for ax, (local, runs) in zip(axes, store.items(), strict=True):
+            for colour, (algorithm, by_seed) in zip(LIGHT, runs.items(), strict=False):
+                curves = [np.array(run["curve"]) for run in by_seed.values()]
+                ends = min(curve[-1, 0] for curve in curves)
+                starts = max(curve[0, 0] for curve in curves)
+                times = np.geomspace(starts, ends, 60)
+                heights = np.stack([np.interp(times, curve[:, 0], curve[:, 1]) for curve in curves])
+                ax.plot(times, heights.mean(0), color=colour, label=algorithm)
+                ax.fill_between(times, heights.min(0), heights.max(0), color=colour, alpha=0.12, linewidth=0)
+            ax.set(xscale="log", xlabel="virtual seconds", title=f"{local} on the clients")
+            ax.grid(True)
+        axes[0].set_ylabel("accuracy on the central test set")
+        axes[0].set_ylim(0.3, None)
+        handles, names = axes[0].get_legend_handles_labels()
+        figure.legend(handles, names, loc="outside lower center", ncols=len(names))
+        figure.savefig(path)
+
+
+def main(given: Sequence[str]) -> None:
+    """See the top."""
+    command, *rest = given or ["help"]
+    if command == "run" and rest:
+        run_all(Path(rest[0]), rest[1:])
+    elif command == "collect" and rest:
+        collect(Path(rest[0]))
+    elif command == "page":
+        store = json.loads(STORE.read_text())
+        PAGE.write_text(page_text(store))
+        draw(store, PAGE.with_suffix(".png"))
+    else:
+        sys.exit(__doc__)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

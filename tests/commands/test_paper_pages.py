@@ -1,0 +1,148 @@
+"""Results that are kept beside the papers' tables, and the pages that are made of them."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from test_papers import MNIST, WIDE, line, make, rows
+
+from raysim.commands.papers import pages, results
+from raysim.commands.papers.comparison import compare
+from raysim.commands.papers.tables import PAPERS, tables
+from raysim.experiment.compose import compose, conf_folder, plain
+from raysim.primitives.errors import Refused
+from raysim.results.history import Row, write_json
+from raysim.results.report import Run, load_run, settings
+
+SPLIT = {"label_entropy": 0.33, "largest_share": 0.9, "divergence": 0.61}
+IDENTITY = {"device": "cpu", "threads": 1, "libraries": {"torch": "2.9"}}
+
+
+def finished(folder: Path, words: Sequence[str], history: Sequence[Row]) -> Path:
+    """A finished run whose summary also says what a real one's does."""
+    run = make(folder, words, history)
+    summary = json.loads((folder / "summary.json").read_text())
+    ending = {"split": SPLIT, "identity": IDENTITY, "model_sha256": "a" * 64, "state_sha256": "b" * 64}
+    write_json(summary | ending, folder / "summary.json")
+    return run.folder
+
+
+def scores(*accuracies: float) -> list[Row]:
+    return rows(list(accuracies), accuracy=0.9, accuracy_worst=0.2, accuracy_worst_domain=0.4)
+
+
+@pytest.fixture
+def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(results, "KEPT", tmp_path / "kept")
+    return tmp_path / "kept"
+
+
+def reduced(method: str, seed: int = 0) -> list[str]:
+    return [*MNIST, f"method=[{method}]", "rounds=40", "data.pool=2", "local.lr=0.01", f"seed={seed}"]
+
+
+# --- keeping --------------------------------------------------------------------------------------------------------
+def test_a_kept_run_is_what_the_run_was(tmp_path: Path, store: Path) -> None:
+    folder = finished(tmp_path / "a", [*reduced("fedbr"), "data.root=/somewhere", "out=x"], scores(0.5, 0.6))
+    path = results.keep(folder)
+    assert path.parent == store / "fedbr" and path.name.startswith("rotated_mnist-fedbr-")
+    (kept,), run = results.kept("fedbr"), load_run(folder)
+    assert kept.summary["split"] == SPLIT and kept.summary["model_sha256"] == "a" * 64
+    assert [row["accuracy_global"] for row in kept.rows] == [row["accuracy_global"] for row in run.rows]
+    text = path.read_text()
+    assert "/somewhere" not in text and str(tmp_path) not in text and len(text) < 20_000
+    assert (
+        compare("fedbr/table1", [kept], WIDE).split("runs (")[0]
+        == compare("fedbr/table1", [run], WIDE).split("runs (")[0]
+    )
+    assert results.keep(folder) == path, "the same run has the same file"
+
+
+def test_the_command_of_a_kept_run_makes_its_configuration(tmp_path: Path, store: Path) -> None:
+    words = [*reduced("fedbr,mixup"), "method.fedbr.max_step=false", "data.augment=[flip]", "model=cnn", "model.pool=3"]
+    path = results.keep(finished(tmp_path / "a", words, scores(0.5)))
+    said = shlex.split(json.loads(path.read_text())["command"])
+    assert said[:3] == ["raysim", "run", "experiment=fedbr/rotated_mnist"] and said[-1] == "data.root=DIR"
+    again, before = (settings(plain(compose(each))) for each in (said[2:], [*words, "data.root=DIR"]))
+    assert again == before
+
+
+def test_two_seeds_are_two_files_and_what_is_no_result_is_refused(tmp_path: Path, store: Path) -> None:
+    for seed in (0, 1):
+        results.keep(finished(tmp_path / str(seed), reduced("", seed), scores(0.5)))
+    assert len(results.kept("fedbr")) == 2 and results.kept("fraug") == []
+    other = finished(tmp_path / "digits", ["method=[fedprox]"], scores(0.5))
+    with pytest.raises(Refused, match="is one of experiment=default, no paper's"):
+        results.keep(other)
+    (other / "summary.json").unlink()
+    with pytest.raises(Refused, match="has not finished"):
+        results.keep(other)
+
+
+# --- beside the paper's numbers -------------------------------------------------------------------------------------
+def test_kept_runs_stand_where_no_other_does(tmp_path: Path, store: Path) -> None:
+    for seed, score in ((0, 0.5), (1, 0.7)):
+        results.keep(finished(tmp_path / f"a{seed}", reduced("", seed), scores(score)))
+        results.keep(finished(tmp_path / f"p{seed}", reduced("fedprox", seed), scores(score)))
+    own = load_run(finished(tmp_path / "own", [*MNIST, "method=[]"], scores(0.8)))
+    text = compare("fedbr/table1", [own], WIDE, results.kept("fedbr"))
+    assert line(text, "FedAvg ").startswith("FedAvg 82.47 80.00 -2.47")
+    assert line(text, "FedProx").startswith("FedProx 82.32 60.00* ± 14.14 (2 runs) -22.32")
+    assert "kept with raysim: FedProx; they have rounds=40 instead of 1000" in text
+
+
+def test_all_three_scores_and_the_split_stand_beside_a_result(tmp_path: Path, store: Path) -> None:
+    run = load_run(finished(tmp_path / "a", [*MNIST, "method=[]"], scores(0.5)))
+    text = compare("fedbr/table1", [run], WIDE)
+    assert line(text, "FedAvg ").startswith("FedAvg 82.47 50.00 -32.47 90.00 20.00 0.33 / 0.61 828 / –")
+    assert "local mean" in text and "local worst" in text and "entropy / divergence" in text
+    assert "We compare with the second (central)" in " ".join(text.split())
+    assert line(compare("fedbr/table14", [run], WIDE), "ERM").startswith(
+        "ERM (FedAvg) 66.60 40.00 -26.60 90.00 20.00 50.00"
+    )
+    bare = make(tmp_path / "b", [*MNIST, "method=[]"], rows([0.5]))
+    assert "local mean" not in compare("fedbr/table1", [bare], WIDE)
+
+
+# --- pages ----------------------------------------------------------------------------------------------------------
+def test_the_pages_are_those_that_the_stored_results_make() -> None:
+    folder = conf_folder().parent / "docs" / "papers"
+    for name, text in pages.pages().items():
+        assert (folder / name).read_text() == text, f"{name}: run python -m raysim.commands.papers.pages docs/papers"
+
+
+def page_of(runs: Sequence[Run], causes: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setattr(pages, "_known", lambda paper: {"causes": causes, "claims": ["Nothing seen of it."]})
+    return pages.page("fedbr", runs)
+
+
+def test_a_page_has_each_of_our_scales_and_a_cause_for_every_difference(
+    tmp_path: Path, store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for seed, score in ((0, 0.5), (1, 0.7)):
+        results.keep(finished(tmp_path / f"r{seed}", reduced("", seed), scores(score)))
+    results.keep(finished(tmp_path / "whole", [*MNIST, "method=[]"], scores(0.8)))
+    results.keep(finished(tmp_path / "prox", [*MNIST, "method=[fedprox]"], scores(0.8)))
+    text = page_of(results.kept("fedbr"), {"table1/FedProx": "another mu"}, monkeypatch)
+    first = text.split("## Table 1:")[1].split("## Table 2:")[0]
+    small, whole = (first.split(title)[1].split("###")[0] for title in ("at another scale", "at the paper's setting"))
+    assert "Otherwise than the paper: rounds=40 instead of 1000" in small and "torch 2.9" in small
+    assert "| FedAvg | rotated_mnist, Acc (%) | 82.47 | 60.00 ± 14.14 | 2 | -22.47 | 90.00" in small
+    assert "| 0.330 | 0.900 | 0.610 | scale |" in small
+    assert "| FedAvg | rotated_mnist, Acc (%) | 82.47 | 80.00 | 1 | -2.47 |" in whole and "| not known |" in whole
+    assert "| FedProx |" in whole and "| another mu |" in whole
+    assert "experiment=fedbr/rotated_mnist method=[] " in first and "data.pool=2" in first
+    assert "not run yet" in text.split("## Table 2:")[1] and "- Nothing seen of it." in text.split("## Table 1:")[0]
+
+
+def test_every_printed_number_of_a_paper_is_on_its_page_with_a_command() -> None:
+    for paper in PAPERS:
+        text = pages.page(paper, [])
+        assert text.count("## Table ") == len(tables(paper))
+        for table in tables(paper).values():
+            for cell in table.cells:
+                assert f"{cell.label}, {cell.dataset}, {cell.column} ({cell.mean}, not run yet)" in text
