@@ -1,4 +1,4 @@
-"""What each client of a run has and scores: two small tables in the run's folder, and numbers that sum a split up.
+"""What each client of a run has and scores: two small tables in the run's folder.
 
 split.parquet     a row per client and class that it has: client, label, training samples
 clients.parquet   a row per client: training samples, test samples, and the accuracies of the last evaluation
@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from raysim.data.federated import FederatedData
-from raysim.data.partition import Floats, Ints
+from raysim.data.partition import Ints
 from raysim.primitives.files import from_json, regular, whole
 from raysim.simulation.events import ClientScores
 
@@ -70,45 +70,6 @@ def read_split(folder: Path) -> Split | None:
     except (KeyError, TypeError, ValueError) as problem:
         raise _broken(folder / SPLIT) from problem
     return split
-
-
-def heterogeneity(split: Split) -> dict[str, float]:
-    """How unlike the clients are, as means over those with samples; their memory grows with the entries of the split.
-
-    Entropies are of labels, in nats; `effective_classes` is e to the entropy; `divergence` that of Jensen and Shannon,
-    in bits, of a client's labels from all clients'; `size_variation` the deviation of the sizes over their mean.
-    """
-    sizes = split.sizes
-    filled = np.flatnonzero(sizes)
-    if not len(filled):
-        return {}
-
-    def each(entries: Floats) -> Floats:
-        return np.asarray(np.bincount(split.client, entries, split.clients), np.float64)[filled]
-
-    share = split.samples / sizes[split.client]
-    overall = np.bincount(split.label, split.samples, len(split.classes)) / sizes.sum()
-    entropy, halves = each(_information(share)), _information(overall / 2)
-    # Of the mixture of both: classes that a client lacks are in it with half of their overall share.
-    mixed = halves.sum() + each(_information((share + overall[split.label]) / 2) - halves[split.label])
-    divergence = (mixed - (entropy + _information(overall).sum()) / 2) / np.log(2)
-    largest = np.zeros(split.clients)
-    np.maximum.at(largest, split.client, share)
-    numbers = {
-        "label_entropy": entropy.mean(),
-        "label_entropy_std": entropy.std(),
-        "largest_share": largest[filled].mean(),
-        "effective_classes": np.exp(entropy).mean(),
-        "divergence": np.maximum(divergence, 0.0).mean(),
-        "size_variation": sizes.std() / sizes.mean(),
-    }
-    return {name: float(value) for name, value in numbers.items()}
-
-
-def _information(shares: Floats) -> Floats:
-    """-p log p, 0 at 0."""
-    values: Floats = -shares * np.log(np.where(shares > 0, shares, 1.0))
-    return values
 
 
 # --- the clients ----------------------------------------------------------------------------------------------------

@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
+from raysim.data.heterogeneity import SCALES
 from raysim.primitives.checks import known
 from raysim.primitives.files import replace_file, without_password
-from raysim.results.clients import CLIENTS, SPLIT, Split, heterogeneity, read_clients, read_split
+from raysim.results.clients import CLIENTS, SPLIT, Split, read_clients, read_split
 from raysim.results.curves import draw_comparison, mean_curve, panels
 from raysim.results.history import metric_of
 from raysim.results.jobs import read_jobs
@@ -232,42 +233,50 @@ def _figures(name: str, values: Sequence[float | None]) -> Column:
 # --- the split ------------------------------------------------------------------------------------------------------
 def _splits(groups: Sequence[Group]) -> Part:
     """Who has which classes, once for each split that differs; that of the first seed of each setting."""
-    title, found = "Split of the data", {}  # type: str, dict[bytes, tuple[Split, list[str]]]
+    title, found = "Split of the data", {}  # type: str, dict[bytes, tuple[Split, list[str], Mapping[str, object]]]
     for group in groups:
         split = read_split(group.runs[0].folder)
         if split is not None:
             key = split.client.tobytes() + split.label.tobytes() + split.samples.tobytes()
-            found.setdefault(key, (split, []))[1].append(group.label)
+            numbers = group.runs[0].summary.get("split")
+            found.setdefault(key, (split, [], numbers if isinstance(numbers, Mapping) else {}))[1].append(group.label)
     if not found:
         return Part(title, notes=[f"No run stores its split ({SPLIT}): it is older. `raysim partition` draws one."])
     shown = list(found.values())
-    names = ["all settings" if len(labels) == len(groups) else ", ".join(labels) for _, labels in shown]
+    names = ["all settings" if len(labels) == len(groups) else ", ".join(labels) for _, labels, _ in shown]
     plots = [
         {"about": name if len(found) > 1 else "", "svgs": [_class_map(split), _size_bars(split)], "wide": True}
-        for (split, _), name in zip(shown[:SPLITS], names, strict=False)
+        for (split, *_), name in zip(shown[:SPLITS], names, strict=False)
     ]
     notes = [f"{len(found) - SPLITS} more splits are in the table alone."] if len(found) > SPLITS else []
-    text = "Training samples of the first seed, means over the clients that have some: entropy of the labels in nats, "
-    text += "share of a client's commonest class, effective classes (e to the entropy), Jensen-Shannon divergence of a "
-    text += "client's labels from all clients' in bits; size variation is the deviation of the sizes over their mean."
-    return Part(title, text, [_table(_split_columns(names, [split for split, _ in shown]))], plots=plots, notes=notes)
+    told = "; ".join(f"{name.replace('_', ' ')}: {about}" for name, about in SCALES.items())
+    text = f"Training samples of the first seed. Means over the clients that have some, of the {told}."
+    return Part(
+        title,
+        text,
+        [_table(_split_columns(names, [(split, numbers) for split, _, numbers in shown]))],
+        plots=plots,
+        notes=notes,
+    )
 
 
-def _split_columns(names: Sequence[str], splits: Sequence[Split]) -> list[Column]:
-    columns = {"split": list(names), "clients": [], "samples": [], "sizes": [], "empty": []}  # type: dict[str, list[str]]
-    for split in splits:
-        sizes = split.sizes
-        columns["clients"].append(f"{len(sizes):,}")
-        columns["samples"].append(f"{sizes.sum():,}")
-        columns["sizes"].append(" / ".join(f"{at(sizes):,.10g}" for at in (np.min, np.median, np.max)))
-        columns["empty"].append(f"{(sizes == 0).sum():,}")
-        for name, value in heterogeneity(split).items():
-            columns.setdefault(name.replace("_", " "), []).append(f"{value:.3g}")
-    titles = {"sizes": "sizes (least / median / most)", "empty": "clients without"}
+def _split_columns(names: Sequence[str], splits: Sequence[tuple[Split, Mapping[str, object]]]) -> list[Column]:
+    sizes = [split.sizes for split, _ in splits]
+    columns = {
+        "clients": [f"{len(each):,}" for each in sizes],
+        "samples": [f"{each.sum():,}" for each in sizes],
+        "sizes (least / median / most)": [
+            " / ".join(f"{at(each):,.10g}" for at in (np.min, np.median, np.max)) if len(each) else NOTHING
+            for each in sizes
+        ],
+        "clients without": [f"{(each == 0).sum():,}" for each in sizes],
+    }
+    for name in SCALES:
+        values = [numbers.get(name) for _, numbers in splits]
+        columns[name.replace("_", " ")] = [f"{v:.3g}" if isinstance(v, (int, float)) else NOTHING for v in values]
     return [
-        Column(titles.get(name, name), texts, [0.0] * (name != "split"))
-        for name, texts in columns.items()
-        if len(texts) == len(splits)
+        Column("split", list(names)),
+        *(Column(title, texts, [0.0] * len(texts)) for title, texts in columns.items()),
     ]
 
 

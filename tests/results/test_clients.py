@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 
 import numpy as np
@@ -11,12 +10,11 @@ import pyarrow.parquet as pq
 import pytest
 
 from raysim.data.federated import class_counts
+from raysim.data.heterogeneity import heterogeneity
 from raysim.experiment.execute import build, run
 from raysim.results.clients import (
     CLIENTS,
     SPLIT,
-    Split,
-    heterogeneity,
     read_clients,
     read_split,
     split_of,
@@ -47,6 +45,7 @@ def test_a_run_stores_its_split_and_the_last_scores_of_its_clients(tmp_path: Pat
     dense = np.zeros((split.clients, len(split.classes)), np.int64)
     dense[split.client, split.label] = split.samples
     assert (dense == class_counts(experiment.spec.data)).all()
+    assert result.summary["split"]["label_entropy"] == heterogeneity(dense)["label_entropy"]
     assert clients["samples"].tolist() == split.sizes.tolist()
     assert clients["tests"].tolist() == experiment.spec.data.partition.test.counts.tolist()
     assert clients["accuracy"][last.scores.clients].tolist() == last.scores.columns["accuracy"].tolist()
@@ -68,23 +67,6 @@ def test_one_pooled_client_is_scored_on_all_tests(tmp_path: Path) -> None:
     assert clients is not None and split is not None
     assert split.clients == 1 and len(clients["accuracy"]) == 8
     assert clients["samples"][1:].tolist() == [0.0] * 7
-
-
-def test_heterogeneity_by_hand() -> None:
-    split = Split(np.array([0, 0, 2]), np.array([0, 1, 1]), np.array([2, 2, 4]), 3, ["a", "b"])
-    found = heterogeneity(split)
-    assert found["label_entropy"] == found["label_entropy_std"] == pytest.approx(math.log(2) / 2)
-    assert found["effective_classes"] == pytest.approx(1.5)
-    assert found["largest_share"] == pytest.approx(0.75)
-    assert found["size_variation"] == pytest.approx(math.sqrt(32 / 9) / (8 / 3))  # of 4, 0 and 4
-
-    def entropy(*shares: float) -> float:
-        return -sum(p * math.log2(p) for p in shares if p)
-
-    first = entropy(3 / 8, 5 / 8) - (1 + entropy(1 / 4, 3 / 4)) / 2  # of 1/2, 1/2 from 1/4, 3/4
-    second = entropy(1 / 8, 7 / 8) - entropy(1 / 4, 3 / 4) / 2  # of 0, 1
-    assert found["divergence"] == pytest.approx((first + second) / 2)
-    assert heterogeneity(Split(*[np.empty(0, np.int64)] * 3, 2, ["a"])) == {}
 
 
 def test_a_split_comes_back_as_it_was(tmp_path: Path) -> None:
