@@ -101,6 +101,7 @@ REPORT = """\
 examples:
   raysim report runs/a                    one run
   raysim report runs/a runs/b --out page  a table, overlaid curves, and page/report.html
+  raysim report runs/* --latex            means over seeds, for a paper; --csv: every number of every run
   raysim report --paper fedbr             the tables of a paper (fedbr, fedbss, fedld, fraug)
   raysim report --paper fedbr/table1 runs/*
                                           that table, the paper's numbers beside ours; commands for what is missing"""
@@ -307,6 +308,11 @@ def _parser() -> Parser:
     report = add("report", "compare runs: one table, overlaid curves, one HTML page", REPORT)
     report.add_argument("runs", nargs="*", metavar="RUN", help="folders that runs wrote")
     report.add_argument("--out", metavar="DIR", help="where the pictures and the page go (report)")
+    form = report.add_mutually_exclusive_group()
+    for name, text in {"latex": "for LaTeX (booktabs)", "csv": "as CSV, a row per run"}.items():
+        form.add_argument(
+            f"--{name}", action="store_const", const=name, dest="form", help=f"print the table {text}, and no page"
+        )
     report.add_argument("--paper", metavar="TABLE", help="print a published table, such as fedbr/table1, beside runs")
     bench = add("bench", "measure speed against a bare PyTorch loop", BENCH)
     bench.add_argument("runs", nargs="*", metavar="WORKLOAD", help="W1, W2 and W3 unless given; or steps, rules, scale")
@@ -367,6 +373,7 @@ def _run(given: argparse.Namespace) -> int:
 def _study(given: argparse.Namespace) -> int:
     from raysim.commands.study.report import check_metrics, report
     from raysim.commands.study.runner import carry_out, check, plan, store
+    from raysim.commands.study.tracked import tracked
 
     if given.parallel < 1:
         raise Refused(f"--parallel {given.parallel} must be at least 1")
@@ -379,11 +386,14 @@ def _study(given: argparse.Namespace) -> int:
     with held(campaign.folder):
         with refusing():
             store(campaign)
-        failed = carry_out(
-            campaign, parallel=given.parallel, allow=given.allow, say=lambda text: print(text, flush=True)
-        )
-        with refusing():
-            print(f"\n{report(campaign, given.metric, failed, _width())}")
+
+        def say(text: str) -> None:
+            print(text, flush=True)
+
+        with tracked(campaign, say):
+            failed = carry_out(campaign, parallel=given.parallel, allow=given.allow, say=say)
+            with refusing():
+                print(f"\n{report(campaign, given.metric, failed, _width())}")
     for name, sentence in failed.items():
         sys.stderr.write(f"raysim: run {name} failed: {sentence}\n")
     return 1 if failed else 0
@@ -490,12 +500,18 @@ def _report(given: argparse.Namespace) -> int:
         return _paper(given)
     if not given.runs:
         raise Refused("report needs the folders of runs, or --paper and the name of a published table")
-    from raysim.results.report import compare, load_run, table
+    from raysim.results.page import compare
+    from raysim.results.report import as_csv, grouped, latex, load_run, results, table
 
     with refusing():
         runs = [load_run(folder) for folder in _folders(given.runs)]
+        if given.form:
+            if given.out is not None:
+                raise Refused(f"--out {given.out} has no effect with --{given.form}, which prints a table alone")
+            print(as_csv(grouped(runs)) if given.form == "csv" else latex(results(grouped(runs))))
+            return 0
         print(table(runs, _width()))
-        page = compare(runs, Path(given.out or "report"))
+        page = compare(grouped(runs), Path(given.out or "report"))
     print(f"\ncurves and table: {page}")
     return 0
 

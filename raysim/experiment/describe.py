@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import platform
+import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -174,6 +176,20 @@ def identity(experiment: Experiment) -> dict[str, object]:
         "python": platform.python_version(),
         "libraries": {name: found for name, installed in LIBRARIES.items() if (found := _version(installed))},
     }
+
+
+@functools.cache
+def source() -> dict[str, str]:
+    """The commit that is checked out where the run was started, and whether files differ from it; {} without git."""
+
+    def git(*words: str) -> str:
+        return subprocess.run(["git", *words], capture_output=True, text=True, check=True, timeout=10).stdout.strip()
+
+    try:
+        found = {"commit": git("rev-parse", "HEAD")}
+        return found | {"dirty": str(bool(git("status", "--porcelain", "--untracked-files=no"))).lower()}
+    except (OSError, subprocess.SubprocessError):
+        return {}
 
 
 def _version(name: str) -> str:

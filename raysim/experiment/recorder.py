@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from raysim.api.composition import owners
-from raysim.experiment.describe import identity, split
+from raysim.experiment.describe import identity, source, split
 from raysim.experiment.result import Result
 from raysim.experiment.run_folder import last_checkpoint
 from raysim.experiment.settings import Experiment, Interrupted
@@ -18,6 +18,7 @@ from raysim.results.history import read_history
 from raysim.results.observers import (
     HISTORY,
     SUMMARY,
+    ClientFiles,
     ClosingLine,
     CurrentRun,
     FailureFile,
@@ -34,7 +35,7 @@ from raysim.results.observers import (
     Tracking,
     UserObserver,
 )
-from raysim.results.tracking import Tracker, flatten, replay
+from raysim.results.tracking import Tracker, flatten, origin, read_record, replay
 from raysim.simulation.events import Event, Finished, Round, Row, Saved, Started
 
 if TYPE_CHECKING:
@@ -153,10 +154,11 @@ def current_run(experiment: Experiment, folder: Path) -> CurrentRun:
         "title": experiment.spec.data.title,
         "choices": experiment.config["choices"],
         "identity": identity(experiment),
+        "source": source(),
         "split": split(experiment.spec.data),
     }
     rounds, thresholds = experiment.spec.settings.rounds, experiment.execution.thresholds
-    return CurrentRun(folder, rounds, experiment.title, facts, thresholds)
+    return CurrentRun(folder, rounds, experiment.title, facts, thresholds, config=experiment.config)
 
 
 def _observers(experiment: Experiment, folder: Path, console: Console, quiet: bool) -> list[Observer]:
@@ -170,6 +172,7 @@ def _observers(experiment: Experiment, folder: Path, console: Console, quiet: bo
         ProgressLine(console, quiet),
         HistoryFile(),
         JobFiles(),
+        ClientFiles(experiment.spec.data),
         FailureFile(note),
         HostDeaths(note),
         MethodWarnings(owners(experiment.spec.methods, "watch"), note),
@@ -185,13 +188,29 @@ def _tracking(experiment: Experiment, folder: Path, console: Console) -> list[Ob
     options = experiment.execution.tracking
     if options.name == "none":
         return []
-    tracker = Tracker(folder, options.uri or "", name=folder.resolve().name, say=lambda text: say(console, text))
+
+    def tell(text: str) -> None:
+        say(console, text)
+
+    tracker = Tracker(folder, options.uri or "", name=folder.resolve().name, say=tell)
+    spec, study = experiment.spec, _study_of(folder)
     tags = {
-        "methods": experiment.title,
-        "data": experiment.spec.data.title,
-        **flatten(identity(experiment)),
+        "kind": "run",
+        "method": "+".join(method.name for method in spec.methods) or "fedavg",
+        "seed": spec.settings.seed,
+        "data": spec.data.title,
+        **({"study": study.name} if study else {}),
+        **{key: value for key, value in flatten(identity(experiment)).items() if key != "seed"},
+        **origin(),
+        **{f"mlflow.source.git.{key}": value for key, value in source().items()},
     }
-    return [Tracking(tracker, experiment.config, tags)]
+    return [Tracking(tracker, experiment.config, tags, spec, tell, study)]
+
+
+def _study_of(folder: Path) -> Path | None:
+    """The folder of the tracked study that a run is a part of, in STUDY/runs/NAME."""
+    study = folder.resolve().parent.parent
+    return study if (study / "study.yaml").is_file() and read_record(study) else None
 
 
 def users_observers(on_round: OnRound | None, observers: Sequence[Observer]) -> list[Observer]:

@@ -21,4 +21,6 @@ EXTRAS = {  # which extra of pyproject.toml brings which package
     "transformers": "huggingface",
     "datasets": "huggingface",
     "peft": "lora",
+    "tensorboardX": "tensorboard",
+    "wandb": "wandb",
 }

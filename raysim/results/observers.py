@@ -11,7 +11,11 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from raysim.api.messages import Failure
 from raysim.api.method import Method
+from raysim.data.federated import FederatedData
+from raysim.primitives.errors import first_line
 from raysim.primitives.files import replace_file
+from raysim.results.clients import split_of, write_clients, write_split
+from raysim.results.curves import draw_run
 from raysim.results.figures import (
     draw_bias,
     draw_decomposition,
@@ -20,17 +24,19 @@ from raysim.results.figures import (
     draw_outputs,
     draw_reports,
 )
-from raysim.results.history import THRESHOLDS, summarise, write_history, write_json
+from raysim.results.history import COLUMNS, THRESHOLDS, summarise, write_history, write_json
 from raysim.results.jobs import JobWriter, read_jobs
 from raysim.results.probes import load_probes, save_probes
 from raysim.results.progress import Progress
-from raysim.results.report import draw_run
+from raysim.results.served import served
 from raysim.results.timeline import draw_timeline
-from raysim.results.tracking import Tracker
-from raysim.simulation.events import Finished, Round, Row, RunStopped, Saved
+from raysim.results.tracking import Tracker, save_model
+from raysim.simulation.events import ClientScores, Finished, Round, Row, RunStopped, Saved
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+    from raysim.training.run_spec import RunSpec
 
 HISTORY, FAILURES, SUMMARY = "history.parquet", "failures.jsonl", "summary.json"
 PROBES = "probes"  # folder of what was seen of the local models
@@ -44,6 +50,7 @@ class CurrentRun:
 
     rounds: how many there will be. rows: the history so far, a row per round; a resumed run's earlier rounds are in it
     from the start. facts: what the summary says besides the numbers of the history. pictures: those drawn at the end.
+    config: the settings.
     """
 
     folder: Path
@@ -54,6 +61,7 @@ class CurrentRun:
     rows: list[Row] = field(default_factory=list)
     finished: Finished | None = None
     pictures: list[Path] = field(default_factory=list)
+    config: Mapping[str, object] = field(default_factory=dict)
 
     def summary(self) -> dict[str, object]:
         """What summary.json says, of the rows so far; with the checksums of the model once the run has finished."""
@@ -213,6 +221,30 @@ class JobFiles(Observer):
             self._writer.write()
 
 
+class ClientFiles(Observer):
+    """split.parquet and clients.parquet: what each client has, and what its last score was."""
+
+    def __init__(self, data: FederatedData):
+        self._data = data
+        self._scores: ClientScores | None = None
+
+    def on_start(self, run: CurrentRun) -> None:
+        """Write the split, which stays as it is."""
+        write_split(split_of(self._data), run.folder)
+
+    def on_round(self, run: CurrentRun, event: Round) -> None:
+        """Keep the last scores."""
+        self._scores = event.scores or self._scores
+
+    def on_finish(self, run: CurrentRun, event: Finished) -> None:
+        """Write them."""
+        write_clients(self._data, self._scores, run.folder)
+
+    def on_stop(self, run: CurrentRun, error: BaseException) -> None:
+        """Write them."""
+        write_clients(self._data, self._scores, run.folder)
+
+
 class FailureFile(Observer):
     """failures.jsonl: a line for each client that failed and was left out of a round."""
 
@@ -295,16 +327,28 @@ class SummaryFile(Observer):
 
 # --- what is sent away ----------------------------------------------------------------------------------------------
 class Tracking(Observer):
-    """The same rows, summary and files on a tracking server."""
+    """The same rows, what they sum up to, and files on a tracking server; the model, too, where all share one."""
 
     FILES = ("config.yaml", HISTORY, SUMMARY, "model.safetensors", FAILURES)
 
-    def __init__(self, tracker: Tracker, config: Mapping[str, object], tags: Mapping[str, object]):
+    def __init__(
+        self,
+        tracker: Tracker,
+        config: Mapping[str, object],
+        tags: Mapping[str, object],
+        spec: RunSpec,
+        note: Note,
+        study: Path | None = None,
+    ):
         self._tracker, self._config, self._tags = tracker, config, tags
+        self._spec, self._note, self._study = spec, note, study
 
     def on_start(self, run: CurrentRun) -> None:
         """Begin, or continue, the run on the server."""
-        self._tracker.start(self._config, self._tags, run.rows)
+        data = self._spec.data
+        told: dict[str, object] = {"name": data.title, "digest": data.dataset_path.stem.rpartition("-")[2]}
+        told |= {"clients": len(data.partition), "samples": len(data.partition.train.indices)}
+        self._tracker.start(self._config, self._tags, run.rows, self._study, told)
 
     def on_round(self, run: CurrentRun, event: Round) -> None:
         """Hand the row over; nothing waits for the server."""
@@ -313,12 +357,23 @@ class Tracking(Observer):
     def on_finish(self, run: CurrentRun, event: Finished) -> None:
         """Send the rest, the summary and the files."""
         files = [run.folder / name for name in self.FILES if (run.folder / name).exists()]
-        self._tracker.finish(run.summary(), [*files, *run.pictures])
+        try:
+            if (model := served(self._spec, run.folder / "model.safetensors")) is not None:
+                save_model(*model, run.folder)
+        except Exception as error:  # of a tracer that many models are too much for
+            self._note(f"MLflow gets the model's weights alone, as it cannot be traced: {first_line(error)}")
+        self._tracker.finish(_scores(run), [*files, *run.pictures])
 
     def on_stop(self, run: CurrentRun, error: BaseException) -> None:
         """Send the rest, and how it ended."""
         status = "KILLED" if isinstance(error, KeyboardInterrupt) else "FAILED"
-        self._tracker.finish(run.summary(), status=status)
+        self._tracker.finish(_scores(run), status=status)
+
+
+def _scores(run: CurrentRun) -> dict[str, object]:
+    """What the summary says besides the last row and what settings and tags say, so that no number is there twice."""
+    told = {"rounds", *COLUMNS, *(key for row in run.rows for key in row), *run.facts} - {"split"}
+    return {key: value for key, value in run.summary().items() if key not in told}
 
 
 # --- a user's own ---------------------------------------------------------------------------------------------------

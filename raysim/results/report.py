@@ -1,39 +1,28 @@
-"""What a person looks at when runs are done: the plots of one run, and one page that compares several."""
+"""Runs are read from their folders, told apart, and compared in a table: as text, LaTeX or CSV."""
 
 from __future__ import annotations
 
-import html
+import csv
 import io
+import itertools
 import math
-import textwrap
+import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from raysim.primitives.checks import known
-from raysim.primitives.files import from_json, replace_file
-from raysim.results.history import Row, column, metric_of, read_history, summarise
-from raysim.results.jobs import read_jobs
-from raysim.results.theme import DARK, LIGHT, page_theme, time_unit
-from raysim.results.timeline import eventful, timeline_png
-from raysim.simulation.fleet import FLOAT_BYTES
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
+from raysim.primitives.files import from_json
+from raysim.primitives.kinds import LOWER_IS_BETTER
+from raysim.results.history import metric_of, read_history, summarise
+from raysim.results.significance import mean_deviation
+from raysim.results.theme import time_unit
 
 NOTHING = "–"
 GAP = "  "
 MARKED = "where it is ahead of the next by more than the deviation of either"  # a value as the best, in words
 GROUPS = ("method", "data", "partition")  # what the table says of a configuration
 NOISE = ("_target_", "out", "resume", "choices", "tracking", "hydra")  # differences that tell nothing about a study
-METRICS = {
-    "accuracy": "accuracy, mean of the clients",
-    "accuracy_global": "accuracy on the central test set",
-    "train_loss": "training loss",
-    "loss_global": "loss on the central test set",
-}
-DASHES = ("-", "--", ":", "-.")
 
 
 @dataclass(frozen=True)
@@ -49,21 +38,11 @@ class Run:
 
 
 @dataclass(frozen=True)
-class Curve:
-    """One line of a plot; `points` are (row, y) with y known."""
-
-    label: str
-    points: list[tuple[Row, float]]
-    colour: int
-    dash: int = 0
-
-
-@dataclass(frozen=True)
 class Column:
     """One column of the comparison: `better` is +1 where the highest `score` wins, -1 where the lowest, 0 for text.
 
     deviations: of the scores, where they have one; `MARKED` is the rule. groups: rows that are compared to each other
-    have the same; all of them unless given.
+    have the same; all of them unless given. show: how a number of it is written; with four decimals unless given.
     """
 
     title: str
@@ -72,6 +51,7 @@ class Column:
     better: int = 0
     deviations: Sequence[float | None] | None = None
     groups: Sequence[object] | None = None
+    show: Callable[[float | None], str] | None = None
 
     def best(self) -> set[int]:
         """Indices of the winners; nobody wins where all are equal or only one run has a value."""
@@ -88,16 +68,6 @@ class Column:
         spread = [self.deviations[first], self.deviations[second]]
         clear = None not in spread and abs(scores[first] - scores[second]) > max(known(spread))
         return {first} if clear else set()
-
-
-@dataclass(frozen=True)
-class Section:
-    """A part of a page: a table, and a picture as PNG for light and for dark pages."""
-
-    title: str
-    text: str
-    columns: Sequence[Column]
-    picture: tuple[bytes, bytes] | None = None
 
 
 # ---------------------------------------------------------------- reading
@@ -203,7 +173,7 @@ def labels(runs: Sequence[Run]) -> list[str]:
 def _ordered(runs: Sequence[Run]) -> list[Run]:
     def key(run: Run) -> float:
         score = _number(run, "best5_mean")
-        return math.inf if score is None else -score
+        return math.inf if score is None else score if metric_of(run.rows) in LOWER_IS_BETTER else -score
 
     return sorted(runs, key=key)
 
@@ -225,6 +195,11 @@ def _count(value: float | None) -> str:
     return f"{value / 1000**step:.3g} {('', 'k', 'M', 'G', 'T')[step]}".strip()
 
 
+def _rounds(value: float | None) -> str:
+    """A whole number as it is, a mean with one decimal."""
+    return NOTHING if value is None else f"{value:.0f}" if value == int(value) else f"{value:.1f}"
+
+
 def _seconds(value: float | None) -> str:
     if value is None:
         return NOTHING
@@ -241,7 +216,7 @@ def _column(
     deviations: Sequence[float | None] | None = None,
 ) -> Column:
     scores = [_number(run, key) for run in runs]
-    return Column(title, [show(score) for score in scores], scores, better, deviations)
+    return Column(title, [show(score) for score in scores], scores, better, deviations, show=show)
 
 
 def _thresholds(runs: Sequence[Run], limit: int) -> list[Column]:
@@ -251,8 +226,7 @@ def _thresholds(runs: Sequence[Run], limit: int) -> list[Column]:
     columns = []
     for name in names[-limit:]:
         scores = [float(str(one[name])) if one.get(name) is not None else None for one in reached]
-        texts = [NOTHING if score is None else f"{score:.0f}" for score in scores]
-        columns.append(Column(f"to {name}", texts, scores, -1))
+        columns.append(Column(f"to {name}", [_rounds(score) for score in scores], scores, -1, show=_rounds))
     return columns
 
 
@@ -265,20 +239,25 @@ def _columns(runs: Sequence[Run], limit: int) -> list[Column]:
     means = [_number(run, "last10_mean") for run in runs]
     deviations = [_number(run, "last10_std") for run in runs]
     pairs = [_score(m) + (f" ± {_score(d)}" if d is not None else "") for m, d in zip(means, deviations, strict=True)]
-    finals = [_number(run, "accuracy" if _number(run, "accuracy") is not None else "accuracy_global") for run in runs]
+    metrics = [metric_of(run.rows) for run in runs]
+    better = -1 if LOWER_IS_BETTER.issuperset(metrics) else 1
+    local, worst, central = ([_number(r, f"{m}{end}") for r, m in zip(runs, metrics, strict=True)]
+                             for end in ("", "_worst", "_global"))  # fmt: skip
+    finals = [c if own is None else own for own, c in zip(local, central, strict=True)]
     floats = [(_number(run, "floats_down") or 0.0) + (_number(run, "floats_up") or 0.0) for run in runs]
-    rounds = [f"{_number(run, 'rounds') or 0:.0f}" for run in runs]
+    rounds = [_number(run, "rounds") or 0.0 for run in runs]
     return [
         Column("run", labels(runs)),
         *(Column(group, [choice(run.config, group) for run in runs]) for group in GROUPS),
-        Column("rounds", rounds, [float(text) for text in rounds]),
-        _column("best 5", runs, "best5_mean", _score, 1, deviations),
-        Column("last 10", pairs, means, 1, deviations),
-        Column("final", [_score(final) for final in finals], list(finals), 1, deviations),
-        _column("worst", runs, "accuracy_worst", _score, 1, deviations),
-        _column("central", runs, "accuracy_global", _score, 1, deviations),
+        Column("rounds", [_rounds(value) for value in rounds], list(rounds), show=_rounds),
+        _column("best 5", runs, "best5_mean", _score, better, deviations),
+        Column("last 10", pairs, means, better, deviations),
+        *(
+            Column(title, [_score(value) for value in values], values, better, deviations)
+            for title, values in {"final": finals, "worst": worst, "central": central}.items()
+        ),
         *_thresholds(runs, limit),
-        Column("floats", [_count(value) for value in floats], list(floats), -1),
+        Column("floats", [_count(value) for value in floats], list(floats), -1, show=_count),
         _column("virtual", runs, "virtual_seconds", _seconds, -1),
         _column("wall", runs, "wall_seconds", _seconds, -1),
     ]
@@ -324,242 +303,132 @@ def _block(columns: Sequence[Sequence[str]]) -> str:
     return "\n".join(line.rstrip() for line in (head, "-" * len(head), *body))
 
 
-# ---------------------------------------------------------------- plots
+# ---------------------------------------------------------------- runs of several seeds
 
 
-def _curve(label: str, rows: Sequence[Row], key: str, index: int) -> Curve:
-    points = [(row, float(y)) for row, y in zip(rows, column(rows, key), strict=True) if y is not None]
-    finite = [(row, y) for row, y in points if math.isfinite(y)]
-    return Curve(label, finite, index % len(LIGHT), index // len(LIGHT) % len(DASHES))
+@dataclass(frozen=True)
+class Group:
+    """Runs that differ in their seeds alone: one setting of a study."""
+
+    label: str
+    runs: Sequence[Run]
 
 
-def _bytes(row: Row) -> float:
-    return FLOAT_BYTES * (float(row.get("floats_down") or 0) + float(row.get("floats_up") or 0))
+def grouped(runs: Sequence[Run]) -> list[Group]:
+    """The settings of some runs, the best first; a seed that comes twice makes a group of its own."""
+    found: list[list[Run]] = []
+    for run in _ordered(runs):
+        for group in found:
+            if _setting(group[0]) == _setting(run) and _seed(run) not in map(_seed, group):
+                group.append(run)
+                break
+        else:
+            found.append([run])
+    found = [sorted(group, key=lambda run: (len(_seed(run)), _seed(run))) for group in found]
+    names = labels([group[0] for group in found]) if len(found) == len(runs) else _apart([group[0] for group in found])
+    return [Group(name, group) for name, group in zip(names, found, strict=True)]
 
 
-def _value(key: str) -> Callable[[Row], float]:
-    return lambda row: float(row.get(key) or 0)
+def _setting(run: Run) -> dict[str, str]:
+    named = {group: choice(run.config, group) for group in GROUPS}
+    return {key: value for key, value in {**settings(run.config), **named}.items() if key != "seed"}
 
 
-# Name of the axis, what of a row it shows, its unit, and what is said where nothing of it was used.
-AXES: tuple[tuple[str, Callable[[Row], float], str, str], ...] = (
-    ("round", _value("round"), "", "no round was made"),
-    ("sent, both ways", _bytes, "bytes", "nothing was sent"),
-    ("virtual time", _value("virtual_seconds"), "seconds", "no virtual time passed on these devices"),
-    ("wall time", _value("wall_seconds"), "seconds", "wall time was not recorded"),
-)
+def _seed(run: Run) -> str:
+    return str(run.config.get("seed"))
 
 
-def _panel(
-    ax: Axes, curves: Sequence[Curve], axis: tuple[str, Callable[[Row], float], str, str], colours: Sequence[str]
-) -> None:
-    from matplotlib.ticker import EngFormatter, MaxNLocator
-
-    title, read, unit, excuse = axis
-    # A run that used nothing of what the axis shows (no virtual time on ideal devices) would be a wall at zero.
-    moving = [curve for curve in curves if any(read(row) for row, _ in curve.points)]
-    xs = [read(row) for curve in moving for row, _ in curve.points]
-    ax.set_xlabel(title)
-    if not xs:
-        measured = any(curve.points for curve in curves)
-        ax.text(0.5, 0.5, excuse if measured else "not measured", transform=ax.transAxes, ha="center", alpha=0.7)
-        ax.tick_params(labelbottom=False, bottom=False)
-        ax.grid(False)
-        return
-    size = 1.0
-    if unit == "seconds":
-        size, name = time_unit(max(xs))
-        ax.set_xlabel(f"{title} ({name})")
-    for curve in moving:
-        x, y = [read(row) / size for row, _ in curve.points], [value for _, value in curve.points]
-        # Few points are seen as points; a line alone would show nothing for one, and hide where two were measured.
-        marker = "o" if len(x) <= 12 else None
-        ax.plot(x, y, DASHES[curve.dash], color=colours[curve.colour], marker=marker, markersize=4, label=curve.label)
-    if unit == "bytes":
-        ax.xaxis.set_major_formatter(EngFormatter("B"))
-    ax.xaxis.set_major_locator(MaxNLocator(5, integer=title == "round"))
+def _apart(firsts: Sequence[Run]) -> list[str]:
+    """A run of each group by what sets the groups apart: the methods, else all that differs but the seed."""
+    methods = [choice(run.config, "method") for run in firsts]
+    if len(set(methods)) == len(methods):
+        return methods
+    named = [
+        replace(run, name="", finished=True, config={key: v for key, v in run.config.items() if key != "seed"})
+        for run in firsts
+    ]
+    names = labels(named)
+    return names if len(set(names)) == len(names) else labels(firsts)
 
 
-def _draw(curves: Sequence[Curve], title: str, ylabel: str, *, dark: bool = False) -> bytes:
-    """A PNG of 1300 x 1000 pixels or taller: the same curves against rounds, bytes, virtual time and wall time."""
-    import matplotlib
-    from matplotlib.figure import Figure
+def results(groups: Sequence[Group], limit: int = 4) -> list[Column]:
+    """A row per group: number of seeds, and mean ± sample deviation (divisor n-1) over them of every number."""
+    runs = [run for group in groups for run in group.runs]
+    ends = [sum(len(group.runs) for group in groups[:place]) for place in range(len(groups) + 1)]
+    spans = [range(low, high) for low, high in itertools.pairwise(ends)]
+    columns = [Column("", [group.label for group in groups])]
+    if len(runs) > len(groups):
+        columns.append(Column("seeds", [str(len(group.runs)) for group in groups], [len(g.runs) for g in groups]))
+    for column in _columns(runs, limit)[1:]:
+        if column.scores and known(column.scores):
+            columns.append(_over_seeds(column, spans))
+        elif not column.scores and len(runs) == len(groups) and len(set(column.texts)) > 1:
+            columns.append(column)  # names of folders alone do not say what was run
+    return columns
 
-    names = [textwrap.shorten(curve.label, 100, placeholder=" …") for curve in curves]
-    across = max(1, min(len(curves), 110 // (max(map(len, names), default=0) + 8)))
-    with matplotlib.rc_context(page_theme(dark) | {"axes.grid": True}):
-        figure = Figure(figsize=(10, 7.2 + 0.24 * math.ceil(len(curves) / across)), dpi=130, layout="constrained")
-        panels = list(figure.subplots(2, 2, sharey=True).flat)
-        for ax, axis in zip(panels, AXES, strict=True):
-            _panel(ax, curves, axis, DARK if dark else LIGHT)
-        values = [y for curve in curves for _, y in curve.points]
-        if "loss" in ylabel and values and min(values) > 0 and max(values) > 50 * min(values):
-            panels[0].set_yscale("log")
-        panels[0].set_ylabel(ylabel)
-        panels[2].set_ylabel(ylabel)
-        figure.suptitle(textwrap.fill(title, 90), fontsize=13)
-        handles = panels[0].get_legend_handles_labels()[0]
-        if handles:
-            figure.legend(handles, names, loc="outside lower center", ncols=across)
-        buffer = io.BytesIO()
-        figure.savefig(buffer, format="png")
+
+def _over_seeds(column: Column, spans: Sequence[range]) -> Column:
+    show, texts = column.show or _score, []
+    found = [mean_deviation(known([column.scores[index] for index in span])) for span in spans]
+    for (mean, deviation), span in zip(found, spans, strict=True):
+        count = len(known([column.scores[index] for index in span]))
+        some = f" ({count} of {len(span)})" if 0 < count < len(span) else ""
+        texts.append(show(mean) + (f" ± {show(deviation)}" if deviation is not None and column.better else "") + some)
+    several = any(len(span) > 1 for span in spans)
+    deviations = [deviation for _, deviation in found] if several else column.deviations
+    return replace(column, texts=texts, scores=[mean for mean, _ in found], deviations=deviations)
+
+
+# ---------------------------------------------------------------- tables for papers and programs
+
+_LATEX = {
+    "\\": r"\textbackslash{}", "{": r"\{", "}": r"\}", "&": r"\&", "%": r"\%", "$": r"\$", "#": r"\#", "_": r"\_",
+    "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "<": r"\textless{}", ">": r"\textgreater{}",
+    "±": r"$\pm$", "–": "--", "α": r"$\alpha$", "μ": r"$\mu$",
+}  # fmt: skip
+
+
+def latex(columns: Sequence[Column], note: str = "") -> str:
+    """A table for LaTeX's package booktabs, winners bold. note: a comment above it."""
+    head = " & ".join(_escaped(column.title) for column in columns)
+    body = [
+        " & ".join(
+            rf"\textbf{{{_escaped(c.texts[row])}}}" if row in c.best() else _escaped(c.texts[row]) for c in columns
+        )
+        for row in range(len(columns[0].texts))
+    ]
+    sides = "".join("r" if column.scores else "l" for column in columns)
+    lines = [rf"\begin{{tabular}}{{{sides}}}", r"\toprule", rf"{head} \\", r"\midrule", *(rf"{row} \\" for row in body)]
+    comments = [f"% {line}" for line in ["needs \\usepackage{booktabs}", *note.splitlines()]]
+    return "\n".join([*comments, *lines, r"\bottomrule", r"\end{tabular}"])
+
+
+def _escaped(text: str) -> str:
+    return "".join(_LATEX.get(sign, sign) for sign in re.sub(r"\s+", " ", text))
+
+
+def as_csv(groups: Sequence[Group]) -> str:
+    """A row per run, with every number of its summary in full: the key of a column is the summary's own."""
+    rows = [
+        {"setting": group.label, "run": run.name, "seed": _seed(run), **{g: choice(run.config, g) for g in GROUPS},
+         **_numbers(run.summary)}
+        for group in groups for run in group.runs
+    ]  # fmt: skip
+    buffer = io.StringIO()
+    writer = csv.DictWriter(buffer, list(dict.fromkeys(key for row in rows for key in row)), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
     return buffer.getvalue()
 
 
-def draw_run(rows: Sequence[Row], folder: Path, title: str) -> list[Path]:
-    """Write accuracy.png (or the metric's) and loss.png: a run against rounds, bytes, virtual time and wall time."""
-    metric = metric_of(rows)
-    kinds = {
-        metric: {
-            metric: "mean of the clients",
-            f"{metric}_worst": "worst client",
-            f"{metric}_global": "central test set",
-            f"{metric}_shared": "shared model, mean of the clients",
-            f"{metric}_finetuned": "after fine-tuning, mean of the clients",
-            f"{metric}_common": "clients' models, central test set",
-        },
-        "loss": {"train_loss": "training", "loss_global": "central test set"},
-    }
-    paths = []
-    for kind, keys in kinds.items():
-        curves = [_curve(label, rows, key, index) for index, (key, label) in enumerate(keys.items())]
-        paths.append(Path(folder) / f"{kind}.png")
-        replace_file(paths[-1], _draw([curve for curve in curves if curve.points], title, kind))
-    return paths
-
-
-# ---------------------------------------------------------------- the page
-
-
-def compare(runs: Sequence[Run], out_folder: Path, title: str = "", sections: Sequence[Section] = ()) -> Path:
-    """Write one PNG per metric and `report.html`, which needs no other file; return the page's path.
-
-    sections: what comes before the comparison of the runs. Raises `ValueError` where there is no run.
-    """
-    if not runs:
-        raise ValueError("no run to report; name at least one folder that `raysim run out=DIR` wrote.")
-    runs, out_folder = _ordered(runs), Path(out_folder)
-    out_folder.mkdir(parents=True, exist_ok=True)
-    names, figures = labels(runs), []
-    for key, about in METRICS.items():
-        curves = [_curve(name, run.rows, key, index) for index, (name, run) in enumerate(zip(names, runs, strict=True))]
-        curves = [curve for curve in curves if curve.points]
-        if curves:
-            light, dark = (_draw(curves, about, key.replace("_", " "), dark=dark) for dark in (False, True))
-            replace_file(out_folder / f"comparison_{key}.png", light)
-            figures.append(_picture(f"{about} against rounds, bytes, virtual time and wall time", light, dark))
-    timelines = "".join(_timeline(name, run) for name, run in zip(names, runs, strict=True))
-    page = out_folder / "report.html"
-    replace_file(page, _page(runs, figures, timelines, title, sections).encode())
-    return page
-
-
-def _timeline(name: str, run: Run) -> str:
-    """A run on virtual time, as in its own folder; "" where that says nothing, or is not known."""
-    jobs = None if run.folder == Path() else read_jobs(run.folder)  # a mean of runs has no folder
-    if jobs is None or not eventful(jobs):
-        return ""
-    light, dark = (timeline_png(jobs, run.rows, name, dark=dark) for dark in (False, True))
-    return _picture(f"{name}: clients, fleet and hosts on virtual time, and staleness", light, dark)
-
-
-def _picture(about: str, light: bytes, dark: bytes) -> str:
-    import base64
-
-    day, night = (f"data:image/png;base64,{base64.b64encode(image).decode()}" for image in (light, dark))
-    return (
-        f'<picture><source media="(prefers-color-scheme: dark)" srcset="{night}">'
-        f'<img src="{day}" alt="{html.escape(about)}"></picture>'
-    )
-
-
-def _cells(columns: Sequence[Column], swatches: bool) -> str:
-    """A table; numbers right, winners bold, the first column with the colour of the run's curve."""
-    kinds = [' class="number"' if c.scores else "" for c in columns]
-    head = "".join(f"<th{kind}>{html.escape(c.title)}</th>" for c, kind in zip(columns, kinds, strict=True))
-    body = []
-    for index in range(len(columns[0].texts)):
-        cells = []
-        for place, (c, kind) in enumerate(zip(columns, kinds, strict=True)):
-            text = html.escape(c.texts[index])
-            text = f"<b>{text}</b>" if index in c.best() else text
-            if swatches and place == 0:
-                hue = index % len(LIGHT)
-                text = f'<i style="--day:{LIGHT[hue]};--night:{DARK[hue]}"></i>{text}'
-            cells.append(f"<td{kind}>{text}</td>")
-        body.append(f"<tr>{''.join(cells)}</tr>")
-    return f"<div class=wide><table><thead><tr>{head}</tr></thead><tbody>{''.join(body)}</tbody></table></div>"
-
-
-def _section(section: Section) -> str:
-    text = f"<p>{html.escape(section.text)}</p>" if section.text else ""
-    picture = f'<div class="figures">{_picture(section.title, *section.picture)}</div>' if section.picture else ""
-    return f"<h2>{html.escape(section.title)}</h2>{text}{_cells(section.columns, False)}{picture}"
-
-
-def _page(
-    runs: Sequence[Run], figures: Sequence[str], timelines: str = "", title: str = "", sections: Sequence[Section] = ()
-) -> str:
-    different = differences(runs) if len(runs) > 1 else {}
-    columns = [Column("run", labels(runs)), *(Column(key, values) for key, values in different.items())]
-    title = title or (f"{len(runs)} runs compared" if len(runs) > 1 else runs[0].name)
-    settings_table = f"<h2>What differs</h2>{_cells(columns, True)}" if different else ""
-    return PAGE.format(
-        title=html.escape(title),
-        subtitle=f"Best run first; bold is the best of a column, of accuracies {MARKED}." if len(runs) > 1 else "",
-        sections="".join(map(_section, sections)) + ("<h2>Comparison</h2>" if sections else ""),
-        table=_cells(_columns(runs, limit=4), True),
-        settings=settings_table,
-        figures="".join(figures) or "<p>No run has measured anything yet.</p>",
-        timelines=f'<h2>On virtual time</h2><div class="figures whole">{timelines}</div>' if timelines else "",
-    )
-
-
-PAGE = """<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
-<title>raysim · {title}</title>
-<style>
-:root {{ color-scheme: light dark; --ink: #22262a; --soft: #667078; --line: #e2e5e8; --page: #f6f7f8; --card: #fff;
-  --win: #0b6e4f; }}
-@media (prefers-color-scheme: dark) {{ :root {{ --ink: #e6e8ea; --soft: #9aa3ab; --line: #2c3137; --page: #0e1013;
-  --card: #16191d; --win: #58d6a9; }} td i {{ background: var(--night) !important; }} }}
-body {{ margin: 0 auto; max-width: 1600px; padding: 2rem clamp(1rem, 3vw, 3rem); background: var(--page);
-  color: var(--ink); font: 15px/1.5 system-ui, -apple-system, "Segoe UI", Roboto, sans-serif; }}
-h1 {{ font-size: 1.6rem; margin: 0 0 .2rem; }}
-h2 {{ font-size: 1.1rem; margin: 2rem 0 .6rem; }}
-p {{ color: var(--soft); margin: .2rem 0 1.2rem; max-width: 80ch; }}
-.wide {{ overflow-x: auto; background: var(--card); border: 1px solid var(--line); border-radius: 10px; }}
-table {{ border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; }}
-th, td {{ padding: .5rem .8rem; text-align: left; white-space: nowrap; border-bottom: 1px solid var(--line); }}
-th {{ color: var(--soft); font-weight: 600; font-size: .85rem; }}
-tbody tr:last-child td {{ border-bottom: 0; }}
-th:first-child, td:first-child {{ position: sticky; left: 0; background: var(--card); }}
-td:first-child {{ white-space: normal; min-width: min(15rem, 38vw); max-width: 26rem; overflow-wrap: anywhere; }}
-td:first-child {{ font-weight: 600; }}
-.number {{ text-align: right; }}
-b {{ color: var(--win); }}
-td i {{ display: inline-block; width: .7rem; height: .7rem; border-radius: 3px; margin-right: .55rem;
-  background: var(--day); }}
-.figures {{ display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 560px), 1fr)); gap: 1rem; }}
-.wide + .figures {{ max-width: 900px; margin-top: 1rem; }}
-.whole {{ grid-template-columns: 1fr; }}
-.figures img {{ display: block; width: 100%; border: 1px solid var(--line); border-radius: 10px; }}
-@media print {{ body {{ background: none; }} .figures {{ display: block; }} }}
-</style></head><body>
-<h1>{title}</h1>
-{sections}
-<p>{subtitle}</p>
-{table}
-{settings}
-<h2>Curves</h2>
-<div class="figures">{figures}</div>
-{timelines}
-<h2>How to read the table</h2>
-<p>Accuracies are fractions. <em>Best 5</em> is the mean of the five best rounds, <em>last 10</em> mean and standard
-deviation over the last ten evaluated rounds, <em>final</em> the last one: of the mean over the clients' own tests, or
-of the central test set where clients have none. <em>Worst</em> (client) and <em>central</em> (test set) are those of
-the last evaluation, <em>to 0.80</em> is the first round that reaches that accuracy (the four
-highest thresholds that any run reached). <em>Floats</em> counts both
-directions; <em>virtual</em> is the time that the simulated devices took, <em>wall</em> the time it took here.</p>
-</body></html>
-"""
+def _numbers(summary: Mapping[str, object], above: str = "") -> dict[str, object]:
+    """Those of a summary by their dotted keys, but not what a run says of itself."""
+    flat: dict[str, object] = {}
+    for key, value in summary.items():
+        if key in ("identity", "choices"):
+            continue
+        if isinstance(value, Mapping):
+            flat.update(_numbers(value, f"{above}{key}."))
+        elif value is None or (isinstance(value, (int, float)) and not isinstance(value, bool)):
+            flat[f"{above}{key}"] = value
+    return flat

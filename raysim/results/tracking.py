@@ -2,14 +2,20 @@
 
 MLflow holds what was sent: on every new contact its last step is asked for, and only later rows follow. So a run that
 is resumed, replayed or cut off in the middle of a call has no gap and no step twice.
+
+A study and a sweep are runs of their own, the parents of their runs. The data set is an input of a run, its model an
+output: `mlflow.pyfunc.load_model("runs:/ID/model")` predicts on inputs as the data set stores them.
 """
 
 from __future__ import annotations
 
+import contextlib
+import getpass
 import json
 import math
 import os
 import re
+import shutil
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -21,11 +27,15 @@ from raysim.primitives.files import alone, from_json, regular, without_password
 from raysim.results.history import Row, read_history, write_json
 
 if TYPE_CHECKING:
+    import numpy as np
     from mlflow.entities import Metric, Run
     from mlflow.tracking import MlflowClient
+    from torch import nn
 
 RECORD = "tracking.json"  # the MLflow run that belongs to a run folder, and what it is told besides rows
 BACKLOG = "tracking_backlog.jsonl"  # rows that no server has yet
+MODEL = "mlflow_model"  # folder of a model that no server has yet
+KIND = ("mlflow.experimentKind", "custom_model_development")  # of the experiment: its page shows runs, not traces
 PATIENCE = 30.0  # seconds that finish waits: a first contact imports MLflow (5 s) and makes a database (3 s)
 Record: TypeAlias = dict[str, object]
 
@@ -80,6 +90,39 @@ def reason(problem: BaseException) -> str:
     return "no answer in time" if "timed out" in text else text.splitlines()[0][:160].rstrip(". ")
 
 
+def origin() -> dict[str, str]:
+    """Tags that MLflow shows in columns of their own: who ran what."""
+    tags = {"mlflow.source.name": "raysim", "mlflow.source.type": "LOCAL"}
+    with contextlib.suppress(OSError, KeyError, ImportError):  # a container may know no name for its user
+        tags["mlflow.user"] = getpass.getuser()
+    return tags
+
+
+def save_model(model: nn.Module, example: np.ndarray, folder: Path) -> None:
+    """Write a model that is to be logged: a traced program and its weights, without pickled code of anybody's.
+
+    model: maps a batch like `example` [2, ...] to scores [2, outputs]; other batches may have any length >= 1. Raises
+    whatever PyTorch raises where it cannot trace it.
+    """
+    import mlflow.pytorch
+    import numpy as np
+    import torch
+    from mlflow.models import ModelSignature
+    from mlflow.types import Schema, TensorSpec
+
+    with torch.no_grad():
+        scores = model(torch.from_numpy(example)).numpy()
+    inputs, outputs = (
+        Schema([TensorSpec(each.dtype if each.dtype != bool else np.dtype("uint8"), (-1, *each.shape[1:]))])
+        for each in (example, scores)
+    )
+    shutil.rmtree(folder / MODEL, ignore_errors=True)
+    mlflow.pytorch.save_model(
+        model, str(folder / MODEL), input_example=example, signature=ModelSignature(inputs, outputs),
+        serialization_format="pt2", pip_requirements=[f"torch=={torch.__version__.partition('+')[0]}", "mlflow"],
+    )  # fmt: skip
+
+
 class Server(Protocol):
     """What the tracker needs from a tracking server; every method may raise whatever it likes."""
 
@@ -108,6 +151,7 @@ class Mlflow:
             self._client: MlflowClient = MlflowClient(tracking_uri=uri)
         self._run, self._last, self._started = "", 0, 0.0
         self._params: Mapping[str, str] = {}  # what the run has already
+        self._has_data = self._has_model = False
 
     def open(self, record: Record) -> str:
         with self._alone():
@@ -116,6 +160,8 @@ class Mlflow:
         self._started = float(run.info.start_time)
         self._last = int(run.data.metrics.get("round", 0))
         self._params = run.data.params
+        self._has_data = bool(run.inputs and run.inputs.dataset_inputs)
+        self._has_model = bool(run.outputs and run.outputs.model_outputs)
         if run.info.status != "RUNNING":
             self._client.update_run(self._run, status="RUNNING")
         return self._run
@@ -151,11 +197,13 @@ class Mlflow:
     def _experiment(self, name: str) -> str:
         experiment = self._client.get_experiment_by_name(name)
         if experiment is not None:
+            if KIND[0] not in experiment.tags:  # an older raysim made it
+                self._client.set_experiment_tag(experiment.experiment_id, *KIND)
             return str(experiment.experiment_id)
         place = None  # a server knows where its artifacts belong
         if self._database:
             place = (self._database.parent / "mlflow_artifacts").as_uri()
-        return str(self._client.create_experiment(name, artifact_location=place))
+        return str(self._client.create_experiment(name, artifact_location=place, tags=dict([KIND])))
 
     def describe(self, record: Record) -> None:
         """Parameters cannot be changed in MLflow, so a run that goes on adds only those that are missing."""
@@ -166,6 +214,19 @@ class Mlflow:
         params = [Param(key, value) for key, value in flat.items() if key not in self._params]
         for start in range(0, len(params), PARAMS_PER_BATCH):
             self._client.log_batch(self._run, params=params[start : start + PARAMS_PER_BATCH])
+        if (data := _mapping(record.get("data"))) and not self._has_data:
+            self._log_data(data)
+
+    def _log_data(self, data: Mapping[str, object]) -> None:
+        from mlflow.entities import Dataset, DatasetInput, InputTag
+
+        name, digest = str(data["name"])[:500], str(data["digest"])[:36]
+        profile = {key: value for key, value in data.items() if key not in ("name", "digest")}
+        source = json.dumps({"tags": {"mlflow.source.name": "raysim"}})
+        stored = Dataset(name, digest, "code", source, profile=json.dumps(profile))
+        self._client.log_inputs(
+            self._run, datasets=[DatasetInput(stored, [InputTag("mlflow.data.context", "training")])]
+        )
 
     def send(self, rows: Sequence[Row]) -> None:
         """One call per row; rows that have waited together share calls, but no row is split over two."""
@@ -208,13 +269,35 @@ class Mlflow:
                 self._client.log_artifact(self._run, str(path))
             elif path.is_dir():
                 self._client.log_artifacts(self._run, str(path), artifact_path=path.name)
+        if (folder / MODEL / "MLmodel").is_file():
+            if not self._has_model:
+                self._log_model(folder / MODEL)
+            shutil.rmtree(folder / MODEL)
         self._client.set_terminated(self._run, status=str(record.get("status") or "FINISHED"))
+
+    def _log_model(self, folder: Path) -> None:
+        """As `mlflow.pytorch.log_model` would, but to this server, whatever the process has been told of another."""
+        from mlflow.entities import LoggedModelOutput
+        from mlflow.models import Model
+
+        experiment = self._client.get_run(self._run).info.experiment_id
+        logged = self._client.create_logged_model(experiment, name="model", source_run_id=self._run)
+        model = Model.load(str(folder))
+        model.run_id, model.model_id, model.model_uuid = self._run, logged.model_id, logged.model_id
+        model.artifact_path = logged.artifact_location
+        model.save(str(folder / "MLmodel"))
+        self._client.log_model_artifacts(logged.model_id, str(folder))
+        self._client.finalize_logged_model(logged.model_id, "READY")
+        self._client.log_outputs(self._run, [LoggedModelOutput(logged.model_id, self._last)])
 
 
 class NoTracker:
     """tracking=none: nothing is recorded anywhere."""
 
     def start(self, config: Mapping[str, object], tags: Mapping[str, object], rows: Sequence[Row] = ()) -> None:
+        """Do nothing."""
+
+    def known(self) -> None:
         """Do nothing."""
 
     def log(self, row: Row) -> None:
@@ -252,7 +335,7 @@ class Tracker:
         self._unsent: list[Row] = []
         self._filed = 0  # how many of them are in the backlog file
         self._latest = 0  # the last round that was handed in
-        self._fresh = self._ending = self._left = False
+        self._fresh = self._ending = self._left = self._settled = False
         self._problem = ""
         self._thread = threading.Thread(target=self._work, name="tracking", daemon=True)
 
@@ -262,10 +345,12 @@ class Tracker:
         tags: Mapping[str, object],
         rows: Sequence[Row] = (),
         parent: Path | None = None,
+        data: Mapping[str, object] | None = None,
     ) -> None:
         """Begin, or continue what the folder's record names; `rows` is the history that a resumed run already has.
 
-        parent: the folder of a tracked run to which this one belongs.
+        parent: the folder of a tracked run to which this one belongs. data: the name and the digest of its data set,
+        and what else is to be said of it.
         """
         with self._wake:
             self._record.update(read_record(self._folder))
@@ -273,6 +358,8 @@ class Tracker:
             self._record.setdefault("run_id", None)
             if parent is not None:
                 self._record["parent"] = str(parent)
+            if data is not None:
+                self._record["data"] = dict(data)
             write_json(self._record, self._folder / RECORD)
             backlog = read_backlog(self._folder)
             self._unsent = merge(rows, backlog)
@@ -283,13 +370,18 @@ class Tracker:
             self._fresh = True
         self._thread.start()
 
+    def known(self) -> None:
+        """Wait until the server has this run, so that others can belong to it; or until that failed, or `patience`."""
+        with self._wake:
+            self._wake.wait_for(lambda: self._settled or self._problem, self._patience)
+
     def log(self, row: Row) -> None:
         """Take one row of the history; a round that was handed in before (by the run this one continues) is skipped."""
         with self._wake:
             if _round(row) > self._latest:
                 self._latest, self._fresh = _round(row), True
                 self._unsent.append(dict(row))
-                self._wake.notify()
+                self._wake.notify_all()
 
     def finish(self, summary: Mapping[str, object], artifacts: Sequence[Path] = (), status: str = "FINISHED") -> None:
         """Send what is left, the summary and the files; then, or after `patience`, leave the rest on disk and say so.
@@ -306,7 +398,7 @@ class Tracker:
             self._record.update(summary=dict(summary), artifacts=names, status=status)
             write_json(self._record, self._folder / RECORD)
             self._ending = True
-            self._wake.notify()
+            self._wake.notify_all()
 
     def wait(self, patience: float | None = None) -> None:
         """The second half of `finish`."""
@@ -355,6 +447,8 @@ class Tracker:
         with self._wake:
             if self._left:
                 return
+            self._settled = True
+            self._wake.notify_all()
             del self._unsent[:sent]
             self._filed = max(0, self._filed - sent)
             if self._filed == 0:
@@ -371,6 +465,7 @@ class Tracker:
             self._append(self._unsent[self._filed :])
             self._filed = len(self._unsent)
             first, self._problem = not self._problem, problem
+            self._wake.notify_all()
             if first and not self._ending:
                 self._say(
                     f"MLflow at {without_password(self._uri)} cannot be used ({problem}): the run goes on, its rows are"

@@ -230,7 +230,8 @@ class Coordinator:
             for scoring in pending.scoring:
                 pending.row |= self.evaluator.columns(scoring)
             self.rows.append(pending.row)
-            yield Round(pending.row, pending.failures, pending.probes, pending.jobs)
+            scores = self.evaluator.scores(pending.scoring)
+            yield Round(pending.row, pending.failures, pending.probes, pending.jobs, scores)
         self._pending = []
 
     # --- checkpoints and the end ---------------------------------------------------------------------------------

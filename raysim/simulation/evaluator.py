@@ -21,7 +21,7 @@ from raysim.methods.loss_decomposition import loss_decomposition
 from raysim.primitives.streams import stream
 from raysim.simulation.best_round import BestRounds
 from raysim.simulation.dispatcher import Call, Dispatcher
-from raysim.simulation.events import Row
+from raysim.simulation.events import ClientScores, Row
 from raysim.simulation.private_states import PrivateStates
 from raysim.simulation.runtime import Ref, Runtime
 from raysim.simulation.server import Server
@@ -41,6 +41,7 @@ class Scoring:
     members: tuple[int, ...] = ()  # clients of the decomposition
     models: list[list[Call]] = field(default_factory=list)  # of each member's local model, and of the next shared one
     version: int = 0
+    each: dict[str, np.ndarray] = field(default_factory=dict)  # score of each client with tests, once it was read
 
 
 class Evaluator:
@@ -181,7 +182,7 @@ class Evaluator:
             losses = np.concatenate([report.losses for report in shared]) if shared else np.empty(0)
             local = int(self._counts[found.clients].sum())
             ends = local, local + len(self.spec.data.central)
-            row |= self._clients("_shared" if self.personal else "", scores[:local], found.clients)
+            row |= self._clients("_shared" if self.personal else "", scores[:local], found)
             central = scores[slice(*ends)]
             row[f"{name}_global"] = _mean(central) if len(central) else None
             row["loss_global"] = float(losses[slice(*ends)].mean(dtype=np.float64)) if len(central) else None
@@ -193,7 +194,7 @@ class Evaluator:
             if own := sorted(reports.get(view, []), key=lambda report: report.client):
                 suffix, sizes = "" if view == "own" else "_finetuned", self._counts[[r.client for r in own]]
                 tested = np.concatenate([r.scores[:size] for r, size in zip(own, sizes, strict=True)])
-                row |= self._clients(suffix, tested, found.clients)
+                row |= self._clients(suffix, tested, found)
                 if self.best and view == "own":
                     validated = np.concatenate([r.scores[size:] for r, size in zip(own, sizes, strict=True)])
                     row |= self._best(found, tested, validated)
@@ -203,16 +204,21 @@ class Evaluator:
             row |= self._decomposed(found)
         return row
 
+    def scores(self, found: Sequence[Scoring]) -> ClientScores | None:
+        """Of single clients with tests, as `columns` read them last; None where none was scored."""
+        last = next((scoring for scoring in reversed(found) if scoring.each), None)
+        return None if last is None else ClientScores(last.clients[self._counts[last.clients] > 0], last.each)
+
     def _gathered(self, calls: Sequence[Call]) -> list[Report]:
         return [report for call in calls for report in self.dispatcher.wait(call)]
 
-    def _clients(self, suffix: str, scores: np.ndarray, clients: np.ndarray) -> Row:
+    def _clients(self, suffix: str, scores: np.ndarray, found: Scoring) -> Row:
         """Scores on the clients' own tests: mean over clients, the worst, and each domain's."""
-        clients = clients[self._counts[clients] > 0]
+        clients = found.clients[self._counts[found.clients] > 0]
         if not len(clients):
             return {}
         ends, name = np.cumsum(self._counts[clients], dtype=np.int64)[:-1], f"{self.metric.name}{suffix}"
-        each = np.array([_mean(part) for part in np.split(scores, ends)])
+        each = found.each[name] = np.array([_mean(part) for part in np.split(scores, ends)])
         row: Row = {name: float(each.mean()), f"{name}_worst": self._worst(each)}
         domains = self.domains[np.concatenate([self.tests.rows(c) for c in clients.tolist()])]
         present = np.unique(domains)
@@ -231,7 +237,7 @@ class Evaluator:
         ends, sign = np.cumsum(sizes)[:-1], 1 if self.metric.higher else -1
         each = np.array([_mean(part) if len(part) else np.nan for part in np.split(validated, ends)])
         highest, scores = self.best.take(found.clients, sign * each, tested)
-        row = self._clients("_best", scores, found.clients)
+        row = self._clients("_best", scores, found)
         if sizes.any():
             row |= {f"{name}_validation": float(np.nanmean(each))}
             row |= {f"{name}_validation_best": float(np.nanmean(sign * highest))}

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
 from raysim.api.messages import Failure, Probe
+from raysim.data.partition import Floats, Ints
 
 
 class JobEnd(NamedTuple):
@@ -24,6 +26,14 @@ class JobEnd(NamedTuple):
 Row: TypeAlias = dict[str, float | int | None]
 
 
+@dataclass(frozen=True, eq=False)
+class ClientScores:
+    """What each scored client's own test samples say, by the column of the history that holds the mean."""
+
+    clients: Ints  # [n], ascending
+    columns: Mapping[str, Floats]  # [n] each, such as "accuracy" and "accuracy_finetuned"
+
+
 @dataclass(frozen=True)
 class Started:
     """Rows of the rounds that a resumed run already has."""
@@ -39,6 +49,7 @@ class Round:
     failures: tuple[Failure, ...]
     probes: tuple[Probe, ...] = ()  # of this round's local models
     jobs: tuple[JobEnd, ...] = ()  # that ended in this round
+    scores: ClientScores | None = None  # of a round that scores clients
 
 
 @dataclass(frozen=True)

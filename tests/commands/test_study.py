@@ -22,6 +22,7 @@ from raysim.commands.study.runner import Campaign, Cell, carry_out, check, plan,
 from raysim.experiment.execute import run as run_alone
 from raysim.experiment.settings import Interrupted
 from raysim.results.significance import Difference
+from raysim.results.tracking import Tracker, default_uri
 from raysim.simulation.checkpoint import available
 
 COMMON = (
@@ -157,6 +158,32 @@ def test_a_study_runs_reports_and_takes_more_seeds(capsys: pytest.CaptureFixture
     assert "local.lr=0.5 differs" in capsys.readouterr().err
     assert cli.call(["report", *map(str, sorted(Path("s/runs").iterdir())), "--out", "page"]) == 0
     assert "fedprox_seed-1" in capsys.readouterr().out
+
+
+def test_a_study_is_one_tracked_run_with_its_runs_below_and_report_and_tables_in_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from mlflow.tracking import MlflowClient
+
+    monkeypatch.setitem(Tracker.__init__.__kwdefaults__, "patience", 600.0)
+    words = [word for word in QUICK if word != "tracking=none"]
+    study("method=fedavg,fedprox", "seed=0", *words, "out=s")
+    client = MlflowClient(tracking_uri=default_uri(Path("s")))
+    runs = client.search_runs([client.get_experiment_by_name("raysim").experiment_id])
+    (parent,) = [run for run in runs if run.data.tags["kind"] == "study"]
+    children = [run for run in runs if run.data.tags.get("mlflow.parentRunId") == parent.info.run_id]
+    assert (len(runs), parent.info.status, parent.data.tags["study"]) == (3, "FINISHED", "s")
+    told = {(run.data.tags["study"], run.data.tags["method"], run.data.tags["seed"]) for run in children}
+    assert told == {("s", "fedavg", "0"), ("s", "fedprox", "0")}
+    finals = {run.data.tags["method"]: run.data.metrics["accuracy"] for run in children}
+    assert {name: parent.data.metrics[f"summary/final.{name}"] for name in finals} == finals
+    files = {item.path for item in client.list_artifacts(parent.info.run_id)}
+    assert {"report.html", "study.csv", "study.json", "study.tex", "study.yaml"} <= files
+
+    study("out=s", "resume=latest", "seed=0..1")  # the same parent
+    runs = client.search_runs([client.get_experiment_by_name("raysim").experiment_id])
+    assert [run.info.run_id for run in runs if run.data.tags["kind"] == "study"] == [parent.info.run_id]
+    assert sum(run.data.tags.get("mlflow.parentRunId") == parent.info.run_id for run in runs) == 4
 
 
 def test_a_failed_run_leaves_the_others_alone_and_is_named_at_the_end(capsys: pytest.CaptureFixture[str]) -> None:

@@ -176,7 +176,9 @@ def test_a_grid_leaves_a_table_pictures_and_a_configuration_that_a_run_takes(gri
         ("fedavg", 0.01), ("fedavg", 0.1), ("fedavg", 1e30), ("fedprox", 0.01), ("fedprox", 0.1), ("fedprox", 1e30),
     ]  # fmt: skip
     assert len(re.findall(r"^trial \d", shown, re.MULTILINE)) == 6
-    assert {"parallel.png", "slices.png", "trials.csv", "best.yaml", "summary.json"} <= set(os.listdir(folder))
+    files = {"parallel.png", "slices.png", "trials.csv", "best.yaml", "summary.json", "report.html"}
+    assert files <= set(os.listdir(folder))
+    assert "Trials" in (folder / "report.html").read_text()
     assert not (folder / ".tune").exists()
     done = [row for row in rows if row["status"] == "done"]
     assert len(done) == 4 and all(row["rounds"] == 4 for row in done)

@@ -1,23 +1,20 @@
-"""Runs are read, told apart, put in a table and drawn."""
+"""Runs are read, told apart, grouped by their seeds and put in a table."""
 
 from __future__ import annotations
 
 import contextlib
+import csv
+import io
 import json
-import math
 import re
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from raysim.results import report
 from raysim.results.history import summarise, write_history, write_json
-from raysim.results.jobs import JobWriter
-from raysim.simulation.events import JobEnd
 
 Rows = list[dict[str, int | float | None]]
-PNG = b"\x89PNG\r\n\x1a\n"
 
 
 def history(scores: list[float | None], virtual: float = 1.0) -> Rows:
@@ -138,57 +135,6 @@ def test_a_missing_score_sorts_last_and_shows_a_dash(tmp_path: Path) -> None:
     assert "–" in last
 
 
-@pytest.mark.parametrize("virtual", [0.0, 1.0])
-@pytest.mark.parametrize("scores", [[0.5], [None, None], [0.1, None, 0.5], [0.5, math.nan, math.inf]])
-def test_a_run_is_drawn_whatever_its_history_lacks(tmp_path: Path, scores: list[float | None], virtual: float) -> None:
-    paths = report.draw_run(history(scores, virtual), tmp_path, "a $title_ with <odd> signs")
-    assert [path.name for path in paths] == ["accuracy.png", "loss.png"]
-    assert all(path.read_bytes().startswith(PNG) for path in paths)
-
-
-def test_the_page_is_one_file_without_links_and_with_escaped_text(tmp_path: Path) -> None:
-    config = "{method: {'<b>evil</b>': {mu: 1}}, data: '<img src=x>'}"
-    runs = [make(tmp_path / "<i>x", [0.5, 0.6], config), make(tmp_path / "{y}", [0.4, 0.5])]
-    page = report.compare(runs, tmp_path / "out").read_text()
-    assert "On virtual time" not in page
-    assert page.count("data:image/png;base64,") == 6  # three metrics, each for light and for dark
-    assert not re.search(r"(?:src|href|srcset)=\"(?!data:)", page)
-    assert "http" not in page
-    assert "<i>x" not in page and "<b>evil" not in page and "<img src=x>" not in page
-    assert "&lt;i&gt;x" in page and "{y}" in page
-    assert page.index("&lt;i&gt;x") < page.index("{y}")
-
-
-def test_the_page_shows_curves_beside_itself_only_for_what_was_measured(tmp_path: Path) -> None:
-    report.compare([make(tmp_path / "a", [None])], tmp_path / "out")
-    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["comparison_train_loss.png", "report.html"]
-
-
-def test_a_report_of_no_run_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="name at least one folder"):
-        report.compare([], tmp_path)
-
-
-def test_a_page_shows_runs_on_virtual_time_where_that_says_something(tmp_path: Path) -> None:
-    run, other = make(tmp_path / "late", [0.5, 0.75]), make(tmp_path / "even", [0.5, 0.75])
-    for folder, stale in ((run.folder, 1), (other.folder, 0)):
-        writer = JobWriter.of(folder, 0)
-        assert writer is not None
-        writer.add([JobEnd(0, 0, 0, 0.0, 1.0, "aggregated", 1, 0), JobEnd(1, 0, 0, 0.0, 1.0, "aggregated", 1, stale)])
-        writer.write()
-    page = report.compare([run, other], tmp_path / "out").read_text()
-    assert (
-        page.count("On virtual time") == 1 and "late: clients, fleet and hosts" in page and "even: clients" not in page
-    )
-    assert report._timeline("mean", replace(run, folder=Path())) == ""  # a mean of runs is in no folder
-
-
-def test_curves_are_drawn_against_bytes() -> None:
-    read = next(read for name, read, unit, _ in report.AXES if unit == "bytes")
-    assert read({"floats_down": 100, "floats_up": 25}) == 500
-    assert read({"floats_down": None, "floats_up": None}) == 0
-
-
 ODD = ["text", [1], {"a": 1}, True, None, 1e300, -1, "1" * 5000]
 
 
@@ -200,3 +146,69 @@ def test_a_summary_with_odd_values_is_reported_or_refused(odd: int, tmp_path: Pa
         (tmp_path / "one/summary.json").write_text(json.dumps(good | {key: ODD[odd]}))
         with contextlib.suppress(ValueError):
             report.table([report.load_run(tmp_path / "one")])
+
+
+# --- seeds ----------------------------------------------------------------------------------------------------------
+def seeded(tmp_path: Path, method: str, finals: list[float]) -> list[report.Run]:
+    """A run for each final accuracy, of the seeds 0, 1, ..."""
+    return [
+        make(tmp_path / f"{method}-{seed}", [0.25, final], f"{{method: {{{method}: {{}}}}, seed: {seed}, out: {seed}}}")
+        for seed, final in enumerate(finals)
+    ]
+
+
+def test_runs_that_differ_in_their_seeds_are_one_row_with_mean_and_sample_deviation(tmp_path: Path) -> None:
+    runs = seeded(tmp_path, "fedprox", [0.5, 0.75, 1.0]) + seeded(tmp_path, "fedavgm", [0.5])
+    groups = report.grouped(runs[::-1])
+    assert [(group.label, [run.config["seed"] for run in group.runs]) for group in groups] == [
+        ("fedprox", [0, 1, 2]), ("fedavgm", [0]),
+    ]  # fmt: skip
+    columns = {column.title: column for column in report.results(groups)}
+    assert columns["seeds"].texts == ["3", "1"]
+    assert columns["final"].texts == ["0.7500 ± 0.2500", "0.5000"]  # sqrt((0.25² + 0 + 0.25²) / 2)
+    assert columns["final"].scores == [0.75, 0.5]
+    assert columns["rounds"].texts == ["2", "2"]
+
+
+def test_what_some_seeds_did_not_reach_says_how_many_did(tmp_path: Path) -> None:
+    columns = {c.title: c for c in report.results(report.grouped(seeded(tmp_path, "fedprox", [0.5, 0.75, 0.75])))}
+    assert columns["to 0.70"].texts == ["2 ± 0 (2 of 3)"]
+
+
+def test_a_seed_that_comes_twice_is_no_second_seed(tmp_path: Path) -> None:
+    runs = [make(tmp_path / place / "run", [0.5], "{method: {}, seed: 3}") for place in "ab"]
+    groups = report.grouped(runs)
+    assert [len(group.runs) for group in groups] == [1, 1]
+    assert len({group.label for group in groups}) == 2
+
+
+def test_settings_of_one_method_are_told_apart_by_what_differs_but_not_by_seeds(tmp_path: Path) -> None:
+    runs = [
+        make(tmp_path / f"{lr}-{seed}", [0.5], f"{{method: {{}}, local: {{lr: {lr}}}, seed: {seed}}}")
+        for lr in (0.1, 0.2)
+        for seed in (4, 5)
+    ]
+    assert sorted(group.label for group in report.grouped(runs)) == ["local.lr=0.1", "local.lr=0.2"]
+
+
+# --- LaTeX and CSV --------------------------------------------------------------------------------------------------
+def test_the_table_for_latex_is_one_that_latex_reads(tmp_path: Path) -> None:
+    runs = [make(tmp_path / r"a_b & 50% of {x}\y", [0.75]), make(tmp_path / "low", [0.5])]
+    text = report.latex(report.results(report.grouped(runs)))
+    body = text.splitlines()
+    assert body[0] == r"% needs \usepackage{booktabs}"
+    assert [body.index(rf"\{rule}") for rule in ("toprule", "midrule", "bottomrule")] == [2, 4, 7]
+    assert body[5].startswith(r"a\_b \& 50\% of \{x\}\textbackslash{}y & ")
+    assert r"\textbf{0.7500}" in body[5] and "textbf" not in body[6].split("floats")[0]
+    columns = len(body[1].partition("{tabular}{")[2]) - 1
+    assert all(len(re.findall(r"(?<!\\)&", line)) == columns - 1 for line in body[3:7:1] if "&" in line)
+    assert all(line.endswith(r" \\") for line in (body[3], body[5], body[6]))
+
+
+def test_the_table_for_programs_has_a_row_per_run_with_all_digits(tmp_path: Path) -> None:
+    rows = list(csv.DictReader(io.StringIO(report.as_csv(report.grouped(seeded(tmp_path, "fedprox", [0.5, 2 / 3]))))))
+    assert [(row["setting"], row["run"], row["seed"]) for row in rows] == [
+        ("fedprox", "fedprox-0", "0"), ("fedprox", "fedprox-1", "1"),
+    ]  # fmt: skip
+    assert float(rows[1]["accuracy"]) == 2 / 3
+    assert rows[0]["rounds_to.0.60"] == "" and float(rows[1]["rounds_to.0.60"]) == 2

@@ -7,13 +7,18 @@ import subprocess
 import sys
 import threading
 from collections.abc import Sequence
+from getpass import getuser
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from raysim.experiment.compose import compose, plain, to_yaml
+from raysim.experiment.execute import build, run
 from raysim.results.history import Row, write_history
+from raysim.results.served import served
 from raysim.results.tracking import (
     BACKLOG,
     RECORD,
@@ -26,6 +31,7 @@ from raysim.results.tracking import (
     read_record,
     replay,
 )
+from raysim.training.run_spec import build_networks
 
 if TYPE_CHECKING:
     from mlflow.tracking import MlflowClient
@@ -297,7 +303,7 @@ def tracked(tmp_path_factory: pytest.TempPathFactory) -> Path:
         folder.mkdir()
         (folder / "plot.png").write_bytes(b"png")
         made = Tracker(folder, uri, say=lambda _: None, patience=600.0)
-        made.start(config, {"seed": 3})
+        made.start(config, {"seed": 3}, data={"name": "digits", "digest": "abc", "clients": 7})
         for row in rows(1, 5):
             made.log(row)
         made.finish({"best5_mean": 0.5, "model_sha256": "abc", "rounds_to": {"0.80": 4}}, [folder / "plot.png"])
@@ -315,6 +321,12 @@ def client(tracked: Path) -> MlflowClient:
     return MlflowClient(tracking_uri=default_uri(tracked))
 
 
+def client_of(root: Path) -> MlflowClient:
+    from mlflow.tracking import MlflowClient
+
+    return MlflowClient(tracking_uri=default_uri(root))
+
+
 def identity(folder: Path) -> str:
     """The MLflow run of a folder."""
     return str(json.loads((folder / RECORD).read_text())["run_id"])
@@ -330,6 +342,75 @@ def test_mlflow_holds_the_whole_run(tracked: Path, client: MlflowClient, name: s
     steps = {key: [m.step for m in client.get_metric_history(run.info.run_id, key)] for key in ("round", "accuracy")}
     assert steps == {"round": [1, 2, 3, 4, 5], "accuracy": [2, 4]}
     assert [item.path for item in client.list_artifacts(run.info.run_id)] == ["plot.png"]
+
+
+@pytest.mark.parametrize("name", ["online", "offline"])
+def test_mlflow_knows_the_data_set(tracked: Path, client: MlflowClient, name: str) -> None:
+    (found,) = client.get_run(identity(tracked / name)).inputs.dataset_inputs
+    assert (found.dataset.name, found.dataset.digest, json.loads(found.dataset.profile)) == (
+        "digits", "abc", {"clients": 7},
+    )  # fmt: skip
+    assert [(tag.key, tag.value) for tag in found.tags] == [("mlflow.data.context", "training")]
+
+
+def test_the_experiment_is_one_of_models_and_not_of_traces(tracked: Path, client: MlflowClient) -> None:
+    experiment = client.get_experiment_by_name("raysim")
+    assert experiment.tags["mlflow.experimentKind"] == "custom_model_development"
+
+
+def test_an_experiment_of_an_older_version_becomes_one_of_models(tmp_path: Path) -> None:
+    from mlflow.tracking import MlflowClient
+
+    older = MlflowClient(tracking_uri=default_uri(tmp_path))
+    older.create_experiment("raysim")
+    made = Tracker(tmp_path, default_uri(tmp_path), say=lambda _: None, patience=600.0)
+    made.start({}, {})
+    made.finish({})
+    assert older.get_experiment_by_name("raysim").tags["mlflow.experimentKind"] == "custom_model_development"
+
+
+def test_a_logged_run_says_everything_once_and_its_model_predicts_on_raw_inputs(tmp_path: Path) -> None:
+    import mlflow
+
+    words = ["data=digits", "model=mlp", "rounds=3", "runtime=inprocess", "partition.clients=10", "schedule.cohort=5"]
+    experiment = build([*words, "method=[fedprox]", "seed=4", f"out={tmp_path / 'run'}"])
+    result = run(experiment, quiet=True)
+    logged = client_of(tmp_path).get_run(identity(tmp_path / "run"))
+    tags, metrics = logged.data.tags, logged.data.metrics
+    assert (tags["method"], tags["seed"], tags["kind"], tags["mlflow.user"]) == ("fedprox", "4", "run", getuser())
+    assert "study" not in tags and tags["data"] == experiment.spec.data.title
+    assert metrics["accuracy_global"] == result.summary["accuracy_global"]
+    assert metrics["summary/best5_mean"] == result.summary["best5_mean"]
+    names = [name.removeprefix("summary/") for name in metrics]
+    assert len(names) == len({*names}) and "rounds" not in names and not any("identity" in name for name in names)
+    assert not (tmp_path / "run/mlflow_model").exists()
+    assert len(logged.outputs.model_outputs) == 1
+
+    before = mlflow.get_tracking_uri()
+    mlflow.set_tracking_uri(default_uri(tmp_path))
+    try:
+        model = mlflow.pyfunc.load_model(f"runs:/{logged.info.run_id}/model")
+    finally:
+        mlflow.set_tracking_uri(before)
+    data, rows = experiment.spec.data.open(), experiment.spec.data.central
+    correct = model.predict(data.inputs[rows].copy()).argmax(1) == data.labels[rows]
+    assert correct.mean() == result.summary["accuracy_global"] and result.summary["accuracy_global"] > 0.3
+    assert model.predict(data.inputs[rows[:1]].copy()).shape == (1, 10)
+
+
+def test_a_model_of_which_clients_keep_parts_is_not_logged(tmp_path: Path) -> None:
+    experiment = build(["data=synthetic", "model=small_cnn", "method=[fedbn]", "model.norm=batch"])
+    assert served(experiment.spec, tmp_path / "none") is None
+
+
+def test_the_model_that_is_served_scores_as_a_method_says(tmp_path: Path) -> None:
+    experiment = build(["data=synthetic", "model=small_cnn", "method=[vhl]"])
+    networks, _ = build_networks(experiment.spec)
+    save_file({f"model.{name}": value for name, value in networks["model"].state_dict().items()}, tmp_path / "model")
+    found = served(experiment.spec, tmp_path / "model")
+    assert found is not None
+    model, example = found
+    assert model(torch.from_numpy(example)).shape == (2, experiment.spec.task.num_classes)  # folded
 
 
 def test_mlflow_continues_a_finished_run_under_its_id(tracked: Path, client: MlflowClient) -> None:

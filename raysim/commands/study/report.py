@@ -2,6 +2,7 @@
 
 study.csv        a row per run         differences.csv   a row per comparison
 study.json       both, and the means   study.png         the differences with their intervals
+study.tex        the means for LaTeX
 report.html      the page; its curves are the means over the seeds
 """
 
@@ -9,11 +10,10 @@ from __future__ import annotations
 
 import csv
 import io
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 from raysim.commands.study.runner import Campaign, Cell
 from raysim.experiment.many_runs import score, short_names
@@ -21,7 +21,8 @@ from raysim.primitives.checks import known
 from raysim.primitives.errors import Refused, instead
 from raysim.primitives.files import replace_file
 from raysim.results.history import COLUMNS, write_json
-from raysim.results.report import MARKED, NOTHING, Column, Run, Section, aligned, compare, load_run
+from raysim.results.page import Section, compare
+from raysim.results.report import MARKED, NOTHING, Column, Group, Run, aligned, latex, load_run
 from raysim.results.significance import FEWEST, Difference, holm, mean_deviation, paired
 from raysim.results.theme import DARK, LIGHT, theme
 
@@ -120,36 +121,11 @@ def differences(campaign: Campaign, scores: Sequence[Scores], metric: str) -> li
     return [replace(one, found=replace(one.found, holm=p)) for one, p in zip(found, corrected, strict=True)]
 
 
-def averaged(campaign: Campaign, scores: Sequence[Scores]) -> list[Run]:
-    """The mean over the seeds of each setting, as a run: of every round's row, and of the numbers of the summary."""
+def settings(campaign: Campaign, scores: Sequence[Scores]) -> list[Group]:
+    """The finished runs of each setting, the reference first."""
     keys = [key for key in dict.fromkeys(["method", *campaign.varied]) if key != "seed"]
-    groups = [[each for each in group if each.run is not None] for group in grouped(scores)]
-    return [
-        _one(label(campaign, group[0].cell, keys), [each.run for each in group if each.run is not None])
-        for group in groups
-        if group
-    ]
-
-
-def _one(name: str, runs: Sequence[Run]) -> Run:
-    rows = [cast(dict[str, int | float | None], _mean(at)) for at in zip(*(run.rows for run in runs), strict=False)]
-    summary = cast(dict[str, object], _mean([run.summary for run in runs]))
-    summary.pop("last10_std", None)  # over rounds: a study's deviations are those over seeds
-    return replace(runs[0], name=name, folder=Path(), rows=rows, summary=summary)
-
-
-def _mean(values: Sequence[object]) -> object:
-    """Of numbers their mean, of mappings one of means, of anything else the first; None where one is missing."""
-    first = values[0]
-    if isinstance(first, Mapping):
-        maps = [value for value in values if isinstance(value, Mapping)]
-        return {key: _mean([each.get(key) for each in maps]) for key in dict.fromkeys(k for each in maps for k in each)}
-    numbers = [value for value in values if isinstance(value, (int, float)) and not isinstance(value, bool)]
-    if not numbers:
-        return first
-    if len(numbers) < len(values):
-        return None
-    return numbers[0] if len(set(numbers)) == 1 else math.fsum(numbers) / len(numbers)
+    found = [(label(campaign, group[0].cell, keys), [s.run for s in group if s.run]) for group in grouped(scores)]
+    return [Group(name, runs) for name, runs in found if runs]
 
 
 def grouped(scores: Sequence[Scores]) -> list[list[Scores]]:
@@ -294,9 +270,9 @@ def report(
     table = {name: differences(campaign, scores, name) for name in names}
     columns, folder = settings_table(campaign, scores), campaign.folder
     _store(folder, scores, table, failed or {})
-    about = f"Behind ± is the sample deviation over the seeds (divisor n-1), of last 10 too. Best is marked {MARKED}"
+    about = f"Behind ± is the sample deviation over the seeds (divisor n-1), of last 10 too. Bold is the best, {MARKED}"
     about += ", among rows that share all other settings." if any(columns[-1].groups or ()) else "."
-    sections = [Section("Mean ± deviation over the seeds", about, columns)]
+    sections = []
     pictures = None
     for name, comparisons in table.items():
         if comparisons:
@@ -308,7 +284,10 @@ def report(
             sections.append(
                 Section(title, HOW if first else "", differences_table(comparisons), pictures if first else None)
             )
-    page = compare(averaged(campaign, scores), folder, f"study {folder.resolve().name}", sections)
+    begun = [each for group in grouped(scores) if any(one.run for one in group) for each in group]
+    results = Section("Results", about, settings_table(campaign, begun))
+    replace_file(folder / "study.tex", f"{latex(results.columns, about)}\n".encode())
+    page = compare(settings(campaign, begun), folder, f"study {folder.resolve().name}", sections, results)
     shown = aligned(differences_table(table[names[0]]), width) if table[names[0]] else ""
     heading = f"{_title(names[0])}, paired over seeds:\n" if shown else ""
     means = f"{aligned(columns, width)}\n± over the seeds; * best, {MARKED}"

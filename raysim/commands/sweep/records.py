@@ -23,7 +23,7 @@ from raysim.primitives.errors import Refused
 from raysim.primitives.files import replace_file
 from raysim.results.history import read_history, summarise, write_history, write_json
 from raysim.results.progress import SILENCE, duration
-from raysim.results.tracking import PATIENCE, NoTracker, Tracker, default_uri, replay
+from raysim.results.tracking import PATIENCE, NoTracker, Tracker, default_uri, origin, replay
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -97,7 +97,8 @@ class Records:
     # --- what happens -----------------------------------------------------------------------------------------------
     def begin(self) -> None:
         """The search begins, or goes on."""
-        self._parent.start(self._described(), {"kind": "sweep", "sweep": self.search.options.name}, [])
+        tags = {"kind": "sweep", "sweep": self.search.options.name, **origin()}
+        self._parent.start(self._described(), tags, [])
 
     def _described(self) -> dict[str, Any]:
         first = next(iter(self.search.drafts.values()))
@@ -116,7 +117,10 @@ class Records:
         self._keep(record)
         if self._tracked and number not in self._trackers:
             tracker = Tracker(self.path(number), self._uri, name=f"{self.folder.resolve().name} {number}", say=_quiet)
-            tracker.start(self.search.node(point), {"kind": "trial", "setting": self.label(record)}, parent=self.folder)
+            node = self.search.node(point)
+            tags = {"kind": "trial", "sweep": self.search.options.name, "setting": self.label(record), **origin()}
+            tags |= {"method": value_label(node["choices"]["method"]), "seed": node["seed"]}
+            tracker.start(node, tags, parent=self.folder)
             self._trackers[number] = tracker
 
     def measured(
@@ -152,7 +156,7 @@ class Records:
         self._keep(record)
         self._say(self.line(record))
         if (tracker := self._trackers.get(number)) is not None:
-            ending = {"score": record.score, "deviation": record.deviation, "status": record.status}
+            ending = {"status": record.status}  # its score and its deviation are those of the last row
             tracker.end(ending, [], status="FAILED" if record.status == "failed" else "FINISHED")
         over = sum(each.status != "running" for each in self.all.values())
         if (best := self.best()) is not None:

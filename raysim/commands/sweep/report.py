@@ -1,4 +1,4 @@
-"""What a search found: a table, the best configuration as a file that `raysim run` takes, and two pictures."""
+"""What a search found: a table, the best configuration as a file that `raysim run` takes, two pictures and a page."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ from raysim.experiment.many_runs import short_names, value_label
 from raysim.primitives.files import replace_file
 from raysim.results.figures import figure_file
 from raysim.results.history import write_json
+from raysim.results.page import Section, compare
 from raysim.results.progress import duration
-from raysim.results.report import Column, aligned
+from raysim.results.report import Column, Group, aligned, load_run
 from raysim.results.theme import LIGHT
 
 if TYPE_CHECKING:
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 
 TABLE, BEST = "trials.csv", "best.yaml"
 _SHOWN = 20  # trials of the printed table
+_DRAWN = 8  # trials whose curves are on the page
 _FAINT = "#c3c8cd"  # trials that were given up
 
 
@@ -50,6 +52,8 @@ def write(records: Records, numbers: Mapping[str, object]) -> list[Path]:
         for name, draw in (("parallel.png", draw_parallel), ("slices.png", draw_slices)):
             draw(records, folder / name)
             files.append(folder / name)
+        if (page := _page(records)) is not None:
+            files.append(page)
     states = [record.status for record in records.all.values()]
     counts = {name: states.count(name) for name in ("done", "stopped", "failed", "running")}
     write_json({"metric": records.metric, **winner, "trials": counts, **numbers}, folder / "summary.json")
@@ -74,11 +78,11 @@ def _columns(records: Records) -> dict[str, list[Any]]:
     return columns
 
 
-def table(records: Records, width: int = 0) -> str:
-    """The best trials as text, the best first; a value that a setting does not have is a dash. width: of a line."""
+def _table(records: Records, most: int | None = None) -> list[Column]:
+    """A row for each trial, the best first; a value that a setting does not have is a dash."""
     keys = list(records.search.space)
     rows = [["trial", *short_names(keys), records.metric, "rounds", "time", ""]]
-    for record in records.ordered()[:_SHOWN]:
+    for record in records.ordered()[:most]:
         setting = records.search.setting(record.point)
         values = [value_label(setting[key]) if key in setting else "–" for key in keys]
         state = {"done": "", "running": "unfinished", "stopped": "stopped early"}.get(record.status, record.status)
@@ -86,9 +90,32 @@ def table(records: Records, width: int = 0) -> str:
         rows.append([str(record.number), *values, shown, str(record.rounds), duration(record.seconds), state])
     head, *body = rows
     numbers: list[float | None] = [None] * len(body)  # puts all texts to the right
-    columns = [Column(title, [row[place] for row in body], numbers) for place, title in enumerate(head)]
+    return [Column(title, [row[place] for row in body], numbers) for place, title in enumerate(head)]
+
+
+def table(records: Records, width: int = 0) -> str:
+    """The best trials as text. width: of a line."""
     more = len(records.all) - _SHOWN
-    return aligned(columns, width) + (f"\nand {more} more in {records.folder / TABLE}" if more > 0 else "")
+    return aligned(_table(records, _SHOWN), width) + (
+        f"\nand {more} more in {records.folder / TABLE}" if more > 0 else ""
+    )
+
+
+def _page(records: Records) -> Path | None:
+    """Write report.html: all trials as a table, the pictures, and the curves of the best; None where none is done."""
+    done = [record for record in records.ordered() if (records.path(record.number) / "summary.json").is_file()]
+    if not done:
+        return None
+    groups = [
+        Group(f"trial {record.number}: {records.label(record)}", [load_run(records.path(record.number))])
+        for record in done[:_DRAWN]
+    ]
+    about = "All trials, the best first; behind ± is the sample deviation over seeds (divisor n-1)."
+    sections = [Section("Trials", about, _table(records))]
+    for name, title in {"slices": "Score by key", "parallel": "All keys together"}.items():
+        picture = (records.folder / f"{name}.png").read_bytes()
+        sections.append(Section(title, "", (), (picture, picture)))
+    return compare(groups, records.folder, f"sweep {records.folder.resolve().name}", sections)
 
 
 def _best(records: Records, best: Record) -> str:

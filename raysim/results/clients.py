@@ -1,0 +1,129 @@
+"""What each client of a run has and scores: two small tables in the run's folder.
+
+split.parquet     a row per client and class that it has: client, label, training samples
+clients.parquet   a row per client: training samples, test samples, and the accuracies of the last evaluation
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from raysim.data.federated import FederatedData
+from raysim.data.partition import Ints
+from raysim.primitives.files import from_json, regular, whole
+from raysim.simulation.events import ClientScores
+
+SPLIT, CLIENTS = "split.parquet", "clients.parquet"
+
+
+@dataclass(frozen=True, eq=False)
+class Split:
+    """Training samples by client and class; an entry for each pair that has some."""
+
+    client: Ints
+    label: Ints
+    samples: Ints
+    clients: int  # with those that have no sample
+    classes: list[str]
+
+    @property
+    def sizes(self) -> Ints:
+        """Training samples of each client, [N]."""
+        return np.bincount(self.client, self.samples, self.clients).astype(np.int64)
+
+
+# --- the split ------------------------------------------------------------------------------------------------------
+def split_of(data: FederatedData) -> Split:
+    """Who has how much of what; its memory grows with the samples, not with clients x classes."""
+    (groups, names), train = data.open().groups(), data.partition.train
+    cells, samples = np.unique(train.owners * len(names) + groups[train.indices], return_counts=True)
+    client, label = np.divmod(cells, len(names))
+    return Split(client, label, samples.astype(np.int64), len(train), list(names))
+
+
+def write_split(split: Split, folder: Path) -> None:
+    """Write split.parquet."""
+    content = json.dumps({"clients": split.clients, "classes": split.classes})
+    columns = {"client": split.client, "label": split.label, "samples": split.samples}
+    _write(pa.table(columns).replace_schema_metadata({"raysim": content}), folder / SPLIT)
+
+
+def read_split(folder: Path) -> Split | None:
+    """The split of a run's folder; None where it stored none. Raises ValueError where the file is broken."""
+    if (table := _read(folder / SPLIT, ("client", "label", "samples"))) is None:
+        return None
+    try:
+        content = from_json((table.schema.metadata or {})[b"raysim"])
+        clients, classes = int(content["clients"]), [str(name) for name in content["classes"]]
+        client, label, samples = (_whole(table, name) for name in ("client", "label", "samples"))
+        split = Split(client, label, samples, clients, classes)
+        ends = [(split.client, clients), (split.label, len(classes)), (split.samples, np.iinfo(np.int64).max)]
+        if any(len(v) and not (v.min() >= 0 and v.max() < end) for v, end in ends) or not split.samples.all():
+            raise ValueError("it names clients or classes that it does not have")
+    except (KeyError, TypeError, ValueError) as problem:
+        raise _broken(folder / SPLIT) from problem
+    return split
+
+
+# --- the clients ----------------------------------------------------------------------------------------------------
+def write_clients(data: FederatedData, scores: ClientScores | None, folder: Path) -> None:
+    """Write clients.parquet; an accuracy is null where a client was not scored."""
+    train, tests = data.partition.train.counts, data.partition.test.counts
+    count = max(len(train), len(tests))  # a pooled run trains one client, and scores all
+    columns: dict[str, Any] = {"client": np.arange(count)}
+    for name, sizes in (("samples", train), ("tests", tests)):
+        columns[name] = np.pad(sizes, (0, count - len(sizes)))
+    for name, values in (scores.columns if scores else {}).items():
+        each = np.full(count, np.nan)
+        if scores is not None:
+            each[scores.clients] = values
+        columns[name] = pa.array(each, from_pandas=True)
+    _write(pa.table(columns), folder / CLIENTS)
+
+
+def read_clients(folder: Path) -> dict[str, np.ndarray] | None:
+    """The columns of clients.parquet, nan where a client was not scored; None where the run stored none.
+
+    Raises ValueError where the file is broken.
+    """
+    if (table := _read(folder / CLIENTS, ("client", "samples", "tests"))) is None:
+        return None
+    try:
+        return {name: np.asarray(table[name].cast(pa.float64()).to_numpy()) for name in table.column_names}
+    except pa.ArrowException as problem:
+        raise _broken(folder / CLIENTS) from problem
+
+
+# --- files ----------------------------------------------------------------------------------------------------------
+def _write(table: pa.Table, path: Path) -> None:
+    with whole(path) as file:
+        pq.write_table(table, file)
+
+
+def _read(path: Path, names: tuple[str, ...]) -> pa.Table | None:
+    if not path.exists():
+        return None
+    try:
+        table = pq.read_table(pa.BufferReader(regular(path).read_bytes()))
+    except (pa.ArrowException, OSError) as problem:
+        raise _broken(path) from problem
+    if not set(names) <= set(table.column_names):
+        raise _broken(path)
+    return table
+
+
+def _whole(table: pa.Table, name: str) -> Ints:
+    if not pa.types.is_integer(table.schema.field(name).type) or table[name].null_count:
+        raise ValueError(f"{name} is no column of whole numbers")
+    return np.asarray(table[name].to_numpy(), np.int64)
+
+
+def _broken(path: Path) -> ValueError:
+    return ValueError(f"{path} cannot be read; restore the file, or delete it and the report goes without it.")

@@ -1,0 +1,43 @@
+"""The model that all clients share, as something that predicts on inputs as the data set stores them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from raysim.api.composition import owner
+from raysim.data.batches import Pipeline
+from raysim.training.run_spec import RunSpec, build_networks
+
+
+class Served(nn.Module):
+    """Raw inputs [B, ...] to the scores [B, outputs] that evaluation ranks: normalise, forward, and a method's own."""
+
+    def __init__(self, model: nn.Module, pipeline: Pipeline, predict: Callable[[Tensor], Tensor] | None):
+        super().__init__()
+        self.model, self._pipeline, self._predict = model, pipeline, predict
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """In eval mode; the weights are those after the last aggregation."""
+        scores: Tensor = self.model(self._pipeline.normalise(inputs))
+        return scores if self._predict is None else self._predict(scores)
+
+
+def served(spec: RunSpec, weights: Path) -> tuple[Served, np.ndarray] | None:
+    """The model with these weights on the CPU, and two empty inputs; None where clients keep parts of it."""
+    networks, layout = build_networks(spec)
+    if any(entry.personal and entry.network == "model" for entry in (*layout.entries, *layout.counters)):
+        return None
+    own = networks["model"].state_dict()
+    for name, tensor in load_file(weights).items():
+        network, _, path = name.partition(".")
+        if network == "model":
+            own[path].copy_(tensor)
+    predictor = owner(spec.methods, "predict")
+    model = Served(networks["model"], spec.data.pipeline, None if predictor is None else predictor.predict)
+    inputs = spec.data.open().inputs
+    return model.eval().requires_grad_(False), np.zeros((2, *inputs.shape[1:]), inputs.dtype)

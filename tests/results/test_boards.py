@@ -1,0 +1,155 @@
+"""TensorBoard and Weights & Biases have what the history has; without their package there is one sentence."""
+
+from __future__ import annotations
+
+import math
+import sys
+from pathlib import Path
+
+import pytest
+
+from raysim.experiment.compose import conf_folder, load_yaml
+from raysim.experiment.instantiate import build, resolve
+from raysim.results.boards import TensorBoard, WeightsAndBiases
+from raysim.results.observers import CurrentRun, Observer
+from raysim.simulation.events import Finished, Round
+
+ROWS = [
+    {"round": n, "accuracy": n / 10, "fedbss.biased_share": None if n == 1 else 0.5, "train_loss": math.nan}
+    for n in (1, 2, 3)
+]
+END = Finished("abc", "def", 1)
+
+
+def follow(observer: TensorBoard | WeightsAndBiases, folder: Path, first: int, last: int) -> CurrentRun:
+    """Tell an observer of some rounds, of a run that has made those before."""
+    folder.mkdir(exist_ok=True)
+    earlier = [dict(row) for row in ROWS[: first - 1]]
+    facts = {"identity": {"threads": 7}}
+    run = CurrentRun(folder, len(ROWS), facts=facts, thresholds=[0.2], rows=earlier, config={"local": {"lr": 0.1}})
+    observer.on_start(run)
+    for row in ROWS[first - 1 : last]:
+        run.rows.append(dict(row))
+        observer.on_round(run, Round(dict(row), ()))
+    return run
+
+
+def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
+    """What TensorBoard's event files say, later ones in the place of earlier ones of the same step."""
+    from tensorboardX.proto.event_pb2 import Event
+    from tensorboardX.record_writer import masked_crc32c
+
+    found: dict[str, dict[int, float]] = {}
+    for path in sorted(folder.glob("events.*"), key=lambda each: each.stat().st_mtime_ns):
+        data = path.read_bytes()
+        while data:
+            length = int.from_bytes(data[:8], "little")
+            assert int.from_bytes(data[8:12], "little") == masked_crc32c(data[:8])
+            event = Event.FromString(data[12 : 12 + length])
+            data = data[16 + length :]
+            if event.HasField("session_log"):  # a purge: steps from here on are made again
+                for values in found.values():
+                    for step in [step for step in values if step >= event.step]:
+                        del values[step]
+            for value in event.summary.value:
+                found.setdefault(value.tag, {})[event.step] = value.simple_value
+    return {tag: sorted(values.items()) for tag, values in found.items()}
+
+
+def test_tensorboard_has_every_finite_number_of_every_round_and_the_scores(tmp_path: Path) -> None:
+    observer = TensorBoard()
+    observer.on_finish(follow(observer, tmp_path / "run", 1, 3), END)
+    found = scalars(tmp_path / "run/tensorboard")
+    assert found["accuracy"] == [(n, pytest.approx(n / 10)) for n in (1, 2, 3)]
+    assert found["fedbss/biased_share"] == [(2, 0.5), (3, 0.5)]
+    assert "train_loss" not in found and "round" not in found
+    assert found["summary/best5_mean"] == [(3, pytest.approx(0.2))]
+    assert found["summary/rounds_to.0.20"] == [(3, 2.0)]
+    assert not [name for name in found if "identity" in name or name == "summary/accuracy"]
+
+
+def test_tensorboard_goes_on_where_a_run_is_continued(tmp_path: Path) -> None:
+    killed, resumed = TensorBoard(), TensorBoard()
+    killed.on_stop(follow(killed, tmp_path / "run", 1, 3), KeyboardInterrupt())
+    resumed.on_finish(follow(resumed, tmp_path / "run", 2, 2), END)
+    assert [step for step, _ in scalars(tmp_path / "run/tensorboard")["accuracy"]] == [1, 2]
+
+
+def test_tensorboard_may_write_elsewhere(tmp_path: Path) -> None:
+    observer = TensorBoard(str(tmp_path / "all"))
+    observer.on_stop(follow(observer, tmp_path / "run", 1, 1), ValueError("x"))
+    assert (tmp_path / "all/run").is_dir() and not (tmp_path / "run/tensorboard").exists()
+
+
+def test_wandb_keeps_a_run_offline_under_one_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    for first, last in ((1, 2), (3, 3)):
+        observer = WeightsAndBiases(mode="offline")
+        run = follow(observer, tmp_path / "run", first, last)
+        observer.on_finish(run, END)
+    identity = (tmp_path / "run/wandb_id").read_text()
+    stored = sorted(path.name for path in (tmp_path / "run/wandb").glob("offline-run-*"))
+    assert len(stored) == 2 and all(name.endswith(identity) for name in stored)
+
+
+class Standing:
+    """What W&B is told, without W&B."""
+
+    def __init__(self) -> None:
+        self.begun: list[dict[str, object]] = []
+        self.logged: list[tuple[dict[str, object], int]] = []
+        self.summary: dict[str, object] = {}
+        self.ended: list[int] = []
+
+    def init(self, **settings: object) -> Standing:
+        self.begun.append(settings)
+        return self
+
+    def log(self, values: dict[str, object], step: int) -> None:
+        self.logged.append((values, step))
+
+    def finish(self, exit_code: int = 0) -> None:
+        self.ended.append(exit_code)
+
+    def Image(self, path: str) -> str:
+        return path
+
+
+def test_wandb_is_told_settings_rows_scores_and_pictures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    standing = Standing()
+    monkeypatch.setitem(sys.modules, "wandb", standing)  # type: ignore[arg-type]
+    observer = WeightsAndBiases(project="mine", entity="us", mode="offline")
+    run = follow(observer, tmp_path / "run", 1, 3)
+    run.pictures.append(tmp_path / "accuracy.png")
+    observer.on_finish(run, END)
+    (begun,) = standing.begun
+    assert (begun["project"], begun["entity"], begun["config"]) == ("mine", "us", {"local.lr": 0.1})
+    assert standing.logged[:2] == [({"accuracy": 0.1}, 1), ({"accuracy": 0.2, "fedbss.biased_share": 0.5}, 2)]
+    assert standing.logged[-1] == ({"accuracy": str(tmp_path / "accuracy.png")}, 3)
+    assert standing.summary["summary/rounds_to.0.20"] == 2 and standing.ended == [0]
+    again = WeightsAndBiases(mode="offline")
+    again.on_stop(follow(again, tmp_path / "run", 3, 3), ValueError("x"))
+    assert standing.begun[1]["id"] == begun["id"] and standing.ended == [0, 1]
+
+
+@pytest.mark.parametrize(("package", "observer"), [("tensorboardX", TensorBoard), ("wandb", WeightsAndBiases)])
+def test_a_package_that_is_not_there_is_named_with_its_extra(
+    package: str, observer: type, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(ValueError, match=rf"needs the package {package} .*: install raysim with the extra \["):
+        observer()
+
+
+@pytest.mark.parametrize("name", ["tensorboard", "wandb"])
+def test_the_configuration_names_each_with_its_own_settings(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", Standing())  # type: ignore[arg-type]
+    node = load_yaml(conf_folder() / f"observer/{name}.yaml")[name]
+    observer = build(resolve(node["_target_"], f"observer.{name}", ()), node, f"observer.{name}")
+    assert isinstance(observer, Observer)
+
+
+def test_an_unknown_mode_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"observer\.wandb\.mode='ofline'.*did you mean 'offline'"):
+        WeightsAndBiases(mode="ofline")

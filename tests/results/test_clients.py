@@ -1,0 +1,115 @@
+"""What each client has and scores is stored beside a run, and read back."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from raysim.data.federated import class_counts
+from raysim.data.heterogeneity import heterogeneity
+from raysim.experiment.execute import build, run
+from raysim.results.clients import (
+    CLIENTS,
+    SPLIT,
+    read_clients,
+    read_split,
+    split_of,
+    write_split,
+)
+from raysim.results.observers import Observer
+
+TINY = [
+    "runtime=inprocess",
+    "tracking=none",
+    "data=synthetic",
+    "rounds=2",
+    "model=mlp",
+    "partition.clients=8",
+    "schedule.cohort=4",
+]
+
+
+def test_a_run_stores_its_split_and_the_last_scores_of_its_clients(tmp_path: Path) -> None:
+    class Last(Observer):
+        def on_round(self, run: object, event: object) -> None:
+            self.scores = event.scores  # type: ignore[attr-defined]
+
+    experiment, last = build([*TINY, f"out={tmp_path / 'a'}"]), Last()
+    result = run(experiment, quiet=True, observers=[last])
+    split, clients = read_split(result.folder), read_clients(result.folder)
+    assert split is not None and clients is not None
+    dense = np.zeros((split.clients, len(split.classes)), np.int64)
+    dense[split.client, split.label] = split.samples
+    assert (dense == class_counts(experiment.spec.data)).all()
+    assert result.summary["split"]["label_entropy"] == heterogeneity(dense)["label_entropy"]
+    assert clients["samples"].tolist() == split.sizes.tolist()
+    assert clients["tests"].tolist() == experiment.spec.data.partition.test.counts.tolist()
+    assert clients["accuracy"][last.scores.clients].tolist() == last.scores.columns["accuracy"].tolist()
+    assert np.nanmean(clients["accuracy"]) == pytest.approx(result.summary["accuracy"], abs=1e-12)
+    assert np.nanmin(clients["accuracy"]) == result.summary["accuracy_worst"]
+
+
+def test_clients_that_are_not_scored_have_no_accuracy_and_models_of_their_own_have_two(tmp_path: Path) -> None:
+    words = [*TINY, "method=[fedbn]", "model.norm=batch", "evaluate.clients=3", f"out={tmp_path / 'a'}"]
+    run([*words, "model=small_cnn"], quiet=True)
+    clients = read_clients(tmp_path / "a")
+    assert clients is not None
+    assert int(np.isfinite(clients["accuracy"]).sum()) == 3 and len(clients["accuracy"]) == 8
+
+
+def test_one_pooled_client_is_scored_on_all_tests(tmp_path: Path) -> None:
+    run([*TINY, "method=[centralized]", f"out={tmp_path / 'a'}"], quiet=True)
+    clients, split = read_clients(tmp_path / "a"), read_split(tmp_path / "a")
+    assert clients is not None and split is not None
+    assert split.clients == 1 and len(clients["accuracy"]) == 8
+    assert clients["samples"][1:].tolist() == [0.0] * 7
+
+
+def test_a_split_comes_back_as_it_was(tmp_path: Path) -> None:
+    experiment = build([*TINY])
+    split = split_of(experiment.spec.data)
+    write_split(split, tmp_path)
+    again = read_split(tmp_path)
+    assert again is not None and again.classes == split.classes and again.clients == split.clients
+    assert all((getattr(again, n) == getattr(split, n)).all() for n in ("client", "label", "samples"))
+
+
+def test_a_run_without_the_tables_has_none(tmp_path: Path) -> None:
+    assert read_split(tmp_path) is None and read_clients(tmp_path) is None
+
+
+GOOD = {"client": [0, 1], "label": [0, 1], "samples": [3, 4]}
+
+
+@pytest.mark.parametrize(
+    ("columns", "content"),
+    [
+        ({**GOOD, "client": [0, 9]}, '{"clients": 2, "classes": ["a", "b"]}'),
+        ({**GOOD, "label": [0, -1]}, '{"clients": 2, "classes": ["a", "b"]}'),
+        ({**GOOD, "samples": [3, 0]}, '{"clients": 2, "classes": ["a", "b"]}'),
+        ({**GOOD, "samples": [3, None]}, '{"clients": 2, "classes": ["a", "b"]}'),
+        ({**GOOD, "samples": ["3", "x"]}, '{"clients": 2, "classes": ["a", "b"]}'),
+        ({"client": [0]}, '{"clients": 2, "classes": ["a", "b"]}'),
+        (GOOD, "[]"),
+        (GOOD, "{}"),
+        (GOOD, "no json"),
+    ],
+)
+def test_a_damaged_split_is_named(tmp_path: Path, columns: dict[str, list[object]], content: str) -> None:
+    pq.write_table(pa.table(columns).replace_schema_metadata({"raysim": content}), tmp_path / SPLIT)
+    with pytest.raises(ValueError, match=r"split\.parquet cannot be read"):
+        read_split(tmp_path)
+
+
+def test_damaged_tables_are_named(tmp_path: Path) -> None:
+    for name, read in ((SPLIT, read_split), (CLIENTS, read_clients)):
+        (tmp_path / name).write_bytes(b"PAR1 no")
+        with pytest.raises(ValueError, match=name):
+            read(tmp_path)
+    pq.write_table(pa.table({"client": [0], "samples": [1], "tests": ["x"]}), tmp_path / CLIENTS)
+    with pytest.raises(ValueError, match=CLIENTS):
+        read_clients(tmp_path)

@@ -1,0 +1,63 @@
+"""Curves are drawn whatever a history lacks, and mean curves say what their seeds say together."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+from test_report import history
+
+from raysim.results import curves
+
+PNG = b"\x89PNG\r\n\x1a\n"
+
+
+@pytest.mark.parametrize("virtual", [0.0, 1.0])
+@pytest.mark.parametrize("scores", [[0.5], [None, None], [0.1, None, 0.5], [0.5, math.nan, math.inf]])
+def test_a_run_is_drawn_whatever_its_history_lacks(tmp_path: Path, scores: list[float | None], virtual: float) -> None:
+    paths = curves.draw_run(history(scores, virtual), tmp_path, "a $title_ with <odd> signs")
+    assert [path.name for path in paths] == ["accuracy.png", "loss.png"]
+    assert all(path.read_bytes().startswith(PNG) for path in paths)
+
+
+def test_curves_are_drawn_against_bytes() -> None:
+    read = next(read for name, read, unit, _ in curves.AXES if unit == "bytes")
+    assert read({"floats_down": 100, "floats_up": 25}) == 500
+    assert read({"floats_down": None, "floats_up": None}) == 0
+
+
+def test_a_mean_curve_has_the_rounds_that_all_seeds_measured() -> None:
+    each = [history([0.5, None, 0.5]), history([0.25, 0.5, 1.0]), history([0.75, 0.5, 0.75, 0.75])]
+    found = curves.mean_curve("x", each, "accuracy", 9)
+    assert [(row["round"], y) for row, y in found.points] == [(1, 0.5), (3, 0.75)]
+    assert found.deviations == pytest.approx([0.25, 0.25])  # divisor n-1
+    assert [row["floats_down"] for row, _ in found.points] == [1000, 3000]
+    assert (found.colour, found.dash) == (1, 1)
+
+
+@pytest.mark.parametrize("seeds", [1, 2])
+def test_a_band_needs_three_seeds(seeds: int) -> None:
+    assert curves.mean_curve("x", [history([0.5, 0.75])] * seeds, "accuracy", 0).deviations == []
+
+
+def test_a_long_history_becomes_a_curve_of_few_points_with_its_ends() -> None:
+    found = curves.mean_curve("x", [history([0.5] * 5000)], "accuracy", 0)
+    assert len(found.points) == curves.POINTS
+    assert [found.points[place][0]["round"] for place in (0, -1)] == [1, 5000]
+
+
+def test_a_page_shows_the_axes_that_say_something_in_the_pages_own_colours() -> None:
+    drawn = curves.panels([curves.mean_curve("x", [history([0.5, 0.75], virtual=0.0)], "accuracy", 0)], "accuracy")
+    assert len(drawn) == 3  # no virtual time passed
+    assert all(text.startswith("<svg") and text.endswith("</svg>") for text in drawn)
+    assert all("var(--c0)" in text and "var(--ink)" in text and "http" not in text for text in drawn)
+    assert all("#0072b2" not in text and "wall time" in drawn[-1] for text in drawn)
+
+
+def test_numbers_that_are_none_are_at_the_start_of_an_axis() -> None:
+    rows = [
+        row | {"virtual_seconds": value} for row, value in zip(history([0.5] * 3), (math.nan, None, 2), strict=True)
+    ]
+    found = curves.mean_curve("x", [rows], "accuracy", 0)
+    assert [row["virtual_seconds"] for row, _ in found.points] == [0, 0, 2]

@@ -1,0 +1,167 @@
+"""The report is one file that needs no other, and stays one whatever its runs are called or lack."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+
+import numpy as np
+import pytest
+from test_report import make, seeded
+
+from raysim.results import page, report
+from raysim.results.clients import Split, write_split
+from raysim.results.jobs import JobWriter
+from raysim.simulation.events import JobEnd
+
+EVIL = "<script>alert(1)</script>"
+
+
+class Tags(HTMLParser):
+    """All tags and attributes of a page, and the text of its cells."""
+
+    def __init__(self, text: str):
+        super().__init__()
+        self.tags: list[str] = []
+        self.attributes: list[tuple[str, str | None]] = []
+        self.words: list[str] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.attributes += attrs
+
+    def handle_data(self, data: str) -> None:
+        self.words.append(data)
+
+
+def written(runs: list[report.Run], folder: Path) -> str:
+    return page.compare(report.grouped(runs), folder / "out").read_text()
+
+
+def section(text: str, title: str) -> str:
+    """What stands below a heading."""
+    return re.split(r"<h2", text.partition(f">{title}</h2>")[2])[0]
+
+
+def test_names_that_are_markup_stay_names_and_nothing_is_loaded(tmp_path: Path) -> None:
+    config = json.dumps({"method": {EVIL: {"mu": EVIL}}, "data": f"'\"><img src=x onerror={EVIL}>", "note": EVIL})
+    folder = tmp_path / "<i onclick=x>{{7*7}}{% raw %}"
+    runs = [make(folder, [0.5, 0.6], config), make(tmp_path / "{y}", [0.4, 0.5], "{method: {}}")]
+    runs[0].summary.update(
+        title=EVIL, model_sha256=EVIL, identity={EVIL: EVIL}, choices={"method": [EVIL]}, failures_total=EVIL
+    )
+    lines = [json.dumps({"error": EVIL, "method": EVIL, "round": 1}), "no json", "[" * 99_999, "3"]
+    (folder / "failures.jsonl").write_text("\n".join(lines))
+    classes = [EVIL, "</svg>" + EVIL]
+    write_split(Split(np.array([0, 1]), np.array([0, 1]), np.array([2, 3]), 3, classes), folder)
+    found = Tags(text := written(runs, tmp_path))
+    assert not {"script", "img", "iframe", "link", "object"} & {*found.tags}
+    assert not [name for name, _ in found.attributes if name.startswith("on")]
+    targets = [value or "" for name, value in found.attributes if name in ("src", "href", "srcset", "action")]
+    assert all(target.startswith(("#", "data:image/png;base64,")) for target in targets)
+    assert "http" not in text and "@import" not in text
+    assert "alert(1)" in "".join(found.words) and "{{7*7}}" in "".join(found.words)
+
+
+def test_the_page_of_one_run_of_an_older_version_says_what_it_does_not_have(tmp_path: Path) -> None:
+    run = make(tmp_path / "one", [0.5, 0.75], "seed: 3")
+    text = written([replace(run, summary={"rounds": 2, "accuracy": 0.75})], tmp_path)
+    assert "no deviation" not in text and "What differs" not in text and "On virtual time" not in text
+    assert "No run stores the scores of single clients" in section(text, "Spread over clients")
+    assert "No run stores its split" in section(text, "Split of the data")
+    assert "No client failed" in section(text, "Failures")
+    assert "raysim run --config" in section(text, "How to repeat it")
+
+
+def test_a_page_says_which_deviation_it_gives(tmp_path: Path) -> None:
+    runs = seeded(tmp_path, "fedprox", [0.5, 0.75, 1.0]) + seeded(tmp_path, "fedavgm", [0.25, 0.25, 0.25])
+    text = written(runs, tmp_path)
+    results = section(text, "Results")
+    assert "over the seeds (sample deviation, divisor n-1)" in results
+    assert "<b>0.7500 ± 0.2500</b>" in results and "0.2500 ± 0.0000" in results
+    assert "bands ± one sample deviation" in section(text, "Curves")
+    alone = written(runs[::3], tmp_path)
+    assert "One seed of each setting, so no deviation can be given" in section(alone, "Results")
+
+
+def test_what_differs_is_listed_by_key_with_those_who_have_each_value(tmp_path: Path) -> None:
+    runs = [
+        make(tmp_path / f"r{n}", [0.5], f"{{method: {{}}, local: {{lr: {lr}, batch: 4}}}}")
+        for n, lr in enumerate((1, 2, 2))
+    ]
+    runs[2] = replace(runs[2], name="third", config=runs[2].config | {"method": {"fedprox": {"mu": 1}}})
+    different = section(written(runs, tmp_path), "What differs")
+    keys = re.findall(r"<code>(.*?)</code>", different)
+    assert keys == ["method", "local.lr", "method.fedprox.mu"]
+    assert "batch" not in different
+
+
+def test_failures_are_counted_over_rounds_and_their_errors_listed(tmp_path: Path) -> None:
+    run, other = make(tmp_path / "bad", [0.5, 0.75]), make(tmp_path / "good", [0.5, 0.75])
+    for row in run.rows:
+        row |= {"failures": 2, "lost": 3, "discarded": 0}
+    errors = [{"method": "moon", "error": "loss is nan"}, {"error": "boom"}, {"method": "moon", "error": "loss is nan"}]
+    (tmp_path / "bad/failures.jsonl").write_text("".join(json.dumps(each) + "\n" for each in errors))
+    cells = re.findall(r"<td[^>]*>(.*?)</td>", section(written([run, other], tmp_path), "Failures"))
+    plain = [re.sub("<.*?>", "", cell) for cell in cells]
+    assert plain[:6] == ["1bad", "4", "6", "2good", "0", "–"]
+    assert plain[6:] == ["2", "bad", "method moon: loss is nan", "1", "bad", "boom"]
+
+
+def test_an_endless_list_of_errors_is_cut_and_said_so(tmp_path: Path) -> None:
+    run = make(tmp_path / "bad", [0.5])
+    run.rows[0]["failures"] = 9
+    lines = (json.dumps({"error": f"{number} {'x' * 5000}"}) + "\n" for number in range(100))
+    (tmp_path / "bad/failures.jsonl").write_text("".join(lines))
+    text = section(written([run], tmp_path), "Failures")
+    assert f"{100 - page.ERRORS} more kinds" in text
+    assert "x" * page.LINE not in text
+
+
+def test_a_split_is_shown_once_for_all_who_have_it(tmp_path: Path) -> None:
+    runs = [make(tmp_path / name, [0.5], f"{{method: {{{name}: {{}}}}}}") for name in "abc"]
+    same = Split(np.array([0, 0, 2]), np.array([0, 1, 1]), np.array([3, 1, 4]), 3, ["cat", "dog"])
+    for run, split in zip(runs, (same, same, replace(same, samples=np.array([1, 1, 6]))), strict=True):
+        write_split(split, run.folder)
+    text = section(written(runs, tmp_path), "Split of the data")
+    assert text.count("<h3>") == 2 and "<h3>a, b</h3>" in text and "<h3>c</h3>" in text
+    assert "0 / 4 / 4" in text  # the client without samples counts
+    assert "cat" in text
+
+
+def test_a_page_shows_runs_on_virtual_time_where_that_says_something(tmp_path: Path) -> None:
+    run, other = make(tmp_path / "late", [0.5, 0.75]), make(tmp_path / "even", [0.5, 0.75])
+    for folder, stale in ((run.folder, 1), (other.folder, 0)):
+        writer = JobWriter.of(folder, 0)
+        assert writer is not None
+        writer.add([JobEnd(0, 0, 0, 0.0, 1.0, "aggregated", 1, 0), JobEnd(1, 0, 0, 0.0, 1.0, "aggregated", 1, stale)])
+        writer.write()
+    text = written([run, other], tmp_path)
+    assert "late: clients, fleet and hosts" in text and "even: clients" not in text
+
+
+def test_a_picture_of_curves_lies_beside_the_page_only_for_what_was_measured(tmp_path: Path) -> None:
+    written([make(tmp_path / "a", [None])], tmp_path)
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["comparison_train_loss.png", "report.html"]
+
+
+def test_a_run_without_a_measurement_has_a_page(tmp_path: Path) -> None:
+    run = make(tmp_path / "a", [None])
+    bare = replace(run, rows=[{"round": 1}], summary={"rounds": 1})
+    assert "No run has measured anything yet" in written([bare], tmp_path)
+
+
+def test_a_page_of_no_run_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="name at least one folder"):
+        page.compare([], tmp_path)
+
+
+def test_passwords_are_on_no_page(tmp_path: Path) -> None:
+    configs = [f"{{method: {{}}, data: {{root: 'http://me:secret{n}@host/x'}}}}" for n in range(2)]
+    runs = [make(tmp_path / f"r{n}", [0.5], config) for n, config in enumerate(configs)]
+    text = written(runs, tmp_path)
+    assert "host/x" in text and "secret" not in text
