@@ -544,9 +544,9 @@ def _bench(given: argparse.Namespace) -> int:
 
 
 def _completion(given: argparse.Namespace) -> int:
-    import argcomplete
+    from argcomplete.shell_integration import shellcode
 
-    print(argcomplete.shellcode(["raysim"], shell=given.shell), end="")
+    print(shellcode(["raysim"], shell=given.shell), end="")
     return 0
 
 
