@@ -70,7 +70,7 @@ def test_objects_run_as_the_words_that_they_are_stored_as() -> None:
     objects = ran("objects", methods=[FedProx(np.float64(0.25))], **parts)
     words = raysim.run(
         "method=fedprox method.fedprox.mu=0.25 data=synthetic data.samples=60 data.test_samples=12 data.classes=3 "
-        "partition=iid partition.clients=4 model=mlp model.widths=[8] fleet=lognormal",
+        "partition=iid partition.clients=4 partition.test_fraction=0.2 model=mlp model.widths=[8] fleet=lognormal",
         **(SMALL | {"schedule": "buffered", "schedule.concurrency": 2, "schedule.size": 1, "out": "words"}),
     )
     assert objects.summary["model_sha256"] == words.summary["model_sha256"]
