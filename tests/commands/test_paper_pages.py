@@ -135,7 +135,7 @@ def test_a_page_has_each_of_our_scales_and_a_cause_for_every_difference(
     assert "| 0.330 | 0.900 | 0.610 | scale |" in small
     assert "| FedAvg | rotated_mnist, Acc (%) | 82.47 | 80.00 | 1 | -2.47 |" in whole and "| not known |" in whole
     assert "| FedProx |" in whole and "| another mu |" in whole
-    assert "experiment=fedbr/rotated_mnist method=[] " in first and "data.pool=2" in first
+    assert "experiment=fedbr/rotated_mnist method=fedavg " in first and "data.pool=2" in first
     assert "not run yet" in text.split("## Table 2:")[1] and "- Nothing seen of it." in text.split("## Table 1:")[0]
 
 
