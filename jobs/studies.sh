@@ -16,7 +16,8 @@ study() { # name, hours of one core that it takes, words of raysim study
     if [ -z "$asked" ]; then
         printf '%-28s about %s hours of one core\n' "$name" "$hours"
     elif [[ $name == "$asked"* ]]; then
-        raysim study out="$OUT/$name" resume=latest data.root="$DATA" runtime.threads=1 "$@"
+        [[ " $* " == *" data=synthetic "* ]] || set -- data.root="$DATA" "$@"
+        raysim study out="$OUT/$name" resume=latest runtime.threads=1 "$@"
     fi
 }
 asked=${1:-}

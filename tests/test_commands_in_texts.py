@@ -27,7 +27,8 @@ from raysim.experiment.plugins import brought
 from raysim.primitives.errors import Refused
 
 ROOT = Path(__file__).parent.parent
-MARKDOWN = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("jobs/*.md"), *ROOT.glob("conf/**/*.md")])
+WRITTEN = [path for path in ROOT.glob("docs/**/*.md") if "reference" not in path.parts]  # the others are made
+MARKDOWN = sorted([*ROOT.glob("*.md"), *WRITTEN, *ROOT.glob("jobs/*.md"), *ROOT.glob("conf/**/*.md")])
 YAML = sorted([*ROOT.glob("conf/**/*.yaml"), *ROOT.glob("jobs/*.yaml")])
 SHELLS = {"bash": ["--norc", "--noprofile", "-s"], "zsh": ["-f", "-i", "-s"]}  # zsh as one types into it
 NO_COMMAND = re.compile(r"\.\.\.|…|\b(NAME|TABLE|COMMAND|WORKLOAD)\b")  # a form, not a command

@@ -22,7 +22,7 @@ from raysim.api.method import Method
 from raysim.data.arrays import arrays
 from raysim.experiment.compose import Node
 from raysim.experiment.instantiate import TARGET, build
-from raysim.models.split import Own
+from raysim.models.split import Foreign, Own
 from raysim.primitives.errors import Refused
 
 OBJECT = "_object_"  # in place of the arguments that no file can hold
@@ -48,7 +48,7 @@ class Given:
         for place, node in self.nodes.items():
             group, _, name = place.partition(".")
             if not name:
-                config[group], config["choices"][group] = node, type(self.parts[place]).__name__.lower()
+                config[group], config["choices"][group] = node, _title(self.parts[place])
             elif name in config[group]:
                 raise Refused(f"methods holds {name} twice, by its name and as an object: keep one of them")
             else:
@@ -99,6 +99,12 @@ def _makes_module(part: object) -> bool:
     )
 
 
+def _title(part: object) -> str:
+    """What a part is called in titles and tables."""
+    source = part.source if isinstance(part, Own) else part
+    return str(getattr(source, "__name__", type(source).__name__)).strip("<>").lower()
+
+
 def _check(argument: str, part: object, fits: bool, why: str) -> None:
     if isinstance(part, type):
         raise Refused(f"{argument}={part.__name__} is a class: give an object of it, {part.__name__}(...)")
@@ -123,6 +129,8 @@ def _argument(place: str) -> str:
 # --- an object as a file has it -------------------------------------------------------------------------------------
 def written(part: object) -> Node:
     """The node of an object: its class, and the arguments that make an equal one, or what it is."""
+    if isinstance(part, Own):
+        return _written_network(part)
     cls = type(part)
     target = f"{cls.__module__}.{cls.__qualname__}"
     node: Node = {TARGET: target}
@@ -133,6 +141,22 @@ def written(part: object) -> Node:
     except (AttributeError, TypeError, ValueError, NameError):
         pass
     return {TARGET: target, OBJECT: "an object from Python"}
+
+
+def _written_network(part: Own) -> Node:
+    """The node of a network of the user's own, by the function or class that makes it."""
+    made = part.source if inspect.isfunction(part.source) or isinstance(part.source, type) else type(part.source)
+    node: Node = {TARGET: f"{made.__module__}.{made.__qualname__}"}
+    usual = Foreign()
+    try:
+        ours = {
+            key: _plain(getattr(part, key)) for key in ("head", "lora") if getattr(part, key) != getattr(usual, key)
+        }
+        if made is part.source and _importable(made):
+            return {**node, **_plain(dict(part.options)), **ours}
+    except TypeError:
+        pass
+    return node | {OBJECT: "an object from Python"}
 
 
 def _arguments(cls: type) -> list[str]:
@@ -157,8 +181,8 @@ def _plain(value: Any) -> Any:
     raise TypeError(f"{type(value).__name__} is no plain value")
 
 
-def _importable(cls: type) -> bool:
-    """Whether another process finds the class by its name."""
+def _importable(cls: Any) -> bool:
+    """Whether another process finds the class or function by its name."""
     if cls.__module__ == "__main__" or "." in cls.__qualname__:
         return False
     return getattr(importlib.import_module(cls.__module__), cls.__name__, None) is cls

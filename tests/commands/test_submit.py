@@ -423,18 +423,31 @@ def test_the_cluster_file_is_what_ray_up_takes_and_keeps_the_token_on() -> None:
     assert "~/.ray/auth_token" in found["file_mounts"]
 
 
-def test_the_rayjob_has_documented_keys_a_token_and_a_run_that_exists() -> None:
-    found = yaml.safe_load((ROOT / "jobs" / "rayjob.yaml").read_text())
-    assert (found["apiVersion"], found["kind"]) == ("ray.io/v1", "RayJob")
+def rayjob() -> tuple[dict[str, Any], dict[str, Any]]:
+    schema = json.loads((Path(__file__).parent / "rayjob.json").read_text())
+    return yaml.safe_load((ROOT / "jobs" / "rayjob.yaml").read_text()), schema
+
+
+@pytest.mark.parametrize("place", ["spec", "spec.rayClusterSpec", "spec.rayClusterSpec.headGroupSpec.template.spec"])
+def test_the_rayjob_keeps_to_kuberays_schema(place: str) -> None:
+    """A key that does not exist is found wherever it stands, so the schema sees all of the file."""
+    import jsonschema
+
+    found, schema = rayjob()
+    jsonschema.validate(found, schema)
+    node = found
+    for name in place.split("."):
+        node = node[name]
+    node["hosts"] = 2
+    with pytest.raises(jsonschema.ValidationError, match="hosts"):
+        jsonschema.validate(found, schema)
+
+
+def test_the_rayjob_has_a_token_and_a_run_that_exists() -> None:
+    found, _ = rayjob()
     spec, cluster = found["spec"], found["spec"]["rayClusterSpec"]
-    assert spec.keys() <= {
-        "entrypoint", "runtimeEnvYAML", "shutdownAfterJobFinishes", "ttlSecondsAfterFinished", "backoffLimit",
-        "rayClusterSpec", "submissionMode",
-    }  # fmt: skip
-    assert cluster.keys() == {"rayVersion", "authOptions", "headGroupSpec", "workerGroupSpecs"}
     assert cluster["authOptions"] == {"mode": "token", "secretName": "raysim-token"}
     groups = [cluster["headGroupSpec"], *cluster["workerGroupSpecs"]]
-    assert all({"rayStartParams", "template"} <= group.keys() for group in groups)
     for group in groups:
         pod = group["template"]["spec"]
         mounted = {mount["name"] for container in pod["containers"] for mount in container["volumeMounts"]}
@@ -442,6 +455,35 @@ def test_the_rayjob_has_documented_keys_a_token_and_a_run_that_exists() -> None:
     words = shlex.split(spec["entrypoint"])
     assert words[:2] == ["raysim", "run"] and compose(words[2:])["runtime"]["name"] == "cluster"
     assert yaml.safe_load(spec["runtimeEnvYAML"]).keys() == {"env_vars"}
+
+
+def test_the_slurm_script_gives_all_nodes_one_token_and_the_first_one_the_command(tmp_path: Path) -> None:
+    """With stand-ins for Slurm's and Ray's programs, which write down what they were called with."""
+    programs = tmp_path / ".venv" / "bin"
+    programs.mkdir(parents=True)
+    (programs / "activate").write_text(f'export PATH="{programs}:$PATH"\n')
+    stands_in = {
+        "srun": 'echo "srun $*"; while [ "$1" != ray ]; do shift; done; "$@"',
+        "scontrol": "echo node-7; echo node-8",
+        "ray": 'echo "ray $*"; echo "$RAY_AUTH_MODE $(wc -c < "$RAY_AUTH_TOKEN_PATH")"; ls -l "$RAY_AUTH_TOKEN_PATH"',
+    }
+    for name, text in stands_in.items():
+        (programs / name).write_text(f"#!/usr/bin/env bash\n{text}\n")
+        (programs / name).chmod(0o755)
+    (programs / "python").symlink_to(sys.executable)
+    slurm = {"JOB_NODELIST": "node-[7-8]", "NNODES": "2", "CPUS_PER_TASK": "16", "SUBMIT_DIR": str(tmp_path)}
+    environment = {f"SLURM_{key}": value for key, value in slurm.items()} | {"PATH": os.environ["PATH"]}
+    script = ["bash", str(ROOT / "jobs" / "slurm.sh")]
+    asked = subprocess.run([*script, "run", "method=fedprox"], env=environment, capture_output=True, text=True)
+    assert asked.returncode == 0, asked.stderr
+    called = "ray symmetric-run --address node-7:6379 --min-nodes 2 --num-cpus 16 --disable-usage-stats"
+    command = "-- raysim run method=fedprox runtime=cluster"
+    lines = asked.stdout.splitlines()
+    assert lines[:3] == [f"srun --nodes=2 --ntasks=2 {called} {command}", f"{called} {command}", "token 65"]
+    assert lines[3].startswith("-rw-------")
+    assert not list(tmp_path.glob(".ray-token-*"))
+    nothing = subprocess.run(script, env=environment, capture_output=True, text=True)
+    assert nothing.returncode == 2 and "name a command" in nothing.stderr
 
 
 def test_every_submission_in_the_guide_can_be_parsed() -> None:

@@ -157,6 +157,9 @@ def test_methods_that_no_file_can_hold_are_given_again_to_load() -> None:
         ({"data": 3}, "data=int has no samples"),
         ({"data": (IMAGES, LABELS[:3])}, "give each input one label"),
         ({"data": (IMAGES, LABELS - 5)}, "data has the label -5"),
+        ({"model": 3}, "model=3 does not fit there"),
+        ({"model": Mlp}, r"model=Mlp is a class: give an object of it, Mlp\(...\)"),
+        ({"model": nn.Linear(3, 3)}, "the model Linear cannot take inputs of shape"),
         ({"data": ((IMAGES, LABELS), (IMAGES[:, :4], LABELS))}, "make them alike"),
     ],
 )
@@ -217,6 +220,64 @@ def test_labels_may_be_names_and_colours_may_come_last() -> None:
     assert data.open().shape == (3, 8, 8) and data.open().class_names == ["a", "b", "c"]
     assert len(data.central) == 0
     assert Arrays(digest="x").digest == "x"
+
+
+def test_floats_tokens_and_labels_of_other_kinds_are_told_apart() -> None:
+    def task(inputs: np.ndarray, labels: np.ndarray) -> Any:
+        given = (
+            _without(SMALL, "quiet")
+            | PARTS
+            | {"data": (inputs, labels), "model": lambda num_classes: Flat(num_classes)}
+        )
+        return raysim.build(**given).spec.task
+
+    numbers, tokens = RNG.standard_normal((40, 6)), RNG.integers(0, 5000, (40, 6))
+    assert (found := task(numbers, np.arange(40) % 4)).kind == "classification" and found.shape == (6,)
+    assert task(numbers, RNG.standard_normal(40)).kind == "regression"
+    assert task(numbers, RNG.integers(0, 2, (40, 3))).kind == "multilabel"
+    assert task(tokens, np.arange(40) % 4).tokens.size == tokens.max() + 1
+
+
+# --- networks of the user's own ---------------------------------------------------------------------------------------
+class Flat(nn.Module):
+    """A network that knows nothing of raysim."""
+
+    def __init__(self, num_classes: int, width: int = 5):
+        super().__init__()
+        self.hidden, self.out = nn.LazyLinear(width), nn.Linear(width, num_classes)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.out(self.hidden(x.flatten(1).float()).relu())
+        return out
+
+
+def flat(num_classes: int, width: int = 7) -> nn.Module:
+    """One that lies here."""
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, width), nn.ReLU(), nn.Linear(width, num_classes))
+
+
+def test_a_function_that_makes_a_network_is_stored_by_its_name_and_keys_stay_those_of_the_network() -> None:
+    found = ran(model=flat)
+    stored = load_yaml(Path("a/config.yaml"))
+    assert stored["model"] == {"_target_": f"{__name__}.flat"} and stored["choices"]["model"] == "flat"
+    assert list(found.model().state_dict()) == list(flat(3).state_dict())
+    again = raysim.run(["out=a", "resume=latest", "rounds=3"], quiet=True, allow=[__name__])
+    assert again.summary["model_sha256"] == ran("b", model=flat, rounds=3).summary["model_sha256"]
+    assert torch.equal(again.model()[1].weight, raysim.load("a", allow=[__name__]).client_model(0)[1].weight)
+
+
+def test_a_module_starts_from_its_own_values_and_is_given_again() -> None:
+    torch.manual_seed(1)
+    module = flat(3)
+    before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
+    found = ran(model=module, rounds=1)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in module.state_dict().items())
+    moved = found.model().state_dict()
+    assert 0 < (moved["1.weight"] - before["1.weight"]).abs().max() < 1
+    with pytest.raises(Refused, match=r"model: torch.*Sequential was an object from Python"):
+        raysim.run(["out=a", "resume=latest", "rounds=2"], quiet=True)
+    again = raysim.run(["out=a", "resume=latest", "rounds=2"], model=module, quiet=True)
+    assert again.summary["model_sha256"] == ran("b", model=module).summary["model_sha256"]
 
 
 # --- a result ---------------------------------------------------------------------------------------------------------

@@ -1,0 +1,140 @@
+"""Draws the pictures of the pages on asynchrony: `uv run python docs/pictures.py`.
+
+Nothing is trained for them: the planner plays schedule and fleet against each other, as it does before every run.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import matplotlib
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from raysim.results.theme import LIGHT, page_theme
+from raysim.simulation.device_classes import DeviceClasses
+from raysim.simulation.fleet import Devices, Fleet, Ideal, Lognormal
+from raysim.simulation.planner import Load, Planner, Step
+from raysim.simulation.schedule import Buffered, Deadline, Immediate, Oversample, Schedule, Synchronous, Tiered
+
+FOLDER = Path(__file__).parent / "pictures"
+SEED, CLIENTS, SAMPLES, FLOATS = 4, 8, 100, 100_000
+FLOPS = 2e6  # of one sample, forward and backward, for fleets that count in them
+SCALE = ("#3b8fc4", "#8f7fd0", "#d9669a", "#f08a24")  # fresh to stale
+SCHEDULES: dict[str, Schedule] = {
+    "synchronous, cohort 5: everybody waits for the slowest": Synchronous(5),
+    "oversample, 4 of 6: the last two worked for nothing": Oversample(4, 1.5),
+    "deadline, 5 for 2 s, late=stale: who is late enters a later round": Deadline(5, 2.0),
+    "buffered, 5 at work, 3 an aggregation: nobody waits": Buffered(5, 3),
+    "immediate, 5 at work: each result by itself": Immediate(5),
+    "tiered, 2 tiers of 2: fast and slow clients in rounds of their own": Tiered(2, 2),
+}
+
+
+def devices(fleet: Fleet, clients: int) -> Devices:
+    """The devices of so many clients."""
+    return fleet.devices(SEED, clients, lambda: FLOPS)
+
+
+def planned(schedule: Schedule, fleet: Fleet, clients: int, until: float) -> list[Step]:
+    """The steps of a run up to some virtual second."""
+    counts = np.full(clients, SAMPLES)
+    load = Load(SAMPLES, FLOATS, FLOATS)
+    planner = Planner(schedule, devices(fleet, clients), SEED, counts, lambda *_: load, fleet.patience)
+    steps: list[Step] = []
+    while not steps or steps[-1].now < until:
+        steps.append(planner.step())
+    return steps
+
+
+def bars(ax: Axes, steps: list[Step], until: float) -> None:
+    """Who was at work when, coloured by what became of the job; a line for each aggregation."""
+    jobs = {job.number: job for step in steps for job in step.dispatched}
+    stale = {each.number: each.staleness for step in steps for each in step.taken}
+    gone = {number for step in steps for number in step.discarded}
+    for number, job in jobs.items():
+        unused = number in gone or number not in stale
+        colour = "#c9ced3" if unused else SCALE[min(stale[number], len(SCALE) - 1)]
+        ax.barh(job.client, job.finish - job.start, left=job.start, height=0.72, color=colour, edgecolor="white")
+    for step in steps:
+        ax.axvline(step.now, color="#22262a", linewidth=0.9, alpha=0.6)
+    ax.set(xlim=(0, until), ylim=(CLIENTS - 0.4, -0.6), yticks=range(CLIENTS))
+
+
+def schedules() -> Figure:
+    """The same eight clients under six schedules."""
+    figure = Figure(figsize=(12, 9), dpi=100, layout="constrained")
+    fleet, until = Lognormal(speed=100.0, sigma=0.7), 14.0
+    for ax, (title, schedule) in zip(figure.subplots(3, 2, sharex=True).flat, SCHEDULES.items(), strict=True):
+        bars(ax, planned(schedule, fleet, CLIENTS, until), until)
+        ax.set_title(title, fontsize=11, loc="left")
+    for ax in figure.axes[-2:]:
+        ax.set_xlabel("virtual seconds")
+    for ax in figure.axes[::2]:
+        ax.set_ylabel("client")
+    names = ("fresh", "1 aggregation late", "2 late", "3 or more late", "not used, or still under way")
+    handles = [
+        matplotlib.patches.Patch(color=colour, label=name)
+        for colour, name in zip((*SCALE, "#c9ced3"), names, strict=True)
+    ]
+    figure.legend(handles=handles, loc="outside lower center", ncols=5)
+    return figure
+
+
+def fleets() -> Figure:
+    """How long a job takes in three fleets, and when clients are there."""
+    figure = Figure(figsize=(12, 4), dpi=100, layout="constrained")
+    left, *rasters = figure.subplots(1, 3)
+    kinds: dict[str, Fleet] = {"ideal": Ideal(), "lognormal": Lognormal(), "devices": DeviceClasses()}
+    for colour, (name, fleet) in zip(LIGHT, kinds.items(), strict=False):
+        seconds = np.sort(devices(fleet, 2000).seconds(np.full(2000, SAMPLES), FLOATS, FLOATS))
+        left.plot(seconds, np.linspace(0, 1, len(seconds)), color=colour, label=f"fleet={name}")
+    left.set(xscale="log", xlabel="virtual seconds of a job", ylabel="share of clients", title="how fast clients are")
+    left.xaxis.set_major_formatter("{x:g}")
+    left.grid(True)
+    left.legend()
+    times = {"diurnal": Ideal(availability="diurnal", hours=8.0)}
+    times["markov"] = Ideal(availability="markov", on=3600.0, off=7200.0)
+    hours = np.linspace(0, 48, 481)
+    for ax, (name, fleet) in zip(rasters, times.items(), strict=True):
+        there = devices(fleet, 30)
+        seen = [[there.available(client, 3600 * hour) for hour in hours] for client in range(30)]
+        ax.pcolormesh(hours, range(30), np.array(seen, float), cmap="Blues", vmin=0, vmax=1.4, shading="nearest")
+        ax.set(xlabel="hours", ylabel="client", title=f"fleet.availability={name}", xticks=range(0, 49, 12))
+    return figure
+
+
+def staleness() -> Figure:
+    """What more clients at work cost: aggregations become more frequent, and results staler."""
+    figure = Figure(figsize=(12, 4), dpi=100, layout="constrained")
+    left, right = figure.subplots(1, 2)
+    sizes = (5, 10, 20, 40, 80)
+    for colour, sigma in zip(LIGHT, (0.25, 0.5, 1.0), strict=False):
+        pace, late = [], []
+        for size in sizes:
+            steps = planned(Buffered(size, 5), Lognormal(speed=100.0, sigma=sigma), 400, 120.0)[20:]
+            pace.append(len(steps) / (steps[-1].now - steps[0].now))
+            late.append(np.percentile([each.staleness for step in steps for each in step.taken], 90))
+        left.plot(sizes, pace, "o-", color=colour, label=f"fleet.sigma={sigma}")
+        right.plot(sizes, late, "o-", color=colour)
+    left.set(ylabel="aggregations a virtual second", title="schedule=buffered schedule.size=5")
+    right.plot(sizes, [size / 5 - 1 for size in sizes], "k--", label="the mean, whatever the fleet")
+    right.set(ylabel="staleness, 90 % are below", title="how stale the results are")
+    for ax in (left, right):
+        ax.set(xlabel="clients at work (schedule.concurrency)")
+        ax.grid(True)
+    left.legend()
+    right.legend()
+    return figure
+
+
+def main() -> None:
+    """Write all of them."""
+    for draw in (schedules, fleets, staleness):
+        with matplotlib.rc_context(page_theme(False)):
+            draw().savefig(FOLDER / f"{draw.__name__}.png")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,418 @@
+"""The pages that come from code and configuration: one for each method, the settings, and the cluster's guide.
+
+Nothing here repeats a fact: texts are docstrings and comments, ranges are what a class says to a value out of range,
+and what travels is what the methods declare to the planner.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib
+import inspect
+import re
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, get_type_hints
+
+from raysim.api.composition import EXCLUSIVE, check_composition
+from raysim.api.declarations import Evaluation, Finetune, Local, Participation, RunFacts
+from raysim.api.method import Method
+from raysim.commands.papers.tables import PAPERS, tables as paper_tables
+from raysim.experiment.compose import compose, groups as all_groups, load_yaml as read_yaml, plain
+from raysim.experiment.describe import slots
+from raysim.experiment.execute import build
+from raysim.experiment.instantiate import TARGET, defaults, described, resolve, shown
+from raysim.experiment.settings import ExecutionOptions, RuntimeOptions, Tracking
+from raysim.training.run_spec import Checkpoint, Faults, RunSettings, RunSpec, State, build_networks
+
+ROOT = Path(__file__).parent.parent
+load_yaml, groups, tables = map(functools.cache, (read_yaml, all_groups, paper_tables))
+OUTSIDE = (-(10**15), 10**15, "no such value")  # what a checked option refuses, one or the other
+
+
+def write(docs: Path) -> None:
+    """Write all of them into docs/reference."""
+    folder = docs / "reference"
+    shutil.rmtree(folder, ignore_errors=True)
+    pages = {"configuration": configuration(), "cluster": cluster(), "method_list": method_list()}
+    pages |= {"methods/fedavg": fedavg()}
+    pages |= {f"methods/{option}": method_page(option) for option in groups().files["method"]}
+    for name, text in pages.items():
+        (path := folder / f"{name}.md").parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+
+
+# --- text -----------------------------------------------------------------------------------------------------------
+def prose(text: str) -> str:
+    """A docstring as Markdown: what is indented stays code, `<` outside of it is no HTML."""
+    lines = inspect.cleandoc(text).split("\n")
+    plain = (line if line.startswith("    ") else line.replace("``", "`").replace("<", "&lt;") for line in lines)
+    return "\n".join(re.sub(r"^(Choices .*[^.:])$", r"## \1\n", line) for line in plain)
+
+
+def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    """A Markdown table; "" without rows."""
+    lines = [" | ".join(cell.replace("|", r"\|") for cell in row) for row in rows]
+    titles = list(head)
+    lines = [" | ".join(titles), " | ".join(["---"] * len(titles)), *lines] if lines else []
+    return "".join(f"| {line} |\n" for line in lines)
+
+
+def code(value: object) -> str:
+    """A value as code."""
+    return f"`{shown(value)}`"
+
+
+def first_sentence(text: str | None) -> str:
+    """The first line of a docstring."""
+    return (text or "").strip().partition("\n")[0]
+
+
+# --- what an option may be ----------------------------------------------------------------------------------------
+def allowed(make: Callable[..., object], option: str) -> str:
+    """What a class takes for an option, in its own words: it is asked with values that it may refuse."""
+    for value in OUTSIDE:
+        try:
+            make(**{option: value})
+        except (ValueError, TypeError, AttributeError) as error:
+            sentence = re.split(r"; did you mean|\.$", str(error))[0]
+            found = re.search(rf"\b{option}=\S.*? (?:must be|does not exist: use one of) ([^:]*)", sentence)
+            if found:
+                return found[1].replace("'", "")
+    return ""
+
+
+def kind(cls: Callable[..., object], option: str) -> str:
+    """What its annotation allows, in words."""
+    try:
+        hints = get_type_hints(cls if dataclasses.is_dataclass(cls) else cls.__init__)  # type: ignore[misc]
+    except (NameError, TypeError):
+        return ""
+    text = re.sub(r"a mapping with the keys [\w, ]+?(?= or |$)", "a mapping", described(hints.get(option, object)))
+    return "" if text == "a value" else text
+
+
+def options(cls: Callable[..., object], values: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
+    """Each option with its value and what it may be."""
+    for option, value in values.items():
+        words = [kind(cls, option), allowed(functools.partial(cls, **_others(values, option)), option)]
+        yield option, code(value), "; ".join(dict.fromkeys(filter(None, words)))
+
+
+def _others(values: Mapping[str, Any], option: str) -> dict[str, Any]:
+    """Values beside an option, without those that only a whole configuration gives a meaning."""
+    usual = {key: value for key, value in values.items() if key != option and not isinstance(value, Mapping)}
+    return {key: value for key, value in usual.items() if not str(value).startswith("${")}
+
+
+# --- methods --------------------------------------------------------------------------------------------------------
+@functools.cache
+def parts(option: str) -> dict[str, dict[str, Any]]:
+    """The parts that a method's file in `conf` names, with their values."""
+    return load_yaml(groups().files["method"][option])
+
+
+@functools.cache
+def instances() -> dict[str, Method]:
+    """Every part of every method, by its name, as its file has it."""
+    found = {}
+    for option in groups().files["method"]:
+        nodes = parts(option)
+        if "${" in str(nodes):  # refers to other keys
+            nodes = plain(compose([f"method=[{option}]"]))["method"]
+        for name, node in nodes.items():
+            found[name] = resolve(node[TARGET], name)(**{key: each for key, each in node.items() if key != TARGET})
+    return found
+
+
+def method_list() -> str:
+    """All methods in one table."""
+    rows = [
+        ("[fedavg](methods/fedavg.md)", "McMahan et al., AISTATS 2017", "the weighted mean of what the clients trained")
+    ]
+    for option in groups().files["method"]:
+        methods = [instances()[name] for name in parts(option)]
+        about = first_sentence(inspect.getmodule(type(methods[0])).__doc__).partition(": ")  # type: ignore[union-attr]
+        rows.append((f"[{option}](methods/{option}.md)", methods[0].paper, prose(about[2] or about[0]).rstrip(".")))
+    pages = "```{toctree}\n:hidden:\n:glob:\n\nmethods/*\n```"
+    return f"# All methods\n\n{table(('option', 'paper', 'in one line'), rows)}\n{pages}\n"
+
+
+def fedavg() -> str:
+    """The page of the empty list."""
+    about = "*McMahan et al., AISTATS 2017*. The empty list, `method=fedavg`; what every other method changes.\n\n"
+    return f"# fedavg\n\n{about}{prose(importlib.import_module('raysim.methods.fedavg').__doc__ or '')}\n"
+
+
+def method_page(option: str) -> str:
+    """The page of one option of the group `method`."""
+    names = list(parts(option))
+    if names != [option]:
+        return _several_parts(option, names)
+    method = instances()[option]
+    module = importlib.import_module(type(method).__module__)
+    sections = [
+        f"# {option}\n\n*{method.paper}*. In a list: `method={option}`, or with others, `method={option}+OTHER`.\n",
+        prose(module.__doc__ or ""),
+        _options(method),
+        _hooks(method),
+        _traffic(method),
+        _company(method),
+        _published(option),
+    ]
+    return "\n\n".join(filter(None, sections)) + "\n"
+
+
+def _several_parts(option: str, names: list[str]) -> str:
+    module = importlib.import_module(type(instances()[names[0]]).__module__)
+    files = groups().files["method"]
+    links = ", ".join(f"[{name}]({name}.md)" if name in files else f"`{name}`" for name in names)
+    intro = f"# {option}\n\nThe independent parts {links} in one list: `method={option}`.\n"
+    return "\n\n".join([intro, prose(module.__doc__ or ""), _published(option)]) + "\n"
+
+
+def _options(method: Method) -> str:
+    values = {key: value for key, value in parts(method.name)[method.name].items() if key != TARGET}
+    rows = [(f"`method.{method.name}.{name}`", *rest) for name, *rest in options(type(method), values)]
+    about = prose(type(method).__doc__ or "")
+    if not rows:
+        return f"## Options\n\n{about}\n\nIt has none."
+    return f"## Options\n\n{about}\n\n{table(('key', 'default', 'allowed'), rows)}"
+
+
+def _hooks(method: Method) -> str:
+    rows = []
+    for slot in slots(type(method)):
+        about = first_sentence(getattr(Method, slot).__doc__).removeprefix("Exclusive. ")
+        rows.append((f"`{slot}`", "one method alone" if slot in EXCLUSIVE else "", about.replace("<", "&lt;")))
+    if not rows:
+        return "## Hooks\n\nIt fills none: the coordinator only looks for its name."
+    return f"## Hooks\n\n{table(('hook', 'who', 'what it may do'), rows)}"
+
+
+@functools.cache
+def small_run() -> RunSpec:
+    """A run on a small network with BatchNorm."""
+    words = "data=synthetic data.samples=200 data.test_samples=20 data.domains=2 partition=iid partition.clients=4"
+    more = "schedule.cohort=4 model=small_cnn model.norm=batch local.batch=10 runtime=inprocess device=cpu"
+    return build([*words.split(), *more.split()]).spec
+
+
+def _traffic(method: Method) -> str:
+    """What a client receives, sends and keeps besides the vector."""
+    spec = replace(small_run(), methods=(method,))
+    _, layout = build_networks(spec)
+    filled = frozenset(slots(type(method)))
+    job = Participation(5, 40, spec.settings.local.budget(40), 3, 3, RunFacts(spec.task, layout, 4, filled))
+    cost, state = method.cost(job), method.state(layout, 40)
+    rows = [
+        ("a client receives, besides the vector", _floats(cost.down, layout.shared)),
+        ("a client sends, besides its update", _floats(cost.up, layout.shared)),
+        ("a client trains, besides its samples", f"{cost.samples:g} samples" if cost.samples else "nothing"),
+        ("parameters that never travel", f"{layout.personal:,} floats" if layout.personal else "none"),
+        ("a client keeps from one participation to the next", _state(state)),
+        ("sent once, before the first round", "yes" if "contribute" in filled else "nothing"),
+        ("weights of clients", method.weighting),
+    ]
+    about = (
+        f"Counted on a network of {layout.shared:,} shared floats and a client of 40 samples (`local.epochs=5`), as "
+        "the planner counts them for virtual time and `floats_up`:"
+    )
+    return f"## What travels and what stays\n\n{about}\n\n{table(('what', 'how much'), rows)}"
+
+
+def _floats(count: float, shared: int) -> str:
+    return f"{count:,.0f} floats, {count / shared:.2f} of the vector" if count else "nothing"
+
+
+def _state(state: Mapping[str, Any]) -> str:
+    named = (f"`{name}` {list(tensor.shape)}" for name, tensor in state.items())
+    return ", ".join(named) or "nothing"
+
+
+def _company(method: Method) -> str:
+    rows = []
+    for other in instances().values():
+        try:
+            check_composition([method, other] if method.name != other.name else [])
+        except ValueError as error:
+            rows.append((f"`{other.name}`", _reason(str(error))))
+    if not rows:
+        return "## Beside other methods\n\nIt goes with every other method."
+    count = len(instances()) - 1 - len(rows)
+    return (
+        f"## Beside other methods\n\nIt goes with {count} of the other {len(instances()) - 1} methods. "
+        f"A list with one of these is refused:\n\n{table(('with', 'because'), rows)}"
+    )
+
+
+def _reason(sentence: str) -> str:
+    text = sentence.removesuffix("; keep one of them")
+    text = re.sub(r"^method '\w+' and method '\w+' ", "", text)
+    return re.sub(r"^method '(\w+)' does not combine with method '\w+': ", "", text)
+
+
+def _published(option: str) -> str:
+    names = set(parts(option))
+    presets = [name for name, path in groups().files["experiment"].items() if names & _given(path)]
+    printed = [
+        table.name
+        for paper in PAPERS
+        for table in tables(paper).values()
+        if any(names & set(cell.methods) or option in cell.methods for cell in table.cells)
+    ]
+    lines = []
+    if presets:
+        lines.append(f"Papers' values for it: {', '.join(f'`experiment={name}`' for name in presets)}.")
+    if printed:
+        lines.append(f"Published numbers beside yours: {', '.join(f'`raysim report --paper {t}`' for t in printed)}.")
+    if lines:
+        return "## Published settings and numbers\n\n" + "\n\n".join(lines)
+    return ""
+
+
+@functools.cache
+def _given(preset: Path) -> set[str]:
+    """The methods that a preset has values for, those of the presets that it builds on among them."""
+    node = load_yaml(preset)
+    root = next(folder for folder in preset.parents if folder.name == "experiment").parent
+    below = [each for each in node.get("defaults", ()) if isinstance(each, str) and each.startswith("/")]
+    return set(node.get("method") or {}).union(*(_given(root / f"{each[1:]}.yaml") for each in below))
+
+
+# --- settings -----------------------------------------------------------------------------------------------------
+GROUPS = {
+    "method": "A list; the pages of the [methods](method_list.md) have their keys.",
+    "schedule": "When clients are sent off and when their results are aggregated.",
+    "fleet": "How fast clients train and send on the virtual clock, and when they are there.",
+    "data": "Where samples come from, and what is done to them.",
+    "partition": "Which client holds which samples.",
+    "model": "The network.",
+    "local": "How a client trains.",
+    "evaluate": "What is scored, and how often.",
+    "runtime": "Where hosts live, and what each of them gets.",
+    "tracking": "Where numbers go besides the run's folder.",
+    "observer": "A list of what follows a run besides raysim's own files and pictures.",
+    "experiment": "Rows of papers' tables, each a file of values for the other groups.",
+    "sweep": "Spaces that `raysim sweep` searches.",
+}
+SETTINGS: dict[str, type] = {  # classes behind keys that no `_target_` names
+    "": RunSettings,
+    "local": Local,
+    "evaluate": Evaluation,
+    "evaluate.finetune": Finetune,
+    "checkpoint": Checkpoint,
+    "state": State,
+    "faults": Faults,
+    "runtime": RuntimeOptions,
+    "tracking": Tracking,
+}
+
+
+def configuration() -> str:
+    """Every key of every group."""
+    known = groups().files
+    top = next(iter(known["data"].values())).parents[1]
+    texts = [
+        "# Configuration\n",
+        "Every key can be set on the command line, `KEY=VALUE`. A group takes the name of an option, all other "
+        "keys a value. A wrong name or value is answered in one sentence with the nearest right one. This page is made "
+        "from the files of `conf/` and from what the classes behind them answer to a value out of range.\n",
+        "## The run itself\n",
+        _keys(top / "config.yaml", ""),
+    ]
+    for group in (*GROUPS, *sorted(known.keys() - GROUPS.keys())):
+        texts.append(f"## {group}\n\n{GROUPS.get(group, '')}\n")
+        files = known.get(group, {})
+        if group in ("method", "experiment", "sweep"):
+            rows = [(f"`{name}`", _head(path)) for name, path in files.items()] if group != "method" else []
+            texts.append(table(("option", "what it is"), rows))
+            continue
+        common = {path: file for file in files.values() for path in _inherited(file)}
+        for path, heir in sorted(common.items()):
+            texts.append(f"### {group}: keys of several options\n\n{_head(path)}\n\n{_keys(path, group, heir)}")
+        for name, path in files.items():
+            texts.append(f"### {group}={name}\n\n{_about(path)}\n\n{_keys(path, group)}")
+    return "\n".join(texts)
+
+
+def _inherited(path: Path) -> Iterator[Path]:
+    for each in load_yaml(path).get("defaults", ()):
+        if isinstance(each, str) and each != "_self_":
+            yield from _inherited(parent := path.parent / f"{each}.yaml")
+            yield parent
+
+
+def _head(path: Path) -> str:
+    """The comment that a file begins with."""
+    lines = path.read_text(encoding="utf-8").split("\n")
+    comments = (line.lstrip("# ") for line in lines if line.startswith("#") and "@package" not in line)
+    return " ".join(comments).replace("<", "&lt;")
+
+
+def _about(path: Path) -> str:
+    """The comment of a file, else what its class says of itself; and on what it builds."""
+    target = load_yaml(path).get(TARGET)
+    text = _head(path) or (prose(resolve(target, "").__doc__ or "") if target else "")
+    return text
+
+
+def _keys(path: Path, group: str, heir: Path | None = None) -> str:
+    """heir: a file with a class, where this one has none."""
+    node = load_yaml(heir or path)
+    cls = resolve(node[TARGET], group) if TARGET in node else None
+    rows = []
+    for key, value, comment in _lines(path):
+        full = f"{group}.{key}" if group else key
+        owner, _, leaf = full.rpartition(".")
+        if key.rpartition(".")[0] and owner not in SETTINGS:
+            make, leaf = None, ""
+        else:
+            make = SETTINGS.get(owner) or cls
+        if not group and owner == "":
+            make = RunSettings if leaf in {f.name for f in dataclasses.fields(RunSettings)} else ExecutionOptions
+        rows.append((f"`{full}`", f"`{value}`", _takes(make, leaf), comment.replace("<", "&lt;")))
+    return table(("key", "default", "allowed", "meaning"), rows)
+
+
+def _takes(cls: type | None, option: str) -> str:
+    if cls is None or option not in inspect.signature(cls).parameters:
+        return ""
+    values = {key: value for key, value in defaults(cls).items() if value != "???"}
+    found = {name: words for name, _, words in options(cls, {option: values.get(option)})}
+    return found[option]
+
+
+_LINE = re.compile(r'^( *)"?([A-Za-z_]\w*)"?: *([^#]*?)(?: +# ?(.*))?$')
+
+
+def _lines(path: Path) -> Iterator[tuple[str, str, str]]:
+    """Keys with a value, in the order of the file, with what its comment says of each."""
+    above: list[tuple[int, str]] = []
+    for line in path.read_text(encoding="utf-8").split("\n"):
+        if not (found := _LINE.match(line)):
+            continue
+        indent, key, value, comment = len(found[1]), found[2], found[3].strip(), found[4] or ""
+        above = [each for each in above if each[0] < indent]
+        names = [name for _, name in above] + [key]
+        above.append((indent, key))
+        if names[0] in ("defaults", TARGET, "method") or (value == "" and not comment):
+            continue
+        yield ".".join(names), value or "...", comment[:1].upper() + comment[1:]
+
+
+# --- the guide to clusters --------------------------------------------------------------------------------------------
+def cluster() -> str:
+    """jobs/README.md, and the files that it links to."""
+    folder = ROOT / "jobs"
+    text = (folder / "README.md").read_text(encoding="utf-8")
+    links = dict.fromkeys(re.findall(r"\]\(([\w./]+)\)", text))
+    files = []
+    for link in links:
+        language = {".yaml": "yaml", ".sh": "bash"}.get(Path(link).suffix, "text")
+        files.append(f"### {Path(link).name}\n\n````{language}\n{(folder / link).read_text(encoding='utf-8')}````\n")
+        text = text.replace(f"]({link})", f"](#{Path(link).name.lower().replace('.', '')})")
+    return f"{text}\n## The files\n\n" + "\n".join(files)

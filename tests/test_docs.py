@@ -1,0 +1,76 @@
+"""The documentation is built without a warning, and its pages hold what code and configuration say."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from raysim.experiment.compose import groups
+
+ROOT = Path(__file__).parent.parent
+DOCS = ROOT / "docs"
+
+
+@pytest.fixture
+def from_docs(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(DOCS))
+    return importlib.import_module
+
+
+@pytest.mark.slow
+def test_the_documentation_is_built_without_a_warning(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q", "-d", str(tmp_path / "read"), str(DOCS)]
+    built = subprocess.run([*command, str(tmp_path / "site")], capture_output=True, text=True)
+    assert built.returncode == 0, built.stderr
+    pages = {path.stem for path in (tmp_path / "site" / "reference" / "methods").glob("*.html")}
+    assert pages == {"fedavg", *groups().files["method"]}
+
+
+def test_a_methods_page_says_what_its_code_says(from_docs: Any) -> None:
+    reference: ModuleType = from_docs("reference")
+    page = reference.method_page("scaffold")
+    assert "Karimireddy et al., ICML 2020" in page
+    assert "## Choices where the sources differ or are silent" in page
+    assert re.search(r"a client sends, besides its update \| [\d,]+ floats, 0\.99 of the vector", page)
+    assert "`scaffold.control`" in page
+    page = reference.method_page("krum")
+    assert "| `method.krum.byzantine` | `1` | an integer; at least 0 |" in page
+    assert "| `geometric_median` | both combine the updates (slot 'combine') |" in page
+    assert "`raysim report --paper fedbr/table1`" in reference.method_page("fedbr")
+
+
+def test_every_key_of_every_group_is_in_the_configuration_page(from_docs: Any) -> None:
+    page = from_docs("reference").configuration()
+    for key in (
+        "schedule.max_staleness",
+        "fleet.dropout",
+        "local.nesterov",
+        "evaluate.finetune.epochs",
+        "runtime.gpus",
+    ):
+        assert f"| `{key}` |" in page
+    assert re.search(r"\| `faults.tolerate` \| `0.1` \| a number; from 0 to 1 \| Share", page)
+    for group in ("schedule", "fleet", "data", "partition", "model"):
+        for option in groups().files[group]:
+            assert f"### {group}={option}\n" in page
+
+
+def test_the_pictures_of_asynchrony_are_drawn_from_the_planner_alone(from_docs: Any) -> None:
+    pictures = from_docs("pictures")
+    panels = pictures.schedules().axes
+    assert len(panels) == len(pictures.SCHEDULES)
+    assert all(len(panel.patches) > 10 and panel.lines for panel in panels)
+
+
+def test_every_page_that_a_text_links_to_exists() -> None:
+    for path in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *DOCS.glob("*.md")):
+        for link in re.findall(r"\]\(([^)#:\s]+)(?:#[\w-]+)?\)", path.read_text()):
+            made = link.startswith("reference/")
+            assert made or (path.parent / link).exists(), f"{path.name}: {link}"
