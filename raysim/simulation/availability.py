@@ -185,7 +185,7 @@ class Markov(Availability):
             ).tolist()
             start, turn = int(generator.integers(self._prime)), int(generator.integers(1, self._prime))
             found = _Deal(start, turn, pow(turn, -1, self._prime), comes, self._prime - goes)
-            if len(self._deals) >= 1 << 12:
+            if len(self._deals) >= 1 << 14:  # some MB
                 self._deals.clear()
             self._deals[step] = found
         return found

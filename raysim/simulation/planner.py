@@ -6,17 +6,18 @@ of what is trained, and tells every job's fate before a host sees it.
 
 from __future__ import annotations
 
-import functools
 import heapq
+import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from raysim.primitives.streams import stream
+from raysim.primitives.streams import key, stream, uniform
+from raysim.simulation.availability import Availability
 from raysim.simulation.events import RunStopped
 from raysim.simulation.fleet import Devices
 from raysim.simulation.schedule import Aggregate, Discard, Dispatch, PlannedJob, Schedule, View, Wait, check_concurrency
@@ -71,6 +72,14 @@ class Step:
         return cls(**numbers | {"dispatched": jobs, "taken": [Taken(*each) for each in numbers["taken"]]})
 
 
+def _places(generator: np.random.Generator, clients: int, count: int) -> Iterator[int]:
+    """Draws in blocks that grow, until listing all clients would have cost less."""
+    size, left = 2 * count, max(_TRIES * count, clients)
+    while left > 0:
+        yield from generator.integers(clients, size=size).tolist()
+        left, size = left - size, 2 * size
+
+
 class Planner:
     """Follows a schedule over a fleet.
 
@@ -96,6 +105,7 @@ class Planner:
             self._pool_of[members] = pool
         self._scarce: set[int] = set()  # pools of which hardly anybody is there
         self._waiting: dict[int, Waiting] = {}  # by pool, of those
+        self._keys: dict[str, int] = {}  # of numbers that are looked up, by purpose
         self._short: set[int] = set()  # pools of which too few were there, at this moment
         self.now, self.version = 0.0, 0
         self.cohorts = 0  # drawn so far
@@ -303,63 +313,64 @@ class Planner:
         Its cost grows with the cohort, and not with the population or with the clients at work: clients are drawn from
         all and put back if they are busy or away. Where hardly anybody is there, they are drawn from those.
         """
+        members, presence = self._members[pool] if pool >= 0 else self.eligible, self.devices.presence
         cohort, self.cohorts = self.cohorts, self.cohorts + 1
+        if presence is None:
+            return self._idle(members, count, stream(self.seed, "cohort", cohort))
         if pool not in self._scarce:
-            if (clients := self._found(count, pool, stream(self.seed, "cohort", cohort))) is not None:
-                return clients
+            most = _TRIES * count + _MORE
+            places = (int(number * len(members)) for number in self._numbers("cohort.places", cohort, count))
+            if len(drawn := self._drawn(members, itertools.islice(places, most), count, presence)) == count:
+                return sorted(drawn)
             self._scarce.add(pool)
         waiting = self._who_waits(pool)
-        if _PLENTY * len(waiting) > len(self._of(pool)) and len(waiting) >= count:
+        if _PLENTY * len(waiting) > len(members) and len(waiting) >= count:
             self._scarce.discard(pool)
             del self._waiting[pool]
-        return waiting.draw(count, functools.partial(stream, self.seed, "cohort.waiting", cohort))
+        return waiting.draw(count, self._numbers("cohort.waiting", cohort, count))
 
-    def _found(self, count: int, pool: int, generator: np.random.Generator) -> list[int] | None:
-        """So many clients of a pool; None if they are hard to find because hardly anybody is there."""
-        members, presence = self._of(pool), self.devices.presence
-        if presence is None and not self._busy:
+    def _idle(self, members: np.ndarray, count: int, generator: np.random.Generator) -> list[int]:
+        """Where clients are always there."""
+        if not self._busy:
             return sorted(generator.choice(members, size=min(count, len(members)), replace=False).tolist())
-        drawn = self._drawn(generator, members, count)
-        if presence is not None and len(drawn) < count:
-            return None
+        drawn = self._drawn(members, _places(generator, len(members), count), count)
         if len(drawn) < count:
             free = self._busy | drawn
-            rest = [client for client in members.tolist() if client not in free]
-            more = generator.choice(rest, size=min(count - len(drawn), len(rest)), replace=False) if rest else []
-            drawn.update(map(int, more))
+            if rest := [client for client in members.tolist() if client not in free]:
+                most = min(count - len(drawn), len(rest))
+                drawn.update(generator.choice(rest, size=most, replace=False).tolist())
         return sorted(drawn)
 
-    def _of(self, pool: int) -> np.ndarray:
-        return self._members[pool] if pool >= 0 else self.eligible
-
-    def _drawn(self, generator: np.random.Generator, members: np.ndarray, count: int) -> set[int]:
-        """So many idle, available clients, or fewer if they are hard to find."""
-        presence, busy, now = self.devices.presence, self._busy, self.now
-        most = max(_TRIES * count, len(members)) if presence is None else _TRIES * count + _MORE
+    def _drawn(
+        self, members: np.ndarray, places: Iterable[int], count: int, presence: Availability | None = None
+    ) -> set[int]:
+        """So many idle, available clients at these places, or fewer if there are not so many."""
+        busy, now = self._busy, self.now
         drawn: set[int] = set()
-        for place in self._places(generator, len(members), count, most):
+        for place in places:
             client = members.item(place)
-            if client in busy or client in drawn or not (presence is None or presence.available(client, now)):
-                continue
-            drawn.add(client)
-            if len(drawn) == count:
-                break
+            if client not in busy and client not in drawn and (presence is None or presence.available(client, now)):
+                drawn.add(client)
+                if len(drawn) == count:
+                    break
         return drawn
 
-    @staticmethod
-    def _places(generator: np.random.Generator, clients: int, count: int, most: int) -> Iterator[int]:
-        """Draws in blocks that grow, until listing all clients would have cost less."""
-        size = 2 * count
-        while most > 0:
-            yield from generator.integers(clients, size=size).tolist()
-            most, size = most - size, 2 * size
+    def _numbers(self, purpose: str, cohort: int, count: int) -> Iterator[float]:
+        """Uniform in [0, 1), without end: made one by one, or by a generator, which costs as much as making ten."""
+        if count < _MORE:
+            if (place := self._keys.get(purpose)) is None:
+                place = self._keys[purpose] = key(self.seed, purpose)
+            return (uniform(place, cohort, each) for each in itertools.count())
+        generator = stream(self.seed, purpose, cohort)
+        return itertools.chain.from_iterable(generator.random(2 * count).tolist() for _ in itertools.count())
 
     def _who_waits(self, pool: int) -> Waiting:
         """Who of a pool is there and idle now."""
         if (waiting := self._waiting.get(pool)) is None:
             presence = self.devices.presence
             assert presence is not None
-            waiting = self._waiting[pool] = Waiting(presence, self._of(pool), self._busy, self.now)
+            members = self._members[pool] if pool >= 0 else self.eligible
+            waiting = self._waiting[pool] = Waiting(presence, members, self._busy, self.now)
         waiting.at(self.now)
         return waiting
 

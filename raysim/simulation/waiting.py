@@ -6,7 +6,7 @@ import math
 from array import array
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Collection, Iterator
 
 import numpy as np
 
@@ -53,12 +53,18 @@ class Waiting:
             if client not in self._busy and self._presence.available(client, now):
                 self._insert(client)
 
-    def draw(self, count: int, generator: Callable[[], np.random.Generator]) -> list[int]:
-        """So many of them, uniformly without replacement, or all if there are fewer; ascending."""
-        if count >= len(self._clients):
+    def draw(self, count: int, numbers: Iterator[float]) -> list[int]:
+        """So many of them, uniformly without replacement, or all if there are fewer; ascending.
+
+        numbers: uniform in [0, 1), as many as are asked for.
+        """
+        waiting = len(self._clients)
+        if count >= waiting:
             return self._clients.tolist()
-        places = generator().choice(len(self._clients), size=count, replace=False, shuffle=False)
-        return [self._clients[place] for place in sorted(places.tolist())]
+        places: set[int] = set()
+        while len(places) < count:
+            places.add(int(next(numbers) * waiting))
+        return [self._clients[place] for place in sorted(places)]
 
     def next_arrival(self) -> float:
         """When the next client comes; infinity for never."""
