@@ -98,6 +98,7 @@ class Coordinator:
         pooled = any(method.pools for method in spec.methods)
         self.history = RowWriter(self.dispatcher, self.private, pooled, spec.dtype.itemsize, spec.task.metric.name)
         self.rows: list[Row] = []
+        self._row_files: dict[str, str] = {}  # of the last checkpoint
         self._published: dict[int, Published] = {}  # the current version, and base versions of jobs
         self._published_bytes = 0  # sum of them
         self._refs: dict[int, Ref] = {}  # where hosts find them
@@ -243,7 +244,7 @@ class Coordinator:
         best = self.evaluator.best.state() if self.evaluator.best else {}
         plan, seconds = self.under_way.state(), self.history.wall_seconds
         now = snapshot.take(self.server, plan, self.private, self._published, self.rows, seconds, best)
-        path = checkpoint.write(Path(self.folder) / "checkpoints", self.server.version, now)
+        path = checkpoint.write(Path(self.folder) / "checkpoints", self.server.version, now, self._row_files)
         return Saved(self.server.version, str(path))
 
     def restore(self) -> None:
