@@ -100,11 +100,13 @@ def read(file: str) -> Recorded:
     try:
         with pq.ParquetFile(file) as parquet:
             by = _columns(file, parquet.schema_arrow)
-            names, parts, rows, bounds = [], [], 0, array("d")
+            names, rows, bounds = [], 0, array("d")
+            counts, *columns = np.empty((5, parquet.metadata.num_rows))
             for batch in _batches(parquet, ["client", *LISTS, *NUMBERS, by]):
                 more, *numbers = _part(file, batch, by, rows)
                 bounds.frombytes(more.tobytes())
-                parts.append(numbers)
+                for column, part in zip((counts, *columns), numbers, strict=True):
+                    column[rows : rows + len(batch)] = part
                 names.append(batch.column("client"))
                 rows += len(batch)
     except (OSError, pa.ArrowInvalid) as error:
@@ -112,12 +114,11 @@ def read(file: str) -> Recorded:
     if not rows:
         raise ValueError(f"{file} has no rows: a trace has one for each client")
     _refuse_twice(file, pa.chunked_array(names))
-    counts, period, down, up, rate = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
-    del names, parts
+    del names
     pa.default_memory_pool().release_unused()  # some 100 MB of a trace of a million clients
     first = np.zeros(rows + 1, np.int64)
-    np.cumsum(counts, out=first[1:])
-    return Recorded(np.frombuffer(bounds) if bounds else np.empty(0), first, period, down, up, rate, by)
+    first[1:] = np.cumsum(counts)
+    return Recorded(np.frombuffer(bounds) if bounds else np.empty(0), first, *columns, by)
 
 
 def _batches(parquet: pq.ParquetFile, columns: list[str]) -> Iterator[pa.RecordBatch]:
