@@ -14,6 +14,7 @@ import numpy as np
 
 from raysim.primitives.checks import above, at_least, require
 from raysim.primitives.streams import key, stream, uniform
+from raysim.simulation.availability import floats
 from raysim.simulation.fleet import Devices, Fate, Fleet, Labels, Trip
 
 
@@ -69,7 +70,7 @@ class Drawn:
     def __init__(self, least: np.ndarray, most: np.ndarray, drawn: int, fate: Fate):
         self._fate, self.presence, self._drawn = fate, fate.presence, drawn
         self._bounds = np.asarray(least, np.float64), np.asarray(most, np.float64)
-        self._least, self._most = map(memoryview, self._bounds)
+        self._least, self._most = floats(self._bounds[0]), floats(self._bounds[1])
 
     def trip(self, client: int, participation: int, start: float, samples: float, down: int, up: int) -> Trip:
         """See `Devices`."""
@@ -79,4 +80,4 @@ class Drawn:
 
     def seconds(self, samples: np.ndarray, down: int, up: int) -> np.ndarray:
         """In the mean; see `Devices`."""
-        return sum(self._bounds) / 2
+        return np.asarray((self._bounds[0] + self._bounds[1]) / 2)

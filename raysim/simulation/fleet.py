@@ -13,7 +13,7 @@ import numpy as np
 
 from raysim.primitives.checks import above, at_least, in_range, one_of
 from raysim.primitives.streams import key, stream, uniform
-from raysim.simulation.availability import DAY, Availability, Diurnal, Markov
+from raysim.simulation.availability import DAY, Availability, Diurnal, Markov, floats
 
 FLOAT_BYTES = 4
 
@@ -141,8 +141,7 @@ class Fixed:
     def __init__(self, speeds: Speeds, fate: Fate):
         self._fate, self.presence = fate, fate.presence
         self._speeds = Speeds(*(np.asarray(each, np.float64) for each in (speeds.samples, speeds.down, speeds.up)))
-        # A Python float of a memoryview costs half of NumPy's.
-        self._samples, self._down, self._up = map(memoryview, vars(self._speeds).values())
+        self._samples, self._down, self._up = (floats(each) for each in vars(self._speeds).values())
 
     def trip(self, client: int, participation: int, start: float, samples: float, down: int, up: int) -> Trip:
         """See `Devices`."""
@@ -152,7 +151,7 @@ class Fixed:
     def seconds(self, samples: np.ndarray, down: int, up: int) -> np.ndarray:
         """See `Devices`."""
         own = self._speeds
-        return samples / own.samples + down * FLOAT_BYTES / own.down + up * FLOAT_BYTES / own.up
+        return np.asarray(samples / own.samples + down * FLOAT_BYTES / own.down + up * FLOAT_BYTES / own.up)
 
 
 @dataclass(frozen=True)

@@ -83,7 +83,8 @@ class RowWriter:
     def store_bytes(self, versions: int, results: int) -> int:
         """Bytes kept in the object store when a round's results are all there: live versions, results, states.
 
-        versions: bytes; results: floats that were under way. What is not known yet counts as what a job uploads, or as other states.
+        versions: bytes; results: floats that were under way. What is not known yet counts as what a job uploads, or as
+        other states.
         """
         return versions + results * self.itemsize + self.private.bytes
 

@@ -11,7 +11,7 @@
 | `down`, `up` | number            | bytes a second                                                                |
 
 Between its intervals, and without any, a client is absent. Other columns are left alone. The file is read in pieces,
-and what is kept are arrays: 36 bytes a client at most, 16 a row and 16 an interval. `raysim fleet check FILE` checks one.
+and what is kept are arrays: 28 bytes a client, 40 a row and 16 an interval. `raysim fleet check FILE` checks one.
 """
 
 from __future__ import annotations
@@ -101,11 +101,11 @@ def read(file: str) -> Recorded:
         with pq.ParquetFile(file) as parquet:
             by = _columns(file, parquet.schema_arrow)
             names, rows, bounds = [], 0, array("d")
-            counts, *columns = np.empty((5, parquet.metadata.num_rows))
+            columns = counts, period, down, up, rate = np.empty((5, parquet.metadata.num_rows))
             for batch in _batches(parquet, ["client", *LISTS, *NUMBERS, by]):
                 more, *numbers = _part(file, batch, by, rows)
                 bounds.frombytes(more.tobytes())
-                for column, part in zip((counts, *columns), numbers, strict=True):
+                for column, part in zip(columns, numbers, strict=True):
                     column[rows : rows + len(batch)] = part
                 names.append(batch.column("client"))
                 rows += len(batch)
@@ -118,7 +118,7 @@ def read(file: str) -> Recorded:
     pa.default_memory_pool().release_unused()  # some 100 MB of a trace of a million clients
     first = np.zeros(rows + 1, np.int64)
     first[1:] = np.cumsum(counts)
-    return Recorded(np.frombuffer(bounds) if bounds else np.empty(0), first, *columns, by)
+    return Recorded(np.frombuffer(bounds) if bounds else np.empty(0), first, period, down, up, rate, by)
 
 
 def _batches(parquet: pq.ParquetFile, columns: list[str]) -> Iterator[pa.RecordBatch]:

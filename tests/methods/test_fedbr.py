@@ -32,9 +32,9 @@ from raysim.api.context import Batch, Context, Outputs
 from raysim.api.declarations import Local, Task
 from raysim.api.messages import Job
 from raysim.api.method import Method
+from raysim.data.partition import CSR
 from raysim.data.sources import Source, Synthetic
 from raysim.experiment.instantiate import build
-from raysim.data.partition import CSR
 from raysim.methods import fedbr
 from raysim.methods.fedbr import PROJECTOR, PSEUDO, FedBR
 from raysim.methods.mixup import Mixup

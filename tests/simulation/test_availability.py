@@ -117,7 +117,9 @@ def test_rounding_never_stops_the_clock(row: list[float], now: float, period: fl
 
 
 several = st.one_of(
-    st.builds(Diurnal, st.lists(st.integers(0, 23), min_size=9, max_size=9).map(np.array), st.sampled_from([0.5, 8, 23])),
+    st.builds(
+        Diurnal, st.lists(st.integers(0, 23), min_size=9, max_size=9).map(np.array), st.sampled_from([0.5, 8, 23])
+    ),
     st.builds(Markov, st.integers(0, 2**62), st.just(9), st.floats(1e2, 1e4), st.floats(1e2, 1e5)),
     st.builds(
         lambda rows, wrap: intervals(*(row[: len(row) // 2 * 2] for row in rows), wrap=wrap),
