@@ -59,6 +59,7 @@ class Server(Protocol):
     group: int  # consecutive updates that are summed together
     size: int  # most updates in one aggregation
     counts: np.ndarray  # int64 [clients] training samples
+    able: int  # clients that have some
     vector: Tensor  # [layout.shared]
     counters: Tensor  # [layout.shared_counters]
     state: dict[str, Tensor]  # what methods keep, by "method.name"; all of it is in a checkpoint

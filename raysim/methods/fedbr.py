@@ -35,6 +35,7 @@ from raysim.api.declarations import FORWARD, Cost, Download, Network, Participat
 from raysim.api.method import Method
 from raysim.data.batches import Pipeline
 from raysim.data.dataset import Dataset
+from raysim.data.partition import CSR
 from raysim.data.sources import Source
 from raysim.methods.mixup import soft_targets
 from raysim.primitives.checks import at_least
@@ -110,6 +111,14 @@ def mixture_pseudo_data(
 
 PROJECTOR = "fedbr.projector"
 PSEUDO = "fedbr.pseudo"
+
+
+@functools.lru_cache(maxsize=2)
+def _ends(partition: CSR, alike: bool) -> np.ndarray:
+    """float64 [clients]: where each client's share of [0, 1) ends, by samples or alike; made once, for all jobs."""
+    chances = (partition.counts > 0) if alike else partition.counts
+    ends = (chances / chances.sum()).cumsum()
+    return np.asarray(ends / ends[-1])
 
 
 class FedBR(Method):
@@ -304,10 +313,8 @@ class FedBR(Method):
             return
         generator = stream(ctx.seed, "fedbr.fresh", ctx.version)
         partition = ctx.trainer.partition
-        chances = partition.counts / partition.counts.sum()
-        if self.sources == "balanced":
-            chances = (partition.counts > 0) / np.count_nonzero(partition.counts)
-        clients = generator.choice(len(chances), size=self.pseudo_batch, p=chances)
+        ends = _ends(partition, self.sources == "balanced")
+        clients = ends.searchsorted(generator.random(self.pseudo_batch), side="right")  # as `Generator.choice` does
         rows = [generator.choice(partition.rows(client), size=self.samples_per_mean) for client in clients]
         inputs, _ = ctx.trainer.gather(np.concatenate(rows))
         places = torch.arange(len(inputs), device=inputs.device).view(self.pseudo_batch, self.samples_per_mean)

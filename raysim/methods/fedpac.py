@@ -339,7 +339,7 @@ class FedPAC(Method):
     # --- on the server -------------------------------------------------------------------------------------------
     def start(self, server: Server) -> None:
         """The combined heads of the clients seen so far, in the order in which they came, and each client's row."""
-        room = int(np.count_nonzero(server.counts)), _head_size(server.layout)
+        room = server.able, _head_size(server.layout)
         server.state[HEADS] = reserve(room, server.vector.dtype, "memory")
         server.state[ROWS] = torch.full((server.clients,), -1)
 
@@ -376,11 +376,11 @@ class FedPAC(Method):
     def _keep(clients: Sequence[int], heads: Tensor, server: Server) -> None:
         """Write the heads [m, head] into the clients' rows; new clients get the next ones."""
         state = server.state
-        rows, seen = state[ROWS].clone(), len(state[HEADS])
+        rows, seen = state[ROWS], len(state[HEADS])  # in place: there are as many as clients
         for client in clients:
             if rows[client] < 0:
                 rows[client], seen = seen, seen + 1
-        room = settled(state[HEADS], int(np.count_nonzero(server.counts)), "memory")  # it may be a checkpoint's
+        room = settled(state[HEADS], server.able, "memory")  # it may be a checkpoint's
         all_heads = extended(room, seen)
         all_heads[rows[list(clients)]] = heads.to(all_heads.dtype)
         server.state |= {ROWS: rows, HEADS: all_heads}

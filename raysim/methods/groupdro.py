@@ -35,7 +35,7 @@ def updated_weights(weights: Tensor, losses: Tensor, indices: Tensor, step_size:
 
     Sums to 1. In the log domain, for exp(step_size * loss) may overflow.
     """
-    raised = _raised(weights.log(), losses, indices, step_size).exp()
+    raised = _raise(weights.log(), losses, indices, step_size).softmax(0)
     return raised.clamp_min(torch.finfo(raised.dtype).tiny)
 
 
@@ -45,11 +45,9 @@ def aggregation_weights(weights: Tensor, indices: Tensor) -> Tensor:
     return chosen / chosen.sum()
 
 
-def _raised(log_weights: Tensor, losses: Tensor, indices: Tensor, step_size: float) -> Tensor:
-    """log q after one round, normalised over all clients."""
-    raised = log_weights.clone()
-    raised.index_add_(0, indices, step_size * losses.to(raised.dtype))  # a client may be there twice
-    return raised - raised.logsumexp(0)
+def _raise(log_weights: Tensor, losses: Tensor, indices: Tensor, step_size: float) -> Tensor:
+    """log q after one round but for a common factor, in place: so who takes no part costs nothing."""
+    return log_weights.index_add_(0, indices, step_size * losses.to(log_weights.dtype))  # a client may be there twice
 
 
 class GroupDRO(Method):
@@ -73,7 +71,7 @@ class GroupDRO(Method):
         return setup.warn_if_single("groupdro", "its weights change nothing")
 
     def start(self, server: Server) -> None:
-        """log q, float64 [clients]."""
+        """log q, float64 [clients], but for a factor that all have."""
         start = np.ones(server.clients) if self.prior == "uniform" else np.maximum(server.counts, 1e-9)
         server.state["groupdro.log_weights"] = torch.from_numpy(np.log(start / start.sum()))
 
@@ -94,7 +92,7 @@ class GroupDRO(Method):
         losses = torch.from_numpy(np.concatenate([update.extras["groupdro.loss"] for update in aggregation.updates]))
         log_weights = server.state["groupdro.log_weights"]
         if self.step_size:
-            log_weights = _raised(log_weights, losses, clients, self.step_size)
-            server.state["groupdro.log_weights"] = log_weights
-        ratios = (log_weights[clients] - log_weights[clients].max()).exp().tolist()
+            _raise(log_weights, losses, clients, self.step_size)
+        own = log_weights[clients]
+        ratios = (own - own.max()).exp().tolist()
         return aggregation.reweighted([weight * r for weight, r in zip(aggregation.weights, ratios, strict=True)])

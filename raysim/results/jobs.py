@@ -54,20 +54,36 @@ def read_jobs(folder: Path) -> Jobs | None:
     paths = _parts(Path(folder))
     if not paths:
         return None
-    tables = [_read(path) for path in paths]
+    ends = np.cumsum([0, *(_rows(path) for path in paths)])
     names = Jobs.__dataclass_fields__
-    return Jobs(**{name: np.concatenate([_column(table, name) for table in tables]) for name in names})
+    found = {name: np.empty(ends[-1], _KINDS[name]) for name in names}  # one file at a time, for there may be many
+    for path, begin, end in zip(paths, ends[:-1], ends[1:], strict=True):
+        table = _read(path)
+        for name in names:
+            found[name][begin:end] = _column(table, name)
+    return Jobs(**found)
 
 
 def _parts(folder: Path) -> list[Path]:
     return sorted((folder / JOBS).glob("part-*.parquet"))
 
 
+def _rows(path: Path) -> int:
+    try:
+        return int(pq.read_metadata(path).num_rows)
+    except (pa.ArrowException, OSError) as problem:
+        raise _unreadable(path) from problem
+
+
+def _unreadable(path: Path) -> ValueError:
+    return ValueError(f"{path} is no readable table of jobs; restore the file or delete {path.parent}.")
+
+
 def _read(path: Path) -> pa.Table:
     try:
         return pq.read_table(pa.BufferReader(path.read_bytes())).select(list(_KINDS))
     except (pa.ArrowException, KeyError) as problem:
-        raise ValueError(f"{path} is no readable table of jobs; restore the file or delete {path.parent}.") from problem
+        raise _unreadable(path) from problem
 
 
 def _column(table: pa.Table, name: str) -> np.ndarray:

@@ -172,11 +172,22 @@ class ClosingLine(Observer):
 
 # --- what is written into the run's folder --------------------------------------------------------------------------
 class HistoryFile(Observer):
-    """history.parquet: written with each checkpoint, and however the run ends."""
+    """history.parquet: written with each checkpoint, and however the run ends.
+
+    Of a long run, with those by which it has grown by a tenth: so a round costs the same, however many there were. The
+    rows in between are in the checkpoint.
+    """
+
+    LONG = 1000  # rounds
+
+    def __init__(self) -> None:
+        self._written = 0  # rows
 
     def on_checkpoint(self, run: CurrentRun, event: Saved) -> None:
         """Write it."""
-        write_history(run.rows, run.folder / HISTORY)
+        if len(run.rows) <= self.LONG or len(run.rows) >= 1.1 * self._written:
+            write_history(run.rows, run.folder / HISTORY)
+            self._written = len(run.rows)
 
     def on_finish(self, run: CurrentRun, event: Finished) -> None:
         """Write it."""

@@ -2,7 +2,8 @@
 
 A checkpoint is a folder `round-000050` of `run.json` (numbers), `server.safetensors` and `clients.safetensors`
 (named tensors; many go into several files) and `manifest.json` (SHA-256 of the others and of what it says itself). It
-appears under its name only when it is complete.
+appears under its name only when it is complete. `run.json` has the last rows of the history; of a long one, thousands
+at a time are in `rows-000000.json` and so on, which the next checkpoint shares (as links): it costs no more.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from raysim.primitives.files import from_json, regular, room_for
 MANIFEST = "manifest.json"
 _NEEDED = {"run.json", "server.safetensors", "clients.safetensors"}
 _KEEP = 2  # the last one, and one more in case it is damaged
+_ROWS = 4096  # rows of the history in a file
 _MOST = 100_000  # tensors in a file: their names and places may take 100 MB at most, and take some 150 bytes each
 
 
@@ -51,8 +53,11 @@ def _sync(path: Path) -> None:
         os.close(handle)
 
 
-def write(folder: Path, version: int, snapshot: Snapshot) -> Path:
-    """Write a checkpoint below `folder`, then delete all but the newest two. Returns its path."""
+def write(folder: Path, version: int, snapshot: Snapshot, shared: dict[str, str] | None = None) -> Path:
+    """Write a checkpoint below `folder`, then delete all but the newest two. Returns its path.
+
+    shared: checksums by name of the files of rows that this run's last checkpoint has; these are added to it.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     final = folder / f"round-{version:06d}"
     for unfinished in folder.glob(".round-*"):  # of a process that was killed while it wrote
@@ -61,7 +66,7 @@ def write(folder: Path, version: int, snapshot: Snapshot) -> Path:
     arrays = (*snapshot.server.values(), *snapshot.clients.values())
     with room_for(final, sum(array.nbytes for array in arrays)):
         try:
-            _write(draft, snapshot)
+            _write(draft, snapshot, next(reversed(available(folder)), None), {} if shared is None else shared)
         except Exception:
             shutil.rmtree(draft, ignore_errors=True)
             raise
@@ -73,18 +78,38 @@ def write(folder: Path, version: int, snapshot: Snapshot) -> Path:
     return final
 
 
-def _write(draft: Path, snapshot: Snapshot) -> None:
-    """All files, complete on the disk."""
+def _write(draft: Path, snapshot: Snapshot, last: Path | None, shared: dict[str, str]) -> None:
+    """All files, complete on the disk. last: the checkpoint before, of which the files in `shared` may be linked."""
     draft.mkdir()
-    (draft / "run.json").write_text(json.dumps(snapshot.numbers))
+    rows = snapshot.numbers.get("rows", [])
+    linked = set[str]()
+    for start in range(0, len(rows) - _ROWS + 1, _ROWS):
+        if (name := f"rows-{start // _ROWS:06d}.json") in shared and last and _link(last / name, draft / name):
+            linked.add(name)
+        else:
+            (draft / name).write_text(json.dumps(rows[start : start + _ROWS]))
+    left = {"rows": rows[len(rows) // _ROWS * _ROWS :]} if rows else {}
+    (draft / "run.json").write_text(json.dumps({**snapshot.numbers, **left}))
     for name, arrays in (("server", snapshot.server), ("clients", snapshot.clients)):
         for index, part in enumerate(_parts(arrays)):
             save_file(part, path := draft / f"{name}{f'-{index}' if index else ''}.safetensors")
             shutil.copymode(draft / "run.json", path)  # safetensors keeps what it writes to its user
-    digests = {path.name: _digest(path) for path in sorted(draft.iterdir())}
+    paths = sorted(draft.iterdir())
+    digests = {path.name: shared[path.name] if path.name in linked else _digest(path) for path in paths}
+    shared.update({name: digest for name, digest in digests.items() if name.startswith("rows-")})
     (draft / MANIFEST).write_text(json.dumps({**digests, MANIFEST: _own_digest(digests)}))
     for path in (*draft.iterdir(), draft):
-        _sync(path)
+        if path.name not in linked:
+            _sync(path)
+
+
+def _link(source: Path, target: Path) -> bool:
+    """Whether it could be linked, which some file systems cannot."""
+    try:
+        os.link(source, target)
+    except OSError:
+        return False
+    return True
 
 
 def save_model(tensors: Mapping[str, np.ndarray], path: Path) -> None:
@@ -155,10 +180,11 @@ def read(path: Path) -> Snapshot:
         )
         instead = f"resume={good} continues from the last good one" if good else "no other checkpoint is left"
         raise ValueError(f"checkpoint {path} is damaged ({wrong}); {instead}")
-    return Snapshot(
-        json.loads((path / "run.json").read_text()),
-        *(_mapped(path, name) for name in ("server", "clients")),
-    )
+    numbers = json.loads((path / "run.json").read_text())
+    files = sorted(file for file in _manifest(path) if re.fullmatch(r"rows-\d+\.json", file))
+    if files:
+        numbers["rows"] = [row for file in files for row in json.loads((path / file).read_text())] + numbers["rows"]
+    return Snapshot(numbers, *(_mapped(path, name) for name in ("server", "clients")))
 
 
 def _mapped(path: Path, name: str) -> dict[str, np.ndarray]:

@@ -98,7 +98,9 @@ class Coordinator:
         pooled = any(method.pools for method in spec.methods)
         self.history = RowWriter(self.dispatcher, self.private, pooled, spec.dtype.itemsize, spec.task.metric.name)
         self.rows: list[Row] = []
+        self._row_files: dict[str, str] = {}  # of the last checkpoint
         self._published: dict[int, Published] = {}  # the current version, and base versions of jobs
+        self._published_bytes = 0  # sum of them
         self._refs: dict[int, Ref] = {}  # where hosts find them
         self.under_way = UnderWay(self.planner, self.server, self.dispatcher, settings)
         self._pending: list[_Pending] = []
@@ -172,8 +174,11 @@ class Coordinator:
         if version not in self._published:
             self._published[version] = self.server.published()
             self._refs[version] = self.runtime.put(self._published[version])
-        for old in [v for v in self._published if v != version and not self.under_way.needs(v)]:
-            del self._published[old], self._refs[old]
+            self._published_bytes += self._published[version].nbytes
+        for old in (version - 1, *self.under_way.freed()):
+            if old in self._published and old != version and not self.under_way.needs(old):
+                self._published_bytes -= self._published.pop(old).nbytes
+                del self._refs[old]
 
     def _submit(self, taken: Sequence[InFlightJob]) -> None:
         """Give hosts the jobs of the next aggregation, and then others that are under way."""
@@ -182,9 +187,9 @@ class Coordinator:
 
     def _aggregate(self, step: Step, taken: Sequence[InFlightJob]) -> _Pending:
         """Wait for the updates of these jobs, and make the next version of them."""
-        results = self.dispatcher.floats(self.under_way.jobs)
+        results = self.dispatcher.floats
         outcomes, sums = self.dispatcher.collect(taken)
-        store_bytes = self.history.store_bytes(self._published.values(), results)
+        store_bytes = self.history.store_bytes(self._published_bytes, results)
         failures = tuple(outcome for outcome in outcomes if isinstance(outcome, Failure))
         if len(failures) > self.settings.faults.tolerate * len(taken):
             raise self._too_many(failures, taken)
@@ -240,7 +245,7 @@ class Coordinator:
         best = self.evaluator.best.state() if self.evaluator.best else {}
         plan, seconds = self.under_way.state(), self.history.wall_seconds
         now = snapshot.take(self.server, plan, self.private, self._published, self.rows, seconds, best)
-        path = checkpoint.write(Path(self.folder) / "checkpoints", self.server.version, now)
+        path = checkpoint.write(Path(self.folder) / "checkpoints", self.server.version, now, self._row_files)
         return Saved(self.server.version, str(path))
 
     def restore(self) -> None:
@@ -248,6 +253,7 @@ class Coordinator:
         earlier = checkpoint.read(Path(self.resume))
         plan, self._published = snapshot.restore(earlier, self.server, self.planner, self.private)
         self._refs = {version: self.runtime.put(published) for version, published in self._published.items()}
+        self._published_bytes = sum(published.nbytes for published in self._published.values())
         self.under_way.restore(plan)
         self.rows = earlier.numbers["rows"]
         self.history.resume(earlier.numbers["wall"])

@@ -7,7 +7,6 @@ largest part of a draw from a Dirichlet distribution. "Large" delays: fleet.kind
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -15,7 +14,8 @@ import numpy as np
 
 from raysim.primitives.checks import above, at_least, require
 from raysim.primitives.streams import key, stream, uniform
-from raysim.simulation.fleet import Devices, Fate, Fleet, Labels, Present, Trip
+from raysim.simulation.availability import floats
+from raysim.simulation.fleet import Devices, Fate, Fleet, Labels, Trip
 
 
 @dataclass(frozen=True)
@@ -64,13 +64,13 @@ class Delays(Fleet):
         return Drawn(least[kinds], most[kinds], key(seed, "fleet.delay"), fate)
 
 
-class Drawn(Present):
+class Drawn:
     """Devices whose jobs take a time that is uniform between two bounds [clients], drawn for each job."""
 
     def __init__(self, least: np.ndarray, most: np.ndarray, drawn: int, fate: Fate):
-        super().__init__(fate)
-        self._least, self._most = (array("d", np.asarray(each, np.float64).tobytes()) for each in (least, most))
-        self._drawn = drawn
+        self._fate, self.presence, self._drawn = fate, fate.presence, drawn
+        self._bounds = np.asarray(least, np.float64), np.asarray(most, np.float64)
+        self._least, self._most = floats(self._bounds[0]), floats(self._bounds[1])
 
     def trip(self, client: int, participation: int, start: float, samples: float, down: int, up: int) -> Trip:
         """See `Devices`."""
@@ -80,4 +80,4 @@ class Drawn(Present):
 
     def seconds(self, samples: np.ndarray, down: int, up: int) -> np.ndarray:
         """In the mean; see `Devices`."""
-        return (np.frombuffer(self._least) + np.frombuffer(self._most)) / 2
+        return np.asarray((self._bounds[0] + self._bounds[1]) / 2)

@@ -92,6 +92,7 @@ class Dispatcher:
         self._since = [0.0] * runtime.hosts  # by host: when it began with the first of its open calls
         self._most = max(1, _CALL // max(1, shared))  # unsummed deltas per call
         self.busy: dict[str, float] = {}  # by host: seconds that it has worked, as far as is known
+        self.floats = 0  # of the results of jobs that were submitted and not collected, private states apart
         self.deaths = 0  # of hosts
         self._in_a_row = [0] * runtime.hosts  # by host: deaths since its last answer
         self._open: list[list[Call]] = [[] for _ in range(runtime.hosts)]  # by host: calls without an answer, in order
@@ -289,6 +290,7 @@ class Dispatcher:
         versions = list(dict.fromkeys(job.version for job in jobs))
         args = messages, sums, len(versions), *(self._refs[version] for version in versions)
         floats = sum(job.plan.up for job in jobs) - self.shared * (summed_here - len(sums))
+        self.floats += floats
         self._load[host] += (work := _work(jobs))
         self._unanswered.update(job.number for job in jobs)
         call = self._made(Call(host, "train", args, states, messages, work, floats))
@@ -308,13 +310,9 @@ class Dispatcher:
         for call in calls.values():
             if not call.collected:
                 call.collected = True
+                self.floats -= call.floats
                 call.outcomes = {number: _out_of_store(outcome) for number, outcome in call.outcomes.items()}
         return outcomes, [part for call in calls.values() for part in call.sums]
-
-    def floats(self, jobs: Sequence[InFlightJob]) -> int:
-        """What the results of jobs amount to that were submitted and not collected, private states apart."""
-        calls = {id(job.call): job.call for job in jobs if job.call is not None}
-        return sum(call.floats for call in calls.values() if not call.collected)
 
 
 def _out_of_store(outcome: Outcome) -> Outcome:

@@ -269,7 +269,7 @@ class Evaluator:
         for row, refs in zip(table, found.models, strict=True):
             for report in self._gathered(refs):
                 row[place[report.client]] = report.losses.mean(dtype=np.float64)
-        weights = self.spec.data.partition.train.counts[list(found.members)]
+        weights = np.array([len(self.spec.data.partition.train.rows(client)) for client in found.members])
         terms = loss_decomposition(loss_matrix=table[:-1], global_losses=table[-1], weights=weights)
         signed = ("global_loss", "local_loss", "distribution_shift", "aggregation")
         return {f"decomposition.{name}": float(terms[name]) for name in signed}

@@ -5,7 +5,6 @@ All of it is a function of the run's seed: never of measured time, and never of 
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import ClassVar, NamedTuple, Protocol
@@ -14,7 +13,7 @@ import numpy as np
 
 from raysim.primitives.checks import above, at_least, in_range, one_of
 from raysim.primitives.streams import key, stream, uniform
-from raysim.simulation.availability import DAY, Availability, Diurnal, Markov
+from raysim.simulation.availability import DAY, Availability, Diurnal, Markov, floats
 
 FLOAT_BYTES = 4
 
@@ -30,20 +29,12 @@ class Devices(Protocol):
     """The devices of all clients, made once for a run."""
 
     @property
-    def always(self) -> bool:
-        """Whether every client is available at any time."""
+    def presence(self) -> Availability | None:
+        """When clients that are idle can be sent off; None for always."""
         ...
 
     def trip(self, client: int, participation: int, start: float, samples: float, down: int, up: int) -> Trip:
         """Receive `down` floats, train on `samples` samples, send `up` floats, beginning at `start`."""
-        ...
-
-    def available(self, client: int, now: float) -> bool:
-        """Whether a client that is idle can be sent off."""
-        ...
-
-    def next_change(self, client: int, now: float) -> float:
-        """When `available` changes next; infinity for never."""
         ...
 
     def seconds(self, samples: np.ndarray, down: int, up: int) -> np.ndarray:
@@ -102,8 +93,17 @@ class Fleet:
         if self.availability == "diurnal" and self.hours < 24:
             return Diurnal(stream(seed, "fleet.zone").integers(24, size=clients), self.hours)
         if self.availability == "markov":
-            return Markov(key(seed, "fleet.markov"), self.on, self.off)
+            self._check_wait(self.off / clients)
+            return Markov(seed, clients, self.on, self.off)
         return None
+
+    def _check_wait(self, seconds: float) -> None:
+        """Refuse a fleet that is empty for longer than `patience` in the mean."""
+        if seconds > self.patience:
+            raise ValueError(
+                f"fleet.off={self.off:g} keeps each client away for so long that a run would wait {seconds:,.0f} s in "
+                "the mean whenever nobody is there: lower fleet.off, or raise fleet.patience"
+            )
 
     def labels(self, seed: int, clients: int) -> Labels:
         """What kind of device each client has, for reports."""
@@ -135,34 +135,13 @@ class Fate:
         return Trip(finish, back)
 
 
-class Present:
-    """Devices of which it is known when they are there."""
-
-    def __init__(self, fate: Fate):
-        self._fate, self._presence = fate, fate.presence
-
-    @property
-    def always(self) -> bool:
-        """See `Devices`."""
-        return self._presence is None
-
-    def available(self, client: int, now: float) -> bool:
-        """See `Devices`."""
-        return self._presence is None or self._presence.available(client, now)
-
-    def next_change(self, client: int, now: float) -> float:
-        """See `Devices`."""
-        return np.inf if self._presence is None else self._presence.next_change(client, now, np.inf)
-
-
-class Fixed(Present):
+class Fixed:
     """Devices whose speed stays what it is."""
 
     def __init__(self, speeds: Speeds, fate: Fate):
-        super().__init__(fate)
-        self._samples, self._down, self._up = (  # a Python float of an array.array costs half of NumPy's
-            array("d", np.asarray(each, np.float64).tobytes()) for each in (speeds.samples, speeds.down, speeds.up)
-        )
+        self._fate, self.presence = fate, fate.presence
+        self._speeds = Speeds(*(np.asarray(each, np.float64) for each in (speeds.samples, speeds.down, speeds.up)))
+        self._samples, self._down, self._up = (floats(each) for each in vars(self._speeds).values())
 
     def trip(self, client: int, participation: int, start: float, samples: float, down: int, up: int) -> Trip:
         """See `Devices`."""
@@ -171,8 +150,8 @@ class Fixed(Present):
 
     def seconds(self, samples: np.ndarray, down: int, up: int) -> np.ndarray:
         """See `Devices`."""
-        each = [np.frombuffer(own, np.float64) for own in (self._samples, self._down, self._up)]
-        return samples / each[0] + down * FLOAT_BYTES / each[1] + up * FLOAT_BYTES / each[2]
+        own = self._speeds
+        return np.asarray(samples / own.samples + down * FLOAT_BYTES / own.down + up * FLOAT_BYTES / own.up)
 
 
 @dataclass(frozen=True)

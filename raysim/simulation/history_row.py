@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
-from raysim.api.messages import Failure, Outcome, Published, Update
+from raysim.api.messages import Failure, Outcome, Update
 from raysim.simulation.dispatcher import Dispatcher
 from raysim.simulation.events import Row
 from raysim.simulation.planner import Step
@@ -49,14 +50,14 @@ class RowWriter:
         """The row of the aggregation that ends this step, which the server has just made; without its scores."""
         updates = [outcome for outcome in outcomes if isinstance(outcome, Update)]
         stale = [each.staleness for each in step.taken]
-        losses = [update.loss for update in updates if np.isfinite(update.loss)]
+        losses = [update.loss for update in updates if math.isfinite(update.loss)]
         row: Row = {
             "round": server.version,
             "virtual_seconds": step.now,
             "wall_seconds": self.wall_seconds,
             "floats_down": None if self.pooled else step.down,
             "floats_up": None if self.pooled else step.up,
-            "train_loss": float(np.mean(losses)) if losses else None,
+            "train_loss": _mean(losses) if losses else None,
             self.metric: None,
             f"{self.metric}_worst": None,
             f"{self.metric}_global": None,
@@ -69,7 +70,7 @@ class RowWriter:
             **self._busy(),
             "store_bytes": store_bytes,
             "spilled_bytes": self.private.spilled_bytes,
-            "staleness": float(np.mean(stale)),
+            "staleness": _mean(stale),
             "staleness_max": max(stale),
             "lost": len(step.lost),
             "discarded": len(step.discarded),
@@ -79,12 +80,13 @@ class RowWriter:
         probes = [update.probe for update in updates if update.probe is not None]
         return row | summarise_probes(probes) if probes else row
 
-    def store_bytes(self, versions: Iterable[Published], results: int) -> int:
+    def store_bytes(self, versions: int, results: int) -> int:
         """Bytes kept in the object store when a round's results are all there: live versions, results, states.
 
-        results: floats that were under way. What is not known yet counts as what a job uploads, or as other states.
+        versions: bytes; results: floats that were under way. What is not known yet counts as what a job uploads, or as
+        other states.
         """
-        return sum(version.nbytes for version in versions) + results * self.itemsize + self.private.bytes
+        return versions + results * self.itemsize + self.private.bytes
 
     def _busy(self) -> Row:
         """The share of wall time since the last row that hosts worked: their mean, and the one that worked least.
@@ -96,10 +98,15 @@ class RowWriter:
         shares = [min(1.0, (total - self._worked.get(host, 0.0)) / span) for host, total in worked.items()]
         shares += [0.0] * (self.dispatcher.runtime.hosts - len(shares))
         self._worked, self._row_at = dict(worked), now
-        return {"host_busy": float(np.mean(shares)), "host_busy_least": min(shares)}
+        return {"host_busy": _mean(shares), "host_busy_least": min(shares)}
+
+
+def _mean(values: Sequence[float]) -> float:
+    """NumPy's; of one value that value, at a tenth of the cost where every result is aggregated by itself."""
+    return float(np.mean(values)) if len(values) > 1 else float(values[0])
 
 
 def _reported(updates: Sequence[Update]) -> Row:
     """Of every column that clients report, the mean over the clients that report it."""
     names = dict.fromkeys(name for update in updates for name in update.report)
-    return {name: float(np.mean([u.report[name] for u in updates if name in u.report])) for name in names}
+    return {name: _mean([u.report[name] for u in updates if name in u.report]) for name in names}

@@ -7,20 +7,26 @@ of what is trained, and tells every job's fate before a host sees it.
 from __future__ import annotations
 
 import heapq
+import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from raysim.primitives.streams import stream
+from raysim.primitives.streams import key, stream, uniform
+from raysim.simulation.availability import Availability
 from raysim.simulation.events import RunStopped
 from raysim.simulation.fleet import Devices
 from raysim.simulation.schedule import Aggregate, Discard, Dispatch, PlannedJob, Schedule, View, Wait, check_concurrency
+from raysim.simulation.waiting import Waiting
 
-_TRIES = 16  # draws from the whole population for every client that is wanted, at least, before idle ones are listed
+# Draws from the whole population for every client that is wanted: at least so many, where clients are always there,
+# before idle ones are listed; and as many and these where they come and go, before `Waiting` follows who is there.
+_TRIES, _MORE = 16, 64
+_PLENTY = 8  # it stops where one of so many of the population waits, and nobody is wanting
 _IN_VAIN = 10_000  # jobs in a row that are lost before a run gives up
 
 
@@ -66,6 +72,14 @@ class Step:
         return cls(**numbers | {"dispatched": jobs, "taken": [Taken(*each) for each in numbers["taken"]]})
 
 
+def _places(generator: np.random.Generator, clients: int, count: int) -> Iterator[int]:
+    """Draws in blocks that grow, until listing all clients would have cost less."""
+    size, left = 2 * count, max(_TRIES * count, clients)
+    while left > 0:
+        yield from generator.integers(clients, size=size).tolist()
+        left, size = left - size, 2 * size
+
+
 class Planner:
     """Follows a schedule over a fleet.
 
@@ -86,6 +100,13 @@ class Planner:
         check_concurrency(schedule, counts)
         self.eligible = np.flatnonzero(counts)
         self._members = self._pools(counts)
+        self._pool_of = np.full(len(counts), -1, np.int16)  # [clients]
+        for pool, members in enumerate(self._members):
+            self._pool_of[members] = pool
+        self._scarce: set[int] = set()  # pools of which hardly anybody is there
+        self._waiting: dict[int, Waiting] = {}  # by pool, of those
+        self._keys: dict[str, int] = {}  # of numbers that are looked up, by purpose
+        self._short: set[int] = set()  # pools of which too few were there, at this moment
         self.now, self.version = 0.0, 0
         self.cohorts = 0  # drawn so far
         self.dispatched = 0  # jobs so far
@@ -126,17 +147,21 @@ class Planner:
         Raises RuntimeError where a schedule contradicts itself, Deserted where clients have gone for good, and
         ValueError where the first of them does not come soon enough.
         """
+        self._short.clear()
         while True:
             action = self.schedule.decide(self._view())
             if isinstance(action, Aggregate):
                 return self._aggregate(action.jobs)
             if isinstance(action, Dispatch):
                 if self._dispatch(action.count, action.pool) < action.count:
-                    self._advance(self._next_arrival(action.pool))
+                    again = action.pool < 0 or action.pool in self._short
+                    self._short.add(action.pool)
+                    if again:
+                        self._advance(self._next_arrival())
             elif isinstance(action, Discard):
                 self._discard(action.jobs)
             elif isinstance(action, Wait):
-                self._advance(action.until)
+                self._advance(min(action.until, self._next_arrival()) if self._short else action.until)
             else:
                 raise RuntimeError(f"{self._name}.decide returned {action!r}, which is no action")
 
@@ -147,11 +172,12 @@ class Planner:
     def _view(self) -> View:
         idle = len(self.eligible) - len(self._busy)
         return View(
-            self.now, self.version, self._seen, self.arrived, idle, self._sent, self._since, self._in_pool
+            self.now, self.version, self._seen, self.arrived, idle, self._sent, self._since, self._in_pool, self._short
         )  # fmt: skip
 
     def _advance(self, until: float) -> None:
         """To the next instant at which jobs end, and take all of them, ties by client id; or to `until` before that."""
+        self._short.clear()
         events = self._events
         if not events or events[0][0] > until:
             if until == math.inf:
@@ -165,6 +191,9 @@ class Planner:
 
     def _end(self, job: PlannedJob) -> None:
         self._busy.discard(job.client)
+        for pool, waiting in self._waiting.items():
+            if pool < 0 or self._pool_of[job.client] == pool:
+                waiting.back(job.client)
         if job.back:
             self._step.up += job.up
         if self.running.pop(job.number, None) is None:
@@ -274,47 +303,82 @@ class Planner:
     def _under_way(self, job: PlannedJob) -> None:
         self.running[job.number] = job
         self._busy.add(job.client)
+        for waiting in self._waiting.values():
+            waiting.sent(job.client)
         heapq.heappush(self._events, (job.finish, job.client, job))
 
     def _sample(self, count: int, pool: int) -> list[int]:
         """Idle, available clients, uniformly without replacement, ascending.
 
         Its cost grows with the cohort, and not with the population or with the clients at work: clients are drawn from
-        all and put back if they are busy or away. Only where hardly anybody is left are the idle ones listed.
+        all and put back if they are busy or away. Where hardly anybody is there, they are drawn from those.
         """
-        members = self._members[pool] if pool >= 0 else self.eligible
-        generator = stream(self.seed, "cohort", self.cohorts)
-        self.cohorts += 1
-        devices, busy, now = self.devices, self._busy, self.now
-        if not busy and devices.always:
+        members, presence = self._members[pool] if pool >= 0 else self.eligible, self.devices.presence
+        cohort, self.cohorts = self.cohorts, self.cohorts + 1
+        if presence is None:
+            return self._idle(members, count, stream(self.seed, "cohort", cohort))
+        if pool not in self._scarce:
+            most = _TRIES * count + _MORE
+            places = (int(number * len(members)) for number in self._numbers("cohort.places", cohort, count))
+            if len(drawn := self._drawn(members, itertools.islice(places, most), count, presence)) == count:
+                return sorted(drawn)
+            self._scarce.add(pool)
+        waiting = self._who_waits(pool)
+        if _PLENTY * len(waiting) > len(members) and len(waiting) >= count:
+            self._scarce.discard(pool)
+            del self._waiting[pool]
+        return waiting.draw(count, self._numbers("cohort.waiting", cohort, count))
+
+    def _idle(self, members: np.ndarray, count: int, generator: np.random.Generator) -> list[int]:
+        """Where clients are always there."""
+        if not self._busy:
             return sorted(generator.choice(members, size=min(count, len(members)), replace=False).tolist())
+        drawn = self._drawn(members, _places(generator, len(members), count), count)
+        if len(drawn) < count:
+            free = self._busy | drawn
+            if rest := [client for client in members.tolist() if client not in free]:
+                most = min(count - len(drawn), len(rest))
+                drawn.update(generator.choice(rest, size=most, replace=False).tolist())
+        return sorted(drawn)
+
+    def _drawn(
+        self, members: np.ndarray, places: Iterable[int], count: int, presence: Availability | None = None
+    ) -> set[int]:
+        """So many idle, available clients at these places, or fewer if there are not so many."""
+        busy, now = self._busy, self.now
         drawn: set[int] = set()
-        for place in self._places(generator, len(members), count):
+        for place in places:
             client = members.item(place)
-            if client not in busy and client not in drawn and devices.available(client, now):
+            if client not in busy and client not in drawn and (presence is None or presence.available(client, now)):
                 drawn.add(client)
                 if len(drawn) == count:
-                    return sorted(drawn)
-        free = busy | drawn
-        rest = [client for client in members.tolist() if client not in free and devices.available(client, now)]
-        more = generator.choice(rest, size=min(count - len(drawn), len(rest)), replace=False).tolist() if rest else []
-        return sorted([*drawn, *more])
+                    break
+        return drawn
 
-    @staticmethod
-    def _places(generator: np.random.Generator, clients: int, count: int) -> Iterator[int]:
-        """Draws in blocks that grow, until listing all clients would have cost less."""
-        size, left = 2 * count, max(_TRIES * count, clients)
-        while left > 0:
-            yield from generator.integers(clients, size=size).tolist()
-            left, size = left - size, 2 * size
+    def _numbers(self, purpose: str, cohort: int, count: int) -> Iterator[float]:
+        """Uniform in [0, 1), without end: made one by one, or by a generator, which costs as much as making ten."""
+        if count < _MORE:
+            if (place := self._keys.get(purpose)) is None:
+                place = self._keys[purpose] = key(self.seed, purpose)
+            return (uniform(place, cohort, each) for each in itertools.count())
+        generator = stream(self.seed, purpose, cohort)
+        return itertools.chain.from_iterable(generator.random(2 * count).tolist() for _ in itertools.count())
 
-    def _next_arrival(self, pool: int) -> float:
-        """When an idle client's availability changes next; infinity where that never happens."""
-        if self.devices.always:
+    def _who_waits(self, pool: int) -> Waiting:
+        """Who of a pool is there and idle now."""
+        if (waiting := self._waiting.get(pool)) is None:
+            presence = self.devices.presence
+            assert presence is not None
+            members = self._members[pool] if pool >= 0 else self.eligible
+            waiting = self._waiting[pool] = Waiting(presence, members, self._busy, self.now)
+        waiting.at(self.now)
+        return waiting
+
+    def _next_arrival(self) -> float:
+        """When the next client comes of the pools of which too few are there; infinity where that never happens."""
+        if self.devices.presence is None:
             return math.inf
-        members = self._members[pool] if pool >= 0 else self.eligible
-        idle = (client for client in members.tolist() if client not in self._busy)
-        at = min((self.devices.next_change(client, self.now) for client in idle), default=math.inf)
+        at = min(self._who_waits(pool).next_arrival() for pool in self._short)
         if not self.dispatched and at > self._patience:
             never = "no client will ever be available"
             raise ValueError(
@@ -339,6 +403,7 @@ class Planner:
             "dispatched": self.dispatched,
             "sent": self._sent,
             "since": self._since,
+            "scarce": sorted(self._scarce),
             "events": [job for _, _, job in sorted(self._events)],
             "discarded": sorted({job.number for _, _, job in self._events} - self.running.keys()),
             "arrived": self.arrived,
@@ -350,6 +415,7 @@ class Planner:
         self.now, self.version = state["now"], state["version"]
         self.cohorts, self.dispatched = state["cohorts"], state["dispatched"]
         self._sent, self._since = state["sent"], state["since"]
+        self._scarce = set(state.get("scarce", ()))
         self.participations, self.accepted = np.array(participations, np.int32), np.array(accepted, np.int32)
         discarded = set(state["discarded"])
         for job in (PlannedJob(*each) for each in state["events"]):

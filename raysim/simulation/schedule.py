@@ -7,7 +7,7 @@ nothing of it.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple, Protocol, TypeAlias
 
@@ -43,13 +43,15 @@ class View(NamedTuple):
     sent: int = 0  # jobs dispatched with this version
     since: float = 0.0  # when the first of them was dispatched
     in_pool: Sequence[int] = ()  # by pool: how many of `running`
+    short: Collection[int] = ()  # pools of which fewer were there, at this moment, than a dispatch asked for
 
 
 @dataclass(frozen=True)
 class Dispatch:
     """Sample so many idle, available clients (of a pool) and send them off with the current version.
 
-    If fewer are there, those are sent, and the schedule is asked again when somebody comes back or becomes available.
+    If fewer are there, those are sent, and the schedule is asked again when somebody comes back or becomes available;
+    with pools at once, for the sake of the others: then the pool is in `View.short`.
     """
 
     count: int
@@ -314,7 +316,7 @@ class Tiered(_Policy):
     def decide(self, view: View) -> Action:
         """See `Schedule`."""
         for tier, running in enumerate(view.in_pool):
-            if not running:
+            if not running and tier not in view.short:
                 own = [job.number for job in view.arrived if job.pool == tier]
                 return Aggregate(own) if own else Dispatch(self.cohort, tier)
         return Wait()

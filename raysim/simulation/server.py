@@ -53,6 +53,7 @@ class Server:
         self.task, self.size = task, size  # size: most updates in one aggregation
         self.vector, self.counters = vector, counters  # [layout.shared], [layout.shared_counters]
         self.counts = counts  # int64 [clients] training samples
+        self.able = int(np.count_nonzero(counts))  # clients that have samples; counted once, for they may be a million
         self.state: dict[str, Tensor] = {}  # what methods keep, by "method.name"; all of it is in a checkpoint
         self.version = 0
         self.report: dict[str, float] = {}  # columns of this step's history row, by "method.name"

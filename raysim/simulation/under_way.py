@@ -33,18 +33,17 @@ class UnderWay:
         self._messages: dict[int, Job] = {}  # what the host of each job under way is sent
         self._jobs: dict[int, InFlightJob] = {}  # under way, known to be taken
         self._bases: Counter[int] = Counter()  # jobs under way, by base version
+        self._freed: list[int] = []  # versions that no job under way starts from any more
         self._sent = -1  # the last version of which the jobs are under way
-
-    @property
-    def jobs(self) -> list[InFlightJob]:
-        """Those that are known to be aggregated."""
-        return list(self._jobs.values())
 
     def needs(self, version: int) -> bool:
         """Whether a job starts from this version."""
-        if not self._bases[version]:
-            del self._bases[version]
         return version in self._bases
+
+    def freed(self) -> list[int]:
+        """The versions that a last job left since this was last asked."""
+        freed, self._freed = self._freed, []
+        return freed
 
     def taken(self, step: Step) -> list[InFlightJob]:
         """The jobs that a step aggregates, in their order."""
@@ -104,7 +103,11 @@ class UnderWay:
 
     def _forget(self, number: int) -> None:
         """A job is under way no longer."""
-        self._bases[self._messages.pop(number).version] -= 1
+        version = self._messages.pop(number).version
+        self._bases[version] -= 1
+        if not self._bases[version]:
+            del self._bases[version]
+            self._freed.append(version)
         self._jobs.pop(number, None)
 
     def made(self, step: Step, outcomes: Sequence[Outcome]) -> tuple[JobEnd, ...]:

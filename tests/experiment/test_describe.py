@@ -5,11 +5,13 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from raysim.experiment.describe import overview
 from raysim.experiment.execute import build, run
 from raysim.primitives.errors import Refused
+from raysim.simulation.availability import Intervals
 
 SMALL = ["data=synthetic", "model=mlp", "runtime=inprocess", "tracking=none", "rounds=1", "schedule.cohort=3"]
 
@@ -78,8 +80,8 @@ def test_a_fleet_of_which_nobody_comes_is_refused_before_anything_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("raysim.simulation.fleet.Fixed.available", lambda *_: False)
-    monkeypatch.setattr("raysim.simulation.fleet.Fixed.always", property(lambda _: False))
+    nobody = Intervals(np.empty(0), np.zeros(2), np.ones(1), np.zeros(1000), wrap=True)
+    monkeypatch.setattr("raysim.simulation.fleet.Fleet.presence", lambda *_: nobody)
     with pytest.raises(Refused, match="nobody is available at the start"):
         run([*SMALL, "out=a"], quiet=True)
     assert list(tmp_path.iterdir()) == []

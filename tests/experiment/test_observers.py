@@ -229,6 +229,21 @@ def test_the_history_is_written_whichever_observer_fails_and_also_where_a_second
     assert last.pages[-1] == "stop by RuntimeError"
 
 
+def test_the_history_of_a_long_run_is_not_written_anew_at_every_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written: list[int] = []
+    monkeypatch.setattr("raysim.results.observers.write_history", lambda rows, _: written.append(len(rows)))
+    run, observer = CurrentRun(tmp_path, 9), HistoryFile()
+    for number in range(1, 10_001):
+        run.rows.append({"round": number})
+        observer.on_checkpoint(run, Saved(number, ""))
+    assert written[: observer.LONG] == list(range(1, observer.LONG + 1)), "a short one is"
+    assert sum(written[observer.LONG :]) < 12 * len(run.rows), "rows are written a dozen times at most, later on"
+    observer.on_finish(run, Finished("", "", 0))
+    assert written[-1] == 10_000
+
+
 @pytest.mark.parametrize(
     ("fails", "told"),
     [("start at 0", [True, False, False]), ("round 1", [True, True, True]), ("finish", [False, True, True])],

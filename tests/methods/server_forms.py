@@ -140,10 +140,10 @@ def reweighted(random: np.random.Generator) -> Pair:
     """GroupDRO: q of all clients, and the participants' weights."""
     at = server(random, groupdro.GroupDRO(0.4, prior="samples"), weights := Weights())
     clients, losses = [4, 0, 3], random.exponential(size=3)
-    q = at.state["groupdro.log_weights"].exp()
+    q = at.state["groupdro.log_weights"].softmax(0)
     step(at, normal(random, 3, WIDTH), clients, extras=[{"groupdro.loss": np.array([loss])} for loss in losses])
     new = groupdro.updated_weights(q, torch.from_numpy(losses), torch.tensor(clients), 0.4)
-    return [at.state["groupdro.log_weights"].exp(), weights.used / weights.used.sum()], [
+    return [at.state["groupdro.log_weights"].softmax(0), weights.used / weights.used.sum()], [
         new,
         groupdro.aggregation_weights(new, torch.tensor(clients)),
     ]

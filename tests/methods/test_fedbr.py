@@ -32,6 +32,7 @@ from raysim.api.context import Batch, Context, Outputs
 from raysim.api.declarations import Local, Task
 from raysim.api.messages import Job
 from raysim.api.method import Method
+from raysim.data.partition import CSR
 from raysim.data.sources import Source, Synthetic
 from raysim.experiment.instantiate import build
 from raysim.methods import fedbr
@@ -240,7 +241,7 @@ def test_fresh_means_come_from_clients_alike_or_by_their_samples(sources: Any, w
     method = FedBR(pseudo_batch=DRAWS, samples_per_mean=1, sources=sources, fresh=True)
     clients = [np.full(count, client) for client, count in enumerate(COUNTS)]
     trainer = SimpleNamespace(
-        partition=SimpleNamespace(counts=COUNTS, rows=lambda client: clients[client]),
+        partition=CSR(np.concatenate(clients), np.concatenate([[0], np.cumsum(COUNTS)])),
         gather=lambda rows: (torch.from_numpy(rows).float().reshape(-1, 1), None),
     )
     ctx: Any = SimpleNamespace(seed=0, version=3, trainer=trainer, kept={})

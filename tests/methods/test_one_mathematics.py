@@ -195,7 +195,7 @@ def classifier_combination_weights(random: np.random.Generator) -> Pair:
         for i in range(4)
     ]
     state = {"fedpac.heads": torch.empty(4, 4, dtype=torch.float64)[:0], "fedpac.rows": torch.full((6,), -1)}
-    server = job(state=state, report={}, counts=np.array([1, 1, 1, 1, 0, 0]))
+    server = job(state=state, report={}, counts=np.array([1, 1, 1, 1, 0, 0]), able=4)
     fedpac.FedPAC(min_weight=0.1).absorb(Aggregation(updates, [], [1.0] * 4, [0] * 4, {}), server)
     want = [
         fedpac.classifier_combination_weights(

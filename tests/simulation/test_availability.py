@@ -17,6 +17,7 @@ from raysim.simulation.availability import DAY, HOUR, Availability, Diurnal, Int
 from raysim.simulation.fleet import Fleet, Ideal
 from raysim.simulation.planner import Deserted, Load, Planner
 from raysim.simulation.schedule import Buffered, Schedule
+from raysim.simulation.waiting import Waiting
 
 
 def intervals(*rows: list[float], period: float = 100.0, wrap: bool = True) -> Intervals:
@@ -81,7 +82,7 @@ def test_an_interval_that_begins_or_ends_with_the_period_alone_changes_there() -
 bounds = st.lists(st.integers(0, 100), max_size=12, unique=True).map(lambda b: [float(x) for x in sorted(b)])
 presences = st.one_of(
     st.builds(lambda zone, hours: Diurnal(np.array([zone]), hours), st.integers(0, 23), st.sampled_from([0.5, 8, 23])),
-    st.builds(Markov, st.integers(0, 2**62), st.floats(1, 1e4), st.floats(1, 1e4)),
+    st.builds(Markov, st.integers(0, 2**62), st.integers(1, 9), st.floats(1, 1e4), st.floats(1, 1e4)),
     st.builds(lambda b, wrap: intervals(b[: len(b) // 2 * 2], wrap=wrap), bounds, st.booleans()),
 )
 
@@ -115,10 +116,135 @@ def test_rounding_never_stops_the_clock(row: list[float], now: float, period: fl
             break
 
 
+several = st.one_of(
+    st.builds(
+        Diurnal, st.lists(st.integers(0, 23), min_size=9, max_size=9).map(np.array), st.sampled_from([0.5, 8, 23])
+    ),
+    st.builds(Markov, st.integers(0, 2**62), st.just(9), st.floats(1e2, 1e4), st.floats(1e2, 1e5)),
+    st.builds(
+        lambda rows, wrap: intervals(*(row[: len(row) // 2 * 2] for row in rows), wrap=wrap),
+        st.lists(bounds, min_size=9, max_size=9),
+        st.booleans(),
+    ),
+    st.builds(lambda hours: ByHand(Diurnal(np.arange(9), hours)), st.sampled_from([0.5, 8, 23])),
+)
+
+
+class ByHand(Availability):
+    """One of a user's own, which says the least."""
+
+    def __init__(self, like: Availability):
+        self._like = like
+
+    def available(self, client: int, now: float) -> bool:
+        return self._like.available(client, now)
+
+    def next_change(self, client: int, now: float, until: float) -> float:
+        return self._like.next_change(client, now, until)
+
+
+@given(presence=several, now=st.lists(st.floats(0, 400_000), min_size=9, max_size=9))
+@settings(max_examples=200, deadline=None)
+def test_many_clients_at_once_get_the_answers_that_each_gets(presence: Availability, now: list[float]) -> None:
+    everybody = np.arange(9)
+    assert presence.there(everybody, np.array(now)).tolist() == [
+        presence.available(client, at) for client, at in enumerate(now)
+    ]
+    if not isinstance(presence, Markov):  # whose next change may be far away: it is not looked up
+        assert presence.next_changes(everybody, np.array(now)).tolist() == [
+            presence.next_change(client, at, math.inf) for client, at in enumerate(now)
+        ]
+
+
+@given(presence=several, now=st.floats(0, 100_000), members=st.sets(st.integers(0, 8)))
+@settings(max_examples=200, deadline=None)
+def test_the_list_of_changes_has_every_change_of_every_client(
+    presence: Availability, now: float, members: set[int]
+) -> None:
+    clients, until = np.array(sorted(members), np.int64), now + 5_000.0
+    listed: dict[int, list[float]] = {client: [] for client in members}
+    before = -math.inf
+    for change in itertools.takewhile(lambda change: change.at < until, presence.changes(clients, now)):
+        assert change.at > before
+        before = change.at
+        for who, there in ((change.came, True), (change.gone, False)):
+            assert all(presence.available(client, change.at) == there for client in who.tolist())
+            for client in who.tolist():
+                listed[client].append(change.at)
+    for client in members:
+        expected, at = [], now
+        while (at := presence.next_change(client, at, until)) < until:
+            expected.append(at)
+        assert listed[client] == expected
+
+
+@given(
+    presence=several,
+    events=st.lists(st.tuples(st.floats(0, 3_000), st.integers(0, 8)), max_size=30),
+    members=st.sets(st.integers(0, 8), min_size=1),
+)
+@settings(max_examples=200, deadline=None)
+def test_who_waits_does_not_depend_on_since_when_that_is_followed(
+    presence: Availability, events: list[tuple[float, int]], members: set[int]
+) -> None:
+    clients, busy, now = np.array(sorted(members)), set[int](), 0.0
+    followed = Waiting(presence, clients, busy, now)
+    for seconds, client in events:
+        now += seconds
+        if client in busy:
+            busy.discard(client)
+            if client in members:
+                followed.back(client)
+        elif presence.available(client, now):
+            busy.add(client)
+            followed.sent(client)
+        followed.at(now)
+        expected = [c for c in sorted(members) if c not in busy and presence.available(c, now)]
+        assert followed.draw(9, iter(())) == Waiting(presence, clients, busy, now).draw(9, iter(())) == expected
+        first = next((c.at for c in presence.changes(clients, now) if len(c.came)), math.inf)
+        assert followed.next_arrival() == first
+
+
+def test_who_waits_is_drawn_evenly() -> None:
+    everybody = np.arange(40)
+    waiting = Waiting(intervals(*[[0.0, 50.0]] * 20, *[[60.0, 70.0]] * 20), everybody, {3, 7}, 10.0)
+    numbers = iter(np.random.Generator(np.random.PCG64(0)).random(20_000).tolist())
+    counts = np.zeros(40)
+    for _ in range(3_000):
+        counts[waiting.draw(4, numbers)] += 1
+    assert not counts[20:].any()
+    assert not counts[[3, 7]].any()
+    drawn = np.delete(counts[:20], [3, 7])
+    # 12,000 draws over 18 clients: 667 each, with a deviation of 23
+    assert abs(drawn - 12_000 / 18).max() < 5 * 23
+
+
+def test_of_any_two_markov_clients_each_comes_and_goes_by_itself() -> None:
+    presence = Markov(5, 12, 300.0, 900.0)
+    there = np.array([presence.there(np.arange(12), np.full(12, at * 5_000.0)) for at in range(4_000)], float)
+    assert abs(there.mean(axis=0) - 0.25).max() < 5 * math.sqrt(0.25 * 0.75 / 4_000)
+    correlations = np.corrcoef(there.T)[np.triu_indices(12, 1)]
+    assert abs(correlations).max() < 5 / math.sqrt(4_000)
+
+
+def test_few_markov_clients_of_many_come_as_often_as_said() -> None:
+    clients, on, off = np.arange(100_000), 600.0, 600_000.0
+    presence = Markov(2, len(clients), on, off)
+    found = [len(presence.present(clients, at * 10_000.0)) for at in range(60)]
+    assert np.mean(found) == pytest.approx(100, rel=0.05)  # 6,000 in all: 5 deviations are 6 %
+    assert 5 < np.std(found) < 15, "as wide as a Poisson distribution"
+    come = itertools.islice(presence.changes(clients, 0.0), 200)
+    came, gone, last = 0, 0, 0.0
+    for change in come:
+        came, gone, last = came + len(change.came), gone + len(change.gone), change.at
+    assert came == pytest.approx(last * 100 / on, rel=0.05)
+    assert gone == pytest.approx(came, rel=0.05)
+
+
 # --- statistics ---------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(("on", "off"), [(600.0, 600.0), (300.0, 900.0), (5000.0, 100.0)])
 def test_markov_clients_are_there_for_their_share_of_the_time_and_as_long_as_said(on: float, off: float) -> None:
-    presence = Markov(17, on, off)
+    presence = Markov(17, 250, on, off)
     there = np.array([[presence.available(client, at * (on + off)) for at in range(40)] for client in range(250)])
     share = on / (on + off)
     # Looked at so far apart that they are hardly alike: 10,000 coins, and as many at the start as ever

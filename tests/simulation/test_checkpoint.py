@@ -69,6 +69,56 @@ def test_the_newest_two_are_kept(tmp_path: Path) -> None:
     assert checkpoint.available(tmp_path / "nowhere") == []
 
 
+def test_rows_of_a_long_history_are_written_once_and_shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpoint, "_ROWS", 3)
+    rows = [{"round": number, "loss": 1 / number} for number in range(1, 12)]
+    shared: dict[str, str] = {}
+    paths = {}
+    for version in (2, 3, 7, 8, 11):
+        paths[version] = checkpoint.write(tmp_path, version, Snapshot({"rows": rows[:version]}, {}, {}), shared)
+        assert checkpoint.read(paths[version]).numbers["rows"] == rows[:version]
+    assert len(json.loads((paths[11] / "run.json").read_text())["rows"]) == 2
+    for name in ("rows-000000.json", "rows-000001.json"):
+        assert (paths[11] / name).samefile(paths[8] / name)
+    assert not (paths[8] / "rows-000002.json").exists()
+
+
+def test_rows_are_written_anew_where_files_cannot_be_linked_and_where_they_are_not_this_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError("no links here")
+
+    monkeypatch.setattr(checkpoint, "_ROWS", 2)
+    shared: dict[str, str] = {}
+    checkpoint.write(tmp_path, 5, Snapshot({"rows": [{"round": 9}] * 5}, {}, {}))  # of an earlier run
+    rows = [{"round": number} for number in range(1, 8)]
+    for version in (6, 7):
+        path = checkpoint.write(tmp_path, version, Snapshot({"rows": rows[:version]}, {}, {}), shared)
+        assert checkpoint.read(path).numbers["rows"] == rows[:version]
+        monkeypatch.setattr(checkpoint.os, "link", refuse)
+
+
+def test_damaged_rows_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpoint, "_ROWS", 2)
+    path = checkpoint.write(tmp_path, 4, Snapshot({"rows": [{"round": 1}, {"round": 2}]}, {}, {}))
+    (path / "rows-000000.json").write_text("[]")
+    with pytest.raises(ValueError, match=r"rows-000000\.json does not have the checksum"):
+        checkpoint.read(path)
+
+
+def test_a_run_with_a_long_history_goes_on_to_the_same_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpoint, "_ROWS", 2)
+    every: Any = {"checkpoint_every": 1}
+    whole = ran(coordinate(run_spec(), folder=str(tmp_path / "whole"), rounds=6, **every))
+    ran(coordinate(run_spec(), folder=str(tmp_path / "first"), rounds=5, **every))
+    last = str(tmp_path / "first/checkpoints/round-000005")
+    again = ran(coordinate(run_spec(), folder=str(tmp_path / "again"), resume=last, rounds=6, **every))
+    assert [row["round"] for row in again.rows] == [1, 2, 3, 4, 5, 6]
+    assert again.bits == whole.bits
+    assert len(list((tmp_path / "again/checkpoints/round-000006").glob("rows-*.json"))) == 3
+
+
 def test_rounds_are_counted_not_spelt(tmp_path: Path) -> None:
     for version in (999_998, 999_999, 1_000_000, 1_000_001):
         path = checkpoint.write(tmp_path, version, snapshot(version))

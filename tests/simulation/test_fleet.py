@@ -16,6 +16,7 @@ from raysim.experiment.execute import build as build_run
 from raysim.experiment.instantiate import TARGET, build, resolve
 from raysim.models import Mlp
 from raysim.primitives.errors import Refused
+from raysim.simulation.availability import Availability
 from raysim.simulation.delays import Delays, Kind
 from raysim.simulation.device_classes import DeviceClass, DeviceClasses
 from raysim.simulation.fleet import Devices, Fate, Fixed, Fleet, Ideal, Lognormal, Speeds
@@ -178,7 +179,7 @@ def test_as_many_jobs_are_lost_as_said_and_at_any_moment() -> None:
 
 
 def test_a_client_that_goes_away_loses_its_job() -> None:
-    class Leaves:
+    class Leaves(Availability):
         def available(self, client: int, now: float) -> bool:
             return now < 7.0
 

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import gc
+import tracemalloc
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from tiny_runs import coordinate, even, run_spec
+from tiny_runs import coordinate, even, run_spec, sized
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from raysim.api.declarations import Evaluation
 from raysim.api.method import Method
+from raysim.methods.fedpac import FedPAC
+from raysim.methods.groupdro import GroupDRO
 from raysim.methods.scaffold import Scaffold
 from raysim.models import Mlp
 from raysim.simulation.coordinator import Coordinator, Round
@@ -71,3 +76,44 @@ def test_base_versions_are_forgotten_once_no_job_needs_them() -> None:
     held = [len(coordinator._published) for _ in coordinator.run()]
     assert max(held) <= 4 + 1, "as many base versions as jobs under way, and the current one"
     assert np.isfinite(coordinator.server.vector.numpy()).all()
+
+
+class Sizes(TorchDispatchMode):
+    """Notes how many elements the largest result of any operation has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.most = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **kwargs or {})
+        # What is changed in place costs what is written into it, not what it is.
+        if isinstance(out, torch.Tensor) and not func.__name__.split(".")[0].endswith("_"):
+            self.most = max(self.most, out.numel())
+        return out
+
+
+@pytest.mark.parametrize("method", [(), (GroupDRO(),), (FedPAC(),), (Scaffold(),)], ids=str)
+def test_an_aggregation_costs_nothing_for_clients_that_take_no_part(
+    method: tuple[Method, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clients = 40_000
+    data = sized([3] * 4 + [1] * (clients - 4))
+    coordinator, sizes = coordinate(run_spec(*method, data=data), Synchronous(3), rounds=3), Sizes()
+    step, found = coordinator.server.step, list[int]()
+
+    def measured(*args: Any) -> None:
+        tracemalloc.start()
+        try:
+            with sizes:
+                step(*args)
+            found.append(tracemalloc.get_traced_memory()[1])
+        finally:
+            tracemalloc.stop()
+
+    monkeypatch.setattr(coordinator.server, "step", measured)
+    monkeypatch.setattr(coordinator, "_evaluate", lambda pending: coordinator._pending.append(pending))
+    list(coordinator.run())
+    assert len(found) == 3
+    assert coordinator.layout.shared <= sizes.most < clients
+    assert max(found[1:]) < clients, "an array over the clients has a byte for each at least"

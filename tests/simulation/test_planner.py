@@ -14,7 +14,8 @@ import pytest
 from hypothesis import given, reject, settings, strategies as st
 from tiny_runs import Clock, ran, silent
 
-from raysim.simulation.fleet import Fleet, Ideal, Lognormal
+from raysim.simulation.availability import Diurnal, Intervals, Markov
+from raysim.simulation.fleet import Devices, Fleet, Ideal, Lognormal
 from raysim.simulation.planner import Load, Planner, Step
 from raysim.simulation.schedule import (
     Action,
@@ -63,6 +64,10 @@ def planner(schedule: Schedule, fleet: Fleet, seed: int, counts: Sequence[int]) 
     return Planner(schedule, fleet.devices(seed, len(counts), lambda: 1.0), seed, np.asarray(counts), load)
 
 
+def there(devices: Devices, client: int, now: float) -> bool:
+    return devices.presence is None or devices.presence.available(client, now)
+
+
 def steps(plan: Planner, count: int) -> list[Step]:
     """Random fleets may be such that no job ever comes back; those show nothing here."""
     try:
@@ -109,7 +114,7 @@ def test_every_job_ends_once_and_nothing_goes_back(
     assert found[-1].down == sum(job.down for job in jobs.values())
     assert found[-1].up == sum(job.up for job in jobs.values() if job.back and job.finish <= found[-1].now)
     devices = fleet.devices(seed, len(counts), lambda: 1.0)
-    assert all(devices.available(job.client, job.start) for job in jobs.values())
+    assert all(there(devices, job.client, job.start) for job in jobs.values())
 
 
 @settings(deadline=None, max_examples=60)
@@ -164,8 +169,8 @@ def test_a_client_that_goes_away_loses_its_job() -> None:
     lost = [jobs[number] for step in found for number in step.lost]
     assert lost
     for job in lost:
-        assert not devices.available(job.client, job.finish)
-        assert devices.available(job.client, job.finish - 1e-6)
+        assert not there(devices, job.client, job.finish)
+        assert there(devices, job.client, job.finish - 1e-6)
 
 
 def test_a_round_takes_as_many_as_are_there() -> None:
@@ -173,17 +178,17 @@ def test_a_round_takes_as_many_as_are_there() -> None:
     plan = planner(Synchronous(12), fleet, 3, [5] * 12)
     first = plan.step()
     devices = fleet.devices(3, 12, lambda: 1.0)
-    there = [client for client in range(12) if devices.available(client, first.dispatched[0].start)]
-    assert [job.client for job in first.dispatched] == there
+    expected = [client for client in range(12) if there(devices, client, first.dispatched[0].start)]
+    assert [job.client for job in first.dispatched] == expected
     assert 0 < len(first.taken) < 12
 
 
 def test_nobody_at_the_start_is_refused_with_how_long_it_would_take() -> None:
     class Late(Fleet):
-        def devices(self, seed: int, clients: int, sample_flops: Any) -> Any:
-            devices: Any = Ideal(availability="diurnal", hours=1.0).devices(seed, clients, sample_flops)
-            devices._presence._midnight = devices._presence._midnight.__class__("d", [7 * 3600.0] * clients)
-            return devices
+        speeds = Ideal().speeds
+
+        def presence(self, seed: int, clients: int) -> Diurnal:
+            return Diurnal(np.full(clients, 7), hours=1.0)
 
     with pytest.raises(ValueError, match=r"nobody is available at the start, and for 25,200 s: .*fleet.patience"):
         Planner(Synchronous(2), Late().devices(0, 4, lambda: 1.0), 0, np.array([1] * 4), load, 3600.0).step()
@@ -276,3 +281,58 @@ def test_the_cost_of_an_event_does_not_grow_with_the_population() -> None:
         tracemalloc.stop()
     assert plan.dispatched >= 200
     assert peak < 1_000_000, "a single array over the clients takes 4 MB"
+
+
+class Counted(Markov):
+    """Counts the clients that are looked at."""
+
+    looks = 0
+
+    def available(self, client: int, now: float) -> bool:
+        self.looks += 1
+        return super().available(client, now)
+
+    def there(self, clients: np.ndarray, now: np.ndarray) -> np.ndarray:
+        self.looks += len(clients)
+        return super().there(clients, now)
+
+    def _placed(self, clients: np.ndarray, step: int) -> np.ndarray:
+        self.looks += len(clients)
+        return super()._placed(clients, step)
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [Synchronous(50), Oversample(50), Deadline(50, 5.0), Buffered(50, 10), Immediate(50), Tiered(5, 10)],
+    ids=lambda schedule: type(schedule).__name__,
+)
+def test_the_cost_of_an_event_does_not_grow_where_hardly_anybody_is_there(schedule: Schedule) -> None:
+    @dataclass(frozen=True)
+    class Scarce(Ideal):
+        def presence(self, seed: int, clients: int) -> Counted:
+            return Counted(seed, clients, 600.0, 600.0 * clients / 20)  # some twenty are there
+
+    devices = Scarce(speed=1.0).devices(0, 100_000, lambda: 1.0)
+    plan = Planner(schedule, devices, 0, np.ones(100_000, int), lambda client, *_: Load(5.0 + client % 10, 1, 1))
+    plan.step()
+    presence: Any = plan.devices.presence
+    presence.looks, before = 0, plan.dispatched
+    steps(plan, 60)
+    assert plan.dispatched - before >= 30
+    assert presence.looks < 30 * (plan.dispatched - before), "of a hundred thousand"
+
+
+def test_a_tier_of_which_nobody_is_there_keeps_no_other_waiting() -> None:
+    @dataclass(frozen=True)
+    class Half(Clock):
+        def devices(self, seed: int, clients: int, sample_flops: Any) -> Any:
+            devices: Any = super().devices(seed, clients, sample_flops)
+            bounds = np.array([0.0, 1e6] * 2 + [5e5, 1e6] * 2)
+            devices.presence = Intervals(bounds, np.arange(0, 9, 2), np.full(4, 1e6), np.arange(4), wrap=False)
+            return devices
+
+    # The fast tier (clients 2 and 3) comes late; the slow one works on its own until then.
+    plan = planner(Tiered(2, 2), Half(seconds=(4.0, 4.0, 1.0, 1.0)), 0, [1] * 4)
+    found = steps(plan, 3)
+    assert [[job.client for job in step.dispatched] for step in found] == [[0, 1]] * 3
+    assert [step.now for step in found] == [4.0, 8.0, 12.0]

@@ -21,6 +21,8 @@ import raysim
 from raysim import cli
 from raysim.primitives.errors import Refused
 from raysim.simulation import trace
+from raysim.simulation.availability import Availability
+from raysim.simulation.fleet import Devices
 from raysim.simulation.schedule import Buffered
 from raysim.simulation.trace import Trace, read, rows_of, write
 
@@ -64,6 +66,11 @@ def stored(folder: Path, rows: list[Row], **columns: pa.DataType) -> str:
     return str(path)
 
 
+def presence_of(devices: Devices) -> Availability:
+    assert devices.presence is not None
+    return devices.presence
+
+
 # --- what is read -------------------------------------------------------------------------------------------------
 def test_a_client_does_what_its_row_says(tmp_path: Path) -> None:
     write(tmp_path / "trace.parquet", [row()])
@@ -71,8 +78,8 @@ def test_a_client_does_what_its_row_says(tmp_path: Path) -> None:
     # 1,000 floats: 1 s down and 2 s up; 100 samples at 50 a second: 2 s
     assert devices.trip(0, 0, 10.0, 100.0, 1000, 1000) == (15.0, True)
     assert devices.trip(0, 0, 196.0, 100.0, 1000, 1000) == (200.0, False)
-    assert [devices.available(0, now) for now in (0.0, 10.0, 250.0, 1010.0)] == [False, True, False, True]
-    assert devices.next_change(0, 900.0) == 1010.0
+    assert [presence_of(devices).available(0, now) for now in (0.0, 10.0, 250.0, 1010.0)] == [False, True, False, True]
+    assert presence_of(devices).next_change(0, 900.0, 2000.0) == 1010.0
 
 
 def test_a_trace_may_have_flops_instead_of_samples_a_second(tmp_path: Path) -> None:
@@ -117,13 +124,13 @@ def test_clients_are_there_in_their_intervals_and_at_no_other_time(
         for now in times:
             at = now % PERIOD if wrap else now
             there = any(s <= at < e for s, e in zip(rows[client]["start"], rows[client]["end"], strict=True))
-            assert devices.available(client, now) == there
+            assert presence_of(devices).available(client, now) == there
 
 
 def test_with_another_availability_only_the_speeds_are_the_files(tmp_path: Path) -> None:
     write(tmp_path / "trace.parquet", [row()])
     devices = Trace(file=str(tmp_path / "trace.parquet"), availability="always").devices(0, 1, lambda: 1.0)
-    assert devices.always
+    assert devices.presence is None
     assert devices.trip(0, 0, 950.0, 100.0, 1000, 1000) == (955.0, True)
 
 

@@ -37,11 +37,9 @@ def groupdro(world: World, step_size: float, batches: str = "first", prior: str 
     means: list[float] = []
 
     def weigh(world: World, version: int, jobs: list[Job]) -> list[float]:
-        nonlocal q
         for job, losses in zip(jobs, seen, strict=True):
             felt = losses[0] if batches == "first" else sum(losses) / len(losses)
             q[job.client] *= torch.tensor(step_size * felt, dtype=torch.float64).exp()
-        q = q / q.sum()
         means.append(sum(sum(losses) / len(losses) for losses in seen) / len(jobs))
         seen.clear()
         return [w * float(q[job.client]) for w, job in zip(weights(world, jobs), jobs, strict=True)]

@@ -5,21 +5,28 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import resource
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 
 from raysim.api.declarations import Evaluation
 from raysim.commands.bench.coordinator import Case, Ready, spec_of
+from raysim.primitives.memory import peak_memory
 from raysim.runtime.inprocess import InProcess
 from raysim.simulation.coordinator import Coordinator
 from raysim.simulation.events import Round
 from raysim.simulation.fleet import Fleet, Ideal, Lognormal
 from raysim.simulation.planner import Load, Planner
 from raysim.simulation.schedule import Buffered, Deadline, Immediate, Oversample, Schedule, Synchronous, Tiered
+from raysim.simulation.trace import Trace
 from raysim.training.run_spec import RunSettings
 
 CLIENTS, AT_WORK = 1_000_000, 1_000
@@ -37,7 +44,10 @@ FLEETS: dict[str, Fleet] = {
     "drop-outs": Lognormal(dropout=0.1),
     "diurnal": Lognormal(availability="diurnal"),
     "markov": Lognormal(availability="markov", on=600, off=600),
+    "night": Lognormal(availability="diurnal", hours=0.5),  # half of the time nobody is there
+    "scarce": Lognormal(availability="markov", on=600, off=6e6),  # a hundred of a million are there
 }
+TRACE = "trace"  # another one, of clients that are there four times in two days, for 4 s in the mean
 
 
 @dataclass(frozen=True)
@@ -46,27 +56,47 @@ class Rate:
 
     schedule: str
     fleet: str
-    start: float  # seconds
+    start: float  # seconds of CPU to the first aggregation
     events: float
     memory: int
 
 
 def rates(seconds: float, say: Callable[[str], None]) -> list[Rate]:
-    """Of the plan alone, each for so many seconds."""
-    counts = 5 + np.arange(CLIENTS) * 7 % 11
+    """Of the plan alone, each for so many seconds, and in a process of its own: so memory is what it added."""
     found = []
-    for name, schedule in SCHEDULES.items():
-        for fleet, kind in FLEETS.items():
-            before, began = _resident(), time.process_time()
-            planner = Planner(schedule, kind.devices(0, CLIENTS, lambda: 1.0), 0, counts, _load)
-            ready = time.process_time()
-            while not planner.version or time.process_time() - ready < seconds:
-                planner.step()
-            rate = 2 * planner.dispatched / (time.process_time() - ready)
-            found.append(Rate(name, fleet, ready - began, rate, max(0, _resident() - before)))
-            say(f"{name} over {fleet}: {rate:,.0f} events a second")
-            del planner
+    with tempfile.TemporaryDirectory() as folder:
+        fleets = {**FLEETS, TRACE: Trace(file=_trace(Path(folder) / "trace.parquet"))}
+        for name in SCHEDULES:
+            for fleet, kind in fleets.items():
+                with multiprocessing.get_context("fork").Pool(1) as alone:
+                    found.append(alone.apply(_rate, (name, fleet, kind, seconds)))
+                say(f"{name} over {fleet}: {found[-1].events:,.0f} events a second, {found[-1].memory / 1e6:,.0f} MB")
     return found
+
+
+def _rate(name: str, fleet: str, kind: Fleet, seconds: float) -> Rate:
+    counts = 5 + np.arange(CLIENTS) * 7 % 11
+    before, began = _resident(), time.process_time()
+    planner = Planner(SCHEDULES[name], kind.devices(0, CLIENTS, lambda: 1.0), 0, counts, _load)
+    planner.step()
+    ready, earlier = time.process_time(), planner.dispatched
+    while planner.dispatched == earlier or time.process_time() - ready < seconds:
+        planner.step()
+    rate = 2 * (planner.dispatched - earlier) / (time.process_time() - ready)
+    return Rate(name, fleet, ready - began, rate, max(0, _resident() - before))
+
+
+def _trace(file: Path) -> str:
+    """Of as many clients, each with four intervals of its own."""
+    generator, period = np.random.default_rng(0), 172_800.0
+    starts = np.sort(generator.random((CLIENTS, 4)), axis=1) * (period - 100)
+    stops = np.append(starts[:, 1:], np.full((CLIENTS, 1), period), axis=1)
+    ends = np.minimum(starts + 0.1 + generator.exponential(4.0, (CLIENTS, 4)), stops)
+    firsts = pa.array(np.arange(CLIENTS + 1, dtype=np.int32) * 4)
+    rates = {key: generator.lognormal(mean, 1.0, CLIENTS) for key, mean in (("speed", 7), ("down", 15), ("up", 14))}
+    lists = {key: pa.ListArray.from_arrays(firsts, times.ravel()) for key, times in (("start", starts), ("end", ends))}
+    pq.write_table(pa.table({"client": np.arange(CLIENTS), **lists, "period": np.full(CLIENTS, period), **rates}), file)
+    return str(file)
 
 
 def _load(client: int, version: int, earlier: int, accepted: int) -> Load:
@@ -95,11 +125,16 @@ def main(say: Callable[[str], None]) -> dict[str, object]:
 
     found = rates(2.0, say)
     table = Table(title=f"the plan alone: thousand events a second, {CLIENTS:,} clients, {AT_WORK:,} at work")
-    for header in ("schedule", *FLEETS):
+    for header in ("schedule", *FLEETS, TRACE):
         table.add_column(header, justify="right")
     for name in SCHEDULES:
         table.add_row(name, *(f"{rate.events / 1e3:,.0f}" for rate in found if rate.schedule == name))
+    most = {fleet: max(rate.memory for rate in found if rate.fleet == fleet) for fleet in (*FLEETS, TRACE)}
+    table.add_row("memory, MB", *(f"{memory / 1e6:,.0f}" for memory in most.values()))
     Console().print(table)
     jobs, start = whole(100)
-    say(f"a whole run that trains nothing: {jobs:,.0f} jobs a second, the first round after {start:.1f} s")
+    say(
+        f"a whole run that trains nothing: {jobs:,.0f} jobs a second, the first round after {start:.1f} s, at most "
+        f"{peak_memory() / 1e9:.2f} GB"
+    )
     return {"planner": [asdict(rate) for rate in found], "jobs_per_second": jobs, "start_seconds": start}
