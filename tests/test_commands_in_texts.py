@@ -100,6 +100,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shutil.copytree(package.write(str(root / "new/mine")) / "mine", root / "mine")
     (root / "conf/fleet").mkdir(parents=True)
     shutil.copy(ROOT / "conf/fleet/lognormal.yaml", root / "conf/fleet/mine.yaml")
+    (root / "conf/model").mkdir()
+    shutil.copy(ROOT / "conf/model/mlp.yaml", root / "conf/model/mynet.yaml")
     for conf, name in (("mine/conf", "my_method"), ("conf", "lasso")):
         (root / conf / "method").mkdir(parents=True, exist_ok=True)
         (root / conf / "method" / f"{name}.yaml").write_text(f"{name}: {{_target_: mine.Mine}}\n")

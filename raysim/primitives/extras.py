@@ -12,7 +12,7 @@ def optional(package: str, what: str) -> ModuleType:
         return importlib.import_module(package)
     except ImportError as error:
         raise ValueError(
-            f"{what} needs the package {package} ({error}): install raysim with the extra [{EXTRAS[package]}]"
+            f"{what} needs the package {package} ({error}): install it, as raysim's extra [{EXTRAS[package]}] does"
         ) from error
 
 
