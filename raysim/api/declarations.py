@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from raysim.api.objectives import OBJECTIVES, Metric, Objective
+from raysim.models.split import example
 from raysim.primitives.checks import above, at_least, in_range, one_of
 from raysim.primitives.kinds import Kind, Tokens
 from raysim.vectors.layout import Layout
@@ -47,11 +48,9 @@ class Task:
         """Whether an input is an array [channels, height, width] of numbers."""
         return self.tokens is None and len(self.shape) == 3
 
-    def example(self, rows: int, generator: torch.Generator | None = None) -> Tensor:
-        """Random inputs that a model of this task has to take, for trying it out."""
-        if self.tokens is not None:
-            return torch.randint(self.tokens.size, (rows, *self.shape), generator=generator)
-        return torch.randn(rows, *self.shape, generator=generator)
+    def example(self, rows: int) -> Tensor:
+        """Inputs that a model of this task has to take, for trying it out; always the same."""
+        return example(self.shape, self.tokens, rows)
 
 
 @dataclass(frozen=True)

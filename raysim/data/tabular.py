@@ -100,7 +100,7 @@ class NumPy(Source):
 
 def _arrays(path: Path) -> dict[str, NDArray[Any]]:
     try:
-        with np.load(path) as file:  # never unpickles
+        with np.load(path, allow_pickle=False) as file:
             found = {key: file[key] for key in ("x", "y", "user") if key in file}
     except (OSError, ValueError, EOFError) as error:
         raise ValueError(f"{path} is no readable NumPy archive ({error}): write it with numpy.savez.") from error

@@ -82,5 +82,6 @@ def is_stochastic(module: nn.Module) -> bool:
     Looks for a positive rate in any submodule, `p` or a name with "drop" in it. A false alarm costs a seed, a miss the
     repeatability.
     """
-    rates = [value for m in module.modules() for name, value in vars(m).items() if name == "p" or "drop" in name]
+    names = ((m, name) for m in module.modules() for name in ("p", "dropout", *vars(m)))
+    rates = (getattr(m, name, 0.0) for m, name in names if name == "p" or "drop" in name)
     return any(isinstance(rate, int | float) and rate > 0 for rate in rates)

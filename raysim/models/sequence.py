@@ -90,7 +90,7 @@ class _Encoder(nn.Module):
         super().__init__()
         self.padding = tokens.padding
         self.embedding = nn.Embedding(tokens.size, width)
-        self.position = nn.Parameter(0.02 * torch.randn(length, width))
+        self.position = nn.Parameter(nn.init.normal_(torch.empty(length, width), std=0.02))
         self.blocks = nn.ModuleList(blocks)
         self.norm = nn.LayerNorm(width)
 

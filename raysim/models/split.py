@@ -127,11 +127,12 @@ def _last(names: list[str]) -> str:
     return ", ".join(names[-5:]) if names else "none"
 
 
-def example(input_shape: Shape, tokens: Tokens | None) -> Tensor:
-    """Two random inputs."""
+def example(input_shape: Shape, tokens: Tokens | None, rows: int = 2) -> Tensor:
+    """Inputs [rows, ...] for trying a network out, always the same."""
+    generator = torch.Generator().manual_seed(0)
     if tokens is not None:
-        return torch.randint(tokens.size, (2, *input_shape))
-    return torch.randn(2, *input_shape)
+        return torch.randint(tokens.size, (rows, *input_shape), generator=generator)
+    return torch.randn(rows, *input_shape, generator=generator)
 
 
 @dataclass(frozen=True, kw_only=True)

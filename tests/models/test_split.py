@@ -150,7 +150,7 @@ def test_a_package_that_is_not_there_is_missed_by_the_name_of_its_extra(monkeypa
     import sys
 
     monkeypatch.setitem(sys.modules, "timm", None)
-    with pytest.raises(ValueError, match=r"model\.name=resnet10t needs the package timm .* the extra \[timm\]"):
+    with pytest.raises(ValueError, match=r"model\.name=resnet10t needs the package timm .* extra \[timm\]"):
         Timm("resnet10t").build((3, 32, 32), 4, 0)
 
 

@@ -20,9 +20,11 @@ TORCH = {"seed", "rand", "randn", "randint", "randperm", "rand_like", "randn_lik
 # FedSR's noise, inside a forward pass as dropout's is; a job, and the building of networks, seed torch's generator.
 DRAWERS = {
     "methods/fedsr.py": {"torch.randn", "torch.randn_like"},
+    "models/split.py": {"torch.randn", "torch.randint"},  # inputs for trying a network out, of a generator of their own
+    "conformance/parts.py": {"np.random.seed"},  # so that a part which draws from it is found
     "training/across.py": {"torch.randn_like", "torch.rand_like"},  # names the calls that it draws for, lane by lane
 }
-SEEDERS = {"training/trainer.py": 2, "training/run_spec.py": 2, "models/classifier.py": 1}
+SEEDERS = {"training/trainer.py": 2, "training/run_spec.py": 2, "models/classifier.py": 1, "conformance/parts.py": 1}
 
 
 def test_a_name_gives_the_same_numbers_in_every_process() -> None:

@@ -262,6 +262,7 @@ def test_files_that_the_manifest_does_not_list_are_no_part_of_a_checkpoint(tmp_p
 
 UNSAFE = ("pickle.", "cloudpickle.", "dill.", "joblib.", "shelve.", "marshal.", "torch.load", "torch.save", "np.load",
           "np.save")  # fmt: skip
+COMPARED = {"conformance/methods.py", "experiment/objects.py"}  # bytes in memory that are looked at and not kept
 ERRORS = {"pickle.UnpicklingError", "pickle.PickleError"}  # catching one reads nothing
 
 
@@ -271,6 +272,7 @@ def unsafe(text: str) -> list[str]:
     tree = ast.parse(text)
     classes = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
     deciding = {id(base) for cls in classes if _decides(cls) for base in cls.bases}
+    deciding |= {id(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call) and _refuses(node)}
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom):
             found += [f"{node.module}.{alias.name}" for alias in node.names]
@@ -282,13 +284,19 @@ def unsafe(text: str) -> list[str]:
     return [name for name in found if name.startswith(UNSAFE) and name not in ERRORS]
 
 
+def _refuses(call: ast.Call) -> bool:
+    """Whether a call says that it reads arrays and no pickles."""
+    return any(k.arg == "allow_pickle" and getattr(k.value, "value", None) is False for k in call.keywords)
+
+
 def _decides(cls: ast.ClassDef) -> bool:
     return any(isinstance(part, ast.FunctionDef) and part.name == "find_class" for part in cls.body)
 
 
 @pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=lambda path: path.relative_to(PACKAGE).as_posix())
 def test_nothing_of_ours_pickles(path: Path) -> None:
-    assert not unsafe(path.read_text())
+    compared = {"pickle.dumps"} if path.relative_to(PACKAGE).as_posix() in COMPARED else set()
+    assert not set(unsafe(path.read_text())) - compared
 
 
 @pytest.mark.parametrize(
@@ -299,6 +307,8 @@ def test_nothing_of_ours_pickles(path: Path) -> None:
         "torch.load('x')",
         "f(weights_only=False)",
         "f(allow_pickle=True)",
+        "np.load(path)",
+        "np.load(path, allow_pickle=flag)",
     ],
 )
 def test_the_search_for_pickles_finds_them(line: str) -> None:

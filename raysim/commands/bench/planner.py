@@ -20,6 +20,7 @@ import pyarrow.parquet as pq
 from raysim.api.declarations import Evaluation
 from raysim.commands.bench.coordinator import Case, Ready, spec_of
 from raysim.primitives.memory import peak_memory
+from raysim.primitives.streams import stream
 from raysim.runtime.inprocess import InProcess
 from raysim.simulation.coordinator import Coordinator
 from raysim.simulation.events import Round
@@ -88,7 +89,7 @@ def _rate(name: str, fleet: str, kind: Fleet, seconds: float) -> Rate:
 
 def _trace(file: Path) -> str:
     """Of as many clients, each with four intervals of its own."""
-    generator, period = np.random.default_rng(0), 172_800.0
+    generator, period = stream(0, "bench"), 172_800.0
     starts = np.sort(generator.random((CLIENTS, 4)), axis=1) * (period - 100)
     stops = np.append(starts[:, 1:], np.full((CLIENTS, 1), period), axis=1)
     ends = np.minimum(starts + 0.1 + generator.exponential(4.0, (CLIENTS, 4)), stops)
