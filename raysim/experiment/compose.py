@@ -376,8 +376,8 @@ def _names(group: str, value: object, known: Groups) -> list[str]:
         if group in NONE and name == NONE[group]:
             raise Refused(f"{group}={joined(found)}: {name} means that there is no other {group}, leave it out")
         if not isinstance(name, str) or name not in options:
-            has = instead(str(name), options) if options else "no package that is installed or allowed brings one"
-            raise Refused(f"{group}={'null' if name is None else str(name)} does not exist: {has}")
+            said = "null" if name is None else str(name)
+            raise Refused(f"{group}={said} does not exist: {instead(str(name), options)}")
         if names.count(name) > 1:
             raise Refused(f"{group}={joined(names)} names {name} {names.count(name)} times: keep one of them")
     return names

@@ -11,8 +11,10 @@ def optional(package: str, what: str) -> ModuleType:
     try:
         return importlib.import_module(package)
     except ImportError as error:
+        extra = EXTRAS[package]
         raise ValueError(
-            f"{what} needs the package {package} ({error}): install it, as raysim's extra [{EXTRAS[package]}] does"
+            f"{what} needs the package {package} ({error}), of the extra [{extra}]: run uv sync --inexact --extra "
+            f"{extra} in a checkout of raysim; elsewhere install its wheel or its git URL with [{extra}]"
         ) from error
 
 

@@ -81,8 +81,10 @@ def test_scikit_learns_tables_are_standardised_by_their_training_rows() -> None:
 
 def test_data_without_classes_are_split_but_not_by_class() -> None:
     source = Tabular("diabetes")
-    split = statistics(federate(source, IID(clients=4), 0))
-    assert split["clients"] == 4 and split["mean_entropy"] == 0
+    split: Any = statistics(federate(source, IID(clients=4), 0))
+    assert split["clients"] == 4 and split["pooled_entropy"] == 0
+    alike = {"label_entropy": 0, "label_entropy_std": 0, "largest_share": 1, "effective_classes": 1, "divergence": 0}
+    assert alike.items() <= split["heterogeneity"].items() and split["heterogeneity"]["size_variation"] < 0.02
     with pytest.raises(ValueError, match=r"Dirichlet shares out classes, and the data has none \(regression\)"):
         federate(source, Dirichlet(clients=4, alpha=1.0), 0)
     with pytest.raises(ValueError, match=r"data\.label_noise=0\.1 changes classes"):

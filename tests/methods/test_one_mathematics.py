@@ -28,6 +28,7 @@ from raysim.api.composition import owner
 from raysim.api.context import Batch, Stage
 from raysim.api.declarations import Local, Task
 from raysim.api.messages import SingleUpdate
+from raysim.api.objectives import OBJECTIVES
 from raysim.api.server_view import Aggregation
 from raysim.data import corruption, federated, partition
 from raysim.methods import dann, fedavg, fedcm, fedlc, fedld, fedpac, fedprox, fedrs, mixup, scaffold
@@ -46,6 +47,12 @@ def normal(random: np.random.Generator, *shape: int) -> Tensor:
 def job(**known: Any) -> Any:
     """A context of a hook that knows just this."""
     return SimpleNamespace(**known)
+
+
+def step_of(method: Any = None) -> Any:
+    """A step's part of a method in the loss of a classification, or of none; as `Step` has it."""
+    owners = {name: method and owner([method], name) for name in ("loss", "logits")}
+    return job(usual_loss=OBJECTIVES["classification"].loss, **owners)
 
 
 def corrected_gradient(random: np.random.Generator) -> Pair:
@@ -112,8 +119,7 @@ def trained_on(method: Any, random: np.random.Generator) -> tuple[Tensor, Tensor
     z, y = normal(random, 7, 5), torch.from_numpy(random.choice([0, 2, 3, 4], size=7))
     ctx = job(class_counts=lambda: COUNTS, num_classes=5, vector=job(data=z), kept={}, report={})
     method.receive(ctx)
-    step = job(loss=owner([method], "loss"), logits=owner([method], "logits"))
-    return z, y, Step.task_loss(step, ctx, job(logits=z), Batch(z, y, z, y))
+    return z, y, Step.task_loss(step_of(method), ctx, job(logits=z), Batch(z, y, z, y))
 
 
 def calibrated_cross_entropy(random: np.random.Generator) -> Pair:
@@ -151,7 +157,7 @@ def mixed_loss(random: np.random.Generator) -> Pair:
     drawn = {"mixup.lam": torch.tensor(random.uniform()), "mixup.permutation": torch.from_numpy(random.permutation(7))}
     ctx = job(drawn=drawn.__getitem__, num_classes=5)
     batch = mixup.Mixup().transform(ctx, Batch(x, y, x, y))
-    loss = Step.task_loss(job(loss=None, logits=None), ctx, job(logits=z), batch)
+    loss = Step.task_loss(step_of(), ctx, job(logits=z), batch)
     return loss, mixup.mixed_loss(z, y, *drawn.values())
 
 
@@ -218,8 +224,8 @@ def generator_loss(random: np.random.Generator) -> Pair:
     ctx, out = job(networks={dann.DISCRIMINATOR: lambda z: z @ weight}, client=2), job(features=z, logits=logits)
     got, want = [], []
     for targets in (torch.from_numpy(y), normal(random, 7, 5).softmax(1)):
-        batch, step = Batch(z, targets, z, targets), job(loss=None, logits=None)
-        got.append(Step.task_loss(step, ctx, out, batch) + dann.Dann(0.3).term(ctx, out, batch))
+        batch = Batch(z, targets, z, targets)
+        got.append(Step.task_loss(step_of(), ctx, out, batch) + dann.Dann(0.3).term(ctx, out, batch))
         want.append(dann.generator_loss(logits, targets, z @ weight, 2, 0.3))
     return got, want
 

@@ -46,7 +46,8 @@ def test_images_go_to_image_classifiers() -> None:
 def test_a_run_from_words_trains_adapters_on_a_hugging_face_model(tmp_path: Path) -> None:
     pytest.importorskip("peft")
     words = ["data=markov", "data.users=3", "data.samples=12", "data.label=chain", "partition=natural"]
-    words += ["schedule.cohort=2", "runtime=inprocess", "tracking=none", "rounds=1", "local.lr=0.01"]
+    words += ["partition.clients=3", "schedule.cohort=2"]
+    words += ["runtime=inprocess", "tracking=none", "rounds=1", "local.lr=0.01"]
     words += ["model=huggingface", "model.name=bert", "model.lora.rank=2", "model.lora.layers=[query,value]"]
     words += [f"model.options={{{','.join(f'{key}: {value}' for key, value in TINY.items())}}}", f"out={tmp_path}/run"]
     result = run(words, quiet=True)

@@ -138,7 +138,9 @@ def test_a_package_that_is_not_there_is_named_with_its_extra(
     package: str, observer: type, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, package, None)
-    with pytest.raises(ValueError, match=rf"needs the package {package} .*: install raysim with the extra \["):
+    extra = {"tensorboardX": "tensorboard", "wandb": "wandb"}[package]
+    said = rf"needs the package {package} .*, of the extra \[{extra}\]: run uv sync --inexact --extra {extra} in"
+    with pytest.raises(ValueError, match=said):
         observer()
 
 

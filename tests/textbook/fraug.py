@@ -5,6 +5,9 @@ batch; rho and beta follow the global round; S is the number of this job's own s
 embeddings, which its BatchNorm notices. The five rows of noise are, in their order, for the real embeddings and the
 prototypes of the classifier's step, for the generator, for prototypes and real embeddings of RTNet's step. Without
 RTNet an embedding is (1 - rho) v + rho G; without the generator RTNet is fed with noise. A batch of one is left out.
+
+What the history says of embeddings is of the classifier's step, before it: means over the batch, a job's steps and the
+jobs; of the generator's own there is nothing without one, and of none where beta is 0.
 """
 
 from __future__ import annotations
@@ -71,6 +74,11 @@ def entropy(scores: Tensor) -> Tensor:
     return torch.distributions.Categorical(logits=scores).entropy().mean()
 
 
+def mean_norm(rows: Tensor) -> float:
+    """The mean length of rows."""
+    return float(rows.detach().square().sum(1).sqrt().mean())
+
+
 def mean_of(numbers: list[float]) -> float:
     """Of what a history reports."""
     return sum(numbers) / len(numbers)
@@ -98,10 +106,11 @@ def fraug(world: World, rounds: int | None = None, **settings: Any) -> Book:
         n for n in x if n.startswith(local) and (n.startswith(RTNET) or n.rpartition(".")[0] in norms)
     }
 
-    def client(job: Job) -> tuple[Params, list[float]]:
+    def client(job: Job) -> tuple[Params, list[float], dict[str, float]]:
         generator = stream(world.seed, "draws.fraug", job.client, job.turn)
         draw = generator.random if get["noise"] == "uniform" else generator.standard_normal
         p, t, i, losses = copied(x | mine[job.client]), job.version, job.client, []
+        seen: dict[str, list[float]] = {}
         fresh = [optimizer(world, job, f) for f in (1.0, get["generator_lr_factor"], get["rtnet_lr_factor"])]
         for new, old in zip(fresh, kept.get(i, ()), strict=False):  # buffers go on, rates are those of this round
             new.buffers = old.buffers
@@ -137,6 +146,13 @@ def fraug(world: World, rounds: int | None = None, **settings: Any) -> Book:
             made = F.cross_entropy(head(p, around[0]), y) + F.cross_entropy(head(p, around[1]), turn)
             loss = (1 - beta) * real + beta / 2 * made
             losses.append(float(loss.detach()))
+            if beta:  # else no embeddings are made
+                right = [head(p, e).argmax(1) == k for e, k in zip(around, (y, turn), strict=True)]
+                seen.setdefault("fraug.synthetic_accuracy", []).append(float(torch.cat(right).to(v.dtype).mean()))
+                seen.setdefault("fraug.real_norm", []).append(mean_norm(v))
+            if beta and has_g:
+                both = [network(p, GENERATOR, z[k], labels, classes) for k, labels in enumerate((y, turn))]
+                seen.setdefault("fraug.generated_norm", []).append(mean_norm(torch.cat(both)))
             fresh[0].step(p, gradients(loss, p, trainable(p)))
 
             v = features(p, inputs, training=False).detach()
@@ -150,15 +166,19 @@ def fraug(world: World, rounds: int | None = None, **settings: Any) -> Book:
                 near = distance(tilde, v, get["rtnet_metric"]) + distance(hat, c[turn], get["rtnet_metric"])
                 loss = -(entropy(head(p, tilde)) + entropy(head(p, hat))) / 2 + get["rtnet_lam"] / 2 * near
                 fresh[2].step(p, gradients(loss, p, trainable(p, RTNET)))
-        return detached(p), losses
+        return detached(p), losses, {name: mean_of(values) for name, values in seen.items()}
 
     train_loss = []
+    looks: dict[str, list[float]] = {}
     for jobs in world.rounds:
         trained = [client(job) for job in jobs]
-        for job, (p, _) in zip(jobs, trained, strict=True):
+        for job, (p, _, _) in zip(jobs, trained, strict=True):
             mine[job.client] = {name: p[name] for name in world.personal}
-        x = averaged([p for p, _ in trained], weights(world, jobs))
-        train_loss.append(mean_of([mean_of(losses) for _, losses in trained if losses]))
+        x = averaged([p for p, _, _ in trained], weights(world, jobs))
+        train_loss.append(mean_of([mean_of(losses) for _, losses, _ in trained if losses]))
+        for name in ("fraug.real_norm", "fraug.generated_norm", "fraug.synthetic_accuracy"):
+            known = [seen[name] for _, _, seen in trained if name in seen]
+            looks.setdefault(name, []).append(mean_of(known) if known else math.nan)
 
     private: dict[int, Params] = {}
     names = sorted(trainable(x), key=lambda name: name in world.personal)  # shared parameters first, else as they are
@@ -171,4 +191,4 @@ def fraug(world: World, rounds: int | None = None, **settings: Any) -> Book:
             if sgd.buffers:
                 private[i][f"fraug.optimizer.{stage}/first"] = torch.cat([sgd.buffers[n].flatten() for n in own])
     models = {i: {n: t for n, t in (x | mine[i]).items() if n.startswith("model.")} for i in range(world.clients)}
-    return Book(x, private, columns={"train_loss": train_loss}, own=models)
+    return Book(x, private, columns={"train_loss": train_loss} | looks, own=models)
