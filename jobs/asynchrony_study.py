@@ -24,9 +24,10 @@ STORE = PAGE.with_suffix(".json")
 TARGETS = (0.70, 0.75, 0.80)
 RESULTS = 1500  # client results that a run aggregates, but for those that a deadline cuts
 SETTING = [
-    "data=fashion_mnist", "model=mlp", "model.widths=[128]", "partition=dirichlet", "partition.alpha=0.3", "partition.test_fraction=0.2",
-    "partition.clients=100", "local.epochs=1", "local.batch=50", "local.lr=0.1", "fleet=lognormal", "fleet.sigma=1.2",
-    "fleet.dropout=0.1", "checkpoint.every=0", "tracking=none", "runtime=local", "runtime.hosts=2",
+    "data=fashion_mnist", "model=mlp", "model.widths=[128]", "partition=dirichlet", "partition.alpha=0.3",
+    "partition.test_fraction=0.2", "partition.clients=100", "local.epochs=1", "local.batch=50", "local.lr=0.1",
+    "fleet=lognormal", "fleet.sigma=1.2", "fleet.dropout=0.1", "checkpoint.every=0", "tracking=none", "runtime=local",
+    "runtime.hosts=2",
 ]  # fmt: skip
 FEDBR = ["method.fedbr.pseudo_batch=20"]
 BUFFERED = ["schedule=buffered", "schedule.concurrency=20", "schedule.size=5"]
