@@ -6,16 +6,17 @@ import os
 import signal
 import sys
 from pathlib import Path
+from typing import Any
 
 from raysim import cli
 from raysim.simulation import checkpoint
-from raysim.simulation.checkpoint import Snapshot, write
+from raysim.simulation.checkpoint import write
 
 
-def write_last(folder: Path, version: int, snapshot: Snapshot) -> Path:
+def write_last(*given: Any) -> Path:
     """Write a checkpoint, perhaps the last one."""
-    path = write(folder, version, snapshot)
-    if sys.argv[1] in str(folder):
+    path = write(*given)
+    if sys.argv[1] in str(given[0]):
         os.kill(os.getpid(), signal.SIGKILL)
     return path
 

@@ -387,7 +387,7 @@ def _composed(chosen: Mapping[str, list[str]], known: Groups, roots: Sequence[Pa
     """The files put together. What a preset says about options that were not chosen is dropped.
 
     So a preset may hold a paper's values for all methods of its tables, whichever of them a run takes, and of what it
-    says about a group whose option the user chose, the common keys remain.
+    says about a group whose option the user chose, the common keys remain; of what the default study says, none.
     """
     words = {group: f"{group}=[{','.join(names)}]" for group, names in chosen.items()}
     words |= {group: f"{group}={names[0]}" for group, names in chosen.items() if group not in LISTS}
@@ -409,8 +409,9 @@ def _composed(chosen: Mapping[str, list[str]], known: Groups, roots: Sequence[Pa
     for group in chosen:
         # Hydra keeps a preset's list when the user's is empty, and a preset's keys whatever option is chosen.
         if group in config:
-            own = (key for path, values in parts if not path.startswith("experiment/") for key in values.get(group, ()))
-            config[group] = {key: config[group][key] for key in dict.fromkeys(own)}
+            own = _merged([(path, values) for path, values in parts if not path.startswith("experiment/")])[group]
+            said = config[group] if "experiment" in chosen else own
+            config[group] = {key: said[key] for key in own}
     for group in LISTS:
         choices[group] = chosen[group] if group in chosen else list(config[group])
     config["choices"] = choices

@@ -319,7 +319,7 @@ def test_weighting_is_by_samples_unless_a_method_or_the_user_asks_otherwise() ->
         ([f"device=cuda:1{'0' * 5000}"], ["device=cuda:1000"]),
         (["device=cpu:7"], ["device=cpu:7", "device=cpu"]),
         (["model=mlp", f"model.widths=[{10**12}]"], ["memory"]),
-        (["partition=shards", f"partition.shards_per_client={10**12}"], ["partition.shards_per_client=50 or less"]),
+        (["partition=shards", f"partition.shards_per_client={10**12}"], ["partition.shards_per_client=10 or less"]),
         (["data=parquet", "data.root='~nosuchuser/x'"], ["~nosuchuser/x names a user"]),
         (["data.cache='~nosuchuser/x'"], ["~nosuchuser/x names a user"]),
         (["experiment=fedbr/rotatedmnist"], ["did you mean fedbr/rotated_mnist?"]),
