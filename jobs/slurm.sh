@@ -30,7 +30,7 @@ python -c "import secrets; print(secrets.token_hex(32))" > "$token"
 export RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH="$token" RAY_SYMMETRIC_RUN_CLUSTER_WAIT_TIMEOUT=300
 
 # `ray symmetric-run` starts Ray on each node, waits for all of them, and runs on the first what stands behind `--`.
-first="$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)"
+first="$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed -n 1p)"
 srun --nodes="$SLURM_NNODES" --ntasks="$SLURM_NNODES" \
     ray symmetric-run --address "$first:6379" --min-nodes "$SLURM_NNODES" \
     --num-cpus "$SLURM_CPUS_PER_TASK" --disable-usage-stats \
