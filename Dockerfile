@@ -1,5 +1,5 @@
 # raysim in an image: `docker build -t raysim .` for CPUs, `docker build --build-arg TORCH=cu128 -t raysim:cuda .` for NVIDIA
-# GPUs. `docker run --rm -v $PWD/runs:/work/runs raysim run runtime=inprocess tracking=none` trains the default study.
+# GPUs. `docker run --rm -v $PWD/runs:/home/raysim/runs raysim run runtime=inprocess tracking=none` trains the default study.
 ARG PYTHON=3.12
 FROM python:${PYTHON}-slim AS build
 WORKDIR /source
@@ -15,11 +15,10 @@ COPY --from=build /wheels /wheels
 RUN pip install --no-cache-dir torch torchvision --index-url https://download.pytorch.org/whl/${TORCH} \
     && pip install --no-cache-dir /wheels/*.whl \
     && rm -rf /wheels \
-    && useradd --create-home raysim \
-    && mkdir /work && chown raysim /work
+    && useradd --create-home raysim
 USER raysim
-WORKDIR /work
-ENV RAYSIM_CACHE=/work/cache \
+WORKDIR /home/raysim
+ENV RAYSIM_CACHE=/home/raysim/cache \
     PYTHONUNBUFFERED=1
 ENTRYPOINT ["raysim"]
 CMD ["-h"]

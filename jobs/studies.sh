@@ -2,13 +2,14 @@
 # The studies at a scale that two cores can decide, one line each. Every line starts its study or goes on with it
 # (resume=latest); what is finished is not made again.
 #   DATA=~/data OUT=studies bash jobs/studies.sh rotated_mnist      the studies whose names begin so; without: the list
+#   RUNTIME=inprocess keeps a study to one core and one process.
 # Afterwards: python -m raysim.commands.papers.results $OUT/NAME/runs/*    keeps the runs beside the papers' tables
 #             python -m raysim.commands.papers.pages docs/papers           makes the pages anew
 # The hours are CPU time of one core (AVX-512), from two to five rounds of these settings: 14.4 s a round for FedAvg
 # on RotatedMNIST, 1.0 s on Fashion-MNIST, 1.9 s for FedLD on X-rays, 30 s for FRAug; of other methods in proportion to
 # the steps that `raysim bench steps` measures, of the paper's network on Fashion-MNIST by those of its workload W1.
 set -euo pipefail
-: "${DATA:=data}" "${OUT:=studies}"
+: "${DATA:=data}" "${OUT:=studies}" "${RUNTIME:=local}"
 
 study() { # name, hours of one core that it takes, words of raysim study
     local name=$1 hours=$2
@@ -17,7 +18,7 @@ study() { # name, hours of one core that it takes, words of raysim study
         printf '%-28s about %s hours of one core\n' "$name" "$hours"
     elif [[ $name == "$asked"* ]]; then
         [[ " $* " == *" data=synthetic "* ]] || set -- data.root="$DATA" "$@"
-        raysim study out="$OUT/$name" resume=latest runtime.threads=1 "$@"
+        raysim study out="$OUT/$name" resume=latest runtime="$RUNTIME" runtime.threads=1 "$@"
     fi
 }
 asked=${1:-}
