@@ -291,6 +291,7 @@ GROUPS = {
     "data": "Where samples come from, and what is done to them.",
     "partition": "Which client holds which samples.",
     "model": "The network.",
+    "loss": "What a client descends.",
     "local": "How a client trains.",
     "evaluate": "What is scored, and how often.",
     "runtime": "Where hosts live, and what each of them gets.",

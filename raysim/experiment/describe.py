@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import nn
 
+import raysim
 from raysim.api.composition import SLOTS
 from raysim.api.declarations import Local
 from raysim.api.method import Method
@@ -25,8 +26,7 @@ from raysim.simulation.load import make_planner
 from raysim.training.run_spec import build_networks
 from raysim.vectors.layout import Layout
 
-# The name that a run records, and the one under which it is installed.
-LIBRARIES = {"raysim": "raysim-fl"} | {name: name for name in ("torch", "numpy", "ray", "pyarrow", "mlflow")}
+LIBRARIES = ("torch", "numpy", "ray", "pyarrow", "mlflow")
 
 
 def overview(experiment: Experiment, folder: Path) -> str:
@@ -174,7 +174,8 @@ def identity(experiment: Experiment) -> dict[str, object]:
         "seed": spec.settings.seed,
         "summation": spec.settings.summation,
         "python": platform.python_version(),
-        "libraries": {name: found for name, installed in LIBRARIES.items() if (found := _version(installed))},
+        # A folder that was sent to a cluster is installed nowhere: raysim's own version is in its code.
+        "libraries": {"raysim": raysim.__version__} | {name: found for name in LIBRARIES if (found := _version(name))},
     }
 
 

@@ -32,6 +32,7 @@ PARTS = {  # what an object of each group must have
     "data": "read",
     "partition": "split",
     "model": "build",
+    "loss": "__call__",
 }
 
 
@@ -131,6 +132,9 @@ def written(part: object) -> Node:
     """The node of an object: its class, and the arguments that make an equal one, or what it is."""
     if isinstance(part, Own):
         return _written_network(part)
+    if inspect.isfunction(part):
+        node = {TARGET: f"{part.__module__}.{part.__qualname__}"}
+        return node if _importable(part) else node | {OBJECT: "a function from Python"}
     cls = type(part)
     target = f"{cls.__module__}.{cls.__qualname__}"
     node: Node = {TARGET: target}

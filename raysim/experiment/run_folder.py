@@ -38,6 +38,7 @@ _ADDED = {  # keys that older runs lack, with what those runs did
     "local.keep_optimizer": False,
     "partition.validation_fraction": 0.0,
     "method.fraug.ramp_rounds": None,
+    "loss": {},
 }
 
 

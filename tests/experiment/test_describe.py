@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import re
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from raysim.experiment.describe import overview
+import raysim
+from raysim.experiment.describe import identity, overview
 from raysim.experiment.execute import build, run
 from raysim.primitives.errors import Refused
 from raysim.simulation.availability import Intervals
@@ -85,3 +87,13 @@ def test_a_fleet_of_which_nobody_comes_is_refused_before_anything_is_written(
     with pytest.raises(Refused, match="nobody is available at the start"):
         run([*SMALL, "out=a"], quiet=True)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_is_not_installed_knows_its_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on the nodes of a cluster, to which `raysim submit` sends it."""
+
+    def nothing(name: str) -> str:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", nothing)
+    assert identity(build(SMALL))["libraries"] == {"raysim": raysim.__version__}
