@@ -31,7 +31,7 @@ examples:
 
 The groups method, schedule, fleet, data, partition, model, local, evaluate, runtime, tracking and experiment take the
 name of an option; all other keys take a value. A wrong name is answered with the nearest right one. No word above needs
-quotes in bash or zsh; those with brackets do: 'method=fedbn+fedadam' is method=fedbn+fedadam."""
+quotes in bash or zsh; those with brackets do: 'method=[fedbn,fedadam]' is method=fedbn+fedadam."""
 STUDY = """\
 examples:
   raysim study method=fedavg,fedprox,scaffold seed=0..4 rounds=20 out=studies/mine
@@ -105,6 +105,14 @@ examples:
   raysim report --paper fedbr             the tables of a paper (fedbr, fedbss, fedld, fraug)
   raysim report --paper fedbr/table1 runs/*
                                           that table, the paper's numbers beside ours; commands for what is missing"""
+UI = """\
+examples:
+  raysim ui                             what is in runs/mlflow.db, where runs are sent unless tracking.uri says otherwise
+  raysim ui studies/mine                the runs of a study
+  raysim ui --port 5001 --no-browser    on another port; prints the address
+  raysim ui http://MLFLOW:5000          the page of a server
+
+MLflow opens an experiment on traces of language models; this opens it on the charts of its runs. Ctrl-C ends it."""
 BENCH = """\
 examples:
   raysim bench                              all workloads
@@ -130,6 +138,7 @@ examples:
   raysim methods                      what can be in such a list
   raysim partition partition.alpha=1  look at a split before training
   raysim report runs/*                compare runs
+  raysim ui                           the charts of all runs, in MLflow
   raysim report --paper fedbr/table1  a published table, and how to make its rows
   raysim help study                   what a command takes, by example"""
 
@@ -314,6 +323,10 @@ def _parser() -> Parser:
             f"--{name}", action="store_const", const=name, dest="form", help=f"print the table {text}, and no page"
         )
     report.add_argument("--paper", metavar="TABLE", help="print a published table, such as fedbr/table1, beside runs")
+    ui = add("ui", "show the charts of runs in MLflow", UI)
+    ui.add_argument("place", nargs="?", default="runs", help="the folder that runs are in (runs), or a server's address")
+    ui.add_argument("--port", type=int, default=5000, help="where MLflow's page is served (5000)")
+    ui.add_argument("--no-browser", action="store_true", help="print the address alone")
     bench = add("bench", "measure speed against a bare PyTorch loop", BENCH)
     bench.add_argument("runs", nargs="*", metavar="WORKLOAD", help="W1, W2 and W3 unless given; or steps, rules, scale")
     bench.add_argument("--data", metavar="DIR", help="where FashionMNIST is; downloaded if nowhere")
@@ -435,17 +448,16 @@ def _methods(given: argparse.Namespace) -> int:
     if given.json:
         print(json.dumps(entries, indent=2))
         return 0
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
+    import textwrap
 
-    table = Table("name", "paper", "slots", "parameters", box=box.SIMPLE_HEAD)
-    for column in table.columns:
-        column.overflow = "fold"  # and never an ellipsis
+    from raysim.experiment.instantiate import shown
+
     for entry in entries:
-        values = "\n".join(f"{key}={value}" for key, value in entry["parameters"].items())
-        table.add_row(entry["name"], entry["paper"], ", ".join(entry["slots"]), values)
-    Console().print(table)
+        values = "  ".join(f"{key}={shown(value)}" for key, value in entry["parameters"].items())
+        print(f"{entry['name']}  ({entry['paper']})")
+        for text in (entry["about"], ", ".join(entry["slots"]), values):
+            for line in textwrap.wrap(text, _width() - 4, break_long_words=False, break_on_hyphens=False):
+                print(f"    {line}")
     return 0
 
 
@@ -462,11 +474,8 @@ def _partition(given: argparse.Namespace) -> int:
     numbers.pop("counts")
     print(data.title)
     for key, value in numbers.items():
-        text = (
-            ", ".join(f"{name} {number:g}" for name, number in value.items())
-            if isinstance(value, dict)
-            else f"{value:g}"
-        )
+        parts = value.items() if isinstance(value, dict) else [("", value)]
+        text = ", ".join(f"{name.replace('_', ' ')} {number:.4g}".strip() for name, number in parts)
         print(f"  {key.replace('_', ' '):<20}{text}")
     with refusing():
         picture.parent.mkdir(parents=True, exist_ok=True)
@@ -548,6 +557,13 @@ def _paper(given: argparse.Namespace) -> int:
     return 0
 
 
+def _ui(given: argparse.Namespace) -> int:
+    from raysim.commands.ui import charts
+
+    with refusing():
+        return charts(given.place, given.port, not given.no_browser)
+
+
 def _bench(given: argparse.Namespace) -> int:
     from raysim.commands.bench import loops as bench
 
@@ -578,6 +594,7 @@ COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "sweep": _sweep,
     "study": _study,
     "submit": _submit,
+    "ui": _ui,
     "methods": _methods,
     "partition": _partition,
     "fleet": _fleet,

@@ -420,6 +420,15 @@ def _make_folder(experiment: Experiment, where: Place) -> None:
 
 
 # --- what there is to choose from ----------------------------------------------------------------------------------
+def _about(cls: type[Method]) -> str:
+    """What a method does, in a line: the first one of its module, unless that has several."""
+    names = vars(inspect.getmodule(cls)).values()
+    ours = [each for each in names if isinstance(each, type) and each.__module__ == cls.__module__]
+    alone = sum(issubclass(each, Method) for each in ours) == 1
+    line = str(inspect.getmodule(cls).__doc__ if alone else cls.__doc__).strip().split("\n")[0]
+    return line.partition(": ")[2] or line
+
+
 def catalogue() -> list[dict[str, Any]]:
     """Every part of every method in `conf`: option, name, paper, what it does, slots, parameters with defaults."""
     entries = []
@@ -434,7 +443,7 @@ def catalogue() -> list[dict[str, Any]]:
                     "name": name,
                     "option": option,
                     "paper": cls.paper,
-                    "about": (cls.__doc__ or "").strip().split("\n")[0],
+                    "about": _about(cls),
                     "slots": slots(cls),
                     "parameters": {key: value for key, value in node.items() if key != TARGET},
                 }

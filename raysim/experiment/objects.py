@@ -20,6 +20,7 @@ from torch import nn
 
 from raysim.api.method import Method
 from raysim.data.arrays import arrays
+from raysim.data.listed import is_listed, listed
 from raysim.experiment.compose import Node
 from raysim.experiment.instantiate import TARGET, build
 from raysim.models.split import Foreign, Own
@@ -66,9 +67,11 @@ class Given:
 def given(parts: Mapping[str, object], methods: Sequence[object] | None = None) -> tuple[Given, dict[str, object]]:
     """Objects, and names of options by their group, apart. Raises Refused.
 
-    parts: for each group an object, a name or (of all but data) values by key; None where nothing was given. methods:
-    objects and names.
+    parts: for each group an object, a name or (of all but data) values by key; None where nothing was given; partition
+    may be lists of rows. methods: objects and names.
     """
+    if is_listed(rows := parts.get("partition")):
+        parts = {**parts, "partition": listed(rows)}  # type: ignore[arg-type]
     named = {group: (str,) if group == "data" else (str, Mapping) for group in parts}
     chosen: dict[str, object] = {group: part for group, part in parts.items() if isinstance(part, named[group])}
     found = {group: part for group, part in parts.items() if part is not None and group not in chosen}
