@@ -96,7 +96,7 @@ and hold for all trials; a key of the space that is given one value is not searc
 NEW = """\
 examples:
   raysim new mine                         the folder mine, with one part of each kind, their options and their tests
-  raysim run --allow mine method=mine     in that folder; once it is installed (pip install -e .) without --allow"""
+  raysim run --allow mine method=mine     in that folder; once it is installed (uv pip install -e .) without --allow"""
 REPORT = """\
 examples:
   raysim report runs/a                    one run

@@ -119,7 +119,17 @@ def test_the_table_puts_the_best_run_first_and_marks_the_best_values(tmp_path: P
     assert "0.6667*" in lines[3]  # the best five
     assert "0.3750 " in lines[4]
     assert "4.5 k " in lines[3] + " "
-    assert "3 k*" in lines[4]  # fewer floats are better
+    assert "3 k*" not in lines[4]  # of fewer rounds
+
+
+def test_nobody_wins_where_runs_cannot_be_compared(tmp_path: Path) -> None:
+    """Neither over other data, nor in what a run costs after fewer rounds."""
+    scores: list[float | None] = [0.2, 0.5]
+    alike = [make(tmp_path / name, scores[: len(scores)], config) for name, config in (("a", "seed: 0"), ("b", "seed: 1"))]
+    write_json(summarise(history(scores)) | {"wall_seconds": 9.0}, tmp_path / "b" / "summary.json")
+    assert "1 s*" in report.table([alike[0], report.load_run(tmp_path / "b")])
+    other = [make(tmp_path / name, [score], f"partition: {{alpha: {score}}}") for name, score in (("c", 0.9), ("d", 0.1))]
+    assert "*" not in report.table(other)
 
 
 def test_nobody_wins_a_column_where_all_are_equal_or_alone(tmp_path: Path) -> None:
@@ -130,7 +140,7 @@ def test_nobody_wins_a_column_where_all_are_equal_or_alone(tmp_path: Path) -> No
 
 def test_a_missing_score_sorts_last_and_shows_a_dash(tmp_path: Path) -> None:
     runs = [make(tmp_path / "unmeasured", [None, None]), make(tmp_path / "measured", [0.5])]
-    last = report.table(runs).splitlines()[-2]  # above what the star means
+    last = report.table(runs).splitlines()[-1]
     assert last.startswith("unmeasured")
     assert "–" in last
 
