@@ -153,6 +153,7 @@ ELSEWHERE = {
 }
 
 
+OF_CLASSES = ("classes_per_client", "heterogeneity", "pooled_entropy")  # numbers of a split that others do not have
 RUN_FILES = ("config.yaml", "history.parquet")  # of a run that can be shown
 
 
@@ -471,7 +472,8 @@ def _partition(given: argparse.Namespace) -> int:
     data = partition(config, given.allow)
     picture = Path(given.out)
     numbers = statistics(data)
-    numbers.pop("counts")
+    if numbers.pop("counts").shape[1] == 1:  # type: ignore[attr-defined]
+        numbers = {key: numbers[key] for key in numbers if key not in OF_CLASSES}
     print(data.title)
     for key, value in numbers.items():
         parts = value.items() if isinstance(value, dict) else [("", value)]

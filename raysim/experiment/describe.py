@@ -53,7 +53,7 @@ def overview(experiment: Experiment, folder: Path) -> str:
         "clients": f"{numbers['clients']} with {sizes['min']} to {sizes['max']} training samples, "
         f"{numbers['empty_clients']} without; {tests.min()} to {tests.max()} test samples of their own; "
         f"{numbers['central_test']} central test samples",
-        "split": described(numbers["heterogeneity"]),
+        "split": described(numbers["heterogeneity"]) if numbers["counts"].shape[1] > 1 else "",  # only classes differ
         "rounds": f"{_several(settings.rounds, 'round')} of {experiment.schedule!r}, {settings.weighting} weights; "
         f"{_local(settings.local)}",
         "schedule": _schedule(experiment, layout),

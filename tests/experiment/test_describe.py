@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import os
 import re
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 
 import raysim
+from raysim import cli
 from raysim.experiment.describe import identity, overview
 from raysim.experiment.execute import build, run
 from raysim.primitives.errors import Refused
@@ -48,6 +50,13 @@ def test_the_overview_says_how_unlike_the_clients_are() -> None:
     assert text.startswith(
         "label entropy 0.000 ± 0.000 nats, commonest class 100%, 1.00 effective classes, Jensen-Shan"
     )
+
+
+def test_of_data_without_classes_it_does_not(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["data=diabetes", "partition=iid", "partition.clients=5"]
+    assert "split" not in lines(*words)
+    assert cli.call(["partition", *words, "--out", os.devnull]) == 0
+    assert "classes" not in capsys.readouterr().out
 
 
 def test_the_overview_says_what_schedule_and_fleet_make_of_the_run() -> None:
