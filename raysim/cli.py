@@ -107,7 +107,7 @@ examples:
                                           that table, the paper's numbers beside ours; commands for what is missing"""
 UI = """\
 examples:
-  raysim ui                             what is in runs/mlflow.db, where runs are sent unless tracking.uri says otherwise
+  raysim ui                             what is in runs/mlflow.db, where runs are sent without tracking.uri
   raysim ui studies/mine                the runs of a study
   raysim ui --port 5001 --no-browser    on another port; prints the address
   raysim ui http://MLFLOW:5000          the page of a server
@@ -325,7 +325,9 @@ def _parser() -> Parser:
         )
     report.add_argument("--paper", metavar="TABLE", help="print a published table, such as fedbr/table1, beside runs")
     ui = add("ui", "show the charts of runs in MLflow", UI)
-    ui.add_argument("place", nargs="?", default="runs", help="the folder that runs are in (runs), or a server's address")
+    ui.add_argument(
+        "place", nargs="?", default="runs", help="the folder that runs are in (runs), or a server's address"
+    )
     ui.add_argument("--port", type=int, default=5000, help="where MLflow's page is served (5000)")
     ui.add_argument("--no-browser", action="store_true", help="print the address alone")
     bench = add("bench", "measure speed against a bare PyTorch loop", BENCH)

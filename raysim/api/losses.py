@@ -69,10 +69,12 @@ class Huber:
 
 
 def tried(loss: RowLoss, kind: Kind, outputs: int) -> None:
-    """Raise ValueError, in one sentence, for a loss that does not fit labels of this kind or gives no value a sample."""
+    """Raise ValueError, in one sentence, for a loss that does not fit these labels, or gives no value a sample."""
     meant: Kind = getattr(loss, "kind", kind)
     if meant != kind:
-        raise ValueError(f"loss={named(loss)} is for {meant}, and this data is for {kind}: choose another, or loss=usual")
+        raise ValueError(
+            f"loss={named(loss)} is for {meant}, and this data is for {kind}: choose another, or loss=usual"
+        )
     labels = torch.zeros(2, dtype=torch.int64) if kind == "classification" else torch.zeros(2, outputs)
     try:
         shape = loss(torch.zeros(2, outputs), labels).shape

@@ -14,13 +14,13 @@ import numpy as np
 import torch
 from torch import nn
 
-import raysim
 from raysim.api.composition import SLOTS
 from raysim.api.declarations import Local
 from raysim.api.method import Method
 from raysim.data.federated import FederatedData, statistics
 from raysim.data.heterogeneity import described
 from raysim.experiment.settings import Experiment
+from raysim.primitives.version import __version__
 from raysim.simulation.forecast import BUSY, forecast
 from raysim.simulation.load import make_planner
 from raysim.training.run_spec import build_networks
@@ -175,7 +175,7 @@ def identity(experiment: Experiment) -> dict[str, object]:
         "summation": spec.settings.summation,
         "python": platform.python_version(),
         # A folder that was sent to a cluster is installed nowhere: raysim's own version is in its code.
-        "libraries": {"raysim": raysim.__version__} | {name: found for name in LIBRARIES if (found := _version(name))},
+        "libraries": {"raysim": __version__} | {name: found for name in LIBRARIES if (found := _version(name))},
     }
 
 

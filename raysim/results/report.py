@@ -379,7 +379,9 @@ def _over_seeds(column: Column, spans: Sequence[range]) -> Column:
     for (mean, deviation), span in zip(found, spans, strict=True):
         count = len(known([column.scores[index] for index in span]))
         some = f" ({count} of {len(span)})" if 0 < count < len(span) else ""
-        texts.append(show(mean) + (f" ± {show(deviation)}" if deviation is not None and column.title != "rounds" else "") + some)
+        texts.append(
+            show(mean) + (f" ± {show(deviation)}" if deviation is not None and column.title != "rounds" else "") + some
+        )
     several = any(len(span) > 1 for span in spans)
     deviations = [deviation for _, deviation in found] if several else column.deviations
     return replace(column, texts=texts, scores=[mean for mean, _ in found], deviations=deviations)

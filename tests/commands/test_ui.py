@@ -40,7 +40,9 @@ def test_mlflow_is_served_and_opened_on_the_charts_until_ctrl_c(runs: Path, port
     with subprocess.Popen(words, cwd=runs.parent, stdout=subprocess.PIPE, text=True) as command:
         assert command.stdout is not None
         said = [command.stdout.readline() for _ in range(3)]
-        found = re.fullmatch(rf"charts: (http://127.0.0.1:{port}/)#/experiments/1/runs\?workflowType=machine_.*\n", said[1])
+        found = re.fullmatch(
+            rf"charts: (http://127.0.0.1:{port}/)#/experiments/1/runs\?workflowType=machine_.*\n", said[1]
+        )
         assert found, said
         assert "MLflow" in urllib.request.urlopen(found[1]).read().decode()
         command.send_signal(signal.SIGINT)
@@ -50,7 +52,9 @@ def test_mlflow_is_served_and_opened_on_the_charts_until_ctrl_c(runs: Path, port
 
 
 def test_a_run_its_root_and_a_study_have_one_database(runs: Path) -> None:
-    assert ui._database(str(runs)) == ui._database(str(runs / "a")) == ui._database(str(runs.parent)) == runs / "mlflow.db"
+    assert (
+        ui._database(str(runs)) == ui._database(str(runs / "a")) == ui._database(str(runs.parent)) == runs / "mlflow.db"
+    )
 
 
 def test_what_cannot_be_shown_is_one_sentence(runs: Path, tmp_path: Path) -> None:

@@ -125,10 +125,14 @@ def test_the_table_puts_the_best_run_first_and_marks_the_best_values(tmp_path: P
 def test_nobody_wins_where_runs_cannot_be_compared(tmp_path: Path) -> None:
     """Neither over other data, nor in what a run costs after fewer rounds."""
     scores: list[float | None] = [0.2, 0.5]
-    alike = [make(tmp_path / name, scores[: len(scores)], config) for name, config in (("a", "seed: 0"), ("b", "seed: 1"))]
+    alike = [
+        make(tmp_path / name, scores[: len(scores)], config) for name, config in (("a", "seed: 0"), ("b", "seed: 1"))
+    ]
     write_json(summarise(history(scores)) | {"wall_seconds": 9.0}, tmp_path / "b" / "summary.json")
     assert "1 s*" in report.table([alike[0], report.load_run(tmp_path / "b")])
-    other = [make(tmp_path / name, [score], f"partition: {{alpha: {score}}}") for name, score in (("c", 0.9), ("d", 0.1))]
+    other = [
+        make(tmp_path / name, [score], f"partition: {{alpha: {score}}}") for name, score in (("c", 0.9), ("d", 0.1))
+    ]
     assert "*" not in report.table(other)
 
 
