@@ -142,9 +142,15 @@ def settings(config: Mapping[str, object], prefix: str = "") -> dict[str, str]:
     return flat
 
 
+def _chosen(config: Mapping[str, object]) -> dict[str, str]:
+    """The options that tell settings apart; a loss, which may have no key of its own, where it is not the usual one."""
+    groups = GROUPS if choice(config, "loss") in (NOTHING, "usual") else (*GROUPS, "loss")
+    return {group: choice(config, group) for group in groups}
+
+
 def differences(runs: Sequence[Run]) -> dict[str, list[str]]:
     """What differs between runs: the chosen options first, then the keys whose values are not all the same."""
-    flat = [{**{group: choice(run.config, group) for group in GROUPS}, **settings(run.config)} for run in runs]
+    flat = [{**_chosen(run.config), **settings(run.config)} for run in runs]
     keys = dict.fromkeys(key for one in flat for key in one)
     columns = {key: [one.get(key, NOTHING) for one in flat] for key in keys}
     return {key: values for key, values in columns.items() if len(set(values)) > 1}
@@ -336,8 +342,7 @@ def grouped(runs: Sequence[Run]) -> list[Group]:
 
 
 def _setting(run: Run) -> dict[str, str]:
-    named = {group: choice(run.config, group) for group in GROUPS}
-    return {key: value for key, value in {**settings(run.config), **named}.items() if key != "seed"}
+    return {key: value for key, value in {**settings(run.config), **_chosen(run.config)}.items() if key != "seed"}
 
 
 def _seed(run: Run) -> str:

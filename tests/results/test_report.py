@@ -184,6 +184,14 @@ def test_runs_that_differ_in_their_seeds_are_one_row_with_mean_and_sample_deviat
     assert columns["rounds"].texts == ["2", "2"]
 
 
+def test_runs_with_another_loss_are_another_setting(tmp_path: Path) -> None:
+    """One of the user's own may have no key that would tell them apart."""
+    own = "seed: 1\nloss: {_target_: mine.loss}\nchoices: {loss: mine}"
+    runs = [make(tmp_path / name, [0.5], config) for name, config in (("a", "seed: 0"), ("b", own))]
+    assert len(report.grouped(runs)) == 2
+    assert report.differences(runs)["loss"] == ["–", "mine"]
+
+
 def test_what_some_seeds_did_not_reach_says_how_many_did(tmp_path: Path) -> None:
     columns = {c.title: c for c in report.results(report.grouped(seeded(tmp_path, "fedprox", [0.5, 0.75, 0.75])))}
     assert columns["to 0.70"].texts == ["2 ± 0 (2 of 3)"]
