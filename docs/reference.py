@@ -402,7 +402,7 @@ def _lines(path: Path) -> Iterator[tuple[str, str, str]]:
         above.append((indent, key))
         if names[0] in ("defaults", TARGET, "method") or (value == "" and not comment):
             continue
-        yield ".".join(names), value or "...", comment[:1].upper() + comment[1:]
+        yield ".".join(names), value or "...", comment
 
 
 # --- the guide to clusters --------------------------------------------------------------------------------------------

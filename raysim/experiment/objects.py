@@ -136,8 +136,8 @@ def written(part: object) -> Node:
     if isinstance(part, Own):
         return _written_network(part)
     if inspect.isfunction(part):
-        node = {TARGET: f"{part.__module__}.{part.__qualname__}"}
-        return node if _importable(part) else node | {OBJECT: "a function from Python"}
+        named: Node = {TARGET: f"{part.__module__}.{part.__qualname__}"}
+        return named if _importable(part) else named | {OBJECT: "a function from Python"}
     cls = type(part)
     target = f"{cls.__module__}.{cls.__qualname__}"
     node: Node = {TARGET: target}

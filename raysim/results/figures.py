@@ -49,9 +49,10 @@ def figure_file(
         figure = Figure(figsize=size, dpi=130, layout=ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.1))
         figure.suptitle(textwrap.fill(title, int(9 * size[0])), fontsize=13)
         yield figure
-        buffer = path if isinstance(path, io.BytesIO) else io.BytesIO()
-        figure.savefig(buffer, format="png")
-    if buffer is not path:
+        figure.savefig(buffer := io.BytesIO(), format="png")
+    if isinstance(path, io.BytesIO):
+        path.write(buffer.getvalue())
+    else:
         replace_file(Path(path), buffer.getvalue())
 
 
