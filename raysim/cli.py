@@ -29,8 +29,8 @@ examples:
   raysim run out=runs/mine resume=latest                  go on where it stopped, to the same bits
   raysim run method=fedprox --show                        print the configuration, run nothing
 
-The groups method, schedule, fleet, data, partition, model, local, evaluate, runtime, tracking and experiment take the
-name of an option; all other keys take a value. A wrong name is answered with the nearest right one. No word above needs
+The groups method, schedule, fleet, data, partition, model, loss, local, evaluate, runtime, tracking and experiment take
+the name of an option; all other keys a value. A wrong name is answered with the nearest right one. No word above needs
 quotes in bash or zsh; those with brackets do: 'method=[fedbn,fedadam]' is method=fedbn+fedadam."""
 STUDY = """\
 examples:

@@ -24,7 +24,7 @@ from raysim.results.tracking import ENVIRONMENT
 HOST = "127.0.0.1"
 CHARTS = "#/experiments/{}/runs?workflowType=machine_learning&compareRunsMode=CHART"
 PLACES = ("mlflow.db", "runs/mlflow.db", "../mlflow.db")  # below a root of runs, a study, a run
-PATIENCE = 120.0  # seconds that a server has to start
+PATIENCE = 600.0  # seconds that a server has to start: one that fails ends at once
 
 
 def charts(place: str, port: int, browser: bool) -> int:
