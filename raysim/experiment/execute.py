@@ -227,6 +227,7 @@ def _built(node: Node, allow: Sequence[str], objects: Given) -> Experiment:
         settings = replace(settings, local=local)
     check_concurrency(schedule, data.partition.train.counts)
     spec = RunSpec(model, methods, data, settings, device, execution.runtime.threads)
+    spec.attackers.check(spec.task.kind, data.partition.train, schedule.size)
     # What a fleet cannot be, such as a damaged trace, is found here and not in another process.
     fleet.devices(settings.seed, len(data.partition.train.counts), functools.partial(sample_flops, spec))
     networks, layout = build_networks(spec)

@@ -83,6 +83,8 @@ class Coordinator:
             settings.summation,
             schedule.size,
         )
+        self.attackers = spec.attackers
+        self.server.needs_single_updates |= self.attackers.attack.on_updates
         stateful = self.layout.has_personal or bool(owners(spec.methods, "state")) or settings.local.keep_optimizer
         self.private = PrivateStates(runtime, self.layout, stateful, settings.state.bytes, folder)
         self.planner = make_planner(spec, self.layout, schedule, fleet)
@@ -190,6 +192,8 @@ class Coordinator:
         results = self.dispatcher.floats
         outcomes, sums = self.dispatcher.collect(taken)
         store_bytes = self.history.store_bytes(self._published_bytes, results)
+        if self.attackers.attack.on_updates:
+            outcomes = self.attackers.poisoned(outcomes, self.layout.trained, self.server.version)
         failures = tuple(outcome for outcome in outcomes if isinstance(outcome, Failure))
         if len(failures) > self.settings.faults.tolerate * len(taken):
             raise self._too_many(failures, taken)
@@ -202,6 +206,8 @@ class Coordinator:
             singles = [update for update in present if isinstance(update, SingleUpdate)]
             scoring.append(self.evaluator.decompose(singles, self._published, self.server.published()))
         row = self.history.row(self.server, step, outcomes, store_bytes)
+        if self.settings.attack.kind != "none":
+            row["attackers"] = self.attackers.among([update.client for update in present])
         probes = tuple(update.probe for update in present if update.probe is not None)
         return _Pending(row, failures, probes, self.under_way.made(step, outcomes), scoring)
 

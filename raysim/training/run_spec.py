@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import torch
 from torch import nn
@@ -16,6 +17,7 @@ from raysim.data.federated import FederatedData
 from raysim.models import Classifier, ModelRecipe, split, splits
 from raysim.primitives.checks import above, at_least, between, in_range
 from raysim.primitives.streams import torch_seed
+from raysim.training.attack import Attack, Attackers
 from raysim.vectors.layout import Layout, plan_layout
 
 
@@ -81,6 +83,7 @@ class RunSettings:
     evaluate: Evaluation = field(default_factory=Evaluation)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     faults: Faults = field(default_factory=Faults)
+    attack: Attack = field(default_factory=Attack)
     state: State = field(default_factory=State)
 
     def __post_init__(self) -> None:
@@ -118,6 +121,12 @@ class RunSpec:
         return Task(
             dataset.shape, dataset.num_classes, clients, self.dtype, dataset.kind, dataset.tokens, scored_by=metric
         )
+
+    @cached_property
+    def attackers(self) -> Attackers:
+        """Who among the clients attacks, and how."""
+        settings = self.settings
+        return Attackers(settings.attack, settings.seed, self.data.partition.train.counts, settings.faults.norm)
 
     @property
     def evaluation(self) -> Evaluation:
