@@ -234,7 +234,7 @@ def _built(node: Node, allow: Sequence[str], objects: Given) -> Experiment:
     spec = replace(spec, lanes=execution.runtime.lanes or usual_lanes(spec, networks, schedule.concurrency))
     node = {**node, "runtime": {**node["runtime"], "lanes": spec.lanes}}
     check_private_names(methods, layout)
-    setup = Setup(spec.task, settings.local, networks, methods, schedule.size, schedule.stale)
+    setup = Setup(spec.task, settings.local, networks, layout, methods, schedule.size, schedule.stale)
     warnings = tuple(text for method in methods for text in method.check(setup))
     return Experiment(node, spec, schedule, fleet, execution, (*warnings, *objects.warnings()), observers)
 
