@@ -274,6 +274,9 @@ def _parser() -> Parser:
     run = add("run", "train one study and record it", RUN)
     _configurable(run)
     run.add_argument("--quiet", action="store_true", help="print nothing but errors")
+    run.add_argument(
+        "--auto-resume", action="store_true", help="the same command starts a run and goes on with it: resume=latest"
+    )
     run.add_argument("--config", metavar="FILE", help="start from a stored configuration, such as a sweep's best.yaml")
     run.add_argument("--show", action="store_true", help="print the configuration as YAML, and run nothing")
     study = add("study", "methods x seeds x partitions as one job: means, deviations, tests of differences", STUDY)
@@ -360,7 +363,8 @@ def _run(given: argparse.Namespace) -> int:
     from raysim.experiment.compose import compose, plain, to_yaml
 
     # before torch is imported: a typing mistake is answered at once
-    config = compose(given.overrides, given.conf, given.config)
+    words = _going_on(given.overrides) if given.auto_resume else given.overrides
+    config = compose(words, given.conf, given.config)
     if given.show:
         print(to_yaml(plain(config)), end="")
         return 0
@@ -368,6 +372,15 @@ def _run(given: argparse.Namespace) -> int:
 
     run(config, quiet=given.quiet, allow=given.allow)
     return 0
+
+
+def _going_on(words: Sequence[str]) -> list[str]:
+    """The words of a run that goes on wherever it was stopped."""
+    keys = {word.partition("=")[0] for word in words}
+    if "resume" in keys or "out" not in keys:
+        lacks = "has no effect beside resume=..." if "resume" in keys else "needs the folder of the run: add out=DIR"
+        raise Refused(f"--auto-resume {lacks}")
+    return [*words, "resume=latest"]
 
 
 def _study(given: argparse.Namespace) -> int:

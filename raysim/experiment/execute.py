@@ -34,7 +34,7 @@ from raysim.experiment.objects import PARTS, Given, given, refuse_missing
 from raysim.experiment.plugins import brought
 from raysim.experiment.recorder import OnRound, finished, record, say, users_observers
 from raysim.experiment.result import Result
-from raysim.experiment.run_folder import Place, place
+from raysim.experiment.run_folder import Place, last_checkpoint, place
 from raysim.experiment.settings import ExecutionOptions, Experiment, Interrupted
 from raysim.models import ModelRecipe
 from raysim.models.split import FILLED_IN, Foreign, Own
@@ -44,7 +44,7 @@ from raysim.results.observers import Note, Observer, ObserverFailed
 from raysim.results.progress import waiting
 from raysim.results.report import load_run
 from raysim.runtime.placement import listen_on_loopback
-from raysim.simulation.events import Event, RunStopped, TooManyFailures
+from raysim.simulation.events import Event, ProcessLost, RunStopped, TooManyFailures
 from raysim.simulation.fleet import Fleet
 from raysim.simulation.schedule import Schedule, Synchronous, check_concurrency
 from raysim.simulation.server import asked_weighting
@@ -72,6 +72,7 @@ __all__ = [
 
 
 # Words as on the command line, in one text or several; or a whole configuration.
+TRIES = 3  # at going on where a process was lost, without a new checkpoint in between
 Config: TypeAlias = DictConfig | Mapping[str, Any] | Sequence[str]
 T = TypeVar("T")
 
@@ -302,6 +303,26 @@ def run(
     users = users_observers(on_round, [*experiment.observers, *observers])
     with refusing():
         where = place(experiment)
+    tries = TRIES
+    while True:
+        reached = last_checkpoint(where.folder)
+        try:
+            return _tried(experiment, where, console, quiet, users)
+        except ProcessLost as error:
+            tries = TRIES if last_checkpoint(where.folder) != reached else tries - 1
+            if not (tries and where.folder.is_dir()):
+                raise
+            say(console, f"{error}. It goes on by itself")
+        again = replace(experiment.execution, out=str(where.folder), resume="latest")
+        experiment = replace(experiment, execution=again)
+        with refusing():
+            where = place(experiment)
+
+
+def _tried(
+    experiment: Experiment, where: Place, console: Console, quiet: bool, users: Sequence[Observer]
+) -> Result:
+    """Run to the end, or to the loss of a process."""
     if where.finished:
         say(console, where.note)
         return finished(experiment, where.folder, console)

@@ -31,7 +31,7 @@ from raysim.results.progress import Progress
 from raysim.results.served import served
 from raysim.results.timeline import draw_timeline
 from raysim.results.tracking import Tracker, save_model
-from raysim.simulation.events import ClientScores, Finished, Round, Row, RunStopped, Saved
+from raysim.simulation.events import ClientScores, Finished, Round, Row, RunStopped, Saved, Waiting
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -82,6 +82,9 @@ class Observer:
     def on_round(self, run: CurrentRun, event: Round) -> None:
         """An aggregation is done and scored; `event.row` is the last of `run.rows`."""
 
+    def on_wait(self, run: CurrentRun, event: Waiting) -> None:
+        """No host has answered for some seconds; told again every few seconds until one does."""
+
     def on_checkpoint(self, run: CurrentRun, event: Saved) -> None:
         """A checkpoint was written."""
 
@@ -107,6 +110,10 @@ class ProgressLine(Observer):
     def on_round(self, run: CurrentRun, event: Round) -> None:
         """Move the bar."""
         self._progress.update(event.row)
+
+    def on_wait(self, run: CurrentRun, event: Waiting) -> None:
+        """Say whom everyone waits for."""
+        self._progress.wait(event.host, event.clients, event.seconds)
 
     def on_finish(self, run: CurrentRun, event: Finished) -> None:
         """Leave the last state on the screen."""

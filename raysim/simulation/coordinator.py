@@ -22,7 +22,7 @@ from raysim.primitives.streams import stream
 from raysim.simulation import checkpoint, snapshot
 from raysim.simulation.dispatcher import Dispatcher, InFlightJob
 from raysim.simulation.evaluator import Evaluator, Scoring
-from raysim.simulation.events import Event, Finished, JobEnd, Round, Row, Saved, Started, TooManyFailures
+from raysim.simulation.events import Event, Finished, JobEnd, Round, Row, Saved, Started, TooManyFailures, Waiting
 from raysim.simulation.fleet import Fleet
 from raysim.simulation.history_row import RowWriter
 from raysim.simulation.load import make_planner
@@ -111,6 +111,7 @@ class Coordinator:
     def run(self) -> Iterator[Event]:
         """Run to the last round. Raises TooManyFailures or Deserted after writing a checkpoint."""
         self.history.start()
+        self.dispatcher.greet()
         if self.resume:
             self.restore()
         else:
@@ -131,6 +132,7 @@ class Coordinator:
             taken = self.under_way.taken(step)
             self._submit(taken)
             yield from self._report()
+            yield from self.dispatcher.awaited(job.call for job in taken if job.call is not None)
             pending = self._aggregate(step, taken)
             self._publish()
             self._evaluate(pending)
@@ -235,10 +237,11 @@ class Coordinator:
             ref = self.runtime.put(published)
         pending.scoring.append(self.evaluator.score(self.server, ref))
 
-    def _report(self) -> Iterator[Round]:
+    def _report(self) -> Iterator[Round | Waiting]:
         """Complete the rows of scored rounds."""
         for pending in self._pending:
             for scoring in pending.scoring:
+                yield from self.dispatcher.awaited(scoring.calls)
                 pending.row |= self.evaluator.columns(scoring)
             self.rows.append(pending.row)
             scores = self.evaluator.scores(pending.scoring)
