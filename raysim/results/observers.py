@@ -73,7 +73,7 @@ class Observer:
     """Follows a run: override the moments that matter, the others do nothing.
 
     After `on_start` an observer is told one end: `on_finish`, or `on_stop` where the run (or `on_finish` of any
-    observer up to this one) raised an error or was interrupted.
+    observer up to this one) raised an error or was interrupted. A run that lost a process stops and starts again.
     """
 
     def on_start(self, run: CurrentRun) -> None:
@@ -423,6 +423,10 @@ class UserObserver(Observer):
     def on_round(self, run: CurrentRun, event: Round) -> None:
         """Pass it on, with a row of its own."""
         self._tell("on_round", run, replace(event, row=dict(event.row)))
+
+    def on_wait(self, run: CurrentRun, event: Waiting) -> None:
+        """Pass it on."""
+        self._tell("on_wait", run, event)
 
     def on_checkpoint(self, run: CurrentRun, event: Saved) -> None:
         """Pass it on."""

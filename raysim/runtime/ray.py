@@ -38,6 +38,7 @@ from raysim.primitives.errors import first_line
 from raysim.runtime import preflight
 from raysim.runtime.placement import CLUSTERS, RayOptions, Size, amounts, demand, fitting, gib, share, total, within
 from raysim.simulation.coordinator import Coordinator
+from raysim.simulation.dispatcher import START
 from raysim.simulation.events import Event, ProcessLost, Round, RunStopped
 from raysim.simulation.fleet import Fleet
 from raysim.simulation.runtime import HostDied
@@ -444,14 +445,15 @@ def run(
 
 def _in_time(messages: Any, timeout: float | None) -> Iterator[Any]:
     """What a coordinator sends; it says every few seconds what it waits for, so one that is silent counts as dead."""
-    patience = None if timeout is None else timeout + REVIVAL
+    patience = None if timeout is None else timeout + START
     while ray.wait([messages], timeout=patience, fetch_local=False)[0]:
+        patience = None if timeout is None else timeout + REVIVAL
         try:
             yield next(messages)
         except StopIteration:
             return
     raise ProcessLost(
-        f"the coordinator has said nothing for {patience:g} s (faults.timeout and {REVIVAL} s for a new host): it may "
+        f"the coordinator has said nothing for {patience:g} s (faults.timeout, and what a new host may take): it may "
         "have been stopped; resume=latest goes on from its last checkpoint"
     )
 

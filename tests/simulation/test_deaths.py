@@ -12,9 +12,11 @@ from typing import Any
 
 import pytest
 from tiny_runs import LOCAL, MLP, NORMED, Ran, changed, coordinate, ran, run, run_spec, tiny
+from torch import Tensor
 
 from raysim.api.declarations import Evaluation, Local
 from raysim.api.method import Method
+from raysim.api.server_view import Aggregation
 from raysim.methods.fedbn import FedBN
 from raysim.methods.fedbss import FedBSS
 from raysim.methods.fedmix import FedMix
@@ -23,7 +25,7 @@ from raysim.methods.vhl import Vhl
 from raysim.runtime.placement import RayOptions
 from raysim.simulation import dispatcher
 from raysim.simulation.coordinator import Round
-from raysim.simulation.events import Finished, RunStopped, Waiting
+from raysim.simulation.events import Finished, ProcessLost, RunStopped, Waiting
 from raysim.simulation.fleet import Lognormal
 from raysim.simulation.runtime import HostDied, Runtime
 from raysim.simulation.schedule import Buffered, Synchronous
@@ -250,3 +252,25 @@ def test_an_actor_that_is_stopped_is_replaced_and_the_bits_are_the_same(ray_sess
     runtime.stop()
     assert found.bits == whole.bits and len(list(tmp_path.iterdir())) == 1
     assert sum(int(row["host_deaths"] or 0) for row in found.rows) == 1
+
+
+class Halting(Method):
+    """Stops the process of the coordinator in the second round."""
+
+    name = "halting"
+
+    def mix(self, direction: Tensor, aggregation: Aggregation, server: Any) -> Tensor:
+        if server.version:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        return direction
+
+
+def test_a_coordinator_that_is_stopped_is_lost(ray_session: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    from raysim.runtime import ray as on_ray
+
+    monkeypatch.setattr(on_ray, "REVIVAL", 1)
+    study = changed(run_spec(Halting(), data=tiny(clients=6)), faults=Faults(timeout=10.0))
+    size = on_ray.fit(RayOptions(hosts=1), study, 3, lambda _: None)
+    with pytest.raises(ProcessLost, match=r"said nothing for 11 s"):
+        for _ in on_ray.run(study, SCHEDULES["rounds"], Lognormal(), size, say=lambda _: None):
+            pass
