@@ -100,19 +100,20 @@ class Progress:
         if self._wall is not None:
             self.pace.append(max(0.0, wall - self._wall))
         self._wall, self._waits_for = wall, ""
-        self._show()
+        self._show(self.clock() - self._at >= SILENCE)
 
     def wait(self, host: int, clients: Sequence[int], seconds: float) -> None:
         """Nothing has come for a while: the host that everyone waits for, the clients that it has in hand, its age."""
         some = ", ".join(map(str, clients[:5])) + (", ..." if len(clients) > 5 else "")
         whose = f" with client{'s' if len(clients) > 1 else ''} {some}" if clients else ""
         self._waits_for = f"host {host}{whose} has not answered for {duration(seconds)}"
-        self._show()
+        self._show(True)
 
-    def _show(self) -> None:
+    def _show(self, say: bool) -> None:
+        """In a terminal always, in a log where there is something to say."""
         if self._live:
             self._bar.update(self._task, completed=self.round, description=self.line())
-        elif self.clock() - self._at >= SILENCE:
+        elif say:
             self._say()
 
     def note(self, text: str) -> None:

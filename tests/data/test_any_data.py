@@ -184,6 +184,14 @@ def test_leafs_shakespeare_is_read_from_its_files(tmp_path: Path) -> None:
         Leaf(str(tmp_path)).build()
 
 
+def test_a_file_that_is_a_link_to_itself_is_named(tmp_path: Path) -> None:
+    path = Path(write_leaf(tmp_path), "train/all_data_train_9.json")
+    path.unlink()
+    path.symlink_to(path.name)
+    with pytest.raises((ValueError, OSError), match=r"all_data_train_9\.json"):
+        Leaf(str(tmp_path)).build()
+
+
 def test_leafs_other_sets_are_numbers(tmp_path: Path) -> None:
     (tmp_path / "train").mkdir()
     data = {"f0": {"x": [[0.5] * 4] * 3, "y": [1, 0, 1]}}
