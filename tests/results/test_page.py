@@ -156,7 +156,7 @@ def test_a_run_without_a_measurement_has_a_page(tmp_path: Path) -> None:
 
 
 def test_of_a_run_with_a_broken_file_nothing_is_written(tmp_path: Path) -> None:
-    run = make(tmp_path / "a", [0.5, 0.6], "{}")
+    run = make(tmp_path / "a", [0.5, 0.6], "{method: {}}")
     (tmp_path / "a/split.parquet").write_bytes(b"no table")
     with pytest.raises(ValueError, match=r"split\.parquet cannot be read"):
         written([run], tmp_path)
