@@ -27,6 +27,7 @@ examples:
   raysim run runtime=inprocess rounds=5 tracking=none     quick, without Ray and MLflow
   raysim run out=runs/mine                                where the results go
   raysim run out=runs/mine resume=latest                  go on where it stopped, to the same bits
+  raysim run out=runs/mine --auto-resume                  start, or go on: for what starts commands again by itself
   raysim run method=fedprox --show                        print the configuration, run nothing
 
 The groups method, schedule, fleet, data, partition, model, local, evaluate, runtime, tracking and experiment take the

@@ -188,7 +188,7 @@ def await_moment(run: ForkServerProcess, seconds: float) -> bool:
 
 
 def disturb(run: ForkServerProcess, case: Case, rng: random.Random) -> None:
-    """Send the signals. Who was stopped is killed a little later, for nobody goes on with it; but a host is replaced."""
+    """Send the signals. Who was stopped is killed a little later, for nobody goes on with it; a host is replaced."""
     assert run.pid is not None
     place = VICTIMS[case.victim]
     found = [run.pid] if not place else [pid for pid in descendants(run.pid) if place in named(pid)[:200]]
@@ -347,6 +347,8 @@ if __name__ == "__main__":
     parser.add_argument("--count", type=int, default=30)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--runtime", choices=RUNTIMES, default="inprocess")
-    parser.add_argument("--log", type=Path, default=Path("faults.jsonl"), help="what became of the cases, a line for each")
+    parser.add_argument(
+        "--log", type=Path, default=Path("faults.jsonl"), help="what became of the cases, a line for each"
+    )
     parsed = parser.parse_args()
     sys.exit(main(parsed.count, parsed.seed, parsed.runtime, parsed.log))

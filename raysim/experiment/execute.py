@@ -319,9 +319,7 @@ def run(
             where = place(experiment)
 
 
-def _tried(
-    experiment: Experiment, where: Place, console: Console, quiet: bool, users: Sequence[Observer]
-) -> Result:
+def _tried(experiment: Experiment, where: Place, console: Console, quiet: bool, users: Sequence[Observer]) -> Result:
     """Run to the end, or to the loss of a process."""
     if where.finished:
         say(console, where.note)

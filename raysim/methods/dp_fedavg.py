@@ -19,8 +19,8 @@ What the epsilons say
   with chance m / n, and neighbours had one client more or less. No round of a fixed size has this guarantee.
 - Where who takes part depends on devices (availability, over-selection, deadlines), neither holds. Stale results,
   statistics of BatchNorm that are shared, and methods that upload or look at more are refused.
-- The accountant is dp-accounting's, by Renyi divergences at whole orders. Noise comes from the run's seed: who knows the
-  seed knows the noise, so this measures what privacy costs and protects nobody.
+- The accountant is dp-accounting's, by Renyi divergences at whole orders. Noise comes from the run's seed, and who knows
+  the seed knows the noise: this measures what privacy costs and protects nobody.
 
 Choices where the papers are silent, and departures
 - s is m / 20 (paper), but at least z: for few clients m / 20 leaves nothing for the sum. 0 noise reports no epsilon.
@@ -91,8 +91,8 @@ def epsilon(noise: float, clients: int, cohort: int, rounds: int, delta: float, 
 
 class DPFedAvg(Method):
     """noise: z, of what is released in a round, in units of how much one client can change it. clip: C, in the first
-    round. quantile: the share of updates that C shall not clip; None: C stays. rate: of C. bit_noise: s; None: as above.
-    delta: None: clients to the power of -1.1.
+    round. quantile: the share of updates that C shall not clip; None: C stays. rate: of C. bit_noise: s; None: the
+    larger of m / 20 and z. delta: None: clients to the power of -1.1.
     """
 
     name = "dp_fedavg"
@@ -127,7 +127,9 @@ class DPFedAvg(Method):
     def check(self, setup: Setup) -> Sequence[str]:
         """Whatever travels besides clipped updates would not be private."""
         if setup.stale:
-            raise ValueError("method 'dp_fedavg' accounts for rounds, and results may be stale: choose a schedule of rounds")
+            raise ValueError(
+                "method 'dp_fedavg' accounts for rounds, and results may be stale: choose a schedule of rounds"
+            )
         if setup.layout.shared > setup.layout.trained:
             raise ValueError(
                 "method 'dp_fedavg' hides parameters alone, and this model shares statistics of BatchNorm: set "

@@ -39,7 +39,7 @@ from raysim.runtime import preflight
 from raysim.runtime.placement import CLUSTERS, RayOptions, Size, amounts, demand, fitting, gib, share, total, within
 from raysim.simulation.coordinator import Coordinator
 from raysim.simulation.dispatcher import START
-from raysim.simulation.events import Event, ProcessLost, Round, RunStopped
+from raysim.simulation.events import Event, ProcessLost, Round
 from raysim.simulation.fleet import Fleet
 from raysim.simulation.runtime import HostDied
 from raysim.simulation.schedule import Schedule

@@ -11,9 +11,8 @@ They are drawn once from the seed, among the clients that have samples. With y t
 Choices where the papers are silent
 - The server's side changes the updates once they are there, before anything is made of them: on any number of hosts the
   same bits. What else attackers upload or keep, and BatchNorm's statistics, are what their training left.
-- ALIE's statistics are those of the honest updates of the same aggregation (the paper estimates them from the attackers'
-  own data), with the population's deviation. z: the largest for which the attackers are not the furthest from the mean
-  for a majority, of the n updates and m attackers of each aggregation, and at least 0.
+- ALIE's statistics are those of the honest updates of the same aggregation, with the population's deviation; the paper
+  estimates them from the attackers' own data. z is that of the n updates and m attackers of each aggregation, at least 0.
 - A changed update has to pass `faults.norm` like any other.
 """
 
@@ -38,8 +37,9 @@ from raysim.vectors.blocks import in_blocks
 
 @dataclass(frozen=True)
 class Attack:
-    """kind: what attackers do. share: of the clients, rounded. scale: of sign_flip and scaled. sigma: of gaussian. z: of
-    alie; None: as the paper computes it."""
+    """kind: what attackers do. share: of the clients, rounded. scale: of sign_flip and scaled. sigma: of gaussian.
+    z: of alie; None: as the paper computes it.
+    """
 
     kind: Literal["none", "label_flip", "sign_flip", "scaled", "gaussian", "alie"] = "none"
     share: float = 0.2

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tiny_runs import NORMED_MLP, SEED, changed, coordinate, ran, run, run_spec, same, several, tiny
+from tiny_runs import NORMED_MLP, SEED, changed, coordinate, ran, run, run_spec, several, tiny
 
 from raysim.api.method import Method
 from raysim.data.federated import federate
@@ -76,7 +76,9 @@ def test_attackers_are_the_same_on_two_hosts_and_after_a_stop(tmp_path: Any) -> 
 
 
 @pytest.mark.parametrize(
-    "rule", [CoordinateMedian(), TrimmedMean(0.3), Krum(2), GeometricMedian(50), NormClipping(1.0)], ids=lambda r: r.name
+    "rule",
+    [CoordinateMedian(), TrimmedMean(0.3), Krum(2), GeometricMedian(50), NormClipping(1.0)],
+    ids=lambda r: r.name,
 )
 def test_robust_rules_withstand_what_averaging_does_not(rule: Method) -> None:
     def length(*methods: Method) -> float:

@@ -17,7 +17,7 @@ from raysim.training.run_spec import build_networks
 from textbook.check import Row, check
 from textbook.dp_fedavg import dp_fedavg, epsilon_poisson
 
-SPENT = {name: "the accountant's" for name in ("dp_fedavg.epsilon", "dp_fedavg.epsilon_poisson")}
+SPENT = dict.fromkeys(("dp_fedavg.epsilon", "dp_fedavg.epsilon_poisson"), "the accountant's")
 SEVEN: dict[str, Any] = {"study": {"data": tiny(clients=7, samples=120)}, "schedule": Synchronous(7)}
 ROWS = {
     "as it is": Row(partial(dp_fedavg, m=3, z=1.0, c=0.1), lambda: [DPFedAvg()], skips=SPENT),
