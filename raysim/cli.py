@@ -11,10 +11,13 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from raysim.primitives.errors import Refused, instead, on_one_line, refusing
 from raysim.primitives.files import held, is_full
+
+if TYPE_CHECKING:
+    from raysim.results.report import Run
 
 RUN = """\
 examples:
@@ -515,10 +518,10 @@ def _report(given: argparse.Namespace) -> int:
     if not given.runs:
         raise Refused("report needs the folders of runs, or --paper and the name of a published table")
     from raysim.results.page import compare
-    from raysim.results.report import as_csv, grouped, latex, load_run, results, table
+    from raysim.results.report import as_csv, grouped, latex, results, table
 
     with refusing():
-        runs = [load_run(folder) for folder in _folders(given.runs)]
+        runs = _loaded(given.runs)
         if given.form:
             if given.out is not None:
                 raise Refused(f"--out {given.out} has no effect with --{given.form}, which prints a table alone")
@@ -530,16 +533,18 @@ def _report(given: argparse.Namespace) -> int:
     return 0
 
 
-def _folders(runs: Sequence[str]) -> list[Path]:
-    """Without what a shell's runs/* finds beside runs, such as runs/mlflow.db; says which folders are passed over."""
+def _loaded(runs: Sequence[str]) -> list[Run]:
+    """Runs, without what a shell's runs/* finds beside them, such as runs/mlflow.db; says what is passed over."""
+    from raysim.results.report import load_run
+
     paths = [Path(run) for run in runs]
     files = [path for path in paths if path.is_file()]
     other = [p for p in paths if p.is_dir() and not all((p / name).is_file() for name in RUN_FILES)]
-    if not (left := [path for path in paths if path not in (*files, *other)]):
-        return paths  # whose reader says what is wrong with the first of them
-    if other:
+    left = [path for path in paths if path not in (*files, *other)]
+    loaded = [load_run(path) for path in left or paths]  # which says what is wrong with the first of them
+    if left and other:
         _say(f"passed over, as no run has written there: {', '.join(map(str, other))}", 0)
-    return left
+    return loaded
 
 
 def _paper(given: argparse.Namespace) -> int:
@@ -547,7 +552,6 @@ def _paper(given: argparse.Namespace) -> int:
     from raysim.commands.papers.comparison import compare
     from raysim.commands.papers.results import kept
     from raysim.commands.papers.tables import listing
-    from raysim.results.report import load_run
 
     if given.out is not None:
         raise Refused(f"--out {given.out} has no effect with --paper, which prints text alone: leave it out")
@@ -557,7 +561,7 @@ def _paper(given: argparse.Namespace) -> int:
         print(listing(given.paper))
         return 0
     with refusing():
-        runs = [load_run(folder) for folder in _folders(given.runs)]
+        runs = _loaded(given.runs)
         print(compare(given.paper, runs, _width(), kept(given.paper.partition("/")[0])))
     return 0
 

@@ -19,8 +19,8 @@ What the epsilons say
   with chance m / n, and neighbours had one client more or less. No round of a fixed size has this guarantee.
 - Where who takes part depends on devices (availability, over-selection, deadlines), neither holds. Stale results,
   statistics of BatchNorm that are shared, and methods that upload or look at more are refused.
-- The accountant is dp-accounting's, by Renyi divergences at whole orders. Noise comes from the run's seed, and who knows
-  the seed knows the noise: this measures what privacy costs and protects nobody.
+- The accountant is dp-accounting's, by Renyi divergences at whole orders. Noise comes from the seed of a run, and who
+  knows it knows the noise: this measures what privacy costs and protects nobody.
 
 Choices where the papers are silent, and departures
 - s is m / 20 (paper), but at least z: for few clients m / 20 leaves nothing for the sum. 0 noise reports no epsilon.
