@@ -26,6 +26,7 @@ from raysim.experiment.describe import slots
 from raysim.experiment.execute import build
 from raysim.experiment.instantiate import TARGET, defaults, described, resolve, shown
 from raysim.experiment.settings import ExecutionOptions, RuntimeOptions, Tracking
+from raysim.training.attack import Attack
 from raysim.training.run_spec import Checkpoint, Faults, RunSettings, RunSpec, State, build_networks
 
 ROOT = Path(__file__).parent.parent
@@ -308,6 +309,7 @@ SETTINGS: dict[str, type] = {  # classes behind keys that no `_target_` names
     "checkpoint": Checkpoint,
     "state": State,
     "faults": Faults,
+    "attack": Attack,
     "runtime": RuntimeOptions,
     "tracking": Tracking,
 }

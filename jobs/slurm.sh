@@ -3,7 +3,7 @@
 #
 # Every node starts Ray, the first one runs the command, and all of them stop Ray when it ends. The words after the
 # script's name are those of the command without `raysim`; out= is on a file system that the nodes share. A job that Slurm
-# ends goes on with the same line and resume=latest.
+# ends goes on with the same line and resume=latest; with `run --auto-resume` and `sbatch --requeue` it does so by itself.
 #SBATCH --job-name=raysim
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=1

@@ -11,10 +11,13 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from raysim.primitives.errors import Refused, instead, on_one_line, refusing
 from raysim.primitives.files import held, is_full
+
+if TYPE_CHECKING:
+    from raysim.results.report import Run
 
 RUN = """\
 examples:
@@ -27,6 +30,7 @@ examples:
   raysim run runtime=inprocess rounds=5 tracking=none     quick, without Ray and MLflow
   raysim run out=runs/mine                                where the results go
   raysim run out=runs/mine resume=latest                  go on where it stopped, to the same bits
+  raysim run out=runs/mine --auto-resume                  start, or go on: for what starts commands again by itself
   raysim run method=fedprox --show                        print the configuration, run nothing
 
 The groups method, schedule, fleet, data, partition, model, loss, local, evaluate, runtime, tracking and experiment take
@@ -284,6 +288,9 @@ def _parser() -> Parser:
     run = add("run", "train one study and record it", RUN)
     _configurable(run)
     run.add_argument("--quiet", action="store_true", help="print nothing but errors")
+    run.add_argument(
+        "--auto-resume", action="store_true", help="the same command starts a run and goes on with it: resume=latest"
+    )
     run.add_argument("--config", metavar="FILE", help="start from a stored configuration, such as a sweep's best.yaml")
     run.add_argument("--show", action="store_true", help="print the configuration as YAML, and run nothing")
     study = add("study", "methods x seeds x partitions as one job: means, deviations, tests of differences", STUDY)
@@ -376,7 +383,8 @@ def _run(given: argparse.Namespace) -> int:
     from raysim.experiment.compose import compose, plain, to_yaml
 
     # before torch is imported: a typing mistake is answered at once
-    config = compose(given.overrides, given.conf, given.config)
+    words = _going_on(given.overrides) if given.auto_resume else given.overrides
+    config = compose(words, given.conf, given.config)
     if given.show:
         print(to_yaml(plain(config)), end="")
         return 0
@@ -384,6 +392,15 @@ def _run(given: argparse.Namespace) -> int:
 
     run(config, quiet=given.quiet, allow=given.allow)
     return 0
+
+
+def _going_on(words: Sequence[str]) -> list[str]:
+    """The words of a run that goes on wherever it was stopped."""
+    keys = {word.partition("=")[0] for word in words}
+    if "resume" in keys or "out" not in keys:
+        lacks = "has no effect beside resume=..." if "resume" in keys else "needs the folder of the run: add out=DIR"
+        raise Refused(f"--auto-resume {lacks}")
+    return [*words, "resume=latest"]
 
 
 def _study(given: argparse.Namespace) -> int:
@@ -514,10 +531,10 @@ def _report(given: argparse.Namespace) -> int:
     if not given.runs:
         raise Refused("report needs the folders of runs, or --paper and the name of a published table")
     from raysim.results.page import compare
-    from raysim.results.report import as_csv, grouped, latex, load_run, results, table
+    from raysim.results.report import as_csv, grouped, latex, results, table
 
     with refusing():
-        runs = [load_run(folder) for folder in _folders(given.runs)]
+        runs = _loaded(given.runs)
         if given.form:
             if given.out is not None:
                 raise Refused(f"--out {given.out} has no effect with --{given.form}, which prints a table alone")
@@ -529,16 +546,18 @@ def _report(given: argparse.Namespace) -> int:
     return 0
 
 
-def _folders(runs: Sequence[str]) -> list[Path]:
-    """Without what a shell's runs/* finds beside runs, such as runs/mlflow.db; says which folders are passed over."""
+def _loaded(runs: Sequence[str]) -> list[Run]:
+    """Runs, without what a shell's runs/* finds beside them, such as runs/mlflow.db; says what is passed over."""
+    from raysim.results.report import load_run
+
     paths = [Path(run) for run in runs]
     files = [path for path in paths if path.is_file()]
     other = [p for p in paths if p.is_dir() and not all((p / name).is_file() for name in RUN_FILES)]
-    if not (left := [path for path in paths if path not in (*files, *other)]):
-        return paths  # whose reader says what is wrong with the first of them
-    if other:
+    left = [path for path in paths if path not in (*files, *other)]
+    loaded = [load_run(path) for path in left or paths]  # which says what is wrong with the first of them
+    if left and other:
         _say(f"passed over, as no run has written there: {', '.join(map(str, other))}", 0)
-    return left
+    return loaded
 
 
 def _paper(given: argparse.Namespace) -> int:
@@ -546,7 +565,6 @@ def _paper(given: argparse.Namespace) -> int:
     from raysim.commands.papers.comparison import compare
     from raysim.commands.papers.results import kept
     from raysim.commands.papers.tables import listing
-    from raysim.results.report import load_run
 
     if given.out is not None:
         raise Refused(f"--out {given.out} has no effect with --paper, which prints text alone: leave it out")
@@ -556,7 +574,7 @@ def _paper(given: argparse.Namespace) -> int:
         print(listing(given.paper))
         return 0
     with refusing():
-        runs = [load_run(folder) for folder in _folders(given.runs)]
+        runs = _loaded(given.runs)
         print(compare(given.paper, runs, _width(), kept(given.paper.partition("/")[0])))
     return 0
 

@@ -1,31 +1,37 @@
 """Disturbs runs and compares what they end in, once resumed, with the undisturbed ones.
 
-    uv run python tests/faults.py --count 300 --seed 1         in process
-    uv run python tests/faults.py --count 60 --runtime local   on Ray: driver, coordinator, hosts, raylet and GCS
+    uv run python tests/faults.py --count 300 --log faults.jsonl
+                                                in process; goes on where it stopped
+    uv run python tests/faults.py --count 60 --runtime local --log faults.jsonl
+                                                on Ray: driver, coordinator, hosts, raylet and GCS
 
 A seeded case starts a run, does something to it at a seeded moment (a signal to one of its processes, a file size that
 the system refuses, a database of MLflow that is locked, deleted or overwritten), and goes on with resume=latest until
 the run is done. Then model_sha256, state_sha256 and the rows of the history must be those of the undisturbed run,
-nothing unfinished may lie in the folder, no process may be left, and no traceback may have been shown.
+nothing unfinished may lie in the folder, no process may be left, and no traceback may have been shown. Moments are
+counted in the CPU time of the run, so that they are the same on a busy machine.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import json
+import multiprocessing
 import os
 import random
 import resource
 import signal
 import sqlite3
-import subprocess
 import sys
 import tempfile
 import time
+import uuid
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +66,9 @@ VICTIMS = {
 }
 MEASURED = ("wall_seconds", "host_seconds", "host_busy", "host_busy_least", "store_bytes", "host_deaths")
 PATIENT = {"RAY_raylet_start_wait_time_s": "300", "RAY_agent_register_timeout_ms": "300000"}  # on a busy machine
-PATIENCE = 300  # seconds for a run of a few
+PATIENCE = 600  # seconds for a run of a few
+MARK = "RAYSIM_FAULTS"  # in the environment of all processes of a case
+TICK = os.sysconf("SC_CLK_TCK")
 
 
 @dataclass(frozen=True)
@@ -117,19 +125,29 @@ SCHEDULES["one"] = ["schedule=buffered", "schedule.concurrency=3", "schedule.siz
 
 
 # --- processes ------------------------------------------------------------------------------------------------------
-def start(words: list[str], folder: Path, size: int | None = None) -> subprocess.Popen[str]:
-    """A run in a session of its own. size: the largest file that it may write, in bytes."""
+FORKS = multiprocessing.get_context("forkserver")  # a process that has imported raysim makes those of the runs
+FORKS.set_forkserver_preload(["raysim.cli", "raysim.experiment.execute", "raysim.runtime.inprocess"])
 
-    def limit() -> None:
-        if size is not None:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
 
-    with (folder / "err").open("a") as err:
-        return subprocess.Popen(
-            [sys.executable, "-m", "raysim", *words],
-            cwd=folder, stdout=subprocess.DEVNULL, stderr=err, text=True, start_new_session=True, preexec_fn=limit,
-            env=os.environ | PATIENT,
-        )  # fmt: skip
+def _command(words: list[str], folder: str, size: int | None, mark: str) -> None:
+    """`raysim` with these words; size: the largest file that it may write, in bytes."""
+    os.setsid()
+    os.chdir(folder)
+    os.environ.update(PATIENT, **{MARK: mark})
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    os.dup2(os.open("err", os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
+    if size is not None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
+    from raysim.cli import main
+
+    main(words)
+
+
+def start(words: list[str], folder: Path, mark: str, size: int | None = None) -> ForkServerProcess:
+    """A run in a session of its own, with a mark in its environment by which its processes are known."""
+    run = FORKS.Process(target=_command, args=(words, str(folder), size, mark))
+    run.start()
+    return run
 
 
 def descendants(pid: int) -> list[int]:
@@ -149,8 +167,29 @@ def named(pid: int) -> str:
     return ""
 
 
-def disturb(run: subprocess.Popen[str], case: Case, rng: random.Random) -> None:
-    """Send the signals; who was stopped is killed a little later, for nobody would go on with it."""
+def worked(pid: int) -> float:
+    """Seconds of CPU time of a process and its descendants, those that have ended included."""
+    seconds = 0.0
+    for each in [pid, *descendants(pid)]:
+        with contextlib.suppress(OSError):
+            fields = Path(f"/proc/{each}/stat").read_text().rpartition(")")[2].split()
+            seconds += sum(map(int, fields[11:15])) / TICK
+    return seconds
+
+
+def await_moment(run: ForkServerProcess, seconds: float) -> bool:
+    """Until a run has worked for so long; whether it still goes on then."""
+    assert run.pid is not None
+    while run.is_alive():
+        if worked(run.pid) >= seconds:
+            return True
+        time.sleep(0.005)
+    return False
+
+
+def disturb(run: ForkServerProcess, case: Case, rng: random.Random) -> None:
+    """Send the signals. Who was stopped is killed a little later, for nobody goes on with it; a host is replaced."""
+    assert run.pid is not None
     place = VICTIMS[case.victim]
     found = [run.pid] if not place else [pid for pid in descendants(run.pid) if place in named(pid)[:200]]
     if not found:
@@ -159,33 +198,42 @@ def disturb(run: subprocess.Popen[str], case: Case, rng: random.Random) -> None:
     for each in SIGNALS[case.fault]:
         with contextlib.suppress(ProcessLookupError):
             os.kill(victim, each)
-    if case.fault == "STOP":
+    if case.fault == "STOP" and case.victim != "host":
         time.sleep(1)
         with contextlib.suppress(ProcessLookupError):
             os.kill(victim, signal.SIGKILL)
 
 
-def finish(run: subprocess.Popen[str]) -> int:
+def finish(run: ForkServerProcess) -> int:
     """Its status; one that does not end in time, and all that it leaves, is killed."""
-    try:
-        return run.wait(PATIENCE)
-    except subprocess.TimeoutExpired:
-        for pid in [run.pid, *descendants(run.pid)]:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        run.wait()
-        return -99
+    run.join(PATIENCE)
+    if run.exitcode is not None:
+        return run.exitcode
+    assert run.pid is not None
+    for pid in [run.pid, *descendants(run.pid)]:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    run.join()
+    return HANGS
 
 
-def leftover(session: int) -> list[str]:
-    """Processes of a run that has ended."""
-    found = []
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):
-            fields = stat.read_text().rpartition(")")[2].split()
-            if int(fields[3]) == session and fields[0] != "Z":
-                found.append(named(int(stat.parent.name)))
+HANGS = -99
+
+
+def leftover(mark: str) -> list[str]:
+    """Processes of a case, none of whose runs goes on; those that are about to end are waited for."""
+    for _ in range(60):
+        if not (found := [named(pid) for pid in _marked(mark)]):
+            break
+        time.sleep(1)
     return found
+
+
+def _marked(mark: str) -> Iterator[int]:
+    for environment in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):
+            if f"{MARK}={mark}".encode() in environment.read_bytes():
+                yield int(environment.parent.name)
 
 
 # --- what must be the same ------------------------------------------------------------------------------------------
@@ -196,70 +244,102 @@ def result(folder: Path) -> tuple[Any, ...]:
     return summary["model_sha256"], summary["state_sha256"], json.dumps(rows)
 
 
-UNDISTURBED: dict[tuple[str, str], tuple[tuple[Any, ...], float, int]] = {}
+@dataclass(frozen=True)
+class Undisturbed:
+    """What a run ends in, the CPU seconds that it takes, and the size of its largest file."""
+
+    result: tuple[Any, ...]
+    seconds: float
+    largest: int
 
 
-def undisturbed(case: Case) -> tuple[tuple[Any, ...], float, int]:
-    """What the run ends in, how long it takes, and its largest file."""
-    if (key := (case.method, case.schedule)) not in UNDISTURBED:
+UNDISTURBED: dict[tuple[str, ...], Undisturbed] = {}
+
+
+def undisturbed(case: Case) -> Undisturbed:
+    """The run of a case when nothing happens to it."""
+    if (key := tuple(case.words)) not in UNDISTURBED:
         with tempfile.TemporaryDirectory(prefix="raysim-faults-") as text:
-            since = time.monotonic()
-            assert finish(start(case.words, Path(text))) == 0, Path(text, "err").read_text()
-            sizes = [path.stat().st_size for path in Path(text, "out").rglob("*") if path.is_file()]
-            UNDISTURBED[key] = result(Path(text)), time.monotonic() - since, max(sizes)
+            folder, seconds = Path(text), 0.0
+            if case.fault in DATABASE:  # MLflow takes ten times as long to make a database as all else
+                (folder / "mlflow.db").write_bytes(_database())
+            run = start(case.words, folder, uuid.uuid4().hex)
+            while run.is_alive():
+                seconds = max(seconds, worked(run.pid or 0))
+                time.sleep(0.02)
+            assert finish(run) == 0, (folder / "err").read_text()
+            sizes = [path.stat().st_size for path in (folder / "out").rglob("*") if path.is_file()]
+            UNDISTURBED[key] = Undisturbed(result(folder), seconds, max(sizes))
     return UNDISTURBED[key]
 
 
-def carry_out(case: Case, seed: int) -> str:
-    """ "same", or what is wrong."""
-    expected, duration, largest = undisturbed(case)
-    rng = random.Random(seed)
+@functools.cache
+def _database() -> bytes:
+    """One that MLflow has made."""
     with tempfile.TemporaryDirectory(prefix="raysim-faults-") as text:
-        folder = Path(text)
-        size = int(largest * case.moment) if case.fault == "disk" else None
-        run = start(case.words, folder, size)
-        if case.fault in SIGNALS:
-            time.sleep(duration * case.moment)
-            disturb(run, case, rng)
-            statuses = [finish(run)]
-        elif case.fault in DATABASE:
-            time.sleep(duration * case.moment)
-            with DATABASE[case.fault](folder / "mlflow.db"):
-                statuses = [finish(run)]
-        else:
-            statuses = [finish(run)]
-        while statuses[-1] and len(statuses) < 5:
-            statuses.append(finish(start([*case.words, "resume=latest"], folder)))
-        errors = (folder / "err").read_text()
-        if -99 in statuses:
-            return "hangs"
-        if statuses[-1]:
-            return f"does not go on (status {statuses}): {errors[-300:]}"
-        if result(folder) != expected:
-            return "ends in another result"
-        if "Traceback" in errors:
-            return f"shows a traceback: {errors[errors.index('Traceback') :][-400:]}"
-        if left := [path.name for path in (folder / "out").rglob(".*") if path.name != ".held"]:
-            return f"leaves {left}"
-        if case.runtime == "inprocess" and (left := leftover(run.pid)):
-            return f"leaves processes {left}"
-    return "same"
+        assert finish(start(Case("fedavg", "rounds", "inprocess", "lock", "", 0).words, Path(text), "")) == 0
+        return Path(text, "mlflow.db").read_bytes()
 
 
-def main(count: int, seed: int, runtime: str) -> int:
-    """The status is 1 where a run did not end as the undisturbed one."""
-    outcomes: Counter[tuple[str, str, str]] = Counter()
-    broken = []
+def carry_out(case: Case, seed: int) -> str:
+    """ "same", "same, too late" where the run had ended before its fault, or what is wrong."""
+    expected = undisturbed(case)
+    rng, mark = random.Random(seed), uuid.uuid4().hex
+    with tempfile.TemporaryDirectory(prefix="raysim-faults-") as text:
+        folder, reached = Path(text), True
+        if case.fault in DATABASE:
+            (folder / "mlflow.db").write_bytes(_database())
+        run = start(case.words, folder, mark, int(expected.largest * case.moment) if case.fault == "disk" else None)
+        with contextlib.ExitStack() as stack:
+            if case.fault != "disk":
+                reached = await_moment(run, expected.seconds * case.moment)
+            if case.fault in DATABASE:
+                stack.enter_context(DATABASE[case.fault](folder / "mlflow.db"))
+            elif case.fault in SIGNALS and reached:
+                disturb(run, case, rng)
+            statuses = [finish(run)]
+        while statuses[-1] not in (0, HANGS) and len(statuses) < 5:
+            statuses.append(finish(start([*case.words, "resume=latest"], folder, mark)))
+        return wrong(case, folder, statuses, mark, expected) or ("same" if reached else "same, too late")
+
+
+def wrong(case: Case, folder: Path, statuses: list[int], mark: str, expected: Undisturbed) -> str:
+    """How the end differs from that of the undisturbed run; "" where it does not."""
+    errors = (folder / "err").read_text()
+    if statuses[-1] == HANGS:
+        return "hangs"
+    if statuses[-1]:
+        return f"does not go on (status {statuses}): {errors[-300:]}"
+    if result(folder) != expected.result:
+        return "ends in another result"
+    if "Traceback" in errors:
+        return f"shows a traceback: {errors[errors.index('Traceback') :][-400:]}"
+    if left := [path.name for path in (folder / "out").rglob(".*") if path.name != ".held"]:
+        return f"leaves {left}"
+    if left := leftover(mark):
+        return f"leaves processes: {left}"
+    return ""
+
+
+def main(count: int, seed: int, runtime: str, log: Path) -> int:
+    """Cases that the log has left out; the status is 1 where a run did not end as the undisturbed one."""
+    lines = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
+    done = {(line["seed"], line["case"]["runtime"], line["number"]) for line in lines}
     for number, case in enumerate(cases(count, seed, runtime)):
-        found = carry_out(case, number)
+        if (seed, runtime, number) in done:
+            continue
+        lines.append({"seed": seed, "number": number, "case": asdict(case), "found": carry_out(case, number)})
+        with log.open("a") as file:
+            file.write(json.dumps(lines[-1]) + "\n")
+        print(f"{number + 1}/{count} {case}: {lines[-1]['found']}", flush=True)
+    outcomes: Counter[tuple[str, ...]] = Counter()
+    for line in lines:
+        case = Case(**line["case"])
         victim = case.victim if case.fault in SIGNALS else ""
-        outcomes[case.fault, victim, found.split(":")[0].split("(")[0]] += 1
-        print(f"{number + 1}/{count} {case}: {found}", flush=True)
-        if found != "same":
-            broken.append(found)
-    for (fault, victim, found), times in sorted(outcomes.items()):
-        print(f"{times:5d}  {fault:10s} {victim:12s} {found}")
-    return 1 if broken else 0
+        outcomes[case.runtime, case.fault, victim, line["found"].split(":")[0].split("(")[0]] += 1
+    for kind, times in sorted(outcomes.items()):
+        print(f"{times:5d}  {' '.join(f'{word:11s}' for word in kind)}")
+    return 0 if all(line["found"].startswith("same") for line in lines) else 1
 
 
 if __name__ == "__main__":
@@ -267,5 +347,8 @@ if __name__ == "__main__":
     parser.add_argument("--count", type=int, default=30)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--runtime", choices=RUNTIMES, default="inprocess")
+    parser.add_argument(
+        "--log", type=Path, default=Path("faults.jsonl"), help="what became of the cases, a line for each"
+    )
     parsed = parser.parse_args()
-    sys.exit(main(parsed.count, parsed.seed, parsed.runtime))
+    sys.exit(main(parsed.count, parsed.seed, parsed.runtime, parsed.log))

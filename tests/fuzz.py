@@ -1,9 +1,11 @@
 """Throws random command lines, configurations and damaged files at raysim: a run, or one sentence and status 2.
 
-    uv run python tests/fuzz.py --cases 10000        all kinds of input; the counts of each, and what broke
+    uv run python tests/fuzz.py --cases 5000 --log fuzz.jsonl
+                                    all kinds of input; the counts of each, and what broke; goes on where it stopped
 
 A case breaks the promise where something is raised that nobody catches, where a refusal is not one sentence, where
-nothing comes back for a minute, or where a refused command leaves a file behind.
+nothing comes back (a minute of work, or a minute of waiting for nothing), or where a refused command leaves a file
+behind.
 """
 
 from __future__ import annotations
@@ -11,21 +13,28 @@ from __future__ import annotations
 import argparse
 import contextlib
 import io
+import json
 import os
+import pickle
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
+import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import yaml
-from hypothesis import HealthCheck, Phase, given, settings, strategies as st
+from hypothesis import HealthCheck, Phase, given, seed, settings, strategies as st
 
 sys.path.append(str(Path(__file__).parent / "data"))
 
@@ -33,13 +42,16 @@ from tiny import picture, write_mnist, write_parquet, write_picture, write_strip
 
 from raysim import cli
 from raysim.experiment.compose import compose, plain
+from raysim.results.observers import Pictures
 from raysim.results.tracking import flatten
 
 QUICK = (
     *("runtime=inprocess", "tracking=none", "data=synthetic", "data.samples=60", "data.test_samples=10"),
     *("partition=iid", "partition.clients=5", "schedule.cohort=2", "local.epochs=1", "model=mlp", "rounds=1"),
 )
-PATIENCE = 60  # seconds
+PATIENCE = 60  # seconds of work, or of waiting
+LOOK = 6  # seconds between two looks at whether a case still works
+BATCH = 50  # cases that are made from one seed, and are one line of the log
 SLOW = {"rounds", "local.epochs", "local.steps", "evaluate.finetune.epochs", "data.samples"}  # a large one is meant
 
 
@@ -49,10 +61,11 @@ class Hang(BaseException):
 
 @dataclass
 class Findings:
-    """Cases by kind and outcome, and the broken ones."""
+    """Cases by kind and outcome, and the broken ones. strict: the first broken one ends the search, made small."""
 
     counts: Counter[tuple[str, str]] = field(default_factory=Counter)
     broken: list[str] = field(default_factory=list)
+    strict: bool = True
 
 
 FOUND = Findings()
@@ -61,15 +74,23 @@ FOUND = Findings()
 # --- one case -------------------------------------------------------------------------------------------------------
 @contextlib.contextmanager
 def _limited() -> Iterator[None]:
-    def stop(*_: object) -> None:
-        raise Hang
+    """Ends what works for too long, and what waits for too long: a busy machine makes neither of a case."""
+    start = worked = time.process_time()
+    idle = 0
 
-    before = signal.signal(signal.SIGALRM, stop)
-    signal.alarm(PATIENCE)
+    def look(*_: object) -> None:
+        nonlocal worked, idle
+        before, worked = worked, time.process_time()
+        idle = idle + LOOK if worked - before < 1e-3 * LOOK else 0
+        if max(idle, worked - start) >= PATIENCE:
+            raise Hang
+
+    before = signal.signal(signal.SIGALRM, look)
+    signal.setitimer(signal.ITIMER_REAL, LOOK, LOOK)
     try:
         yield
     finally:
-        signal.alarm(0)
+        signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
 
 
@@ -108,10 +129,19 @@ def case(kind: str, words: list[str], folder: Path) -> None:
         os.chdir(here)
     if found == "refused" and (left := files(folder) - before):
         found = f"leaves {sorted(left)[0]}"
-    FOUND.counts[kind, found.split(":")[0]] += 1
-    if found not in ("run", "refused", "failed"):
+    good = found in ("run", "refused", "failed")
+    FOUND.counts[kind, found if good else "broken"] += 1
+    if not good:
         FOUND.broken.append(f"{kind}: {words}: {found}")
-    assert found in ("run", "refused", "failed"), f"{words}: {found}"
+        keep(folder)
+    assert good or not FOUND.strict, f"{words}: {found}"
+
+
+def keep(folder: Path) -> None:
+    """What broke, as files, where RAYSIM_FUZZ_KEEP names a folder for it."""
+    if place := os.environ.get("RAYSIM_FUZZ_KEEP"):
+        target = Path(place, f"{len(list(Path(place).glob('*')))}")
+        subprocess.run(["cp", "-a", folder, target], check=False)  # pipes, loops and devices as they are
 
 
 @contextlib.contextmanager
@@ -201,6 +231,30 @@ def command_lines(data: Any) -> None:
         case("command line", ["run", "out=out", *_rest(given_words), methods, *given_words], folder)
 
 
+COMMANDS: Mapping[str, list[str]] = {  # others that read words, in a folder with a finished run: out
+    "partition": ["partition", *QUICK[2:7], "--out", "picture.png"],
+    "report": ["report", "out"],
+    "papers": ["report", "--paper"],
+    "methods": ["methods"],
+    "new": ["new"],
+    "fleet": ["fleet", "check"],
+    "submit": ["submit", "--address", "http://127.0.0.1:9", "--no-wait", "run"],
+    "study": ["study", *QUICK[:2], "out=study", "resume=latest"],
+    "sweep": ["sweep", *QUICK[:2], "out=sweep", "resume=latest"],
+    "help": ["help"],
+    "": [],
+}
+
+
+def other_commands(data: Any) -> None:
+    """One to three words after those that a command needs."""
+    name = data.draw(st.sampled_from(sorted(COMMANDS)))
+    words = [word for words in data.draw(st.lists(OVERRIDES, min_size=1, max_size=3)) for word in words]
+    with somewhere() as folder:
+        shutil.copytree(prepared("run"), folder, dirs_exist_ok=True)
+        case(f"command {name}".rstrip(), [*COMMANDS[name], *words], folder)
+
+
 def stored_configurations(data: Any) -> None:
     """The configuration of another run in which one value is another one, or a few characters are."""
     config: Any = plain(compose([*QUICK, "out=out"]))
@@ -279,6 +333,24 @@ def prepared(kind: str) -> Path:
         (root / "data/split.csv").write_text("path,domain,class,split\n" + "\n".join(rows) + "\n")
     elif kind == "idx":
         write_mnist(root / "data", 20, 10)
+    elif kind == "numpy":
+        _write_arrays(root / "data")
+    elif kind == "leaf":
+        _write_leaf(root / "data")
+    elif kind == "trace":
+        rows = {"client": list(range(5)), "start": [[0.0, 50.0]] * 5, "end": [[40.0, 90.0]] * 5}
+        rows |= {name: [value] * 5 for name, value in (("period", 1e3), ("speed", 50.0), ("down", 1e6), ("up", 1e6))}
+        pq.write_table(pa.table(rows), root / "trace.parquet")
+    elif kind == "fedscale":
+        capacity = {number: {"computation": 100.0 + number, "communication": 1e4} for number in range(1, 6)}
+        behaviour = {n: {"duration": 211625, "inactive": [2e4, 9e4], "finish_time": 211625, "active": [12.0, 5e4],
+                         "model": "CPH1801"} for n in range(5)}  # fmt: skip
+        for name, content in (("capacity", capacity), ("behaviour", behaviour)):
+            (root / name).write_bytes(pickle.dumps(content))
+    elif kind == "options":
+        (root / "conf/method").mkdir(parents=True)
+        (root / "conf/method/mine.yaml").write_text("mine:\n  _target_: raysim.methods.fedprox.FedProx\n  mu: 0.1\n")
+        (root / "runtime_env.yaml").write_text("pip: [numpy]\nenv_vars: {A: b}\n")
     else:
         os.environ["RAYSIM_CACHE"] = str(root / "cache")
         here = os.getcwd()
@@ -286,6 +358,20 @@ def prepared(kind: str) -> Path:
         assert outcome(["run", *QUICK, "rounds=2", "checkpoint.every=1", "out=out", "--quiet"]) == "run"
         os.chdir(here)
     return root
+
+
+def _write_arrays(folder: Path) -> None:
+    folder.mkdir()
+    x, y = np.linspace(0, 1, 40 * 6, dtype=np.float32).reshape(40, 6), np.arange(40) % 2
+    np.savez(folder / "train.npz", x=x, y=y)
+    np.savez(folder / "test.npz", x=x[:10], y=y[:10])
+
+
+def _write_leaf(folder: Path) -> None:
+    for split in ("train", "test"):
+        (folder / split).mkdir(parents=True)
+        users = {name: {"x": ["But, soft! "] * 4, "y": ["w"] * 4} for name in ("ROMEO", "JULIET")}
+        (folder / split / "all.json").write_text(json.dumps({"users": [*users], "user_data": users}))
 
 
 def _reading(*words: str) -> list[str]:
@@ -303,6 +389,14 @@ READERS: Mapping[str, tuple[str, list[str]]] = {  # which of the prepared files 
     "checkpoint": ("out/checkpoints/*/*", GO_ON),
     "run folder": ("out/*.*", GO_ON),
     "report": ("out/*.*", ["report", "out", "--out", "page"]),
+    "paper": ("out/*.*", ["report", "--paper", "fedbr/table1", "out"]),
+    "numpy": ("data/*.npz", _reading("data=numpy", "model.hidden=[4]")),
+    "leaf": ("data/*/*.json", _reading("data=leaf", "model=gru")),
+    "trace": ("trace.parquet", ["run", *QUICK, "fleet=trace", "fleet.file=trace.parquet", "out=new"]),
+    "trace, checked": ("trace.parquet", ["fleet", "check", "trace.parquet"]),
+    "fedscale": ("*", ["fleet", "convert", "capacity", "behaviour"]),
+    "options": ("conf/method/mine.yaml", ["run", *QUICK, "--conf", "conf", "method=mine", "out=new"]),
+    "configuration": ("out/config.yaml", ["run", "--config", "out/config.yaml", *QUICK[:2], "out=new"]),
 }
 
 
@@ -311,7 +405,7 @@ def damaged_files(data: Any) -> None:
     kind = data.draw(st.sampled_from(sorted(READERS)))
     pattern, words = READERS[kind]
     with somewhere() as folder:
-        shutil.copytree(prepared(kind), folder, dirs_exist_ok=True)
+        shutil.copytree(prepared(kind.partition(",")[0]), folder, dirs_exist_ok=True)
         found = sorted(path for path in folder.glob(pattern) if path.is_file())
         damage(data, data.draw(st.sampled_from(found)))
         case(kind, words, folder)
@@ -319,13 +413,14 @@ def damaged_files(data: Any) -> None:
 
 TARGETS: Mapping[str, Callable[[Any], None]] = {
     "command_lines": command_lines,
+    "other_commands": other_commands,
     "stored_configurations": stored_configurations,
     "damaged_files": damaged_files,
 }
 
 
-def fuzz(target: str, cases: int, seeded: bool) -> None:
-    """So many cases of one kind; fails at the first broken one, made small. seeded: the same ones each time."""
+def fuzz(target: str, cases: int, start: int = 0) -> None:
+    """So many cases of one kind, always the same ones for a start."""
     check = [
         HealthCheck.too_slow,
         HealthCheck.data_too_large,
@@ -333,8 +428,9 @@ def fuzz(target: str, cases: int, seeded: bool) -> None:
         HealthCheck.large_base_example,
     ]
 
-    @settings(max_examples=cases, deadline=None, database=None, derandomize=seeded, suppress_health_check=check,
-              phases=[Phase.generate, Phase.shrink] if not seeded else [Phase.generate], print_blob=False)  # fmt: skip
+    @seed(start)
+    @settings(max_examples=cases, deadline=None, database=None, suppress_health_check=check, phases=[Phase.generate],
+              print_blob=False)  # fmt: skip
     @given(st.data())
     def run(data: Any) -> None:
         TARGETS[target](data)
@@ -342,23 +438,37 @@ def fuzz(target: str, cases: int, seeded: bool) -> None:
     run()
 
 
-def main() -> int:
-    """All kinds; the status is 1 where something broke."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cases", type=int, default=300, help="of each kind (300)")
-    parser.add_argument("--only", choices=TARGETS, help="one kind alone")
-    parsed = parser.parse_args()
-    for target in [parsed.only] if parsed.only else TARGETS:
-        try:
-            fuzz(target, parsed.cases, seeded=False)
-        except (AssertionError, BaseExceptionGroup) as error:
-            print(f"{target}: {error}", file=sys.stderr)
-    for (kind, found), count in sorted(FOUND.counts.items()):
-        print(f"{count:6d}  {kind:15s} {found}")
-    for text in dict.fromkeys(FOUND.broken):
+def main(cases: int, targets: Sequence[str], log: Path) -> int:
+    """So many cases of each kind, those that the log has left out; the status is 1 where something broke."""
+    FOUND.strict = False
+    Pictures.on_finish = lambda *_: None  # type: ignore[method-assign]  # they are half of the time
+    lines = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
+    done = {(line["target"], line["start"]) for line in lines}
+    for start in range(0, cases, BATCH):
+        for target in targets:
+            if (target, start) in done:
+                continue
+            FOUND.counts, FOUND.broken = Counter(), []
+            fuzz(target, min(BATCH, cases - start), start)
+            counts = [[kind, found, count] for (kind, found), count in FOUND.counts.items()]
+            lines.append({"target": target, "start": start, "counts": counts, "broken": FOUND.broken})
+            with log.open("a") as file:
+                file.write(json.dumps(lines[-1]) + "\n")
+    total: Counter[tuple[str, str]] = Counter()
+    for line in lines:
+        total.update({(kind, found): count for kind, found, count in line["counts"]})
+    for (kind, found), count in sorted(total.items()):
+        print(f"{count:6d}  {kind:20s} {found}")
+    broken = dict.fromkeys(text for line in lines for text in line["broken"])
+    for text in broken:
         print(text[:500])
-    return 1 if FOUND.broken else 0
+    return 1 if broken else 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cases", type=int, default=300, help="of each kind (300)")
+    parser.add_argument("--only", choices=TARGETS, help="one kind alone")
+    parser.add_argument("--log", type=Path, default=Path("fuzz.jsonl"), help="what was found, a line for 50 cases")
+    parsed = parser.parse_args()
+    sys.exit(main(parsed.cases, [parsed.only] if parsed.only else [*TARGETS], parsed.log))

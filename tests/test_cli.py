@@ -598,3 +598,5 @@ def test_folders_that_are_no_run_are_passed_over(capsys: pytest.CaptureFixture[s
     assert "is no folder of a run" in printed(["report", "runs/mlflow_artifacts"], capsys, status=2)
     assert "nowhere is no folder" in printed(["report", "nowhere", "runs/mlflow.db"], capsys, status=2)
     assert "nowhere is no folder" in printed(["report", "nowhere", "runs/a"], capsys, status=2)
+    assert cli.call(["report", *everything, "nowhere"]) == 2
+    assert capsys.readouterr().err.count("raysim: ") == 1, "what is refused is said, and nothing besides"

@@ -11,4 +11,4 @@ CASES = [*cases(10, seed=3, runtime="inprocess"), *cases(2, seed=5, runtime="loc
 @pytest.mark.slow
 @pytest.mark.parametrize(("number", "case"), enumerate(CASES), ids=str)
 def test_a_disturbed_run_goes_on_to_the_undisturbed_ones_results(number: int, case: Case) -> None:
-    assert carry_out(case, number) == "same"
+    assert carry_out(case, number).startswith("same")

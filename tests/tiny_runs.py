@@ -50,6 +50,7 @@ from raysim.simulation.coordinator import Coordinator
 from raysim.simulation.fleet import Devices, Fate, Fixed, Fleet, Ideal, Speeds, Trip
 from raysim.simulation.schedule import Schedule
 from raysim.training.run_spec import RunSpec, build_networks
+from raysim.vectors.layout import plan_layout
 
 
 class Bare(NormedMlp):
@@ -118,7 +119,7 @@ def setup(
     stale: bool = False,
 ) -> Setup:
     """What `Method.check` is given: by default in rounds of 4."""
-    return Setup(task, local, networks, methods, size, stale)
+    return Setup(task, local, networks, plan_layout(networks, set()), methods, size, stale)
 
 
 def private(methods: Mapping[str, Tensor]) -> PrivateState[Tensor]:

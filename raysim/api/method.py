@@ -219,6 +219,7 @@ class Setup:
     task: Task
     local: Local
     networks: Mapping[str, nn.Module]
+    layout: Layout
     methods: Sequence[Method]
     size: int
     stale: bool

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import itertools
 import math
+import os
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
@@ -134,7 +135,7 @@ class Source:
         settings = {key: value for key, value in asdict(self).items() if key not in shared}
         settings |= {"only": self.only} if self.only else {}
         stats = [
-            (str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns)
+            (os.path.realpath(path), path.stat().st_size, path.stat().st_mtime_ns)
             for path in (*self.files(), *_code(type(self)))
         ]
         name = type(self).__name__.lower()

@@ -12,7 +12,7 @@ from raysim.data.columns import assembled, labels_of, padded
 from raysim.data.partition import Floats, Ints
 from raysim.data.raw import Raw, Source
 from raysim.primitives.checks import at_least, between, one_of
-from raysim.primitives.files import from_json, user_path
+from raysim.primitives.files import from_json, regular, user_path
 from raysim.primitives.kinds import Tokens
 from raysim.primitives.memory import must_fit
 from raysim.primitives.streams import stream
@@ -75,7 +75,7 @@ LETTER = {letter: number for number, letter in enumerate(LETTERS, 1)}
 def _users(path: Path) -> dict[str, dict[str, list[Any]]]:
     """The samples of every user in a file."""
     try:
-        users = from_json(path.read_bytes())["user_data"]
+        users = from_json(regular(path).read_bytes())["user_data"]
         for user, data in users.items():
             if len(data["x"]) != len(data["y"]):
                 raise ValueError(f"{user} has {len(data['x'])} inputs and {len(data['y'])} labels")

@@ -54,6 +54,7 @@ def overview(experiment: Experiment, folder: Path) -> str:
         f"{numbers['empty_clients']} without; {tests.min()} to {tests.max()} test samples of their own; "
         f"{numbers['central_test']} central test samples",
         "split": described(numbers["heterogeneity"]) if numbers["counts"].shape[1] > 1 else "",  # only classes differ
+        "attackers": _attackers(experiment),
         "rounds": f"{_several(settings.rounds, 'round')} of {experiment.schedule!r}, {settings.weighting} weights; "
         f"{_local(settings.local)}",
         "schedule": _schedule(experiment, layout),
@@ -100,6 +101,13 @@ def _busy(clients: int, hosts: int | None) -> str:
     if hosts and clients < BUSY * hosts:
         return f"{_several(hosts, 'host')} will wait at times, as fewer than {BUSY * hosts} clients are at work"
     return f"enough for {_several(max(1, clients // BUSY), 'busy host')}"
+
+
+def _attackers(experiment: Experiment) -> str:
+    """How many clients attack, and how; "" where none does."""
+    attackers, counts = experiment.spec.attackers, experiment.spec.data.partition.train.counts
+    how = attackers.attack.kind
+    return "" if how == "none" else f"{len(attackers.clients)} of {_several(len(counts), 'client')}: {how}"
 
 
 def _extra(experiment: Experiment) -> list[str]:

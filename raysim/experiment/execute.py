@@ -35,7 +35,7 @@ from raysim.experiment.objects import PARTS, Given, given, refuse_missing
 from raysim.experiment.plugins import brought
 from raysim.experiment.recorder import OnRound, finished, record, say, users_observers
 from raysim.experiment.result import Result
-from raysim.experiment.run_folder import Place, place
+from raysim.experiment.run_folder import Place, last_checkpoint, place
 from raysim.experiment.settings import ExecutionOptions, Experiment, Interrupted
 from raysim.models import ModelRecipe
 from raysim.models.split import FILLED_IN, Foreign, Own
@@ -45,7 +45,7 @@ from raysim.results.observers import Note, Observer, ObserverFailed
 from raysim.results.progress import waiting
 from raysim.results.report import load_run
 from raysim.runtime.placement import listen_on_loopback
-from raysim.simulation.events import Event, RunStopped, TooManyFailures
+from raysim.simulation.events import Event, ProcessLost, RunStopped, TooManyFailures
 from raysim.simulation.fleet import Fleet
 from raysim.simulation.schedule import Schedule, Synchronous, check_concurrency
 from raysim.simulation.server import asked_weighting
@@ -73,6 +73,7 @@ __all__ = [
 
 
 # Words as on the command line, in one text or several; or a whole configuration.
+TRIES = 3  # at going on where a process was lost, without a new checkpoint in between
 Config: TypeAlias = DictConfig | Mapping[str, Any] | Sequence[str]
 T = TypeVar("T")
 
@@ -241,13 +242,14 @@ def _built(node: Node, allow: Sequence[str], objects: Given) -> Experiment:
     check_concurrency(schedule, data.partition.train.counts)
     loss = _object(node, "loss", allow, objects.parts) if node.get("loss") else None  # older runs have no such group
     spec = RunSpec(model, methods, data, settings, device, execution.runtime.threads, loss=loss)
+    spec.attackers.check(spec.task.kind, data.partition.train, schedule.size)
     # What a fleet cannot be, such as a damaged trace, is found here and not in another process.
     fleet.devices(settings.seed, len(data.partition.train.counts), functools.partial(sample_flops, spec))
     networks, layout = build_networks(spec)
     spec = replace(spec, lanes=execution.runtime.lanes or usual_lanes(spec, networks, schedule.concurrency))
     node = {**node, "runtime": {**node["runtime"], "lanes": spec.lanes}}
     check_private_names(methods, layout)
-    setup = Setup(spec.task, settings.local, networks, methods, schedule.size, schedule.stale)
+    setup = Setup(spec.task, settings.local, networks, layout, methods, schedule.size, schedule.stale)
     warnings = tuple(text for method in methods for text in method.check(setup))
     return Experiment(node, spec, schedule, fleet, execution, (*warnings, *objects.warnings()), observers)
 
@@ -318,6 +320,24 @@ def run(
     users = users_observers(on_round, [*experiment.observers, *observers])
     with refusing():
         where = place(experiment)
+    tries = TRIES
+    while True:
+        reached = last_checkpoint(where.folder)
+        try:
+            return _tried(experiment, where, console, quiet, users)
+        except ProcessLost as error:
+            tries = TRIES if last_checkpoint(where.folder) != reached else tries - 1
+            if not (tries and where.folder.is_dir()):
+                raise
+            say(console, f"{error}. It goes on by itself")
+        again = replace(experiment.execution, out=str(where.folder), resume="latest")
+        experiment = replace(experiment, execution=again)
+        with refusing():
+            where = place(experiment)
+
+
+def _tried(experiment: Experiment, where: Place, console: Console, quiet: bool, users: Sequence[Observer]) -> Result:
+    """Run to the end, or to the loss of a process."""
     if where.finished:
         say(console, where.note)
         return finished(experiment, where.folder, console)

@@ -36,7 +36,7 @@ from raysim.results.observers import (
     UserObserver,
 )
 from raysim.results.tracking import Tracker, flatten, origin, read_record, replay
-from raysim.simulation.events import Event, Finished, Round, Row, Saved, Started
+from raysim.simulation.events import Event, Finished, Round, Row, Saved, Started, Waiting
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -98,6 +98,9 @@ class Follower:
             self.run.rows.append(event.row)
             for observer in self._observers:
                 observer.on_round(self.run, event)
+        elif isinstance(event, Waiting):
+            for observer in self._observers:
+                observer.on_wait(self.run, event)
         elif isinstance(event, Saved):
             for observer in self._observers:
                 observer.on_checkpoint(self.run, event)

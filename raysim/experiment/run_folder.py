@@ -15,6 +15,7 @@ from raysim.primitives.errors import Refused
 from raysim.primitives.files import user_path, without_password
 from raysim.results.tracking import flatten
 from raysim.simulation import checkpoint
+from raysim.training.attack import Attack
 
 # Keys that may change when a run is resumed: no bit of it depends on them.
 FREE = (
@@ -39,6 +40,7 @@ _ADDED: dict[str, object] = {  # keys that older runs lack, with what those runs
     "partition.validation_fraction": 0.0,
     "method.fraug.ramp_rounds": None,
     "loss": {},
+    **{f"attack.{key}": value for key, value in vars(Attack()).items()},
 }
 
 

@@ -11,7 +11,7 @@ def optional(package: str, what: str) -> ModuleType:
     try:
         return importlib.import_module(package)
     except ImportError as error:
-        extra = EXTRAS[package]
+        extra = EXTRAS[package.partition(".")[0]]
         raise ValueError(
             f"{what} needs the package {package} ({error}), of the extra [{extra}]: run uv sync --inexact --extra "
             f"{extra} in a checkout of raysim; elsewhere install its wheel or its git URL with [{extra}]"
@@ -25,4 +25,5 @@ EXTRAS = {  # which extra of pyproject.toml brings which package
     "peft": "lora",
     "tensorboardX": "tensorboard",
     "wandb": "wandb",
+    "dp_accounting": "privacy",
 }

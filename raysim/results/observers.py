@@ -32,7 +32,7 @@ from raysim.results.progress import Progress
 from raysim.results.served import served
 from raysim.results.timeline import draw_timeline
 from raysim.results.tracking import Tracker, save_model
-from raysim.simulation.events import ClientScores, Finished, Round, Row, RunStopped, Saved
+from raysim.simulation.events import ClientScores, Finished, Round, Row, RunStopped, Saved, Waiting
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -74,7 +74,7 @@ class Observer:
     """Follows a run: override the moments that matter, the others do nothing.
 
     After `on_start` an observer is told one end: `on_finish`, or `on_stop` where the run (or `on_finish` of any
-    observer up to this one) raised an error or was interrupted.
+    observer up to this one) raised an error or was interrupted. A run that lost a process stops and starts again.
     """
 
     def on_start(self, run: CurrentRun) -> None:
@@ -82,6 +82,9 @@ class Observer:
 
     def on_round(self, run: CurrentRun, event: Round) -> None:
         """An aggregation is done and scored; `event.row` is the last of `run.rows`."""
+
+    def on_wait(self, run: CurrentRun, event: Waiting) -> None:
+        """No host has answered for some seconds; told again every few seconds until one does."""
 
     def on_checkpoint(self, run: CurrentRun, event: Saved) -> None:
         """A checkpoint was written."""
@@ -108,6 +111,10 @@ class ProgressLine(Observer):
     def on_round(self, run: CurrentRun, event: Round) -> None:
         """Move the bar."""
         self._progress.update(event.row)
+
+    def on_wait(self, run: CurrentRun, event: Waiting) -> None:
+        """Say whom everyone waits for."""
+        self._progress.wait(event.host, event.clients, event.seconds)
 
     def on_finish(self, run: CurrentRun, event: Finished) -> None:
         """Leave the last state on the screen."""
@@ -418,6 +425,10 @@ class UserObserver(Observer):
     def on_round(self, run: CurrentRun, event: Round) -> None:
         """Pass it on, with a row of its own."""
         self._tell("on_round", run, replace(event, row=dict(event.row)))
+
+    def on_wait(self, run: CurrentRun, event: Waiting) -> None:
+        """Pass it on."""
+        self._tell("on_wait", run, event)
 
     def on_checkpoint(self, run: CurrentRun, event: Saved) -> None:
         """Pass it on."""

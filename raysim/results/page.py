@@ -78,12 +78,10 @@ def compare(
         raise ValueError("no run to report; name at least one folder that `raysim run out=DIR` wrote.")
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-    out_folder = Path(out_folder)
-    out_folder.mkdir(parents=True, exist_ok=True)
     parts = [
         _results(groups) if found is None else Part(found.title, found.text, [_table(found.columns, True)]),
         *(_section(section) for section in sections),
-        _curves(groups, out_folder),
+        None,  # the curves: they are written once all else could be read
         _spread(groups),
         _splits(groups),
         _timelines(groups),
@@ -91,6 +89,9 @@ def compare(
         _differences(groups),
         _repeat(groups),
     ]
+    out_folder = Path(out_folder)
+    out_folder.mkdir(parents=True, exist_ok=True)
+    parts[1 + len(sections)] = _curves(groups, out_folder)
     runs = [run for group in groups for run in group.runs]
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=StrictUndefined, trim_blocks=True

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Self
 
@@ -60,6 +60,7 @@ class Progress:
         self.pace: deque[float] = deque(maxlen=RECENT)
         self._wall = 0.0 if done == 0 else None  # cumulative seconds at the last row
         self._said, self._at = "", clock()
+        self._waits_for = ""
         self._bar = Bar(BarColumn(24), TextColumn("{task.description}"), console=self.console, transient=False)
         self._live = self.console.is_terminal and not quiet
         self._task = self._bar.add_task("first round" if done == 0 else "next round", total=total, completed=done)
@@ -85,6 +86,8 @@ class Progress:
             parts += [f"{duration(pace)}/round", f"{duration(pace * (self.total - self.round))} left"]
         if self.failures:
             parts.append(f"{self.failures} failure{'s' if self.failures > 1 else ''}")
+        if self._waits_for:
+            parts.append(self._waits_for)
         return " · ".join(parts)
 
     def update(self, row: Row) -> None:
@@ -96,10 +99,21 @@ class Progress:
         self.scores.update({name: value for name, value in named.items() if value is not None})
         if self._wall is not None:
             self.pace.append(max(0.0, wall - self._wall))
-        self._wall = wall
+        self._wall, self._waits_for = wall, ""
+        self._show(self.clock() - self._at >= SILENCE)
+
+    def wait(self, host: int, clients: Sequence[int], seconds: float) -> None:
+        """Nothing has come for a while: the host that everyone waits for, the clients that it has in hand, its age."""
+        some = ", ".join(map(str, clients[:5])) + (", ..." if len(clients) > 5 else "")
+        whose = f" with client{'s' if len(clients) > 1 else ''} {some}" if clients else ""
+        self._waits_for = f"host {host}{whose} has not answered for {duration(seconds)}"
+        self._show(True)
+
+    def _show(self, say: bool) -> None:
+        """In a terminal always, in a log where there is something to say."""
         if self._live:
             self._bar.update(self._task, completed=self.round, description=self.line())
-        elif self.clock() - self._at >= SILENCE:
+        elif say:
             self._say()
 
     def note(self, text: str) -> None:

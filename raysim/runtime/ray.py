@@ -38,7 +38,8 @@ from raysim.primitives.errors import first_line
 from raysim.runtime import preflight
 from raysim.runtime.placement import CLUSTERS, RayOptions, Size, amounts, demand, fitting, gib, share, total, within
 from raysim.simulation.coordinator import Coordinator
-from raysim.simulation.events import Event, Round, RunStopped
+from raysim.simulation.dispatcher import START
+from raysim.simulation.events import Event, ProcessLost, Round
 from raysim.simulation.fleet import Fleet
 from raysim.simulation.runtime import HostDied
 from raysim.simulation.schedule import Schedule
@@ -367,7 +368,7 @@ class RayRuntime:
         ray.kill(self._actors[host])  # it may only have been out of reach
         self._actors[host] = self._make(host)
         if not ray.wait([self._actors[host].ready.remote()], timeout=REVIVAL)[0]:
-            raise RunStopped(
+            raise ProcessLost(
                 f"host {host} died and no other one started within {REVIVAL} s: its node may be gone; resume=latest "
                 "goes on from the last checkpoint"
             )
@@ -429,7 +430,8 @@ def run(
     with placed(bundles(size), name, options or RayOptions(), say) as group:
         runtime, coordinator = _start(spec, schedule, fleet, size, group, name, folder, resume)
         try:
-            for ref in coordinator.events.options(num_returns="streaming").remote():
+            messages = coordinator.events.options(num_returns="streaming").remote()
+            for ref in _in_time(messages, spec.settings.faults.timeout):
                 yield from ray.get(ref)
         except ray.exceptions.RayTaskError as error:
             cause = error.cause
@@ -441,7 +443,22 @@ def run(
             runtime.stop()
 
 
-def _lost(error: Exception) -> RunStopped:
-    return RunStopped(
+def _in_time(messages: Any, timeout: float | None) -> Iterator[Any]:
+    """What a coordinator sends; it says every few seconds what it waits for, so one that is silent counts as dead."""
+    patience = None if timeout is None else timeout + START
+    while ray.wait([messages], timeout=patience, fetch_local=False)[0]:
+        patience = None if timeout is None else timeout + REVIVAL
+        try:
+            yield next(messages)
+        except StopIteration:
+            return
+    raise ProcessLost(
+        f"the coordinator has said nothing for {patience:g} s (faults.timeout, and what a new host may take): it may "
+        "have been stopped; resume=latest goes on from its last checkpoint"
+    )
+
+
+def _lost(error: Exception) -> ProcessLost:
+    return ProcessLost(
         f"a process of the run died ({first_line(error)}); resume=latest goes on from its last checkpoint"
     )

@@ -22,7 +22,7 @@ from raysim.primitives.streams import stream
 from raysim.simulation import checkpoint, snapshot
 from raysim.simulation.dispatcher import Dispatcher, InFlightJob
 from raysim.simulation.evaluator import Evaluator, Scoring
-from raysim.simulation.events import Event, Finished, JobEnd, Round, Row, Saved, Started, TooManyFailures
+from raysim.simulation.events import Event, Finished, JobEnd, Round, Row, Saved, Started, TooManyFailures, Waiting
 from raysim.simulation.fleet import Fleet
 from raysim.simulation.history_row import RowWriter
 from raysim.simulation.load import make_planner
@@ -83,6 +83,8 @@ class Coordinator:
             settings.summation,
             schedule.size,
         )
+        self.attackers = spec.attackers
+        self.server.needs_single_updates |= self.attackers.attack.on_updates
         stateful = self.layout.has_personal or bool(owners(spec.methods, "state")) or settings.local.keep_optimizer
         self.private = PrivateStates(runtime, self.layout, stateful, settings.state.bytes, folder)
         self.planner = make_planner(spec, self.layout, schedule, fleet)
@@ -109,6 +111,7 @@ class Coordinator:
     def run(self) -> Iterator[Event]:
         """Run to the last round. Raises TooManyFailures or Deserted after writing a checkpoint."""
         self.history.start()
+        self.dispatcher.greet()
         if self.resume:
             self.restore()
         else:
@@ -129,6 +132,7 @@ class Coordinator:
             taken = self.under_way.taken(step)
             self._submit(taken)
             yield from self._report()
+            yield from self.dispatcher.awaited(job.call for job in taken if job.call is not None)
             pending = self._aggregate(step, taken)
             self._publish()
             self._evaluate(pending)
@@ -190,6 +194,8 @@ class Coordinator:
         results = self.dispatcher.floats
         outcomes, sums = self.dispatcher.collect(taken)
         store_bytes = self.history.store_bytes(self._published_bytes, results)
+        if self.attackers.attack.on_updates:
+            outcomes = self.attackers.poisoned(outcomes, self.layout.trained, self.server.version)
         failures = tuple(outcome for outcome in outcomes if isinstance(outcome, Failure))
         if len(failures) > self.settings.faults.tolerate * len(taken):
             raise self._too_many(failures, taken)
@@ -202,6 +208,8 @@ class Coordinator:
             singles = [update for update in present if isinstance(update, SingleUpdate)]
             scoring.append(self.evaluator.decompose(singles, self._published, self.server.published()))
         row = self.history.row(self.server, step, outcomes, store_bytes)
+        if self.settings.attack.kind != "none":
+            row["attackers"] = self.attackers.among([update.client for update in present])
         probes = tuple(update.probe for update in present if update.probe is not None)
         return _Pending(row, failures, probes, self.under_way.made(step, outcomes), scoring)
 
@@ -229,10 +237,11 @@ class Coordinator:
             ref = self.runtime.put(published)
         pending.scoring.append(self.evaluator.score(self.server, ref))
 
-    def _report(self) -> Iterator[Round]:
+    def _report(self) -> Iterator[Round | Waiting]:
         """Complete the rows of scored rounds."""
         for pending in self._pending:
             for scoring in pending.scoring:
+                yield from self.dispatcher.awaited(scoring.calls)
                 pending.row |= self.evaluator.columns(scoring)
             self.rows.append(pending.row)
             scores = self.evaluator.scores(pending.scoring)

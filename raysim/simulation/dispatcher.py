@@ -11,12 +11,12 @@ import copy
 import heapq
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 from raysim.api.messages import Job, Outcome, SingleUpdate, Sum, Trained
-from raysim.simulation.events import RunStopped
+from raysim.simulation.events import RunStopped, Waiting
 from raysim.simulation.private_states import PrivateStates
 from raysim.simulation.runtime import HostDied, Ref, Runtime
 from raysim.simulation.schedule import PlannedJob
@@ -26,6 +26,8 @@ _CALL = 1 << 26
 _DEATHS = 3  # of one host, with no answer in between, that end a run
 _CALLS = 2  # under way on a host: it works on one while the other travels
 _BUNDLE = 0.02  # seconds of work that are worth a message
+SILENCE = 10.0  # seconds without any answer after which it is told whom everyone waits for
+START = 300.0  # seconds for a host to start, before its first answer is late
 _SEEN = 64  # jobs of the queue among which a host looks for clients whose state it has
 
 
@@ -90,6 +92,7 @@ class Dispatcher:
         self.runtime, self.group, self.shared, self.private = runtime, group, shared, private
         self.timeout = timeout  # seconds without an answer to a call after which its host counts as dead
         self._since = [0.0] * runtime.hosts  # by host: when it began with the first of its open calls
+        self._started: set[int] = set()  # hosts that have answered
         self._most = max(1, _CALL // max(1, shared))  # unsummed deltas per call
         self.busy: dict[str, float] = {}  # by host: seconds that it has worked, as far as is known
         self.floats = 0  # of the results of jobs that were submitted and not collected, private states apart
@@ -110,9 +113,22 @@ class Dispatcher:
 
     def wait(self, call: Call) -> Any:
         """What a call returns; a host that died is replaced, and all that it had not answered is done again."""
-        while not call.done:
-            self._answer()
+        for _ in self.awaited([call]):
+            pass
         return call.value
+
+    def awaited(self, calls: Iterable[Call]) -> Iterator[Waiting]:
+        """Wait for these calls; whenever no host answers for long, says whom they wait for."""
+        for call in calls:
+            while not call.done:
+                if not self._answer():
+                    in_hand = tuple(sorted({job.client for job in self._open[call.host][0].jobs}))
+                    yield Waiting(call.host, in_hand, time.monotonic() - self._since[call.host])
+
+    def greet(self) -> None:
+        """Ask every host whether it is there: from its answer on it may not be late."""
+        for host in range(self.runtime.hosts):
+            self.call(host, "ready")
 
     def keep(self, *args: object) -> None:
         """Have every host keep this (`Host.keep`), those to come too; waits."""
@@ -135,22 +151,25 @@ class Dispatcher:
         if after:
             self.private.store(call.jobs, after)
 
-    def _answer(self) -> None:
-        """Wait for the next answer of any host, and give that host more to do."""
+    def _answer(self) -> bool:
+        """Wait for the next answer of any host, and give that host more to do; whether anything happened in a while."""
         calls = [own[0] for own in self._open if own]
-        since, slowest = min((self._since[call.host], call.host) for call in calls)
-        left = max(0.0, since + self.timeout - time.monotonic())
-        place = self.runtime.ready([call.ref for call in calls], left)
+        late, slowest = min((self._late(call.host), call.host) for call in calls)
+        left = max(0.0, late - time.monotonic())
+        place = self.runtime.ready([call.ref for call in calls], min(left, SILENCE))
+        if place is None and left > SILENCE:
+            return False
         if place is None:  # a process that was stopped, or a machine that is out of reach
             self._revive(slowest, HostDied(f"no answer for faults.timeout={self.timeout:g} s"))
-            return
+            return True
         call = calls[place]
         self._since[call.host] = time.monotonic()
+        self._started.add(call.host)
         try:
             call.value = self.runtime.get(call.ref)
         except HostDied as died:
             self._revive(call.host, died)
-            return
+            return True
         call.done, call.args, call.ref = True, (), None
         self._open[call.host].remove(call)
         self._in_a_row[call.host] = 0
@@ -158,6 +177,11 @@ class Dispatcher:
         if isinstance(call.value, Trained):
             self._take(call, call.value)
         self._fill()
+        return True
+
+    def _late(self, host: int) -> float:
+        """When a host that does not answer counts as dead."""
+        return self._since[host] + self.timeout + (0.0 if host in self._started else START)
 
     def _take(self, call: Call, trained: Trained) -> None:
         """Note what a call to train returned."""

@@ -43,6 +43,11 @@ class Scoring:
     version: int = 0
     each: dict[str, np.ndarray] = field(default_factory=dict)  # score of each client with tests, once it was read
 
+    @property
+    def calls(self) -> list[Call]:
+        """All that it waits for."""
+        return [call for calls in (*self.reports.values(), *self.models) for call in calls]
+
 
 class Evaluator:
     """Sends tasks to hosts, and makes columns of what comes back."""

@@ -53,6 +53,15 @@ class Round:
 
 
 @dataclass(frozen=True)
+class Waiting:
+    """Nothing has come for a while: whom everyone waits for. clients: those that the host has in hand, if it trains."""
+
+    host: int
+    clients: tuple[int, ...]
+    seconds: float  # since the host's last answer, or since it was given this
+
+
+@dataclass(frozen=True)
 class Saved:
     """A checkpoint was written."""
 
@@ -70,11 +79,15 @@ class Finished:
     jobs: tuple[JobEnd, ...] = ()  # that no aggregation took, because there was none any more
 
 
-Event: TypeAlias = Started | Round | Saved | Finished
+Event: TypeAlias = Started | Waiting | Round | Saved | Finished
 
 
 class RunStopped(RuntimeError):
     """A run that could not go on; what it did is in its folder."""
+
+
+class ProcessLost(RunStopped):
+    """A process or a machine of the run is gone, and what it held with it: the last checkpoint is all that is left."""
 
 
 class TooManyFailures(RunStopped):

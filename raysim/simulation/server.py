@@ -54,6 +54,7 @@ class Server:
         self.vector, self.counters = vector, counters  # [layout.shared], [layout.shared_counters]
         self.counts = counts  # int64 [clients] training samples
         self.able = int(np.count_nonzero(counts))  # clients that have samples; counted once, for they may be a million
+        self.needs_single_updates = any(method.needs_single_updates for method in methods)
         self.state: dict[str, Tensor] = {}  # what methods keep, by "method.name"; all of it is in a checkpoint
         self.version = 0
         self.report: dict[str, float] = {}  # columns of this step's history row, by "method.name"
@@ -79,8 +80,7 @@ class Server:
     @property
     def summable(self) -> bool:
         """Whether hosts may sum updates: weights are known beforehand and nobody needs single updates."""
-        needed = any(method.needs_single_updates for method in self.methods)
-        return not self._weighers and self._combiner is None and not needed
+        return not self._weighers and self._combiner is None and not self.needs_single_updates
 
     def fills(self, slot: str) -> bool:
         """Whether a method of the run fills this hook."""

@@ -32,6 +32,7 @@ from raysim.api.messages import (
 from raysim.api.private_state import PrivateState, StoredState, size
 from raysim.models import Classifier
 from raysim.primitives.streams import stream
+from raysim.training.attack import check_norm
 from raysim.training.determinism import make_deterministic
 from raysim.training.lanes import Lanes
 from raysim.training.probe import balanced_rows
@@ -58,15 +59,16 @@ class Host:
         networks, self.layout = build_networks(spec)
         self.vector = Vector(networks, self.layout, self.device, spec.dtype)
         self._initial = private_state(self.vector, {})  # of a client that never trained; methods add theirs
-        dataset = spec.data.open()
+        dataset, train = spec.data.open(), spec.data.partition.train
+        labels = spec.attackers.labels(torch.from_numpy(dataset.labels), train, spec.task.num_classes)
         self.trainer = Trainer(
             spec.task,
             self.vector,
             spec.methods,
             spec.settings.local,
             torch.from_numpy(dataset.inputs).to(self.device),
-            torch.from_numpy(dataset.labels).to(self.device),
-            spec.data.partition.train,
+            labels.to(self.device),
+            train,
             spec.data.pipeline,
             spec.settings.seed,
         )
@@ -226,7 +228,7 @@ class Host:
         # Personal entries too: they do not travel, but the client's next job would start from them.
         if not ((np.isfinite(loss) or not len(losses)) and is_finite(self.vector.data)):
             raise NotFinite(self._diverged(losses, job))
-        _check_norm(delta[: self.layout.trained], self.spec.settings.faults.norm)
+        check_norm(delta[: self.layout.trained], self.spec.settings.faults.norm)
         for key, value in ctx.upload.items():
             if not is_finite(value):
                 raise NotFinite(f"the upload {key} is not finite; lower local.lr or set local.clip", key)
@@ -436,8 +438,3 @@ class NotFinite(FloatingPointError):
 def _array(value: Tensor) -> np.ndarray:
     """In ordinary memory; of a tensor that is there already, a view."""
     return value.cpu().numpy()
-
-
-def _check_norm(delta: Tensor, most: float | None) -> None:
-    if most is not None and not (norm := float(torch.linalg.vector_norm(delta))) <= most:
-        raise ValueError(f"the update has the norm {norm:g}, faults.norm={most:g} allows less")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import torch
 from torch import nn
@@ -18,6 +19,7 @@ from raysim.data.federated import FederatedData
 from raysim.models import Classifier, ModelRecipe, split, splits
 from raysim.primitives.checks import above, at_least, between, in_range
 from raysim.primitives.streams import torch_seed
+from raysim.training.attack import Attack, Attackers
 from raysim.vectors.layout import Layout, plan_layout
 
 
@@ -83,6 +85,7 @@ class RunSettings:
     evaluate: Evaluation = field(default_factory=Evaluation)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     faults: Faults = field(default_factory=Faults)
+    attack: Attack = field(default_factory=Attack)
     state: State = field(default_factory=State)
 
     def __post_init__(self) -> None:
@@ -120,6 +123,12 @@ class RunSpec:
         clients, metric = len(self.data.partition.train), self.settings.evaluate.metric
         about = (dataset.shape, dataset.num_classes, clients, self.dtype, dataset.kind, dataset.tokens)
         return Task(*about, scored_by=metric, loss=self.loss)
+
+    @cached_property
+    def attackers(self) -> Attackers:
+        """Who among the clients attacks, and how."""
+        settings = self.settings
+        return Attackers(settings.attack, settings.seed, self.data.partition.train.counts, settings.faults.norm)
 
     @property
     def evaluation(self) -> Evaluation:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -181,6 +182,15 @@ def test_leafs_shakespeare_is_read_from_its_files(tmp_path: Path) -> None:
     assert LETTERS[dataset.labels[row]] == "w"
     (tmp_path / "train" / "b.json").write_text('{"user_data": {"A": {"x": ["a"], "y": []}}}')
     with pytest.raises(ValueError, match=r"b\.json is no file of LEAF \(A has 1 inputs and 0 labels\)"):
+        Leaf(str(tmp_path)).build()
+
+
+@pytest.mark.parametrize("make", [lambda path: path.symlink_to(path.name), os.mkfifo], ids=["link", "pipe"])
+def test_a_file_that_nobody_can_read_to_its_end_is_named(make: Any, tmp_path: Path) -> None:
+    path = Path(write_leaf(tmp_path), "train/all_data_train_9.json")
+    path.unlink()
+    make(path)
+    with pytest.raises((ValueError, OSError), match=r"all_data_train_9\.json"):
         Leaf(str(tmp_path)).build()
 
 

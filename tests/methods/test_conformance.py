@@ -43,6 +43,7 @@ from raysim.methods.centralized import Centralized
 from raysim.methods.coordinate_median import CoordinateMedian
 from raysim.methods.dann import Dann
 from raysim.methods.ditto import Ditto
+from raysim.methods.dp_fedavg import DPFedAvg
 from raysim.methods.fadas import FADAS
 from raysim.methods.fedasync import FedAsync
 from raysim.methods.fedbn import FedBN
@@ -291,6 +292,10 @@ TABLE: dict[str, Row] = {
     ),
     "geometric_median": Row(GeometricMedian, {"steps=0": Plain(lambda: GeometricMedian(0))}),
     "norm_clipping": Row(lambda: NormClipping(0.1), {"a large bound": Plain(lambda: NormClipping(1e9))}),
+    "dp_fedavg": Row(
+        lambda: DPFedAvg(noise=0.3, clip=0.2),
+        {"no noise, a large bound that stays": Plain(lambda: DPFedAvg(0.0, 1e9, None), run=UNIFORM)},
+    ),
     "fedavgm": Row(
         lambda: FedAvgM(server_lr=0.9),
         {
@@ -515,11 +520,12 @@ ALTERNATIVES = [
     # The combination of updates.
     [
         *("fedcda", "fedld_principal", "fedgh", "fedgh_hierarchical", "fedasync", "ca2fl", "ace"),
-        *("coordinate_median", "trimmed_mean", "krum", "geometric_median", "norm_clipping"),
+        *("coordinate_median", "trimmed_mean", "krum", "geometric_median", "norm_clipping", "dp_fedavg"),
     ],
     # FedAsync mixes single models; CA2FL and ACE count all clients alike, and most of a step is not of its arrivals.
     *(["fedasync", name] for name in ("fedavgm", "fedadagrad", "fedadam", "fedyogi", "fadas", "inco")),
     *([first, second] for first in ("fedasync", "ca2fl", "ace") for second in ("fedexp", "fedbuff", "groupdro")),
+    *(["dp_fedavg", name] for name in ("fedexp", "centralized")),  # single updates, and nobody to hide among
     ["fedlc", "fedrs", "fedmix", "fraug", "fedld_damped"],  # the logits of the loss, or all of it
     # One model for all.
     *(

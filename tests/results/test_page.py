@@ -156,6 +156,14 @@ def test_a_run_without_a_measurement_has_a_page(tmp_path: Path) -> None:
     assert "No run has measured anything yet" in written([bare], tmp_path)
 
 
+def test_of_a_run_with_a_broken_file_nothing_is_written(tmp_path: Path) -> None:
+    run = make(tmp_path / "a", [0.5, 0.6], "{method: {}}")
+    (tmp_path / "a/split.parquet").write_bytes(b"no table")
+    with pytest.raises(ValueError, match=r"split\.parquet cannot be read"):
+        written([run], tmp_path)
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_page_of_no_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="name at least one folder"):
         page.compare([], tmp_path)

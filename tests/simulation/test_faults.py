@@ -303,18 +303,32 @@ def test_a_vector_that_is_not_finite_never_becomes_the_next_version(tmp_path: Pa
     assert not (tmp_path / "model.safetensors").exists()
 
 
-def test_the_clients_with_the_longest_updates_are_named() -> None:
+class Exploding(Method):
+    """A server whose step is too long for a float."""
+
+    name = "exploding"
+
+    def mix(self, direction: Tensor, aggregation: Aggregation, server: Any) -> Tensor:
+        return direction * (3e38 if server.version else 1.0)
+
+
+def test_where_the_server_diverges_the_clients_with_the_longest_updates_are_named() -> None:
     hits = frozenset({(2, 1), (4, 1)})
     with pytest.raises(
         RunStopped, match=r"after round 2 \(the longest updates are \S+ of client [24], \S+ of client [24]"
     ):
-        run(run_spec(Long(hits, 3e38), Absent()), ALL, rounds=3)
+        run(run_spec(Long(hits, 1e5), Absent(), Exploding()), ALL, rounds=3)
 
 
 @pytest.mark.parametrize("single", [True, False])
-def test_a_client_whose_update_is_too_long_is_left_out(single: bool) -> None:
-    methods = [Long(), *([Absent()] if single else [])]
-    found = run(run_spec(*methods), ALL, rounds=4, faults=Faults(0.5, norm=1e3))
+@pytest.mark.parametrize(
+    ("length", "norm", "sentence"), [(1e5, 1e3, "faults.norm=1000 allows less"), (1e20, None, "no finite norm")]
+)
+def test_a_client_whose_update_is_too_long_is_left_out(
+    single: bool, length: float, norm: float | None, sentence: str
+) -> None:
+    methods = [Long(length=length), *([Absent()] if single else [])]
+    found = run(run_spec(*methods), ALL, rounds=4, faults=Faults(0.5, norm=norm))
     without = run(run_spec(Absent()), ALL, rounds=4)
-    assert where(found.failures) == HITS and "faults.norm=1000 allows less" in found.failures[0].error
+    assert where(found.failures) == HITS and sentence in found.failures[0].error
     assert found.finished.model_sha256 == without.finished.model_sha256

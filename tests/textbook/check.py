@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tiny_runs import SEED, coordinate, ran, run_spec, tiny
+from tiny_runs import SEED, changed, coordinate, ran, run_spec, tiny
 from torch import Tensor
 
 from raysim.api.context import Batch
@@ -72,11 +72,11 @@ def check(row: Row, lanes: int = 1) -> None:
     """Fails where raysim and the textbook end at different numbers, and says where; lanes: clients trained at once."""
     data = row.study.get("data", tiny(clients=4, samples=70))
     settings = {"model": Mlp((6,)), "local": LOCAL, "dtype": torch.float64, "data": data, "lanes": lanes}
-    study = run_spec(*row.methods(), **(settings | row.study))
+    study = changed(run_spec(*row.methods(), **(settings | row.study)), **({"rounds": 3} | row.run))
     host = Host(study)
     trainer: Any = host.trainer
     trainer.__class__, trainer.batches, trainer.given = Watched, {}, {}
-    coordinator = coordinate(study, row.schedule, Ideal(), InProcess(host), **({"rounds": 3} | row.run))
+    coordinator = coordinate(study, row.schedule, Ideal(), InProcess(host))
     start = {k: v.clone() for k, v in coordinator.initial.named(*_whole(coordinator)).items()}
     taken = _taken(coordinator)
     found = ran(coordinator)

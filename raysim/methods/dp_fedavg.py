@@ -1,0 +1,179 @@
+"""DP-FedAvg: clipped updates and noise, so that the models say little of any one client; the bound adapts itself.
+
+McMahan, Ramage, Talwar and Zhang, "Learning Differentially Private Recurrent Language Models" (ICLR 2018), Algorithm 1
+with flat clipping and a fixed denominator; the bound C follows Andrew, Thakkar, McMahan and Ramaswamy, "Differentially
+Private Learning with Adaptive Clipping" (NeurIPS 2021), Algorithm 1. With m clients a round, of whom b_i says whether
+|D_i| <= C:
+
+    x <- x + (sum_i D_i min(1, C / |D_i|) + N(0, (z_D C)^2)) / m
+    C <- C exp(-rate (b - quantile)),  b = (sum_i b_i + N(0, s^2)) / m
+    z_D = (z^-2 - (2 s)^-2)^(-1/2)       both together tell as much as the sum alone with the noise z
+
+What the epsilons say
+- Whether any one client took part, whatever it sent, cannot be told from all models of the run (and all C), but for
+  (epsilon, delta). Other columns of the history and the clients' own scores are what only a simulator sees.
+- ``dp_fedavg.epsilon`` is for what raysim does: rounds of m of the n clients that have samples, all such sets equally
+  likely (the usual schedule, on a fleet whose clients are always there). Neighbours differ in one client's data, so the
+  sum can change by 2 C: its noise counts as z / 2 (Wang, Balle and Kasiviswanathan, AISTATS 2019).
+- ``dp_fedavg.epsilon_poisson`` is what most papers print: as if every client joined each round by a coin of its own,
+  with chance m / n, and neighbours had one client more or less. No round of a fixed size has this guarantee.
+- Where who takes part depends on devices (availability, over-selection, deadlines), neither holds. Stale results,
+  statistics of BatchNorm that are shared, and methods that upload or look at more are refused.
+- The accountant is dp-accounting's, by Renyi divergences at whole orders. Noise comes from the seed of a run, and who
+  knows it knows the noise: this measures what privacy costs and protects nobody.
+
+Choices where the papers are silent, and departures
+- s is m / 20 (paper), but at least z: for few clients m / 20 leaves nothing for the sum. 0 noise reports no epsilon.
+- All clients weigh the same. Who failed counts as an update of zero, m stays.
+- Clients would clip and send b_i; here the server does, to the same numbers. Server momentum is ``fedavgm``.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from raysim.api.composition import owners
+from raysim.api.declarations import Participation, RunFacts
+from raysim.api.method import Method
+from raysim.methods.norm_clipping import clip_factor
+from raysim.methods.recombination import counting
+from raysim.primitives.checks import above, at_least, between, in_range
+from raysim.primitives.extras import optional
+from raysim.vectors.gram import combination
+
+if TYPE_CHECKING:
+    from raysim.api.method import Setup
+    from raysim.api.server_view import Aggregation, Server
+
+_ORDERS = (*range(2, 65), 80, 96, 128, 256, 512, 1024)
+
+
+def noise_of_sum(noise: float, bit_noise: float) -> float:
+    """z_D: the noise of the sum, in units of C, that leaves ``noise`` z for the sum and the bits together."""
+    return (noise**-2 - (2 * bit_noise) ** -2) ** -0.5 if noise else 0.0
+
+
+def adapted_bound(bound: float, within: float, quantile: float, rate: float) -> float:
+    """The next C from the (noisy) share of updates that C did not clip."""
+    return bound * math.exp(-rate * (within - quantile))
+
+
+@functools.cache
+def _divergences(noise: float, clients: int, cohort: int, poisson: bool) -> np.ndarray:
+    """Renyi divergences of one round, at `_ORDERS`."""
+    privacy = optional("dp_accounting", "method=dp_fedavg")
+    relation = privacy.NeighboringRelation
+    accountant = optional("dp_accounting.rdp", "method=dp_fedavg").RdpAccountant(
+        _ORDERS, relation.ADD_OR_REMOVE_ONE if poisson else relation.REPLACE_ONE
+    )
+    gaussian = privacy.GaussianDpEvent(noise if poisson else noise / 2)
+    if poisson:
+        accountant.compose(privacy.PoissonSampledDpEvent(cohort / clients, gaussian))
+    else:
+        accountant.compose(privacy.SampledWithoutReplacementDpEvent(clients, cohort, gaussian))
+    found: np.ndarray = accountant.rdp
+    return found
+
+
+def epsilon(noise: float, clients: int, cohort: int, rounds: int, delta: float, poisson: bool = False) -> float:
+    """Of so many rounds of ``cohort`` out of ``clients``, drawn as a set, or by a coin of each client's own."""
+    spent = rounds * _divergences(noise, clients, cohort, poisson)
+    rdp = optional("dp_accounting.rdp", "method=dp_fedavg")
+    return float(rdp.compute_epsilon(np.array(_ORDERS), spent, delta)[0])
+
+
+class DPFedAvg(Method):
+    """noise: z, of what is released in a round, in units of how much one client can change it. clip: C, in the first
+    round. quantile: the share of updates that C shall not clip; None: C stays. rate: of C. bit_noise: s; None: the
+    larger of m / 20 and z. delta: None: clients to the power of -1.1.
+    """
+
+    name = "dp_fedavg"
+    paper = "McMahan et al., ICLR 2018; Andrew et al., NeurIPS 2021"
+    weighting = "uniform"
+    excludes: ClassVar[Mapping[str, str]] = {
+        "fedexp": "its step depends on single updates, which are not private",
+        "centralized": "there is only one client, and nobody to hide among",
+    }
+
+    def __init__(
+        self,
+        noise: float = 1.0,
+        clip: float = 0.1,
+        quantile: float | None = 0.5,
+        rate: float = 0.2,
+        bit_noise: float | None = None,
+        delta: float | None = None,
+    ):
+        self.noise = at_least("method.dp_fedavg.noise", noise, 0.0)
+        self.clip = above("method.dp_fedavg.clip", clip, 0.0)
+        self.quantile = None if quantile is None else between("method.dp_fedavg.quantile", quantile, 0.0, 1.0)
+        self.rate = at_least("method.dp_fedavg.rate", rate, 0.0)
+        least = noise / 2
+        self.bit_noise = (
+            None
+            if bit_noise is None
+            else above("method.dp_fedavg.bit_noise", bit_noise, least, "half of the noise is the least that hides it")
+        )
+        self.delta = None if delta is None else in_range("method.dp_fedavg.delta", delta, above=0, below=1)
+
+    def check(self, setup: Setup) -> Sequence[str]:
+        """Whatever travels besides clipped updates would not be private."""
+        if setup.stale:
+            raise ValueError(
+                "method 'dp_fedavg' accounts for rounds, and results may be stale: choose a schedule of rounds"
+            )
+        if setup.layout.shared > setup.layout.trained:
+            raise ValueError(
+                "method 'dp_fedavg' hides parameters alone, and this model shares statistics of BatchNorm: set "
+                "model.norm=group or another model, or keep them on the clients with method=dp_fedavg+fedbn"
+            )
+        facts = RunFacts(setup.task, setup.layout, setup.task.clients, frozenset())
+        for other in setup.methods:
+            more = any(owners([other], slot) for slot in ("contribute", "weigh", "mix", "absorb"))
+            if other is not self and (more or other.cost(Participation(0, 1, 1.0, 0, 0, facts)).up):
+                raise ValueError(
+                    f"method '{other.name}' uploads or looks at more than clipped updates, which 'dp_fedavg' does not "
+                    "hide: leave one of them out"
+                )
+        if self.noise:
+            optional("dp_accounting", "method=dp_fedavg")
+        return ()
+
+    def start(self, server: Server) -> None:
+        """C, and how often something was released."""
+        server.state["dp_fedavg.bound"] = torch.tensor(self.clip, dtype=torch.float64)
+        server.state["dp_fedavg.releases"] = torch.tensor(0)
+
+    def combine(self, aggregation: Aggregation, server: Server) -> Tensor:
+        """The noisy mean of clipped updates, and the next C."""
+        rows, bound = counting(aggregation, server), float(server.state["dp_fedavg.bound"])
+        factors = [clip_factor(row, bound) for row in rows]
+        total, random = combination(rows, factors, server.group), server.stream("dp_fedavg.noise")
+        within = float(sum(factor == 1.0 for factor in factors))
+        bit_noise = max(server.size / 20, self.noise) if self.bit_noise is None else self.bit_noise
+        own = noise_of_sum(self.noise, bit_noise) if self.quantile is not None else self.noise
+        if self.noise:
+            total += torch.from_numpy(own * bound * random.standard_normal(len(total))).to(total.dtype)
+            within += bit_noise * float(random.standard_normal()) if self.quantile is not None else 0.0
+        self._record(server, bound, within / server.size)
+        if self.quantile is not None:
+            server.state["dp_fedavg.bound"].fill_(adapted_bound(bound, within / server.size, self.quantile, self.rate))
+        return total.div_(server.size)
+
+    def _record(self, server: Server, bound: float, within: float) -> None:
+        """Columns of the history: what was released, and what it has told of a client so far."""
+        releases = int(server.state["dp_fedavg.releases"].add_(1))
+        server.report |= {"dp_fedavg.bound": bound, "dp_fedavg.within": within}
+        if self.noise:
+            delta = float(max(server.able, 2)) ** -1.1 if self.delta is None else self.delta
+            spent = self.noise, server.able, min(server.size, server.able), releases, delta
+            server.report["dp_fedavg.epsilon"] = epsilon(*spent)
+            server.report["dp_fedavg.epsilon_poisson"] = epsilon(*spent, poisson=True)

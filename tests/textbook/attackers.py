@@ -1,0 +1,51 @@
+"""FedAvg with attackers, as their papers say what they send: sign flip, scaling, noise, and ALIE (Baruch et al. 2019),
+whose deviation is found one coordinate at a time."""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import replace
+
+import torch
+from scipy.stats import norm
+from torch import Tensor
+
+from raysim.primitives.streams import stream
+from textbook.servers import Cohort, stepped
+from textbook.world import Book, World
+
+
+def z_max(n: int, m: int) -> float:
+    """max z with phi(z) < (n - m - s) / (n - m), s = floor(n/2 + 1) - m."""
+    s = int(n / 2 + 1) - m
+    return float(norm.ppf((n - m - s) / (n - m)))
+
+
+def attacked(
+    world: World, kind: str, share: float, scale: float = 1.0, sigma: float = 1.0, z: float | None = None
+) -> Book:
+    """FedAvg of what honest clients learnt and attackers send."""
+    some = [client for client in range(world.clients) if len(world.data[client][0])]
+    evil = set(stream(world.seed, "attack.clients").permutation(some)[: round(share * len(some))].tolist())
+    counts: list[float] = []
+
+    def rule(at: Cohort) -> Tensor:
+        good = [g for g, job in zip(at.changes, at.jobs, strict=True) if job.client not in evil]
+        sent = []
+        for place, (g, job) in enumerate(zip(at.changes, at.jobs, strict=True)):
+            if job.client not in evil:
+                sent.append(g)
+            elif kind == "alie":
+                far_off = z_max(len(at.jobs), len(at.jobs) - len(good)) if z is None else z
+                columns = torch.stack(good).T.tolist()
+                far = [statistics.fmean(v) + far_off * statistics.pstdev(v) for v in columns]
+                sent.append(torch.tensor(far, dtype=g.dtype))
+            elif kind == "gaussian":
+                noise = stream(world.seed, "attack.noise", at.version, place).standard_normal(len(g))
+                sent.append(sigma * torch.from_numpy(noise))
+            else:
+                sent.append(scale * g * {"sign_flip": -1, "scaled": 1}[kind])
+        counts.append(float(len(at.jobs) - len(good)))
+        return at.x + at.weights @ torch.stack(sent) / at.weights.sum()
+
+    return replace(stepped(world, rule), columns={"attackers": counts})

@@ -1,0 +1,120 @@
+"""Attackers do what their papers say, are the same ones anywhere, and meet the rules that withstand them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tiny_runs import NORMED_MLP, SEED, changed, coordinate, ran, run, run_spec, several, tiny
+
+from raysim.api.method import Method
+from raysim.data.federated import federate
+from raysim.data.partition import IID
+from raysim.data.sources import Synthetic
+from raysim.methods.coordinate_median import CoordinateMedian
+from raysim.methods.geometric_median import GeometricMedian
+from raysim.methods.krum import Krum
+from raysim.methods.norm_clipping import NormClipping
+from raysim.methods.trimmed_mean import TrimmedMean
+from raysim.simulation.schedule import Buffered, Synchronous
+from raysim.training.attack import Attack, Attackers, a_little, largest_z
+from raysim.training.run_spec import Faults
+from textbook import attackers
+from textbook.check import Row, check
+
+DATA = tiny(clients=7, samples=120)
+
+
+def seven(kind: Any, share: float = 0.3, normed: bool = False, **settings: Any) -> Row:
+    """All of seven clients a round."""
+    study = {"data": DATA} | ({"model": NORMED_MLP} if normed else {})
+    book = partial(attackers.attacked, kind=kind, share=share, **settings)
+    return Row(book, list, study, {"attack": Attack(kind, share, **settings)}, Synchronous(7))
+
+
+STALE: dict[str, Any] = {"schedule": Buffered(concurrency=5, size=4)}
+ROWS = {
+    "sign_flip": seven("sign_flip"),
+    "sign_flip, longer, with BatchNorm": seven("sign_flip", 0.5, normed=True, scale=3.0),
+    "scaled": seven("scaled", scale=4.0),
+    "gaussian": seven("gaussian", sigma=0.1),
+    "alie": seven("alie"),
+    "alie of stale updates": replace(seven("alie", 0.3, z=1.5), **STALE),
+}
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_a_run_with_attackers_ends_where_its_textbook_does(name: str) -> None:
+    check(ROWS[name])
+
+
+def test_flipped_labels_are_those_of_the_attackers_training_samples_alone() -> None:
+    source = Synthetic(samples=120, test_samples=20, classes=5)
+    data = federate(source, IID(clients=6, test_fraction=0.2), SEED)
+    spec = changed(run_spec(data=data), attack=Attack("label_flip", 0.34))
+    truth = torch.from_numpy(data.open().labels)
+    seen = spec.attackers.labels(truth, data.partition.train, 5)
+    theirs = np.concatenate([data.partition.train.rows(client) for client in spec.attackers.clients])
+    assert len(spec.attackers.clients) == 2 and len(theirs) == 32
+    assert (seen != truth).nonzero().flatten().tolist() == sorted(row for row in theirs.tolist() if truth[row] != 2)
+    assert (seen[theirs] == 4 - truth[theirs]).all()
+    honest, found = run(run_spec(data=data)), run(spec)
+    assert found.bits != honest.bits and found.rows[0]["attackers"] is not None and "attackers" not in honest.rows[0]
+
+
+def test_attackers_are_the_same_on_two_hosts_and_after_a_stop(tmp_path: Any) -> None:
+    spec = changed(run_spec(data=DATA), attack=Attack("gaussian", 0.5, sigma=0.1))
+    whole = run(spec)
+    assert ran(coordinate(spec, runtime=several(spec, 2))).bits == whole.bits
+    ran(coordinate(spec, rounds=1, checkpoint_every=1, folder=str(tmp_path)))
+    later = ran(coordinate(spec, resume=str(tmp_path / "checkpoints/round-000001"), folder=str(tmp_path)))
+    assert later.bits == whole.bits and later.history == whole.history
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [CoordinateMedian(), TrimmedMean(0.3), Krum(2), GeometricMedian(50), NormClipping(1.0)],
+    ids=lambda r: r.name,
+)
+def test_robust_rules_withstand_what_averaging_does_not(rule: Method) -> None:
+    def length(*methods: Method) -> float:
+        spec = changed(run_spec(*methods, data=DATA), attack=Attack("scaled", 0.3, scale=1e6))
+        return float(run(spec, Synchronous(7), rounds=1).coordinator.server.vector.norm())
+
+    assert length(rule) < 1e2 < 1e4 < length()
+
+
+def test_an_attack_that_is_too_long_is_left_out_like_any_failure() -> None:
+    spec = changed(run_spec(data=DATA), attack=Attack("scaled", 0.3, scale=1e6))
+    found = run(spec, Synchronous(7), faults=Faults(0.3, norm=100.0))
+    assert {failure.client for failure in found.failures} == {*spec.attackers.clients.tolist()}
+    assert "client" in found.failures[0].error and "faults.norm=100 allows less" in found.failures[0].error
+    assert [row["attackers"] for row in found.rows] == [0, 0, 0] and found.coordinator.server.vector.norm() < 100
+
+
+def test_numbers_that_a_pencil_can_check() -> None:
+    assert largest_z(50, 12) == pytest.approx(attackers.z_max(50, 12)) and largest_z(10, 1) == 0.0
+    assert largest_z(4, 3) == 0.0 and 0 < largest_z(5, 3) < 1
+    rows = [torch.tensor([1.0, 0.0]), torch.tensor([3.0, 0.0])]
+    assert a_little(rows, 2.0).tolist() == [4.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("attack", "kind", "size", "sentence"),
+    [
+        (Attack("scaled", 0.01, 2.0), "classification", 9, "attack.share=0.01 of 7 clients is nobody"),
+        (Attack("alie", 0.3), "classification", 2, "has at most 2: aggregate more"),
+        (Attack("label_flip", 0.3), "regression", 9, "this data is for regression"),
+    ],
+)
+def test_an_attack_that_cannot_be_is_refused(attack: Attack, kind: str, size: int, sentence: str) -> None:
+    train = DATA.partition.train
+    with pytest.raises(ValueError, match=sentence):
+        Attackers(attack, SEED, train.counts).check(kind, train, size)
+    shared = replace(train, indices=np.zeros_like(train.indices))
+    with pytest.raises(ValueError, match="clients share samples"):
+        Attackers(Attack("label_flip", 0.3), SEED, train.counts).check("classification", shared, 9)

@@ -1,0 +1,76 @@
+"""DP-FedAvg ends where its textbook does, and its epsilons are those of published accountants."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+from tiny_runs import LOCAL, NORMED_MLP, run, run_spec, setup, tiny
+
+from raysim.methods.dp_fedavg import DPFedAvg, epsilon, noise_of_sum
+from raysim.methods.fedopt import FedAvgM
+from raysim.methods.fedprox import FedProx
+from raysim.methods.scaffold import Scaffold
+from raysim.simulation.schedule import Synchronous
+from raysim.training.run_spec import build_networks
+from textbook.check import Row, check
+from textbook.dp_fedavg import dp_fedavg, epsilon_poisson
+
+SPENT = dict.fromkeys(("dp_fedavg.epsilon", "dp_fedavg.epsilon_poisson"), "the accountant's")
+SEVEN: dict[str, Any] = {"study": {"data": tiny(clients=7, samples=120)}, "schedule": Synchronous(7)}
+ROWS = {
+    "as it is": Row(partial(dp_fedavg, m=3, z=1.0, c=0.1), lambda: [DPFedAvg()], skips=SPENT),
+    "little noise, of seven": Row(
+        partial(dp_fedavg, m=7, z=0.01, c=0.5, gamma=0.3, eta=0.5),
+        lambda: [DPFedAvg(0.01, 0.5, 0.3, 0.5)], skips=SPENT, **SEVEN,
+    ),
+    "noise of the bits": Row(
+        partial(dp_fedavg, m=3, z=0.2, c=0.2, s=0.15), lambda: [DPFedAvg(0.2, 0.2, bit_noise=0.15)], skips=SPENT
+    ),
+    "a bound that stays": Row(
+        partial(dp_fedavg, m=3, z=0.1, c=0.3, gamma=None), lambda: [DPFedAvg(0.1, 0.3, None)], skips=SPENT
+    ),
+    "no noise": Row(partial(dp_fedavg, m=3, z=0.0, c=0.3), lambda: [DPFedAvg(0.0, 0.3)]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_a_run_ends_where_its_textbook_does(name: str) -> None:
+    check(ROWS[name])
+
+
+def test_epsilon_is_a_column_and_grows_with_every_round() -> None:
+    found = run(run_spec(DPFedAvg(delta=1e-3)), Synchronous(3))
+    for number, row in enumerate(found.rows, start=1):
+        assert row["dp_fedavg.epsilon"] == epsilon(1.0, found.coordinator.server.able, 3, number, 1e-3)
+    assert found.rows[0]["dp_fedavg.epsilon"] < found.rows[-1]["dp_fedavg.epsilon"]  # type: ignore[operator]
+
+
+@pytest.mark.parametrize(("clients", "cohort", "rounds"), [(60000, 256, 14062), (100, 10, 50), (10, 10, 3)])
+def test_epsilons_are_those_of_the_papers_formulas(clients: int, cohort: int, rounds: int) -> None:
+    by_hand = epsilon_poisson(2.2, cohort / clients, rounds, 1e-5)
+    assert epsilon(2.2, clients, cohort, rounds, 1e-5, poisson=True) == pytest.approx(by_hand, rel=1e-6)
+    # Everybody takes part: the Gaussian mechanism, of twice the sensitivity where neighbours replace a client.
+    everybody = epsilon_poisson(1.1, 1.0, rounds, 1e-5)
+    assert epsilon(2.2, cohort, cohort, rounds, 1e-5) == pytest.approx(everybody, rel=1e-6)
+    assert by_hand < epsilon(2.2, clients, cohort, rounds, 1e-5) <= everybody * (1 + 1e-9)
+
+
+def test_noise_is_shared_between_the_sum_and_the_bits() -> None:
+    assert noise_of_sum(1.0, 1.0) == pytest.approx((4 / 3) ** 0.5) and noise_of_sum(0.0, 1.0) == 0.0
+
+
+def test_what_it_does_not_hide_is_refused() -> None:
+    def refused(*others: Any, model: Any = None, stale: bool = False) -> str:
+        method = DPFedAvg(0.0)
+        spec = run_spec(method, *others, **({"model": model} if model else {}))
+        with pytest.raises(ValueError) as error:
+            method.check(setup(spec.task, LOCAL, build_networks(spec)[0], spec.methods, stale=stale))
+        return str(error.value)
+
+    assert "statistics of BatchNorm" in refused(model=NORMED_MLP)
+    assert "method 'scaffold' uploads or looks at more" in refused(Scaffold())
+    assert "may be stale" in refused(stale=True)
+    method, fine = DPFedAvg(), run_spec(DPFedAvg(), FedProx(), FedAvgM())
+    assert method.check(setup(fine.task, LOCAL, build_networks(fine)[0], (method, *fine.methods[1:]))) == ()
