@@ -32,6 +32,7 @@ from raysim.api.messages import (
 from raysim.api.private_state import PrivateState, StoredState, size
 from raysim.models import Classifier
 from raysim.primitives.streams import stream
+from raysim.training.combiner import Combiner
 from raysim.training.determinism import make_deterministic
 from raysim.training.lanes import Lanes
 from raysim.training.probe import balanced_rows
@@ -48,7 +49,7 @@ _NO_COUNTERS = np.empty(0, np.int64)
 PROBE_FEATURES = 200  # rows whose features a probe keeps
 
 
-class Host:
+class Host(Combiner):
     """Many clients on one device. It keeps each client's private state, tagged with the job that made it."""
 
     def __init__(self, spec: RunSpec, name: str = "host-0"):
