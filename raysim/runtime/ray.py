@@ -120,6 +120,19 @@ def disconnect() -> None:
     ray.shutdown()
 
 
+def nodes_here(count: int, cpus: int) -> Any:
+    """Start so many Ray nodes in this machine, each of so many (declared) CPUs, to see what travels between nodes.
+
+    `address` is where to connect; `shutdown()` ends them.
+    """
+    from ray.cluster_utils import Cluster
+
+    cluster = Cluster()
+    for _ in range(count):
+        cluster.add_node(num_cpus=cpus, include_dashboard=False)
+    return cluster
+
+
 def nodes() -> list[dict[str, float]]:
     """What each living node has in all, the driver's own first."""
     alive = [node for node in ray.nodes() if node["Alive"]]

@@ -87,7 +87,8 @@ class Ready(Combiner):
     def __init__(self, spec: RunSpec, name: str = "host-0"):
         self.name, self._counts = name, spec.data.partition.train.counts
         shared = build_networks(spec)[1].shared
-        self._arrays = [np.full(shared, 1e-9, np.float32) for _ in range(16)]  # written, and more than a cache holds
+        count = max(2, min(16, (1 << 26) // shared))  # more than a cache holds
+        self._arrays = [np.full(shared, 1e-9, np.float32) for _ in range(count)]  # written
         self._next = 0
 
     def train(
