@@ -10,7 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path, PosixPath
 from typing import Any
 
@@ -393,6 +393,26 @@ def test_a_node_adds_up_its_sums_or_the_server_adds_all_with_the_same_bits(drive
     assert apart == together == here
     assert (with_it["train"], with_it["train_apart"], with_it["combine"]) == ({0}, {1}, {1})
     assert without["train"] == {0, 1} and "combine" not in without
+
+
+def _measured() -> list[dict[str, Any]]:
+    from raysim.commands.bench import cluster
+
+    options, size = cluster.Options(floats=(1_000_000,)), Size(2, {"CPU": 1.0})
+    found = list(cluster.costs(options, size, 2, _silent))
+    assert cluster.table(found).row_count == 3
+    return [asdict(cost) for cost in found]
+
+
+def test_the_benchmark_of_a_cluster_counts_messages_and_bytes_of_two_nodes(driver: Call) -> None:
+    costs = {cost["way"]: cost for cost in driver(_measured)}
+    vector = 4 * costs["sums"]["floats"]
+    # Eight clients for each of two hosts, in groups of two; one host is on the coordinator's node.
+    counted = {way: (cost["calls"], cost["arrays"], cost["up"] / vector) for way, cost in costs.items()}
+    assert counted == {"sums": (2, 8, 4), "sums of nodes": (3, 4, 1), "updates": (2, 16, 8)}
+    for cost in costs.values():
+        assert (cost["hosts"], cost["nodes"], cost["down"]) == (2, 2, vector), "a version goes once to the other node"
+        assert 0 < sum(cost["stages"].values()) <= cost["wall"] and cost["cpu"] > 0
 
 
 # --- one run, one group ---------------------------------------------------------------------------------------------

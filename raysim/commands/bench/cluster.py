@@ -81,16 +81,16 @@ class Idle(Ready):
 
 # --- what is counted ------------------------------------------------------------------------------------------------
 class Counted:
-    """A runtime of which calls, values and bytes are counted.
+    """A runtime of which calls, arrays and bytes are counted.
 
-    Bytes that cross to another node: a version once to every node with hosts (`down`), a small one with every call;
-    what hosts return and the coordinator takes (`up`); what nodes hand on to each other (`between`).
+    Bytes that cross between nodes: a version once to every other node with hosts, a small one with every call there
+    (`down`); what other nodes return and the coordinator takes (`up`); what they hand on to each other (`between`).
     """
 
     def __init__(self, inner: Any):
         self._inner, self.hosts, self.nodes, self.combine_from = inner, inner.hosts, inner.nodes, inner.combine_from
         self.counts: Counter[str] = Counter()
-        self._sizes: dict[int, int] = {}  # of what was handed out as a reference, by its id
+        self._homes: dict[int, int] = {}  # by hash of a reference, which would keep its value: the node, if another one
 
     def put(self, value: object) -> Any:
         """See `Runtime`."""
@@ -102,9 +102,13 @@ class Counted:
     def call(self, host: int, method: str, *args: Any, returns: int = 1) -> list[Any]:
         """See `Runtime`."""
         self.counts["calls"] += 1
-        away = self.nodes[host] > 0
-        self.counts["down"] += sum(arg.nbytes for arg in args if isinstance(arg, Published)) * away
-        return list(self._inner.call(host, method, *args, returns=returns))
+        if home := self.nodes[host]:
+            self.counts["down"] += sum(arg.nbytes for arg in args if isinstance(arg, Published))
+        if method == "combine" and args[2] is not None and self._homes[hash(args[2])] != home:
+            self.counts["between"] += 4 * (args[1] - args[0])
+        refs = list(self._inner.call(host, method, *args, returns=returns))
+        self._homes.update({hash(ref): home for ref in refs if home})
+        return refs
 
     def get(self, ref: Any) -> Any:
         """See `Runtime`."""
@@ -112,7 +116,7 @@ class Counted:
         if isinstance(value, (Trained, np.ndarray)):
             arrays = _arrays(value)
             self.counts["arrays"] += len(arrays)
-            self.counts["up"] += sum(array.nbytes for array in arrays)
+            self.counts["up"] += sum(array.nbytes for array in arrays if hash(ref) in self._homes)
         return value
 
     def ready(self, refs: Sequence[Any], seconds: float) -> int | None:
@@ -133,7 +137,7 @@ def _arrays(value: Trained | np.ndarray) -> list[np.ndarray]:
 
 @dataclass(frozen=True)
 class Cost:
-    """A round, medians. arrays: that came; bytes: see `Counted`; cpu, wall and stages: seconds of the coordinator."""
+    """A round, medians. arrays: that came; bytes: see `Counted`; cpu, wall, stages: seconds of the coordinator."""
 
     floats: int
     way: str
@@ -143,6 +147,7 @@ class Cost:
     arrays: int
     down: int
     up: int
+    between: int
     cpu: float
     wall: float
     stages: Mapping[str, float]
@@ -187,10 +192,10 @@ def measure(spec: RunSpec, runtime: Any, cohort: int, way: str, rounds: int) -> 
         if isinstance(event, Round):
             row = {stage: clock.seconds[stage] for stage in STAGES} | dict(counted.counts)
             marks.append({**row, "cpu": time.process_time(), "wall": time.perf_counter()})
-    keys = (*STAGES, "calls", "arrays", "down", "up", "cpu", "wall")
+    keys = (*STAGES, "calls", "arrays", "down", "up", "between", "cpu", "wall")
     steps = [{key: after.get(key, 0) - before.get(key, 0) for key in keys} for before, after in zip(marks, marks[1:])]
     middle = {key: statistics.median(step[key] for step in steps[_SKIP - 1 : -1]) for key in keys}
-    numbers = {key: int(middle[key]) for key in ("calls", "arrays", "down", "up")}
+    numbers = {key: int(middle[key]) for key in ("calls", "arrays", "down", "up", "between")}
     stages = {stage: middle[stage] for stage in STAGES}
     return Cost(
         coordinator.layout.shared, way, runtime.hosts, len(set(runtime.nodes)), **numbers,
@@ -264,12 +269,12 @@ def table(found: Sequence[Cost]) -> Any:
 
     first = found[0]
     table = Table(title=f"a round of {first.hosts} hosts on {first.nodes} node(s): counts, MB, and ms of the coordinator")
-    for header in ("floats", "what comes", "calls", "arrays", "MB down", "MB up", "CPU", *STAGES, "round"):
+    for header in ("floats", "what comes", "calls", "arrays", "MB down", "up", "between", "CPU", *STAGES, "round"):
         table.add_column(header, justify="right")
     for cost in found:
         times = [cost.cpu, *cost.stages.values(), cost.wall]
         table.add_row(
             f"{cost.floats:,}", cost.way, f"{cost.calls}", f"{cost.arrays}", f"{cost.down / 1e6:.2f}",
-            f"{cost.up / 1e6:.2f}", *(f"{seconds * 1000:.1f}" for seconds in times),
+            f"{cost.up / 1e6:.2f}", f"{cost.between / 1e6:.2f}", *(f"{seconds * 1000:.1f}" for seconds in times),
         )  # fmt: skip
     return table
