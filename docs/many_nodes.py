@@ -18,7 +18,7 @@ PAGE = Path(__file__).parent / "many_nodes.md"
 
 # Measured on two cores (AVX-512), see the page.
 JOB = 70e-6  # s of the coordinator for each job behind Ray: drawn, sent, collected, written down
-CALL = 0.5e-3  # s of the coordinator for each call
+CALL = 1e-3  # s of the coordinator for each call
 ADD = 0.18e-9  # s of a core for each float of each vector that is added
 PUT = 1.2e9  # bytes a second into a store, by one process
 # Assumed of a server.
