@@ -1,4 +1,4 @@
-"""What a round costs on many nodes, by arithmetic: `uv run python docs/many_nodes.py` writes docs/many_nodes.md's tables.
+"""What a round costs on many nodes, by arithmetic: `uv run python docs/many_nodes.py` writes the page's tables.
 
 Every stage is bytes over a rate, or a count times a measured constant. `raysim bench cluster` and `raysim bench scale`
 measure the constants again on a cluster of yours.
@@ -101,7 +101,7 @@ def seconds(value: float) -> str:
 
 def size(value: float) -> str:
     """Bytes as MB or GB."""
-    return f"{value / 1e6:,.0f} MB" if value < 1e9 else f"{value / 1e9:,.1f} GB" if value < 1e11 else f"{value / 1e9:,.0f} GB"
+    return f"{value / 1e6:,.0f} MB" if value < 1e9 else f"{value / 1e9:,.{1 if value < 1e11 else 0}f} GB"
 
 
 def by_stage(floats: float, cluster: Cluster) -> str:
@@ -112,7 +112,8 @@ def by_stage(floats: float, cluster: Cluster) -> str:
     for name in (*names, "server's step"):
         found = [next((stage for stage in way if stage.name == name), None) for way in ways]
         cells = [_cell(stage) if stage else "" for stage in found]
-        lines.append(f"| {name} | {' | '.join(cells)} | {next(stage.serial for stage in found if stage) or 'no place'} |")
+        serial = next(stage.serial for stage in found if stage) or "no place"
+        lines.append(f"| {name} | {' | '.join(cells)} | {serial} |")
     totals = [f"**{seconds(sum(stage.seconds for stage in way))} s**" for way in ways]
     lines.append(f"| all of it | {' | '.join(totals)} | |")
     stores = [" and ".join(map(size, memory(cluster, floats, summation, combine))) for _, summation, combine in WAYS]

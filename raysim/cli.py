@@ -317,7 +317,9 @@ def _parser() -> Parser:
         )
     report.add_argument("--paper", metavar="TABLE", help="print a published table, such as fedbr/table1, beside runs")
     bench = add("bench", "measure speed against a bare PyTorch loop", BENCH)
-    bench.add_argument("runs", nargs="*", metavar="WORKLOAD", help="W1, W2 and W3 unless given; or steps, rules, scale, cluster")
+    bench.add_argument(
+        "runs", nargs="*", metavar="WORKLOAD", help="W1, W2 and W3 unless given; or steps, rules, scale, cluster"
+    )
     bench.add_argument("--data", metavar="DIR", help="where FashionMNIST is; downloaded if nowhere")
     bench.add_argument("--out", default="bench.json", metavar="FILE", help="the results (bench.json)")
     bench.add_argument("--blocks", type=int, default=7, help="blocks of rounds, each beside one of the bare loop (7)")

@@ -407,14 +407,19 @@ def hosts_in(
     name: str,
     options: RayOptions,
     kind: type,
-    shared: ray.ObjectRef[Any],
+    spec: RunSpec | ray.ObjectRef[RunSpec],
     content: Sequence[ray.ObjectRef[Any]] = (),
 ) -> RayRuntime:
-    """Hosts of a class in the bundles of a group, starting side by side; shared: the run, in the store."""
+    """Hosts of a class in the bundles of a group, starting side by side.
+
+    What they are built from stays in the object store, for hosts that take the place of dead ones.
+    """
+    shared = spec if isinstance(spec, ray.ObjectRef) else ray.put(spec)
 
     def start(index: int) -> Any:
-        actor = ray.remote(kind).options(name=f"{name}/host-{index}", **_within(group, index + 1, size.each))
-        return actor.remote(shared, f"host-{index}", content)
+        actor: Any = ray.remote(kind)
+        place = _within(group, index + 1, size.each)
+        return actor.options(name=f"{name}/host-{index}", **place).remote(shared, f"host-{index}", content)
 
     return RayRuntime(size.hosts, start, _nodes(group)[1 : size.hosts + 1], options.combine_from)
 
@@ -437,10 +442,7 @@ def _start(
     folder: str,
     resume: str,
 ) -> tuple[RayRuntime, Any]:
-    """Hosts and coordinator, starting side by side in their bundles; Ray's dashboard shows them by name.
-
-    What they are built from stays in the object store, for hosts that take the place of dead ones.
-    """
+    """Hosts and coordinator, starting side by side in their bundles; Ray's dashboard shows them by name."""
     shared, content = ray.put(spec), _content(spec, group)
     runtime = hosts_in(group, size, name, options, RayHost, shared, content)
     first = ray.remote(RayCoordinator).options(name=f"{name}/coordinator", **_within(group, 0, {}))

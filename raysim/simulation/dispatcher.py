@@ -233,7 +233,7 @@ class Dispatcher:
         return groups
 
     def _on_nodes(self, groups: Sequence[Sequence[InFlightJob]], taken: Sequence[InFlightJob]) -> list[int]:
-        """A host for each group such that nodes can add them up; none if that saves nothing, or hosts would idle more."""
+        """A host for each group such that nodes can add them up; none if that saves nothing or hosts would idle."""
         nodes = self.runtime.nodes
         if not groups or self.shared < self.runtime.combine_from or not any(nodes) or any(self._load):
             return []
@@ -349,7 +349,11 @@ class Dispatcher:
 
     def _combined(self, calls: Iterable[Call], order: Mapping[int, int]) -> list[Sum]:
         """The sum of all groups whose sums have stayed on their nodes, which add them up; none if there are none."""
-        stayed = [(order[own[0]], own, call.host, ref) for call in calls for own, ref in zip(call.groups, call.stayed)]
+        stayed = [
+            (order[group[0]], group, call.host, ref)
+            for call in calls
+            for group, ref in zip(call.groups, call.stayed, strict=True)
+        ]
         if not stayed:
             return []
         _, groups, hosts, refs = zip(*sorted(stayed, key=lambda each: each[0]), strict=True)

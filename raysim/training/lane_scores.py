@@ -22,8 +22,8 @@ from raysim.training.lanes import Lanes
 def pays(device: torch.device) -> bool:
     """Whether models are scored that way where several clients are trained at once.
 
-    Not on a CPU, where without a backward pass the calls cost less than `vmap` does: a client's 20 test rows took 118 us
-    in a loop and 205 to 285 us in 25 and 10 lanes (MLP of W2), 7.7 and 9.2 ms in 5 lanes (CNN of W1).
+    Not on a CPU, where without a backward pass the calls cost less than `vmap` does: a client's 20 test rows took
+    118 us in a loop and 205 to 285 us in 25 and 10 lanes (MLP of W2), 7.7 ms and 9.2 ms in 5 lanes (CNN of W1).
     """
     return device.type != "cpu"
 
@@ -68,7 +68,10 @@ class LaneScores:
             for lane, own in rows.items():
                 count = len(own[start : start + step])
                 found[lane].append((logits[lane, :count], labels[lane, :count]))
-        return {lane: (torch.cat(out), torch.cat(truth)) for lane, parts in found.items() for out, truth in [zip(*parts)]}
+        return {
+            lane: (torch.cat([logits for logits, _ in parts]), torch.cat([labels for _, labels in parts]))
+            for lane, parts in found.items()
+        }
 
     def _pass(self, rows: Mapping[int, np.ndarray], size: int) -> tuple[Tensor, Tensor]:
         """[K, size, ...] of all lanes; what a lane has not is filled up with some row."""

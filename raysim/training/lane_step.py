@@ -143,8 +143,8 @@ def explained(count: int, what: str = "train") -> Iterator[None]:
         name = blamed(error)
         who = f"method '{name}'" if name else "the model or the loop"
         raise NotInLanes(
-            f"runtime.lanes={count}: {who} cannot {what} several clients at once ({first_line(error).rstrip('.')}): set "
-            "runtime.lanes=1"
+            f"runtime.lanes={count}: {who} cannot {what} several clients at once ({first_line(error).rstrip('.')}): "
+            "set runtime.lanes=1"
         ) from error
 
 

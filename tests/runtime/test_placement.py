@@ -365,14 +365,12 @@ SUMMED = changed(run_spec(model=LARGE, data=even(16, 320)), rounds=2, summation=
 
 def _added_up() -> list[tuple[tuple[str, str], dict[str, set[int]]]]:
     """With nodes that add up, and without: the bits, and which calls each node got."""
-    import ray
-
     from raysim.runtime import ray as on_ray
 
     size, options = Size(2, {"CPU": 1.0}), RayOptions(combine=True)
     found = []
     with on_ray.placed(on_ray.bundles(size), "adding", options, _silent) as group:
-        runtime: Any = on_ray.hosts_in(group, size, "adding", options, on_ray.RayHost, ray.put(SUMMED))
+        runtime: Any = on_ray.hosts_in(group, size, "adding", options, on_ray.RayHost, SUMMED)
         call = runtime.call
         for runtime.combine_from in (options.combine_from, RayOptions(combine=False).combine_from):
             called: dict[str, set[int]] = {}

@@ -1,4 +1,4 @@
-"""Nodes add up what their hosts have summed before it travels: the same additions in the same order, so the same bits."""
+"""Nodes add up what their hosts have summed before it travels: the same additions in the same order, the same bits."""
 
 from __future__ import annotations
 

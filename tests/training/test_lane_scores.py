@@ -71,7 +71,8 @@ def test_a_score_depends_on_nobody_else() -> None:
 
 
 def test_rows_of_a_pass_are_few_more_than_a_client_has() -> None:
-    assert [width(rows, 1024) for rows in (1, 2, 3, 5, 7, 16, 17, 20, 25, 5000)] == [1, 2, 3, 6, 8, 16, 24, 24, 32, 1024]
+    widths = {1: 1, 2: 2, 3: 3, 5: 6, 7: 8, 16: 16, 17: 24, 20: 24, 25: 32, 5000: 1024}
+    assert {rows: width(rows, 1024) for rows in widths} == widths
     assert not pays(torch.device("cpu")) and pays(torch.device("cuda"))
 
 
@@ -90,5 +91,5 @@ class Noisy(ModelRecipe):
 
 def test_a_model_that_draws_where_that_is_not_known_is_refused() -> None:
     host, published = scoring(model=Noisy()), coordinate(replace(study(), model=Noisy())).server.published()
-    with pytest.raises(NotInLanes, match=r"runtime.lanes=3: the model or the loop cannot score several clients at once"):
+    with pytest.raises(NotInLanes, match=r"runtime.lanes=3: the model or the loop cannot score several clients"):
         host.evaluate([Task(0, np.arange(3))], published)

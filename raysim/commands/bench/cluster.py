@@ -1,9 +1,9 @@
 """Messages, bytes and the coordinator's time in a round, on whatever cluster there is.
 
 `raysim bench cluster` runs the real coordinator, dispatcher and server against hosts that train nothing, on a Ray that
-runs already (`--address`), on one of several nodes in this machine (`--nodes`), or on a usual local one. Every round has
-8 clients for each host; their updates come back as sums of two, as one sum of each node, and one by one. What a large
-cluster would do follows from the times (docs/many_nodes.md).
+runs already (`--address`), on one of several nodes in this machine (`--nodes`), or on a usual local one. Every round
+has 8 clients for each host; their updates come back as sums of two, as one sum of each node, and one by one. What a
+large cluster would do follows from the times (docs/many_nodes.md).
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import wraps
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from raysim.api.method import Method
 from raysim.commands.bench.coordinator import Case as Load, Ready, spec_of
 from raysim.primitives.checks import at_least
 from raysim.results.history import write_json
-from raysim.runtime.placement import RayOptions, Size
+from raysim.runtime.placement import RayOptions, Size, fitting
 from raysim.simulation.coordinator import Coordinator
 from raysim.simulation.events import Round
 from raysim.simulation.fleet import Ideal
@@ -193,7 +194,7 @@ def measure(spec: RunSpec, runtime: Any, cohort: int, way: str, rounds: int) -> 
             row = {stage: clock.seconds[stage] for stage in STAGES} | dict(counted.counts)
             marks.append({**row, "cpu": time.process_time(), "wall": time.perf_counter()})
     keys = (*STAGES, "calls", "arrays", "down", "up", "between", "cpu", "wall")
-    steps = [{key: after.get(key, 0) - before.get(key, 0) for key in keys} for before, after in zip(marks, marks[1:])]
+    steps = [{key: after.get(key, 0) - before.get(key, 0) for key in keys} for before, after in pairwise(marks)]
     middle = {key: statistics.median(step[key] for step in steps[_SKIP - 1 : -1]) for key in keys}
     numbers = {key: int(middle[key]) for key in ("calls", "arrays", "down", "up", "between")}
     stages = {stage: middle[stage] for stage in STAGES}
@@ -218,7 +219,7 @@ def costs(options: Options, size: Size, rounds: int, say: Callable[[str], None])
     with cluster.placed(cluster.bundles(size), "raysim-bench", asked, say) as group:
         for floats in options.floats:
             spec = run_of(floats, size.hosts, "sums")
-            runtime = cluster.hosts_in(group, size, f"bench-{floats}", asked, Idle, cluster.ray.put(spec))
+            runtime = cluster.hosts_in(group, size, f"bench-{floats}", asked, Idle, spec)
             try:
                 for way, combine in WAYS.items():
                     runtime.combine_from = replace(asked, combine=combine).combine_from
@@ -241,7 +242,7 @@ def joined(options: Options) -> Iterator[Size]:
     asked = RayOptions(hosts=options.hosts, address=several.address if several else options.address)
     mine = cluster.connect(asked)
     try:
-        yield cluster.fitting(asked, {"CPU": 1.0}, cluster.nodes(), most=64)
+        yield fitting(asked, {"CPU": 1.0}, cluster.nodes(), most=64)
     finally:
         if mine:
             cluster.disconnect()
@@ -268,7 +269,8 @@ def table(found: Sequence[Cost]) -> Any:
     from rich.table import Table
 
     first = found[0]
-    table = Table(title=f"a round of {first.hosts} hosts on {first.nodes} node(s): counts, MB, and ms of the coordinator")
+    place = f"{first.hosts} hosts on {first.nodes} node(s)"
+    table = Table(title=f"a round of {place}: counts, MB, and ms of the coordinator")
     for header in ("floats", "what comes", "calls", "arrays", "MB down", "up", "between", "CPU", *STAGES, "round"):
         table.add_column(header, justify="right")
     for cost in found:
