@@ -411,8 +411,8 @@ def _lines(path: Path) -> Iterator[tuple[str, str, str]]:
 def cluster() -> str:
     """jobs/README.md, and the files that it links to."""
     folder = ROOT / "jobs"
-    text = (folder / "README.md").read_text(encoding="utf-8")
-    links = dict.fromkeys(re.findall(r"\]\(([\w./]+)\)", text))
+    text = (folder / "README.md").read_text(encoding="utf-8").replace("](../docs/", "](../")
+    links = dict.fromkeys(re.findall(r"\]\(([\w./]+)(?<!\.md)\)", text))
     files = []
     for link in links:
         language = {".yaml": "yaml", ".sh": "bash"}.get(Path(link).suffix, "text")

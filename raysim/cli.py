@@ -125,7 +125,9 @@ examples:
   raysim bench W2 --floor --lanes 25        beside a tuned loop, 25 clients at once on every host
   raysim bench steps                        what each method adds to a local step
   raysim bench rules                        what each method adds to the server's step
-  raysim bench scale --blocks 3             the coordinator's own time for 1,000 to 100,000 clients a round"""
+  raysim bench scale --blocks 3             the coordinator's own time for 1,000 to 100,000 clients a round
+  raysim bench cluster --address auto       messages, bytes and the coordinator's time on a cluster that runs
+  raysim bench cluster --nodes 2 --hosts 4  the same on two Ray nodes in this machine"""
 COMPLETION = """\
 examples:
   eval "$(raysim completion bash)"    in ~/.bashrc
@@ -338,7 +340,9 @@ def _parser() -> Parser:
     ui.add_argument("--port", type=int, default=5000, help="where MLflow's page is served (5000)")
     ui.add_argument("--no-browser", action="store_true", help="print the address alone")
     bench = add("bench", "measure speed against a bare PyTorch loop", BENCH)
-    bench.add_argument("runs", nargs="*", metavar="WORKLOAD", help="W1, W2 and W3 unless given; or steps, rules, scale")
+    bench.add_argument(
+        "runs", nargs="*", metavar="WORKLOAD", help="W1, W2 and W3 unless given; or steps, rules, scale, cluster"
+    )
     bench.add_argument("--data", metavar="DIR", help="where FashionMNIST is; downloaded if nowhere")
     bench.add_argument("--out", default="bench.json", metavar="FILE", help="the results (bench.json)")
     bench.add_argument("--blocks", type=int, default=7, help="blocks of rounds, each beside one of the bare loop (7)")
@@ -348,7 +352,12 @@ def _parser() -> Parser:
     bench.add_argument(
         "--floor", action="store_true", help="measure a tuned loop as well, the least that PyTorch needs"
     )
-    bench.add_argument("--hosts", type=int, default=2, help="processes of one thread, on both sides (2)")
+    bench.add_argument(
+        "--hosts", type=int, help="processes of one thread, on both sides (2; cluster: as many as have a CPU)"
+    )
+    bench.add_argument("--address", help="cluster: of a Ray that runs; auto: on this machine")
+    bench.add_argument("--nodes", type=int, help="cluster: start so many Ray nodes in this machine")
+    bench.add_argument("--floats", type=int, nargs="+", metavar="N", help="cluster: parameters of the models to try")
     completion = add("completion", "print what makes a shell complete raysim's words", COMPLETION)
     completion.add_argument("shell", choices=("bash", "zsh"), help="which shell")
     commands.add_parser("help", help="show this, or what a command takes: raysim help run")
@@ -587,13 +596,27 @@ def _ui(given: argparse.Namespace) -> int:
 
 
 def _bench(given: argparse.Namespace) -> int:
-    from raysim.commands.bench import loops as bench
-
     with refusing():
-        if min(given.blocks, given.hosts) < 1:
-            raise Refused(f"--blocks {given.blocks} and --hosts {given.hosts} must be at least 1")
-        options = bench.Options(given.hosts, given.lanes, given.floor)
+        hosts = 2 if given.hosts is None else given.hosts
+        if min(given.blocks, hosts) < 1:
+            raise Refused(f"--blocks {given.blocks} and --hosts {hosts} must be at least 1")
+        if given.runs == ["cluster"]:
+            return _bench_cluster(given)
+        from raysim.commands.bench import loops as bench
+
+        options = bench.Options(hosts, given.lanes, given.floor)
         bench.main(given.runs or list(bench.WORKLOADS), given.data, Path(given.out), given.blocks, options)
+    return 0
+
+
+def _bench_cluster(given: argparse.Namespace) -> int:
+    from raysim.runtime.placement import RayOptions, listen_on_loopback
+
+    listen_on_loopback(RayOptions(address=given.address))  # before Ray is imported
+    from raysim.commands.bench import cluster
+
+    options = cluster.Options(given.address, given.nodes, given.hosts, given.floats or cluster.FLOATS)
+    cluster.main(options, Path(given.out), given.blocks, print)
     return 0
 
 

@@ -62,6 +62,16 @@ def test_every_key_of_every_group_is_in_the_configuration_page(from_docs: Any) -
             assert f"### {group}={option}\n" in page
 
 
+def test_the_tables_of_many_nodes_are_those_of_the_arithmetic(from_docs: Any) -> None:
+    many: ModuleType = from_docs("many_nodes")
+    text = many.PAGE.read_text(encoding="utf-8")
+    assert many.filled(text) == text, "uv run python docs/many_nodes.py"
+    assert all(table in text for table in many.tables().values())
+    vector, small = 4e9, many.Cluster()
+    alone, combined = (sum(s.bytes for s in many.stages(small, 1e9, 5, way)) for way in (False, True))
+    assert (alone, combined) == ((7 + 224) * vector, (7 + 7) * vector), "256 arrays, 32 of them there already; or 7"
+
+
 def test_the_pictures_of_asynchrony_are_drawn_from_the_planner_alone(from_docs: Any) -> None:
     pictures = from_docs("pictures")
     panels = pictures.schedules().axes

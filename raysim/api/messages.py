@@ -126,7 +126,10 @@ Outcome: TypeAlias = SingleUpdate | SummedUpdate | Failure
 
 @dataclass(frozen=True)
 class Sum:
-    """Unnormalised weighted sum of the deltas of consecutive accepted clients, in the order of acceptance."""
+    """Unnormalised weighted sum of the deltas of consecutive accepted clients, in the order of acceptance.
+
+    They are one group, or (of the first sum of an aggregation) all groups up to some place, added one after another.
+    """
 
     jobs: tuple[int, ...]
     total: np.ndarray  # [layout.shared] sum of weight * delta

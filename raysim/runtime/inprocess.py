@@ -22,6 +22,8 @@ class InProcess:
 
     def __init__(self, *members: Any):
         self.members, self.hosts = members, len(members)
+        self.nodes: Sequence[int] = (0,) * len(members)
+        self.combine_from = 0.0
 
     def put(self, value: object) -> object:
         """The value itself."""

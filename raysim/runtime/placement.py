@@ -27,7 +27,8 @@ class RayOptions:
     address: "local" or None starts a cluster on this machine; "auto" or HOST:PORT joins one. resources: of each host,
     besides CPUs and GPUs. strategy: PACK fills one node after another, SPREAD alternates, STRICT_PACK stays on one.
     wait: seconds to queue behind other runs; None: for ever. preflight: whether one job's memory is measured first;
-    None: where that decides how many hosts share a GPU.
+    None: where that decides how many hosts share a GPU. combine: whether nodes add up what their hosts have summed
+    before it travels, which changes no bit; None: for models of a MiB and more.
     """
 
     hosts: int | None = None
@@ -38,6 +39,12 @@ class RayOptions:
     strategy: Literal["PACK", "SPREAD", "STRICT_PACK"] = "PACK"
     wait: float | None = None
     preflight: bool | None = None
+    combine: bool | None = None
+
+    @property
+    def combine_from(self) -> float:
+        """Floats of a model from which on nodes add up."""
+        return {None: 1 << 18, True: 0, False: math.inf}[self.combine]
 
     def __post_init__(self) -> None:
         if self.hosts is not None:

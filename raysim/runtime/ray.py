@@ -121,6 +121,19 @@ def disconnect() -> None:
     ray.shutdown()
 
 
+def nodes_here(count: int, cpus: int) -> Any:
+    """Start so many Ray nodes in this machine, each of so many (declared) CPUs, to see what travels between nodes.
+
+    `address` is where to connect; `shutdown()` ends them.
+    """
+    from ray.cluster_utils import Cluster
+
+    cluster = Cluster()
+    for _ in range(count):
+        cluster.add_node(num_cpus=cpus, include_dashboard=False)
+    return cluster
+
+
 def nodes() -> list[dict[str, float]]:
     """What each living node has in all, the driver's own first."""
     alive = [node for node in ray.nodes() if node["Alive"]]
@@ -332,11 +345,14 @@ class RayCoordinator:
 class RayRuntime:
     """Hosts as actors of class `Host`, calls as actor tasks, values in the object store.
 
-    start: makes the actor of a host, given its number.
+    start: makes the actor of a host, given its number. nodes, combine_from: see `Runtime`.
     """
 
-    def __init__(self, hosts: int, start: Callable[[int], Any]):
-        self.hosts, self._make = hosts, start
+    def __init__(
+        self, hosts: int, start: Callable[[int], Any], nodes: Sequence[int] = (), combine_from: float = math.inf
+    ):
+        self.hosts, self._make, self.combine_from = hosts, start, combine_from
+        self.nodes = nodes or (0,) * hosts
         self._actors = [start(host) for host in range(hosts)]
 
     def put(self, value: object) -> object:
@@ -386,6 +402,36 @@ def start_hosts(spec: RunSpec, hosts: int, kind: type = RayHost) -> RayRuntime:
     return RayRuntime(hosts, lambda index: actor.remote(shared, f"host-{index}"))
 
 
+def hosts_in(
+    group: PlacementGroup,
+    size: Size,
+    name: str,
+    options: RayOptions,
+    kind: type,
+    spec: RunSpec | ray.ObjectRef[RunSpec],
+    content: Sequence[ray.ObjectRef[Any]] = (),
+) -> RayRuntime:
+    """Hosts of a class in the bundles of a group, starting side by side.
+
+    What they are built from stays in the object store, for hosts that take the place of dead ones.
+    """
+    shared = spec if isinstance(spec, ray.ObjectRef) else ray.put(spec)
+
+    def start(index: int) -> Any:
+        actor: Any = ray.remote(kind)
+        place = _within(group, index + 1, size.each)
+        return actor.options(name=f"{name}/host-{index}", **place).remote(shared, f"host-{index}", content)
+
+    return RayRuntime(size.hosts, start, _nodes(group)[1 : size.hosts + 1], options.combine_from)
+
+
+def _nodes(group: PlacementGroup) -> list[int]:
+    """Of each bundle its node, by number; that of the first bundle is 0."""
+    places = ray.util.placement_group_table(group)["bundles_to_node_id"]
+    numbers: dict[str, int] = {}
+    return [numbers.setdefault(places[index], len(numbers)) for index in range(len(places))]
+
+
 def _start(
     spec: RunSpec,
     schedule: Schedule,
@@ -393,20 +439,13 @@ def _start(
     size: Size,
     group: PlacementGroup,
     name: str,
+    options: RayOptions,
     folder: str,
     resume: str,
 ) -> tuple[RayRuntime, Any]:
-    """Hosts and coordinator, starting side by side in their bundles; Ray's dashboard shows them by name.
-
-    What they are built from stays in the object store, for hosts that take the place of dead ones.
-    """
+    """Hosts and coordinator, starting side by side in their bundles; Ray's dashboard shows them by name."""
     shared, content = ray.put(spec), _content(spec, group)
-
-    def start(index: int) -> Any:
-        actor = ray.remote(RayHost).options(name=f"{name}/host-{index}", **_within(group, index + 1, size.each))
-        return actor.remote(shared, f"host-{index}", content)
-
-    runtime = RayRuntime(size.hosts, start)
+    runtime = hosts_in(group, size, name, options, RayHost, shared, content)
     first = ray.remote(RayCoordinator).options(name=f"{name}/coordinator", **_within(group, 0, {}))
     return runtime, first.remote(shared, schedule, fleet, runtime, folder, resume, content)
 
@@ -427,8 +466,9 @@ def run(
     folder, resume: see `Coordinator`.
     """
     name = f"{Path(folder).name or 'raysim'}-{uuid.uuid4().hex[:6]}"
-    with placed(bundles(size), name, options or RayOptions(), say) as group:
-        runtime, coordinator = _start(spec, schedule, fleet, size, group, name, folder, resume)
+    options = options or RayOptions()
+    with placed(bundles(size), name, options, say) as group:
+        runtime, coordinator = _start(spec, schedule, fleet, size, group, name, options, folder, resume)
         try:
             messages = coordinator.events.options(num_returns="streaming").remote()
             for ref in _in_time(messages, spec.settings.faults.timeout):

@@ -28,10 +28,11 @@ from raysim.simulation.history_row import RowWriter
 from raysim.simulation.load import make_planner
 from raysim.simulation.planner import Deserted, Step
 from raysim.simulation.private_states import PrivateStates
-from raysim.simulation.runtime import Ref, Runtime
+from raysim.simulation.runtime import Runtime
 from raysim.simulation.schedule import Schedule
 from raysim.simulation.server import Server, asked_weighting
 from raysim.simulation.under_way import UnderWay
+from raysim.simulation.versions import Versions
 from raysim.training.determinism import make_deterministic
 from raysim.training.probe import balanced_rows
 from raysim.training.run_spec import RunSpec, build_networks
@@ -101,9 +102,7 @@ class Coordinator:
         self.history = RowWriter(self.dispatcher, self.private, pooled, spec.dtype.itemsize, spec.task.metric.name)
         self.rows: list[Row] = []
         self._row_files: dict[str, str] = {}  # of the last checkpoint
-        self._published: dict[int, Published] = {}  # the current version, and base versions of jobs
-        self._published_bytes = 0  # sum of them
-        self._refs: dict[int, Ref] = {}  # where hosts find them
+        self.versions = Versions(runtime)
         self.under_way = UnderWay(self.planner, self.server, self.dispatcher, settings)
         self._pending: list[_Pending] = []
 
@@ -175,38 +174,35 @@ class Coordinator:
     def _publish(self) -> None:
         """Store the current version for all hosts; forget versions that no job needs."""
         version = self.server.version
-        if version not in self._published:
-            self._published[version] = self.server.published()
-            self._refs[version] = self.runtime.put(self._published[version])
-            self._published_bytes += self._published[version].nbytes
+        if version not in self.versions.refs:
+            self.versions.publish(self.server.published())
         for old in (version - 1, *self.under_way.freed()):
-            if old in self._published and old != version and not self.under_way.needs(old):
-                self._published_bytes -= self._published.pop(old).nbytes
-                del self._refs[old]
+            if old in self.versions.refs and old != version and not self.under_way.needs(old):
+                self.versions.drop(old)
 
     def _submit(self, taken: Sequence[InFlightJob]) -> None:
         """Give hosts the jobs of the next aggregation, and then others that are under way."""
         summable = self.server.summable and not self.settings.evaluate.decomposes(self.server.version + 1)
-        self.dispatcher.submit(taken, self._refs, summable)
+        self.dispatcher.submit(taken, self.versions.refs, summable)
 
     def _aggregate(self, step: Step, taken: Sequence[InFlightJob]) -> _Pending:
         """Wait for the updates of these jobs, and make the next version of them."""
         results = self.dispatcher.floats
         outcomes, sums = self.dispatcher.collect(taken)
-        store_bytes = self.history.store_bytes(self._published_bytes, results)
+        store_bytes = self.history.store_bytes(self.versions.nbytes, results)
         if self.attackers.attack.on_updates:
             outcomes = self.attackers.poisoned(outcomes, self.layout.trained, self.server.version)
         failures = tuple(outcome for outcome in outcomes if isinstance(outcome, Failure))
         if len(failures) > self.settings.faults.tolerate * len(taken):
             raise self._too_many(failures, taken)
         updates = [outcome if isinstance(outcome, Update) else None for outcome in outcomes]
-        self.server.step(updates, sums, [job.staleness for job in taken], self._published)
+        self.server.step(updates, sums, [job.staleness for job in taken], self.versions)
         self.private.accept([job.message for job in taken])
         present = [update for update in updates if update is not None]
         scoring = []
         if present and self.settings.evaluate.decomposes(self.server.version):
             singles = [update for update in present if isinstance(update, SingleUpdate)]
-            scoring.append(self.evaluator.decompose(singles, self._published, self.server.published()))
+            scoring.append(self.evaluator.decompose(singles, self.versions, self.server.published()))
         row = self.history.row(self.server, step, outcomes, store_bytes)
         if self.settings.attack.kind != "none":
             row["attackers"] = self.attackers.among([update.client for update in present])
@@ -231,7 +227,7 @@ class Coordinator:
         version = self.server.version
         if not self.settings.evaluate.evaluates(version, self.settings.rounds):
             return
-        ref = self._refs[version]
+        ref = self.versions.refs[version]
         if (scored := self.server.scored()) is not self.server.vector:
             published = Published(version, scored.numpy(), self.server.counters.numpy(), mark="scored")
             ref = self.runtime.put(published)
@@ -253,16 +249,16 @@ class Coordinator:
         """Write a checkpoint."""
         best = self.evaluator.best.state() if self.evaluator.best else {}
         plan, seconds = self.under_way.state(), self.history.wall_seconds
-        now = snapshot.take(self.server, plan, self.private, self._published, self.rows, seconds, best)
+        now = snapshot.take(self.server, plan, self.private, self.versions, self.rows, seconds, best)
         path = checkpoint.write(Path(self.folder) / "checkpoints", self.server.version, now, self._row_files)
         return Saved(self.server.version, str(path))
 
     def restore(self) -> None:
         """Be where the checkpoint `resume` is."""
         earlier = checkpoint.read(Path(self.resume))
-        plan, self._published = snapshot.restore(earlier, self.server, self.planner, self.private)
-        self._refs = {version: self.runtime.put(published) for version, published in self._published.items()}
-        self._published_bytes = sum(published.nbytes for published in self._published.values())
+        plan, bases = snapshot.restore(earlier, self.server, self.planner, self.private)
+        for base in bases.values():
+            self.versions.publish(base)
         self.under_way.restore(plan)
         self.rows = earlier.numbers["rows"]
         self.history.resume(earlier.numbers["wall"])

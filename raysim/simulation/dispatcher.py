@@ -15,7 +15,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
+import numpy as np
+
 from raysim.api.messages import Job, Outcome, SingleUpdate, Sum, Trained
+from raysim.simulation.combining import by_node, chain, joined, pieces, turns
 from raysim.simulation.events import RunStopped, Waiting
 from raysim.simulation.private_states import PrivateStates
 from raysim.simulation.runtime import HostDied, Ref, Runtime
@@ -76,7 +79,10 @@ class Call:
     jobs: Sequence[Job] = ()  # of a "train"
     work: float = 0.0  # of its jobs, in samples
     floats: int = 0  # that it returns, private states apart
+    stay: int = 0  # returned values behind the first one that stay where they are; no call has states and those
+    groups: Sequence[tuple[int, ...]] = ()  # of a "train_apart": the jobs of each of those values
     ref: Ref = None
+    stayed: Sequence[Ref] = ()  # those values
     read: int = 0  # bytes of private states that were read from disk for it
     value: Any = None
     done: bool = False  # the value is here
@@ -146,9 +152,11 @@ class Dispatcher:
     def _start(self, call: Call) -> None:
         self.private.returned(call.read)  # 0 unless it is made again
         sent, call.read = self.private.send(call.host, call.states, call.jobs if call.states else ())
-        returns = 1 + (len(call.jobs) if call.states else 0)
+        returns = 1 + call.stay + (len(call.jobs) if call.states else 0)
         call.ref, *after = self.runtime.call(call.host, call.method, *call.args, *sent, returns=returns)
-        if after:
+        if call.stay:
+            call.stayed = after
+        elif after:
             self.private.store(call.jobs, after)
 
     def _answer(self) -> bool:
@@ -229,34 +237,52 @@ class Dispatcher:
         groups = self._groups(taken) if whole else []
         members = [tuple(job.number for job in unit) for unit in groups]
         summed = {number: group for group in members for number in group}
-        units = groups + _by_client([job for job in waiting if job.number not in summed])
+        combining = self._on_nodes(groups, taken)
+        units = groups if combining else sorted(groups, key=_work, reverse=True)
+        units = units + _by_client([job for job in waiting if job.number not in summed])
         per_host: dict[int, list[InFlightJob]] = {}
-        for unit, host in zip(units, self._assign(units), strict=True):
+        for unit, host in zip(units, combining or self._assign(units), strict=True):
             per_host.setdefault(host, []).extend(unit)
         for host, jobs in per_host.items():
             for chunk in self._chunks(jobs, summed):
-                self._send(host, chunk, summed)
+                self._send(host, chunk, summed, apart=bool(combining and self.runtime.nodes[host]))
         self._fill()
 
     def _groups(self, taken: Sequence[InFlightJob]) -> list[list[InFlightJob]]:
-        """The groups of an aggregation for hosts to sum, long ones first; none if hosts would idle more that way."""
+        """The groups of an aggregation for hosts to sum, in its order; none if hosts would idle more that way."""
         size, hosts = self.group, self.runtime.hosts
         groups = [list(taken[i : i + size]) for i in range(0, len(taken), size)]
         if _makespan(groups, hosts) > 1.1 * _makespan([[job] for job in taken], hosts):
             return []
-        return sorted(groups, key=_work, reverse=True)
+        return groups
+
+    def _on_nodes(self, groups: Sequence[Sequence[InFlightJob]], taken: Sequence[InFlightJob]) -> list[int]:
+        """A host for each group such that nodes can add them up; none if that saves nothing or hosts would idle."""
+        nodes = self.runtime.nodes
+        if not groups or self.shared < self.runtime.combine_from or not any(nodes) or any(self._load):
+            return []
+        works = [_work(group) for group in groups]
+        hosts = by_node(works, nodes)
+        busiest = max(np.bincount(hosts, works))
+        apart = sum(nodes[host] > 0 for host in hosts)
+        idle = busiest > 1.1 * _makespan([[job] for job in taken], len(nodes))
+        return [] if idle or apart < 2 else hosts
 
     def _assign(self, units: Sequence[Sequence[InFlightJob]]) -> list[int]:
-        """A host per unit: the least loaded one, but where a client's state lies if that costs at most a tenth."""
-        loads = list(self._load)
+        """A host per unit: the least loaded one, but where a client's state lies if that costs at most a tenth; else
+        on the same node if that does."""
+        loads, nodes = list(self._load), self.runtime.nodes
         fair = 1.1 * (sum(loads) + sum(map(_work, units))) / self.runtime.hosts
         chosen = []
         for unit in units:
             host = min(range(len(loads)), key=loads.__getitem__)
             if (place := self.private.place(unit[0].client)) is not None:
                 home, last = place
+                near = min((each for each in range(len(loads)) if nodes[each] == nodes[home]), key=loads.__getitem__)
                 if loads[home] + _work(unit) <= fair or last in self._unanswered:
                     host = home  # no call waits for a state that another host still has to make
+                elif loads[near] + _work(unit) <= fair:
+                    host = near
             loads[host] += _work(unit)
             chosen.append(host)
         return chosen
@@ -304,7 +330,10 @@ class Dispatcher:
         place = self.private.place(job.client)
         return place is None or place[0] == host or (move and place[1] not in self._unanswered)
 
-    def _send(self, host: int, jobs: Sequence[InFlightJob], summed: Mapping[int, tuple[int, ...]]) -> None:
+    def _send(
+        self, host: int, jobs: Sequence[InFlightJob], summed: Mapping[int, tuple[int, ...]], apart: bool = False
+    ) -> None:
+        """Have a host train these. apart: the sums that it makes stay there, for its node to add them up."""
         messages = [job.message for job in jobs]
         if self.private.stateful:
             messages = [replace(job, state=self.private.dispatch(job.client, job.number)) for job in messages]
@@ -317,7 +346,10 @@ class Dispatcher:
         self.floats += floats
         self._load[host] += (work := _work(jobs))
         self._unanswered.update(job.number for job in jobs)
-        call = self._made(Call(host, "train", args, states, messages, work, floats))
+        call = Call(host, "train_apart" if apart else "train", args, states, messages, work, floats)
+        if apart:
+            call.stay, call.groups = len(sums), sums
+        self._made(call)
         for job in jobs:
             job.call = call
 
@@ -336,7 +368,35 @@ class Dispatcher:
                 call.collected = True
                 self.floats -= call.floats
                 call.outcomes = {number: _out_of_store(outcome) for number, outcome in call.outcomes.items()}
-        return outcomes, [part for call in calls.values() for part in call.sums]
+        order = {job.number: place for place, job in enumerate(jobs)}
+        return outcomes, [*self._combined(calls.values(), order), *(s for call in calls.values() for s in call.sums)]
+
+    def _combined(self, calls: Iterable[Call], order: Mapping[int, int]) -> list[Sum]:
+        """The sum of all groups whose sums have stayed on their nodes, which add them up; none if there are none."""
+        stayed = [
+            (order[group[0]], group, call.host, ref)
+            for call in calls
+            for group, ref in zip(call.groups, call.stayed, strict=True)
+        ]
+        if not stayed:
+            return []
+        _, groups, hosts, refs = zip(*sorted(stayed, key=lambda each: each[0]), strict=True)
+        links, cuts = chain(hosts, self.runtime.nodes), pieces(self.shared)
+        latest: list[Call | None] = [None] * len(cuts)
+        for place, index in turns(len(links), len(cuts)):
+            link, cut, before = links[place], cuts[index], latest[index]
+            if before is not None:
+                self.wait(before)
+            args = cut.start, cut.stop, before and before.stayed[0], *(refs[own] for own in link)
+            latest[index] = self._made(Call(hosts[link[index % len(link)]], "combine", args, stay=1))
+        found = []
+        for call in latest:
+            assert call is not None, "every part goes through every node"
+            self.wait(call)
+            found.append(self.runtime.get(call.stayed[0]))
+        if found[0] is None:  # all clients have failed
+            return []
+        return [Sum(tuple(number for group in groups for number in group), joined(found))]
 
 
 def _out_of_store(outcome: Outcome) -> Outcome:

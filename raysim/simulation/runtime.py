@@ -20,6 +20,16 @@ class Runtime(Protocol):
         """How many there are."""
         ...
 
+    @property
+    def nodes(self) -> Sequence[int]:
+        """By host: the machine that it is on; 0 is the coordinator's own."""
+        ...
+
+    @property
+    def combine_from(self) -> float:
+        """Floats of a vector from which on a node adds up what its hosts have summed before it travels."""
+        ...
+
     def put(self, value: object) -> Ref:
         """Store a value once for all hosts; a Ref may be an argument of `call`."""
         ...

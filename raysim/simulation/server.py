@@ -223,13 +223,15 @@ class Server:
 
     def _folded(self, updates: Sequence[Update | None], weights: Sequence[float], sums: Sequence[Sum]) -> Tensor:
         """Sum of w * delta over groups of consecutive updates, then over the groups; some may be summed already."""
-        made = {job: part.total for part in sums for job in part.jobs}
-        left, groups = iter(weights), list[Group]()
+        made = {job: part for part in sums for job in part.jobs}
+        left, groups, last = iter(weights), list[Group](), None
         for start in range(0, len(updates), self.group):
             members = [update for update in updates[start : start + self.group] if update is not None]
             own = [next(left) for _ in members]
-            if members and members[0].job in made:
-                groups.append(([made[members[0].job]], [1.0]))
+            if members and (part := made.get(members[0].job)) is not None:
+                if part is not last:  # a sum may be of several groups, if of all up to its last one
+                    groups.append(([part.total], [1.0]))
+                last = part
             elif members:
                 groups.append(([update.delta for update in members if isinstance(update, SingleUpdate)], own))
         return folded(groups)

@@ -142,6 +142,9 @@ class InLanes(TorchFunctionMode):
         return input * self._drawn(input, fill)
 
     def _drawn(self, like: Tensor, fill: Callable[..., Tensor]) -> Tensor:
+        if not self.generators:
+            raise RuntimeError("it draws random numbers where that was not expected")
+
         def compute(lane: Tensor, likes: Tensor) -> Tensor:
             noise = torch.zeros_like(likes, memory_format=torch.contiguous_format)
             for row, generator in self.generators.items():

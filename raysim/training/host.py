@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import traceback
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import cast
 
 import numpy as np
@@ -33,7 +33,9 @@ from raysim.api.private_state import PrivateState, StoredState, size
 from raysim.models import Classifier
 from raysim.primitives.streams import stream
 from raysim.training.attack import check_norm
+from raysim.training.combiner import Combiner
 from raysim.training.determinism import make_deterministic
+from raysim.training.lane_scores import LaneScores, pays
 from raysim.training.lanes import Lanes
 from raysim.training.probe import balanced_rows
 from raysim.training.run_spec import RunSpec, build_networks
@@ -49,7 +51,7 @@ _NO_COUNTERS = np.empty(0, np.int64)
 PROBE_FEATURES = 200  # rows whose features a probe keeps
 
 
-class Host:
+class Host(Combiner):
     """Many clients on one device. It keeps each client's private state, tagged with the job that made it."""
 
     def __init__(self, spec: RunSpec, name: str = "host-0"):
@@ -73,7 +75,9 @@ class Host:
             spec.settings.seed,
         )
         count = spec.lanes
-        self._loop = OneByOne(self.trainer) if count == 1 else Lanes(self.trainer, count)
+        lanes = None if count == 1 else Lanes(self.trainer, count)
+        self._loop = lanes or OneByOne(self.trainer)
+        self._scores = LaneScores(lanes, spec.score_batch) if lanes and pays(self.device) else None
         self._stateful = owners(spec.methods, "state")
         self._personalisers = owners(spec.methods, "personalise")
         self._predictor = owner(spec.methods, "predict")
@@ -320,16 +324,30 @@ class Host:
         since = time.perf_counter()
         received = self._receive(published)
         self.trainer.training(False)
-        reports = []
-        for index, task in enumerate(tasks):
+        reports: dict[int, Report] = {}
+
+        def load(index: int) -> None:
+            task = tasks[index]
             self._load(task, received, states[index] if states else None)
             if task.finetune is not None:
                 self._finetune(task.client, published.version, task.finetune)
                 self.trainer.training(False)
+
+        own = [index for index, task in enumerate(tasks) if task.client >= 0 and len(task.rows)] if self._scores else []
+        for index in sorted({*range(len(tasks))}.difference(own)):
+            load(index)
             with torch.no_grad():
-                reports.append(self._score(task))
+                reports[index] = self._report(tasks[index], self._outputs(tasks[index]))
+        if self._scores is not None:
+            for turn in self._scores.turns([tasks[i].client for i in own], [tasks[i].rows for i in own]):
+                for lane, place in turn.items():
+                    load(own[place])
+                    self._scores.keep(lane)
+                outputs = self._scores.outputs({lane: tasks[own[place]].rows for lane, place in turn.items()})
+                for lane, place in turn.items():
+                    reports[own[place]] = self._report(tasks[own[place]], [outputs[lane]])
         self._busy += time.perf_counter() - since
-        return reports
+        return [reports[index] for index in range(len(tasks))]
 
     def own_tensors(self, task: Score, published: Published, sent: StoredState | None = None) -> dict[str, Tensor]:
         """Every tensor, by full name, of the networks that would be scored."""
@@ -380,11 +398,16 @@ class Host:
             rows = np.concatenate([rows, partition.spare.rows(client)])
         self.trainer.adapt(client, rows, version, how)
 
-    def _score(self, task: Score) -> Report:
-        model, learnt = self.vector.networks["model"], self.trainer.task
-        scores, losses = [], []
+    def _outputs(self, task: Score) -> Iterator[tuple[Tensor, Tensor]]:
+        """Logits and labels of a task's rows, so many at a time."""
+        model = self.vector.networks["model"]
         for inputs, labels in self.trainer.in_parts(task.rows, self.spec.score_batch):
-            logits = model(inputs)
+            yield model(inputs), labels
+
+    def _report(self, task: Score, outputs: Iterable[tuple[Tensor, Tensor]]) -> Report:
+        learnt = self.trainer.task
+        scores, losses = [], []
+        for logits, labels in outputs:
             losses.append(learnt.objective.losses(logits, labels))
             scores.append(learnt.metric.rows(self._ranked(logits), labels))
         return Report(task.client, torch.cat(scores).cpu().numpy(), torch.cat(losses).cpu().numpy())

@@ -133,7 +133,7 @@ def _flat(found: Tensors, gradient: list[Tensor]) -> list[Tensor]:
 
 
 @contextmanager
-def explained(count: int) -> Iterator[None]:
+def explained(count: int, what: str = "train") -> Iterator[None]:
     """What fails in a step of many clients fails because of lanes, and says so by the method's name."""
     try:
         yield
@@ -143,8 +143,8 @@ def explained(count: int) -> Iterator[None]:
         name = blamed(error)
         who = f"method '{name}'" if name else "the model or the loop"
         raise NotInLanes(
-            f"runtime.lanes={count}: {who} cannot train several clients at once ({first_line(error).rstrip('.')}): set "
-            "runtime.lanes=1"
+            f"runtime.lanes={count}: {who} cannot {what} several clients at once ({first_line(error).rstrip('.')}): "
+            "set runtime.lanes=1"
         ) from error
 
 

@@ -315,6 +315,10 @@ class Lanes:
                 lane.modes = dict(modes)
         return True
 
+    def tensors(self) -> list[Tensor]:
+        """Views [K, ...] of all parameters and buffers, in the order of the layout."""
+        return [*map(self._view, self.layout.entries), *map(self._counter, self.layout.counters)]
+
     def buffers(self) -> list[Tensor]:
         """Copies of all buffers [K, ...]: floating ones, then counters."""
         floating = [self._view(entry).clone() for entry in self.layout.entries if not entry.parameter]

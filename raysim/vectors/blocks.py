@@ -97,6 +97,9 @@ def folded(groups: Sequence[Group], into: Tensor | None = None) -> Tensor:
     def fold(part: slice) -> None:
         block = total[part]
         for place, (arrays, weights) in enumerate(groups):
+            if place and len(arrays) == 1 and weights[0] == 1.0:
+                block.add_(torch.from_numpy(arrays[0][part]))
+                continue
             own = block if place == 0 else torch.empty_like(block)
             torch.mul(torch.from_numpy(arrays[0][part]), weights[0], out=own)
             for array, weight in zip(arrays[1:], weights[1:], strict=True):

@@ -10,7 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path, PosixPath
 from typing import Any
 
@@ -30,7 +30,7 @@ from raysim.results.progress import Progress
 from raysim.runtime.placement import GIB, RayOptions, Size, demand, fitting, gib, room, share, total, within
 from raysim.runtime.preflight import Need, hosts_per_gpu, measure, only
 from raysim.simulation.coordinator import Finished, Round, Started, TooManyFailures
-from raysim.simulation.fleet import Lognormal
+from raysim.simulation.fleet import Ideal, Lognormal
 from raysim.simulation.schedule import Buffered, Synchronous
 
 CLUSTER = [{"CPU": 4.0, "GPU": 1.0}, {"CPU": 2.0}, {"CPU": 2.0}]
@@ -358,6 +358,59 @@ def test_hosts_on_two_nodes_give_the_bits_of_one_and_a_node_without_the_data_is_
     assert seen["groups"] == 1 and not seen["left"]
     # Nothing piles up in Ray's own stores: what the history counts once may lie on both nodes for a while.
     assert max(seen["used"]) <= 2 * max(row["store_bytes"] for row in rows)
+
+
+SUMMED = changed(run_spec(model=LARGE, data=even(16, 320)), rounds=2, summation=2)
+
+
+def _added_up() -> list[tuple[tuple[str, str], dict[str, set[int]]]]:
+    """With nodes that add up, and without: the bits, and which calls each node got."""
+    from raysim.runtime import ray as on_ray
+
+    size, options = Size(2, {"CPU": 1.0}), RayOptions(combine=True)
+    found = []
+    with on_ray.placed(on_ray.bundles(size), "adding", options, _silent) as group:
+        runtime: Any = on_ray.hosts_in(group, size, "adding", options, on_ray.RayHost, SUMMED)
+        call = runtime.call
+        for runtime.combine_from in (options.combine_from, RayOptions(combine=False).combine_from):
+            called: dict[str, set[int]] = {}
+
+            def watched(host: int, method: str, *args: Any, **how: Any) -> list[Any]:
+                called.setdefault(method, set()).add(runtime.nodes[host])  # noqa: B023
+                return call(host, method, *args, **how)
+
+            runtime.call = watched
+            found.append((ran(coordinate(SUMMED, Synchronous(16), Ideal(), runtime)).bits, called))
+        runtime.stop()
+    return found
+
+
+def test_a_node_adds_up_its_sums_or_the_server_adds_all_with_the_same_bits(driver: Call) -> None:
+    here = run(SUMMED, Synchronous(16), Ideal()).bits
+    (apart, with_it), (together, without) = driver(_added_up)
+    assert apart == together == here
+    assert (with_it["train"], with_it["train_apart"], with_it["combine"]) == ({0}, {1}, {1})
+    assert without["train"] == {0, 1} and "combine" not in without
+
+
+def _measured() -> list[dict[str, Any]]:
+    from raysim.commands.bench import cluster
+
+    options, size = cluster.Options(floats=(1_000_000,)), Size(2, {"CPU": 1.0})
+    found = list(cluster.costs(options, size, 2, _silent))
+    assert cluster.table(found).row_count == 3
+    return [asdict(cost) for cost in found]
+
+
+def test_the_benchmark_of_a_cluster_counts_messages_and_bytes_of_two_nodes(driver: Call) -> None:
+    costs = {cost["way"]: cost for cost in driver(_measured)}
+    vector = 4 * costs["sums"]["floats"]
+    # Eight clients for each of two hosts, in groups of two; one host is on the coordinator's node.
+    counted = {way: (cost["calls"], cost["arrays"], cost["up"] / vector) for way, cost in costs.items()}
+    assert counted == {"sums": (2, 8, 4), "sums of nodes": (3, 4, 1), "updates": (2, 16, 8)}
+    for cost in costs.values():
+        assert (cost["hosts"], cost["nodes"], cost["down"]) == (2, 2, vector), "a version goes once to the other node"
+        assert 0 < sum(cost["stages"].values()) <= cost["wall"] and cost["cpu"] > 0
 
 
 # --- one run, one group ---------------------------------------------------------------------------------------------

@@ -59,6 +59,7 @@ class Mortal:
 
     def __init__(self, study: RunSpec, hosts: int, deaths: set[int]):
         self.study, self.hosts, self.deaths = study, hosts, deaths
+        self.nodes, self.combine_from = (0,) * hosts, 0.0
         self.members: list[Host | None] = [Host(study, f"host-{index}") for index in range(hosts)]
         self.waiting: list[list[list[Ref]]] = [[] for _ in range(hosts)]  # by host: refs of calls
         self.calls = self.revived = 0

@@ -74,7 +74,7 @@ def test_clients_that_were_never_sampled_cost_nothing() -> None:
 
 def test_base_versions_are_forgotten_once_no_job_needs_them() -> None:
     coordinator = coordinate(run_spec(data=even()), Buffered(concurrency=4, size=2), rounds=30)
-    held = [len(coordinator._published) for _ in coordinator.run()]
+    held = [len(coordinator.versions) for _ in coordinator.run()]
     assert max(held) <= 4 + 1, "as many base versions as jobs under way, and the current one"
     assert np.isfinite(coordinator.server.vector.numpy()).all()
 

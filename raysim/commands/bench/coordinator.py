@@ -31,6 +31,7 @@ from raysim.simulation.events import Round
 from raysim.simulation.fleet import Ideal, Lognormal
 from raysim.simulation.runtime import Runtime
 from raysim.simulation.schedule import Synchronous
+from raysim.training.combiner import Combiner
 from raysim.training.run_spec import RunSettings, RunSpec, build_networks
 
 HOSTS = 64
@@ -80,13 +81,14 @@ def summation(clients: int) -> int:
 
 
 # --- the fleet ------------------------------------------------------------------------------------------------------
-class Ready:
+class Ready(Combiner):
     """A host that trains nothing: it returns updates without content and sums that are ready, at once."""
 
     def __init__(self, spec: RunSpec, name: str = "host-0"):
         self.name, self._counts = name, spec.data.partition.train.counts
         shared = build_networks(spec)[1].shared
-        self._arrays = [np.full(shared, 1e-9, np.float32) for _ in range(16)]  # written, and more than a cache holds
+        count = max(2, min(16, (1 << 26) // shared))  # more than a cache holds
+        self._arrays = [np.full(shared, 1e-9, np.float32) for _ in range(count)]  # written
         self._next = 0
 
     def train(
@@ -110,7 +112,7 @@ class Ready:
 class Fleet:
     """`HOSTS` hosts for a coordinator, behind which there are fewer."""
 
-    hosts = HOSTS
+    hosts, nodes, combine_from = HOSTS, (0,) * HOSTS, math.inf
 
     def __init__(self, few: Runtime):
         self._few, self.put, self.revive = few, few.put, few.revive

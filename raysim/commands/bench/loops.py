@@ -36,6 +36,7 @@ from raysim.training.run_spec import RunSettings, RunSpec, build_networks
 
 METHODS = ("steps", "rules")  # workloads that compare methods instead of loops
 SCALE = "scale"  # the one that measures the coordinator alone
+CLUSTER = "cluster"  # the one that measures a cluster (bench/cluster.py)
 _SKIP = 3  # rounds at the start of a block that are not timed
 
 
@@ -291,8 +292,9 @@ def main(names: list[str], root: str | None, out: Path, blocks: int, options: Op
 
     from raysim.runtime import ray as cluster
 
-    if unknown := [name for name in names if name not in (*WORKLOADS, *METHODS, SCALE)]:
-        raise ValueError(f"workload {unknown[0]!r} does not exist: use {', '.join((*WORKLOADS, *METHODS, SCALE))}")
+    known = (*WORKLOADS, *METHODS, SCALE, CLUSTER)
+    if unknown := [name for name in names if name not in known]:
+        raise ValueError(f"workload {unknown[0]!r} does not exist: use {', '.join(known)}")
     if apart := [name for name in names if name not in WORKLOADS]:
         if len(names) > 1:
             raise ValueError(f"workload {apart[0]!r} is measured in one process: name it alone")

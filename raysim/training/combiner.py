@@ -1,0 +1,37 @@
+"""What a host does so that the sums of a node are added up there, before they travel."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from raysim.api.messages import Job, Trained
+from raysim.vectors.blocks import folded
+
+
+class Combiner:
+    """A part of a host."""
+
+    train: Callable[..., Any]  # see `Host`
+
+    def train_apart(
+        self, jobs: Sequence[Job], groups: Sequence[tuple[int, ...]], *others: Any
+    ) -> tuple[Trained | np.ndarray | None, ...]:
+        """`train`, whose sums are values of their own, one for each group (None: all of it failed): they can stay."""
+        trained: Trained = self.train(jobs, groups, *others)
+        totals = {each.jobs: each.total for each in trained.sums}
+        return replace(trained, sums=()), *(totals.get(group) for group in groups)
+
+    def combine(
+        self, start: int, stop: int, before: np.ndarray | None, *totals: np.ndarray | None
+    ) -> tuple[None, np.ndarray | None]:
+        """Entries [start, stop) of a sum: those of nodes before (stop - start floats) plus each of `totals`, in order.
+
+        The first value only says that the second is there, which can stay as well. It is None where all are None.
+        """
+        own = [total[start:stop] for total in totals if total is not None]
+        arrays = own if before is None else [before, *own]
+        return None, folded([([array], [1.0]) for array in arrays]).numpy() if arrays else None

@@ -1,0 +1,124 @@
+"""Nodes add up what their hosts have summed before it travels: the same additions in the same order, the same bits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, strategies as st
+from test_deaths import Mortal
+from tiny_runs import NORMED_MLP, Ran, changed, coordinate, even, ran, run_spec, several
+
+from raysim.api.context import Context
+from raysim.api.method import Method
+from raysim.runtime.inprocess import InProcess
+from raysim.simulation import combining
+from raysim.simulation.combining import by_node, chain, turns
+from raysim.simulation.fleet import Ideal
+from raysim.simulation.schedule import Synchronous
+from raysim.training.run_spec import RunSpec
+
+NODES = (0, 1, 2, 1, 2, 1, 0)  # of seven hosts
+COHORT = Synchronous(28)
+
+
+@given(st.lists(st.integers(1, 20), min_size=1, max_size=40), st.lists(st.integers(0, 4), min_size=1, max_size=12))
+def test_every_node_gets_consecutive_groups_and_the_coordinators_the_last(works: list[int], nodes: list[int]) -> None:
+    hosts = by_node(works, nodes)
+    seen = [nodes[hosts[link[0]]] for link in chain(hosts, nodes)]
+    assert len(hosts) == len(works) and len(set(seen)) == len(seen), "a node comes once"
+    assert 0 not in seen[:-1]
+    if len(works) >= len(nodes) and len(set(works)) == 1:
+        loads = np.bincount(hosts, minlength=len(nodes))
+        assert loads.max() <= -(-len(works) // len(nodes)) + 1
+
+
+def test_parts_follow_each_other_through_the_nodes() -> None:
+    order = list(turns(3, 4))
+    assert sorted(order) == [(link, part) for link in range(3) for part in range(4)]
+    assert order.index((0, 1)) < order.index((1, 0)) < order.index((2, 0)) < order.index((1, 2))
+
+
+class Sick(Method):
+    """Some clients fail, among them a whole group and the first of another."""
+
+    name = "sick"
+    clients = (0, 1, 2, 5, 9, 30)
+
+    def receive(self, ctx: Context) -> None:
+        if ctx.client in self.clients:
+            raise RuntimeError("sick")
+
+
+class Dead(Sick):
+    """All of them."""
+
+    clients = tuple(range(40))
+
+
+def study(*methods: Method) -> RunSpec:
+    spec = run_spec(*methods, model=NORMED_MLP, data=even(clients=40, samples=400))
+    return changed(spec, rounds=2, summation=2, tolerate=1.0)
+
+
+def apart(
+    spec: RunSpec, nodes: tuple[int, ...] = NODES, schedule: Synchronous = COHORT, least: float = 0.0
+) -> tuple[Ran, list[tuple[str, int, Any]]]:
+    """A run whose hosts are on these nodes, and its calls."""
+    runtime: Any = several(spec, len(nodes))
+    runtime.nodes, runtime.combine_from = nodes, least
+    calls: list[tuple[str, int, Any]] = []
+
+    def call(host: int, method: str, *args: Any, returns: int = 1) -> list[Any]:
+        calls.append((method, nodes[host], args))
+        return InProcess.call(runtime, host, method, *args, returns=returns)
+
+    runtime.call = call
+    return ran(coordinate(spec, schedule, Ideal(), runtime)), calls
+
+
+@pytest.mark.parametrize("methods", [(), (Sick(),), (Dead(),)], ids=["well", "sick", "dead"])
+def test_a_run_whose_nodes_add_up_has_the_bits_of_one_host(
+    methods: tuple[Method, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alone = ran(coordinate(study(*methods), COHORT, Ideal()))
+    for part in (1 << 25, 500):  # whole vectors, and pieces of them
+        monkeypatch.setattr(combining, "PART", part)
+        there, calls = apart(study(*methods))
+        assert (there.bits, there.history) == (alone.bits, alone.history)
+        assert {node for name, node, _ in calls if name == "train_apart"} == {1, 2}
+        assert {node for name, node, _ in calls if name == "train"} == {0}
+        pieces = -(-there.coordinator.layout.shared // part)
+        combined = [(node, len(args) - 3) for name, node, args in calls if name == "combine"]
+        # Of 14 groups the five hosts of two nodes sum ten: they arrive as one.
+        assert sorted(combined) == sorted(2 * pieces * [(1, 6), (2, 4)])
+
+
+@pytest.mark.parametrize(("nodes", "least"), [((0, 0, 1), 1e9), ((0, 0, 0), 0), ((0, 1, 0), 0)])
+def test_what_saves_nothing_is_not_added_up_apart(nodes: tuple[int, ...], least: float) -> None:
+    """A small model, hosts on one node, and a node with one sum."""
+    found, calls = apart(study(), nodes, Synchronous(6), least)
+    assert found.bits == ran(coordinate(study(), Synchronous(6), Ideal())).bits
+    assert not {name for name, *_ in calls} & {"train_apart", "combine"}
+
+
+class Combining(Mortal):
+    """Hosts of which only the calls to add up count."""
+
+    def call(self, host: int, method: str, *args: object, returns: int = 1) -> list[Any]:
+        if method == "combine":
+            return super().call(host, method, *args, returns=returns)
+        deaths, self.deaths = self.deaths, set()
+        found = super().call(host, method, *args, returns=returns)
+        self.deaths, self.calls = deaths, self.calls - 1
+        return found
+
+
+def test_a_host_that_dies_while_nodes_add_up_is_replaced_and_the_bits_are_the_same() -> None:
+    alone = ran(coordinate(study(), COHORT, Ideal())).bits
+    for death in (1, 2):  # the first node, and the one to which its sum goes
+        runtime = Combining(study(), 5, {death})
+        runtime.nodes = (1, 0, 1, 2, 2)
+        assert ran(coordinate(study(), COHORT, Ideal(), runtime)).bits == alone
+        assert runtime.revived == 1
