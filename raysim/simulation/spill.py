@@ -33,7 +33,6 @@ class Spill:
         self._places: dict[int, tuple[int, int]] = {}  # by client: where its place begins, and how long it is
         self._pieces: dict[int, list[_Piece]] = {}
         self._end = 0
-        self._map: np.memmap | None = None
 
     def write(self, client: int, arrays: Mapping[str, np.ndarray]) -> None:
         """Keep a client's arrays, instead of those that it had. Raises OSError that names the folder."""
@@ -56,19 +55,14 @@ class Spill:
         self._pieces[client] = pieces
 
     def read(self, client: int) -> dict[str, np.ndarray]:
-        """What `write` kept: views on the file, read-only."""
-        pieces = self._pieces[client]
-        if not any(piece.size for piece in pieces):
-            return {piece.key: np.empty(piece.shape, piece.dtype) for piece in pieces}
-        file = self._mapped()
-        return {p.key: np.asarray(file[p.start : p.start + p.size]).view(p.dtype).reshape(p.shape) for p in pieces}
-
-    def _mapped(self) -> np.memmap:
-        """The file, in one map that is made anew as seldom as it doubles: each map is an open file."""
-        if self._map is None or len(self._map) < self._end:
-            self._file.truncate(2 * self._end)  # takes no room on the disk
-            self._map = np.memmap(self._file, np.uint8, "r")
-        return self._map
+        """What `write` kept, read-only. A copy: what were mapped would count as memory of this process."""
+        pieces, start = self._pieces[client], self._places[client][0]
+        room = np.empty(max((piece.start + piece.size for piece in pieces), default=start) - start, np.uint8)
+        self._file.seek(start)
+        self._file.readinto(room.data)
+        room.flags.writeable = False
+        own = {piece.key: (piece, room[piece.start - start : piece.start - start + piece.size]) for piece in pieces}
+        return {key: part.view(piece.dtype).reshape(piece.shape) for key, (piece, part) in own.items()}
 
 
 def _room(array: np.ndarray) -> int:
