@@ -193,6 +193,11 @@ class PrivateStates:
         """Of the accepted states on disk."""
         return sum(self._on_disk.values())
 
+    def accepted(self) -> Iterator[tuple[int, StoredState]]:
+        """Every client that has an accepted state, and that state; waits."""
+        for client in self._accepted:
+            yield client, self.accepted_state(client)
+
     def accepted_state(self, client: int) -> StoredState:
         """The accepted state of a client that has one; waits."""
         if client in self._on_disk:

@@ -56,8 +56,9 @@ class Spill:
 
     def read(self, client: int) -> dict[str, np.ndarray]:
         """What `write` kept, read-only. A copy: what were mapped would count as memory of this process."""
-        pieces, start = self._pieces[client], self._places[client][0]
-        room = np.empty(max((piece.start + piece.size for piece in pieces), default=start) - start, np.uint8)
+        pieces = self._pieces[client]
+        start, end = (pieces[0].start, pieces[-1].start + pieces[-1].size) if pieces else (0, 0)
+        room = np.empty(end - start, np.uint8)
         self._file.seek(start)
         self._file.readinto(room.data)
         room.flags.writeable = False
