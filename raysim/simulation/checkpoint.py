@@ -121,8 +121,8 @@ class Checkpoints:
             except Exception:
                 self._clear()
                 raise
-            earlier = sorted(each for each in self._manifests if each <= version)
-            self._remove([each for each in self._manifests if each not in earlier[-self.keep :]])
+        earlier = sorted(each for each in self._manifests if each <= version)
+        self._remove([each for each in self._manifests if each not in earlier[-self.keep :]])
         return f"{self.where}/{_folder(version)}"
 
     def _write(self, there: Store, version: int, snapshot: Snapshot) -> None:

@@ -28,7 +28,9 @@ class Spill:
     """
 
     def __init__(self, folder: Path | str = ""):
-        self._folder = str(folder) or None
+        # A run's folder appears later than the states that it goes on from.
+        existing = (path for path in (Path(folder), *Path(folder).absolute().parents) if path.is_dir())
+        self._folder = str(next(existing)) if str(folder) else None
         self._file = tempfile.TemporaryFile(dir=self._folder)  # noqa: SIM115 - open for as long as this lives
         self._places: dict[int, tuple[int, int]] = {}  # by client: where its place begins, and how long it is
         self._pieces: dict[int, list[_Piece]] = {}
