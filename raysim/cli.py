@@ -113,7 +113,8 @@ examples:
   raysim bench W2 --floor --lanes 25        beside a tuned loop, 25 clients at once on every host
   raysim bench steps                        what each method adds to a local step
   raysim bench rules                        what each method adds to the server's step
-  raysim bench scale --blocks 3             the coordinator's own time for 1,000 to 100,000 clients a round"""
+  raysim bench scale --blocks 3             the coordinator's own time for 1,000 to 100,000 clients a round
+  raysim bench states --clients 10000       checkpoints, and private states that are larger than memory"""
 COMPLETION = """\
 examples:
   eval "$(raysim completion bash)"    in ~/.bashrc
@@ -315,7 +316,9 @@ def _parser() -> Parser:
         )
     report.add_argument("--paper", metavar="TABLE", help="print a published table, such as fedbr/table1, beside runs")
     bench = add("bench", "measure speed against a bare PyTorch loop", BENCH)
-    bench.add_argument("runs", nargs="*", metavar="WORKLOAD", help="W1, W2 and W3 unless given; or steps, rules, scale")
+    bench.add_argument(
+        "runs", nargs="*", metavar="WORKLOAD", help="W1, W2 and W3 unless given; or steps, rules, scale, states"
+    )
     bench.add_argument("--data", metavar="DIR", help="where FashionMNIST is; downloaded if nowhere")
     bench.add_argument("--out", default="bench.json", metavar="FILE", help="the results (bench.json)")
     bench.add_argument("--blocks", type=int, default=7, help="blocks of rounds, each beside one of the bare loop (7)")
@@ -324,6 +327,13 @@ def _parser() -> Parser:
     )
     bench.add_argument(
         "--floor", action="store_true", help="measure a tuned loop as well, the least that PyTorch needs"
+    )
+    bench.add_argument(
+        "--clients",
+        type=int,
+        default=100_000,
+        metavar="N",
+        help="of the run that is larger than memory (100000; 0: none)",
     )
     bench.add_argument("--hosts", type=int, default=2, help="processes of one thread, on both sides (2)")
     completion = add("completion", "print what makes a shell complete raysim's words", COMPLETION)
@@ -554,7 +564,7 @@ def _bench(given: argparse.Namespace) -> int:
     with refusing():
         if min(given.blocks, given.hosts) < 1:
             raise Refused(f"--blocks {given.blocks} and --hosts {given.hosts} must be at least 1")
-        options = bench.Options(given.hosts, given.lanes, given.floor)
+        options = bench.Options(given.hosts, given.lanes, given.floor, given.clients)
         bench.main(given.runs or list(bench.WORKLOADS), given.data, Path(given.out), given.blocks, options)
     return 0
 
