@@ -305,7 +305,8 @@ def read(address: str | Path) -> Snapshot:
     server = _mapped(there, [f"{folder}/{name}" for name in files if _is_part(name, "server")])
     if _INDEX not in files:
         states = _by_client(_mapped(there, [f"{folder}/{name}" for name in files if _is_part(name, "clients")]))
-        return Snapshot(numbers, server, states, dict(map(tuple, numbers["accepted"])))
+        jobs = dict(map(tuple, numbers["accepted"]))
+        return Snapshot(numbers, server, {client: states.get(client, {}) for client in jobs}, jobs)
     index = _index(there, folder)
     return Snapshot(numbers, server, _states(there, index), index.jobs)
 

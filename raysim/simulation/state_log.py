@@ -68,10 +68,11 @@ class Index:
         states[:, CLIENT] = np.fromiter(jobs.keys(), np.int64, len(jobs))
         states[:, JOB] = np.fromiter(jobs.values(), np.int64, len(jobs))
         states[:, FILE] = TO_WRITE
-        before, known = self.states, len(self.states)
-        assert np.array_equal(states[:known, CLIENT], before[:, CLIENT]), "clients are only ever added"
-        same = np.flatnonzero(states[:known, JOB] == before[:, JOB])
-        states[same] = before[same]
+        known = len(self.states)
+        if not np.array_equal(states[:known, CLIENT], self.states[:, CLIENT]):  # the run went back: it starts anew
+            return Index(states)
+        same = np.flatnonzero(states[:known, JOB] == self.states[:, JOB])
+        states[same] = self.states[same]
         states[np.isin(states[:, FILE], self._left_behind(states[same])), FILE] = TO_WRITE
         return Index(states, self.files)
 

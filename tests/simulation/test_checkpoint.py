@@ -231,6 +231,16 @@ def test_a_run_that_goes_on_in_another_folder_has_a_log_of_its_own(tmp_path: Pat
     assert before and checkpoint.damage(first)
 
 
+def test_a_client_may_keep_nothing_and_a_run_may_go_back(tmp_path: Path) -> None:
+    now = after(states(range(3), job=1), 5, job=9)
+    now = replace(now, clients={**now.clients, 1: {}})
+    run = Checkpoints(tmp_path)
+    assert same_states(checkpoint.read(run.write(1, now)).clients, now.clients)
+    assert same_states(checkpoint.read(older.write(tmp_path / "old", 1, now)).clients, now.clients)
+    fewer = states(range(2), job=1)
+    assert same_states(checkpoint.read(run.write(2, fewer)).clients, fewer.clients)
+
+
 def test_a_checkpoint_is_copied_with_all_that_it_needs(tmp_path: Path) -> None:
     run = Checkpoints(tmp_path / "a")
     run.write(1, states(range(5), job=1))
