@@ -26,6 +26,7 @@ from raysim.data.partition import CSR, IID, Partition
 from raysim.data.sources import Synthetic
 from raysim.methods.scaffold import Scaffold
 from raysim.primitives.memory import peak_memory
+from raysim.primitives.streams import stream
 from raysim.results.history import write_json
 from raysim.runtime import inprocess
 from raysim.simulation.checkpoint import Checkpoints, Snapshot
@@ -99,7 +100,7 @@ def touched(clients: int, count: int, blocks: int) -> Written:
     state: Arrays = {"scaffold.control": np.ones(build_networks(many(FEW, 1, None))[1].shared, np.float32)}
     jobs = dict.fromkeys(range(clients), 0)
     states = ByClient(jobs, lambda client: state)
-    rng, times = np.random.default_rng(0), []
+    rng, times = stream(0, "bench"), []
     with tempfile.TemporaryDirectory(dir=".") as folder:
         run = Checkpoints(folder)
         run.write(0, Snapshot({"rows": []}, state, states, jobs))
