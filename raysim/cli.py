@@ -127,7 +127,8 @@ examples:
   raysim bench rules                        what each method adds to the server's step
   raysim bench scale --blocks 3             the coordinator's own time for 1,000 to 100,000 clients a round
   raysim bench cluster --address auto       messages, bytes and the coordinator's time on a cluster that runs
-  raysim bench cluster --nodes 2 --hosts 4  the same on two Ray nodes in this machine"""
+  raysim bench cluster --nodes 2 --hosts 4  the same on two Ray nodes in this machine
+  raysim bench states --clients 10000       checkpoints, and private states that are larger than memory"""
 COMPLETION = """\
 examples:
   eval "$(raysim completion bash)"    in ~/.bashrc
@@ -341,7 +342,10 @@ def _parser() -> Parser:
     ui.add_argument("--no-browser", action="store_true", help="print the address alone")
     bench = add("bench", "measure speed against a bare PyTorch loop", BENCH)
     bench.add_argument(
-        "runs", nargs="*", metavar="WORKLOAD", help="W1, W2 and W3 unless given; or steps, rules, scale, cluster"
+        "runs",
+        nargs="*",
+        metavar="WORKLOAD",
+        help="W1, W2 and W3 unless given; or steps, rules, scale, states, cluster",
     )
     bench.add_argument("--data", metavar="DIR", help="where FashionMNIST is; downloaded if nowhere")
     bench.add_argument("--out", default="bench.json", metavar="FILE", help="the results (bench.json)")
@@ -354,6 +358,9 @@ def _parser() -> Parser:
     )
     bench.add_argument(
         "--hosts", type=int, help="processes of one thread, on both sides (2; cluster: as many as have a CPU)"
+    )
+    bench.add_argument(
+        "--clients", type=int, default=100_000, metavar="N", help="states: of the run beyond memory (100000; 0: none)"
     )
     bench.add_argument("--address", help="cluster: of a Ray that runs; auto: on this machine")
     bench.add_argument("--nodes", type=int, help="cluster: start so many Ray nodes in this machine")
@@ -604,7 +611,7 @@ def _bench(given: argparse.Namespace) -> int:
             return _bench_cluster(given)
         from raysim.commands.bench import loops as bench
 
-        options = bench.Options(hosts, given.lanes, given.floor)
+        options = bench.Options(hosts, given.lanes, given.floor, given.clients)
         bench.main(given.runs or list(bench.WORKLOADS), given.data, Path(given.out), given.blocks, options)
     return 0
 

@@ -143,11 +143,12 @@ class Ran:
     @property
     def private(self) -> dict[str, np.ndarray]:
         """Every tensor of the clients' accepted private states: "client/name"."""
-        return self.coordinator.private.named()
+        states = self.coordinator.private.named()
+        return {f"{client}/{name}": array for client, state in states.items() for name, array in state.items()}
 
     def state(self, client: int) -> StoredState:
         """A client's accepted private state."""
-        return dict(self.coordinator.private.accepted())[client]
+        return self.coordinator.private.accepted_state(client)
 
 
 def coordinate(

@@ -29,6 +29,7 @@ from raysim.experiment.instantiate import shown
 from raysim.experiment.plugins import brought, installed
 from raysim.primitives.errors import Refused, first_line, instead, nearest
 from raysim.primitives.files import regular, user_path, without_password
+from raysim.primitives.stores import is_remote, parted, store
 
 Node: TypeAlias = dict[str, Any]
 
@@ -243,15 +244,20 @@ def settled(drafted: Node, values: Mapping[str, Any]) -> Node:
 def _continued(values: Mapping[str, Any]) -> Node | None:
     """The stored configuration of the run that `resume` names, if there is one."""
     resume, out = values.get("resume"), values.get("out")
-    folder = out if resume == "latest" else resume and Path(str(resume)).parent.parent
-    if not resume or not folder:
-        return None
-    path = user_path(str(folder)) / "config.yaml"
-    if not path.is_file():
-        return None
-    if not _is_complete(node := load_yaml(path)):
-        raise Refused(f"{path} is no complete configuration: restore it, or start in a new folder")
-    return node
+    if resume == "latest":
+        places = [out, values.get("checkpoint.folder")]
+    else:  # a checkpoint, in the folder of its run or apart
+        apart = parted(str(resume))[0] if resume else ""
+        places = [apart] if is_remote(apart) else [apart and parted(apart)[0], apart]
+    for place in (str(place) for place in places if place):
+        there = store(place if is_remote(place) else user_path(place))
+        if "config.yaml" in there.names():
+            with there.local("config.yaml") as path:
+                node = load_yaml(path)
+            if not _is_complete(node):
+                raise Refused(f"{there}/config.yaml is no complete configuration: restore it, or start in a new folder")
+            return node
+    return None
 
 
 def _onto(stored: Node, config: DictConfig, named: Sequence[str]) -> DictConfig:

@@ -35,12 +35,13 @@ from raysim.experiment.objects import PARTS, Given, given, refuse_missing
 from raysim.experiment.plugins import brought
 from raysim.experiment.recorder import OnRound, finished, record, say, users_observers
 from raysim.experiment.result import Result
-from raysim.experiment.run_folder import Place, last_checkpoint, place
+from raysim.experiment.run_folder import CONFIG, Place, last_checkpoint, place
 from raysim.experiment.settings import ExecutionOptions, Experiment, Interrupted
 from raysim.models import ModelRecipe
 from raysim.models.split import FILLED_IN, Foreign, Own
 from raysim.primitives.errors import Refused, instead, refusing
 from raysim.primitives.files import held, is_full, replace_file, user_path
+from raysim.primitives.stores import store
 from raysim.results.observers import Note, Observer, ObserverFailed
 from raysim.results.progress import waiting
 from raysim.results.report import load_run
@@ -50,7 +51,7 @@ from raysim.simulation.fleet import Fleet
 from raysim.simulation.schedule import Schedule, Synchronous, check_concurrency
 from raysim.simulation.server import asked_weighting
 from raysim.training.lanes import usual_lanes
-from raysim.training.run_spec import RunSettings, RunSpec, build_networks, sample_flops
+from raysim.training.run_spec import Checkpoint, RunSettings, RunSpec, build_networks, sample_flops
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -232,7 +233,9 @@ def _built(node: Node, allow: Sequence[str], objects: Given) -> Experiment:
     fleet: Fleet = _object(node, "fleet", allow, objects.parts)
     model: ModelRecipe = _object(node, "model", allow, objects.parts)
     device = _device(execution.device, execution.runtime.name == "cluster")
-    settings = replace(settings, weighting=settings.weighting or asked_weighting(methods))
+    settings = replace(
+        settings, weighting=settings.weighting or asked_weighting(methods), checkpoint=_absolute(settings.checkpoint)
+    )
     node = {**node, "device": device, "weighting": settings.weighting}
     source, partitioner = (_object(node, group, allow, objects.parts) for group in ("data", "partition"))
     data = federate(source, partitioner, settings.seed)
@@ -252,6 +255,13 @@ def _built(node: Node, allow: Sequence[str], objects: Given) -> Experiment:
     setup = Setup(spec.task, settings.local, networks, layout, methods, schedule.size, schedule.stale)
     warnings = tuple(text for method in methods for text in method.check(setup))
     return Experiment(node, spec, schedule, fleet, execution, (*warnings, *objects.warnings()), observers)
+
+
+def _absolute(kept: Checkpoint) -> Checkpoint:
+    """With a local folder as other processes find it, too."""
+    if not kept.folder or "://" in kept.folder:
+        return kept
+    return replace(kept, folder=str(user_path(kept.folder).absolute()))
 
 
 def _pooled(data: FederatedData, schedule: Schedule, local: Local) -> tuple[FederatedData, Schedule, Local]:
@@ -320,13 +330,13 @@ def run(
     users = users_observers(on_round, [*experiment.observers, *observers])
     with refusing():
         where = place(experiment)
-    tries = TRIES
+    tries, kept = TRIES, experiment.spec.settings.checkpoint
     while True:
-        reached = last_checkpoint(where.folder)
+        reached = last_checkpoint(where.folder, kept)
         try:
             return _tried(experiment, where, console, quiet, users)
         except ProcessLost as error:
-            tries = TRIES if last_checkpoint(where.folder) != reached else tries - 1
+            tries = TRIES if last_checkpoint(where.folder, kept) != reached else tries - 1
             if not (tries and where.folder.is_dir()):
                 raise
             say(console, f"{error}. It goes on by itself")
@@ -437,7 +447,11 @@ def _on_ray(experiment: Experiment, where: Place, console: Console, waits_for: N
 
 def _make_folder(experiment: Experiment, where: Place) -> None:
     where.folder.mkdir(parents=True, exist_ok=where.exists)
-    replace_file(where.folder / "config.yaml", to_yaml(experiment.config).encode())
+    config = to_yaml(experiment.config).encode()
+    replace_file(where.folder / CONFIG, config)
+    if apart := experiment.spec.settings.checkpoint.folder:  # so that they can be continued without the run's folder
+        with store(apart).new(CONFIG) as draft:
+            draft.write_bytes(config)
     (where.folder / "summary.json").unlink(missing_ok=True)  # of a shorter run that is continued
 
 

@@ -145,7 +145,11 @@ def record(
         follower.to_the_end()
     except KeyboardInterrupt:
         again = f"raysim run with the same settings, out={folder} and resume=latest"
-        at = "the last checkpoint" if last_checkpoint(folder) else "round 0, for want of a checkpoint"
+        at = (
+            "the last checkpoint"
+            if last_checkpoint(folder, experiment.spec.settings.checkpoint)
+            else "round 0, for want of a checkpoint"
+        )
         raise Interrupted(f"stopped after round {len(run.rows)}: {again} continues from {at}") from None
     return Result(folder, json.loads((folder / SUMMARY).read_text()), run.rows, experiment)
 

@@ -20,6 +20,7 @@ from raysim.experiment.settings import Experiment, Rows
 from raysim.models.split import as_given
 from raysim.primitives.errors import Refused
 from raysim.runtime.inprocess import InProcess, torch_as_it_was
+from raysim.simulation import checkpoint
 from raysim.simulation.coordinator import Coordinator
 from raysim.training.determinism import make_deterministic
 from raysim.training.host import Host
@@ -145,8 +146,8 @@ class Result:
 
     @cached_property
     def _end(self) -> _End:
-        path = last_checkpoint(self.folder)
-        is_last = path and int(Path(path).name.rpartition("-")[2]) == self.summary.get("rounds")
+        path = last_checkpoint(self.folder, self.experiment.spec.settings.checkpoint)
+        is_last = checkpoint.version_of(path) == self.summary.get("rounds")
         return _End(self.experiment, self._shared(), path if is_last else "")
 
 

@@ -13,9 +13,13 @@ from raysim.experiment.many_runs import check_free, dated_folder
 from raysim.experiment.settings import Experiment
 from raysim.primitives.errors import Refused
 from raysim.primitives.files import user_path, without_password
+from raysim.primitives.stores import Store, is_remote, parted, store
 from raysim.results.tracking import flatten
 from raysim.simulation import checkpoint
 from raysim.training.attack import Attack
+from raysim.training.run_spec import Checkpoint
+
+CONFIG = "config.yaml"  # what was asked for
 
 # Keys that may change when a run is resumed: no bit of it depends on them.
 FREE = (
@@ -50,66 +54,79 @@ class Place:
 
     folder: Path
     exists: bool = False
-    resume: str = ""  # a checkpoint's folder
+    resume: str = ""  # a checkpoint's address
     finished: bool = False
     note: str = ""
 
 
 def place(experiment: Experiment) -> Place:
     """Decide on folder and checkpoint; refuses a folder that is taken or holds another run. Writes nothing."""
-    options, rounds = experiment.execution, experiment.spec.settings.rounds
+    options, rounds, kept = experiment.execution, experiment.spec.settings.rounds, experiment.spec.settings.checkpoint
     if options.resume is None:
         folder = user_path(options.out) if options.out else dated_folder(Path("runs"), experiment.title)
         check_free(folder)
         _check_writable(folder)
+        if kept.folder and store(kept.folder).names():
+            raise Refused(
+                f"checkpoint.folder={without_password(kept.folder)} holds something already: choose another one, or "
+                "continue its run with resume=latest"
+            )
         return Place(folder)
     if options.resume != "latest":
-        return _continued(experiment, user_path(options.resume))
+        return _continued(experiment, options.resume)
     if not options.out:
         raise Refused("resume=latest needs the folder of the run: add out=DIR")
     folder = user_path(options.out)
-    if folder.exists() and not (folder / "config.yaml").is_file() and (not folder.is_dir() or any(folder.iterdir())):
+    if folder.exists() and not (folder / CONFIG).is_file() and (not folder.is_dir() or any(folder.iterdir())):
         raise Refused(f"out={folder} is not the folder of a run: choose another one, or leave resume out")
     _check_writable(folder)
-    if (folder / "config.yaml").is_file():
-        _check_same(load_yaml(folder / "config.yaml"), experiment.config, folder)
+    for where in (str(folder), kept.folder):
+        _check_run_in(where, experiment.config)
     if (done := _rounds_done(folder)) >= rounds:
         return Place(folder, True, finished=True, note=f"{folder} has finished its {done} rounds: nothing to do")
-    if not (checkpoint := last_checkpoint(folder)):
+    if not (last := last_checkpoint(folder, kept)):
         return Place(folder, folder.exists(), note=f"{folder} has no checkpoint yet: starting at round 0")
-    return _from(Path(checkpoint), Place(folder, True), rounds)
+    return _from(last, Place(folder, folder.exists()), rounds)
 
 
-def last_checkpoint(folder: Path) -> str:
-    """The folder of a run's last checkpoint, or "" if it has none."""
-    return str(next(reversed(checkpoint.available(folder / "checkpoints")), ""))
+def last_checkpoint(folder: Path, kept: Checkpoint) -> str:
+    """The address of a run's last checkpoint, "" if it has none; the run may have changed where it keeps them."""
+    places = dict.fromkeys((kept.place(folder), Checkpoint().place(folder)))
+    return max((checkpoint.latest(place) for place in places), key=checkpoint.version_of)
 
 
-def _continued(experiment: Experiment, path: Path) -> Place:
-    """resume=PATH: in the folder that the checkpoint is in, or from there into a new `out`."""
-    origin = path.resolve().parent.parent
-    if not path.is_dir():
-        raise Refused(
-            f"resume={path} is no folder: name a checkpoint such as runs/NAME/checkpoints/round-000010, or latest"
-        )
-    if (origin / "config.yaml").is_file():
-        _check_same(load_yaml(origin / "config.yaml"), experiment.config, origin)
-    folder = user_path(experiment.execution.out) if experiment.execution.out else origin
-    same = folder.resolve() == origin
+def _continued(experiment: Experiment, address: str) -> Place:
+    """resume=ADDRESS: in the folder of the checkpoint's run, or from there into a new `out`."""
+    if not is_remote(address):
+        address = str(user_path(address))
+        if not Path(address).is_dir():
+            raise Refused(
+                f"resume={address} is no folder: name a checkpoint such as runs/NAME/checkpoints/round-000010, "
+                "or latest"
+            )
+    out, where = experiment.execution.out, parted(address)[0]
+    inside = not is_remote(where) and not (Path(where) / CONFIG).is_file()  # the folder of the run
+    origin = Path(where).resolve().parent if inside else None
+    folder = user_path(out) if out else origin
+    if folder is None:
+        raise Refused(f"resume={without_password(address)} is not in the folder of its run: name that one with out=DIR")
+    for each in (where, str(origin or folder)):
+        _check_run_in(each, experiment.config)
+    same = folder.resolve() == origin or (origin is None and (folder / CONFIG).is_file())
     if folder.exists() and not same:
         raise Refused(
-            f"out={folder} exists already, and {path} does not belong to it: choose another out, or leave it out"
+            f"out={folder} exists already, and {address} does not belong to it: choose another out, or leave it out"
         )
     _check_writable(folder)
-    return _from(path, Place(folder, same), experiment.spec.settings.rounds)
+    return _from(address, Place(folder, folder.exists()), experiment.spec.settings.rounds)
 
 
-def _from(path: Path, where: Place, rounds: int) -> Place:
-    checkpoint.read(path)  # a damaged one is refused before anything starts
-    number = path.name.rpartition("-")[2]
-    if number.isdigit() and int(number) > rounds:
-        raise Refused(f"rounds={rounds} is below round {int(number)} of {path}: set rounds={int(number)} or more")
-    return replace(where, resume=str(path), note=f"continuing from {path}")
+def _from(address: str, where: Place, rounds: int) -> Place:
+    checkpoint.read(address)  # a damaged one is refused before anything starts
+    shown = without_password(address)
+    if (version := checkpoint.version_of(address)) > rounds:
+        raise Refused(f"rounds={rounds} is below round {version} of {shown}: set rounds={version} or more")
+    return replace(where, resume=address, note=f"continuing from {shown}")
 
 
 def _check_writable(folder: Path) -> None:
@@ -122,7 +139,14 @@ def _check_writable(folder: Path) -> None:
         raise Refused(f"out={folder} cannot be written because {parent} is read-only: choose another folder")
 
 
-def _check_same(stored: Node, config: Node, folder: Path) -> None:
+def _check_run_in(where: str | None, config: Node) -> None:
+    """Refuse a place of another run, whether its results or its checkpoints are there."""
+    if where and CONFIG in (there := store(where)).names():
+        with there.local(CONFIG) as path:
+            _check_same(load_yaml(path), config, there)
+
+
+def _check_same(stored: Node, config: Node, folder: Store) -> None:
     """Refuse to resume a run with other settings than the folder's."""
     now = {key: _as_stored(value) for key, value in flatten(config).items()}
     before = {**{key: value for key, value in _ADDED.items() if key in now}, **flatten(stored)}

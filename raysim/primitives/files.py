@@ -21,17 +21,37 @@ _FULL = ("No space left on device", "Disk quota exceeded", "File too large")  # 
 
 
 @contextlib.contextmanager
-def whole(path: Path) -> Iterator[BinaryIO]:
-    """A file to write. Readers, or those who come after a crash, see the old content or all of the new one."""
+def drafted(path: Path) -> Iterator[Path]:
+    """Where to write a file, with the mode that the umask gives; then it gets its name, with all of it on the disk.
+
+    Readers, or those who come after a crash, see the old content or all of the new one.
+    """
     unfinished = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
     try:
-        with unfinished.open("wb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
+        unfinished.touch()
+        mode = unfinished.stat().st_mode
+        yield unfinished
+        unfinished.chmod(mode)  # some libraries keep what they write to its user
+        sync(unfinished)
         unfinished.replace(path)
     finally:
         unfinished.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def whole(path: Path) -> Iterator[BinaryIO]:
+    """The same, as an open file."""
+    with drafted(path) as unfinished, unfinished.open("wb") as file:
+        yield file
+
+
+def sync(path: Path) -> None:
+    """Wait until a file's content, or the names in a folder, are on the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
 def replace_file(path: Path, content: bytes) -> None:

@@ -20,6 +20,7 @@ from raysim.api.messages import Failure, Probe, Published, SingleUpdate, Update
 from raysim.primitives.memory import peak_memory
 from raysim.primitives.streams import stream
 from raysim.simulation import checkpoint, snapshot
+from raysim.simulation.checkpoint import Checkpoints
 from raysim.simulation.dispatcher import Dispatcher, InFlightJob
 from raysim.simulation.evaluator import Evaluator, Scoring
 from raysim.simulation.events import Event, Finished, JobEnd, Round, Row, Saved, Started, TooManyFailures, Waiting
@@ -53,7 +54,7 @@ class _Pending:
 class Coordinator:
     """One run. `run()` yields its events and ends with `Finished`.
 
-    folder: where model and checkpoints go; "": nowhere, and no checkpoint is written. resume: a checkpoint's folder.
+    folder: where model and checkpoints go; "": nowhere, and no checkpoint is written. resume: a checkpoint's address.
     """
 
     def __init__(
@@ -68,6 +69,7 @@ class Coordinator:
         self.spec, self.runtime = spec, runtime
         self.settings, self.folder, self.resume = (settings := spec.settings), folder, resume
         self._checkpoint_every = settings.checkpoint.every if folder else 0
+        self._checkpoints = Checkpoints(settings.checkpoint.place(folder), settings.checkpoint.keep, resume)
         make_deterministic(spec.threads)
         networks, self.layout = build_networks(spec)
         self.initial = Vector(networks, self.layout, torch.device("cpu"), spec.dtype)
@@ -101,7 +103,6 @@ class Coordinator:
         pooled = any(method.pools for method in spec.methods)
         self.history = RowWriter(self.dispatcher, self.private, pooled, spec.dtype.itemsize, spec.task.metric.name)
         self.rows: list[Row] = []
-        self._row_files: dict[str, str] = {}  # of the last checkpoint
         self.versions = Versions(runtime)
         self.under_way = UnderWay(self.planner, self.server, self.dispatcher, settings)
         self._pending: list[_Pending] = []
@@ -250,12 +251,11 @@ class Coordinator:
         best = self.evaluator.best.state() if self.evaluator.best else {}
         plan, seconds = self.under_way.state(), self.history.wall_seconds
         now = snapshot.take(self.server, plan, self.private, self.versions, self.rows, seconds, best)
-        path = checkpoint.write(Path(self.folder) / "checkpoints", self.server.version, now, self._row_files)
-        return Saved(self.server.version, str(path))
+        return Saved(self.server.version, self._checkpoints.write(self.server.version, now))
 
     def restore(self) -> None:
         """Be where the checkpoint `resume` is."""
-        earlier = checkpoint.read(Path(self.resume))
+        earlier = checkpoint.read(self.resume)
         plan, bases = snapshot.restore(earlier, self.server, self.planner, self.private)
         for base in bases.values():
             self.versions.publish(base)

@@ -5,12 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 
-import numpy as np
-
 from raysim.api.messages import Arrays, Job, Trained
 from raysim.api.private_state import StoredState, flat, from_flat, from_named, named, size
 from raysim.simulation.runtime import Ref, Runtime
 from raysim.simulation.spill import Spill
+from raysim.simulation.state_log import ByClient
 from raysim.vectors.layout import Layout
 
 
@@ -120,7 +119,7 @@ class PrivateStates:
 
     def _ref(self, client: int, number: int) -> Ref:
         on_disk = self._is_on_disk(client, number)
-        return self.runtime.put(self._state(client, number)) if on_disk else self._stored[number]
+        return self.runtime.put(self._spilled(client)) if on_disk else self._stored[number]
 
     def _is_on_disk(self, client: int, number: int) -> bool:
         """Whether the state that this job left is: only an accepted one ever is, and a newer one may be under way."""
@@ -196,43 +195,35 @@ class PrivateStates:
 
     def accepted(self) -> Iterator[tuple[int, StoredState]]:
         """Every client that has an accepted state, and that state; waits."""
-        for client, number in self._accepted.items():
-            yield client, self._state(client, number)
+        for client in self._accepted:
+            yield client, self.accepted_state(client)
 
-    def _state(self, client: int, number: int) -> StoredState:
+    def accepted_state(self, client: int) -> StoredState:
+        """The accepted state of a client that has one; waits."""
         if client in self._on_disk:
-            assert self._disk is not None and self._accepted[client] == number
-            return from_flat(self._disk.read(client))
-        state: StoredState = self.runtime.get(self._stored[number])
+            return self._spilled(client)
+        state: StoredState = self.runtime.get(self._stored[self._accepted[client]])
         return state
+
+    def _spilled(self, client: int) -> StoredState:
+        assert self._disk is not None
+        return from_flat(self._disk.read(client))
 
     def state(self, client: int) -> StoredState | None:
         """The accepted state of a client, None for the initial one; waits."""
-        return self._state(client, self._accepted[client]) if client in self._accepted else None
-
-    def flat(self) -> dict[str, np.ndarray]:
-        """The arrays of all accepted states as they lie in memory, for checksums: "client/method.name"."""
-        return {f"{client}/{key}": array for client, state in self.accepted() for key, array in flat(state).items()}
+        return self.accepted_state(client) if client in self._accepted else None
 
     # --- checkpoints -------------------------------------------------------------------------------------------------
-    def named(self) -> dict[str, np.ndarray]:
-        """Every tensor of all accepted states: "client/model.bn1.weight", "client/method.name"."""
-        return {
-            f"{client}/{name}": np.asarray(array)
-            for client, state in self.accepted()
-            for name, array in named(state, self.layout).items()
-        }
+    def named(self) -> Mapping[int, Arrays]:
+        """By client: every tensor of its accepted state, by name ("model.bn1.weight", "method.name"); waits."""
+        return ByClient(self._accepted, lambda client: named(self.accepted_state(client), self.layout))
 
-    def restore(self, accepted: Mapping[int, int], tensors: Arrays) -> None:
+    def restore(self, accepted: Mapping[int, int], states: Mapping[int, Arrays]) -> None:
         """Go on from a checkpoint's `accepted_jobs` and `named`; jobs that were under way are submitted again."""
-        states: dict[int, dict[str, np.ndarray]] = {client: {} for client in accepted}
-        for key, array in tensors.items():
-            client, _, name = key.partition("/")
-            states[int(client)][name] = array
-        for owner, arrays in states.items():
-            number, state = accepted[owner], from_named(arrays, self.layout)
+        self._accepted, self._last = dict(accepted), dict(accepted)
+        for client, arrays in states.items():
+            number, state = accepted[client], from_named(arrays, self.layout)
             self._stored[number] = self.runtime.put(state)
             self._measured(number, size(state))
-            self._commit(owner, number)
+            self._commit(client, number)
             self._spill()
-        self._last = dict(accepted)

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from raysim.api.messages import Job, Published
+from raysim.api.private_state import flat
 from raysim.simulation.checkpoint import Snapshot
 from raysim.simulation.events import Row
 from raysim.simulation.planner import Planner, Step
@@ -70,10 +71,9 @@ def take(
         "jobs": list(plan.jobs),
         "messages": [asdict(job) | {"extras": {}} for job in plan.messages.values()],
         "wall": wall_seconds,
-        "accepted": list(private.accepted_jobs.items()),
         "rows": rows,
     }
-    return Snapshot(numbers, arrays, private.named())
+    return Snapshot(numbers, arrays, private.named(), private.accepted_jobs)
 
 
 def restore(
@@ -91,7 +91,7 @@ def restore(
     jobs = [PlannedJob(*each) for each in numbers["jobs"]]
     steps = [Step.of(step) for step in numbers["steps"]]
     plan = Plan(planner, steps, numbers["sent"], jobs, {job.number: job for job in messages})
-    private.restore(dict(map(tuple, numbers["accepted"])), snapshot.clients)
+    private.restore(snapshot.jobs, snapshot.clients)
     return plan, {version: _published(arrays, version) for version in dict.fromkeys(job.version for job in messages)}
 
 
@@ -147,8 +147,9 @@ def model_sha256(server: Server) -> str:
 def state_sha256(server: Server, private: PrivateStates) -> str:
     """Of the accepted private states, and of what methods keep on the server."""
     digest = hashlib.sha256()
-    for key, array in sorted(private.flat().items()):
-        digest.update(key.encode() + np.ascontiguousarray(array).tobytes())
+    for client in sorted(private.accepted_jobs, key=lambda client: f"{client}/"):  # one at a time: some lie on disk
+        for key, array in sorted(flat(private.accepted_state(client)).items()):
+            digest.update(f"{client}/{key}".encode() + np.ascontiguousarray(array).tobytes())
     for name, tensor in sorted(server.state.items()):
         digest.update(name.encode())
         digest.update(tensor.contiguous().numpy().data)  # as it lies: a cache may be larger than memory

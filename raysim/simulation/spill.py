@@ -28,12 +28,13 @@ class Spill:
     """
 
     def __init__(self, folder: Path | str = ""):
-        self._folder = str(folder) or None
+        # A run's folder appears later than the states that it goes on from.
+        existing = (path for path in (Path(folder), *Path(folder).absolute().parents) if path.is_dir())
+        self._folder = str(next(existing)) if str(folder) else None
         self._file = tempfile.TemporaryFile(dir=self._folder)  # noqa: SIM115 - open for as long as this lives
         self._places: dict[int, tuple[int, int]] = {}  # by client: where its place begins, and how long it is
         self._pieces: dict[int, list[_Piece]] = {}
         self._end = 0
-        self._map: np.memmap | None = None
 
     def write(self, client: int, arrays: Mapping[str, np.ndarray]) -> None:
         """Keep a client's arrays, instead of those that it had. Raises OSError that names the folder."""
@@ -56,19 +57,15 @@ class Spill:
         self._pieces[client] = pieces
 
     def read(self, client: int) -> dict[str, np.ndarray]:
-        """What `write` kept: views on the file, read-only."""
+        """What `write` kept, read-only. A copy: what were mapped would count as memory of this process."""
         pieces = self._pieces[client]
-        if not any(piece.size for piece in pieces):
-            return {piece.key: np.empty(piece.shape, piece.dtype) for piece in pieces}
-        file = self._mapped()
-        return {p.key: np.asarray(file[p.start : p.start + p.size]).view(p.dtype).reshape(p.shape) for p in pieces}
-
-    def _mapped(self) -> np.memmap:
-        """The file, in one map that is made anew as seldom as it doubles: each map is an open file."""
-        if self._map is None or len(self._map) < self._end:
-            self._file.truncate(2 * self._end)  # takes no room on the disk
-            self._map = np.memmap(self._file, np.uint8, "r")
-        return self._map
+        start, end = (pieces[0].start, pieces[-1].start + pieces[-1].size) if pieces else (0, 0)
+        room = np.empty(end - start, np.uint8)
+        self._file.seek(start)
+        self._file.readinto(room.data)
+        room.flags.writeable = False
+        own = {piece.key: (piece, room[piece.start - start : piece.start - start + piece.size]) for piece in pieces}
+        return {key: part.view(piece.dtype).reshape(piece.shape) for key, (piece, part) in own.items()}
 
 
 def _room(array: np.ndarray) -> int:

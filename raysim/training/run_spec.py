@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -25,12 +26,22 @@ from raysim.vectors.layout import Layout, plan_layout
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """How often a checkpoint is written, in rounds; 0: never."""
+    """How often a checkpoint is written, in rounds (0: never), how many are kept, and where.
+
+    folder: a folder for this run alone, or a URL that fsspec knows; None: in the run's own.
+    """
 
     every: int = 10
+    keep: int = 2
+    folder: str | None = None
 
     def __post_init__(self) -> None:
         at_least("checkpoint.every", self.every, 0)
+        at_least("checkpoint.keep", self.keep, 1)
+
+    def place(self, run_folder: str | Path) -> str:
+        """Where the checkpoints of a run in this folder are."""
+        return self.folder or str(Path(run_folder) / "checkpoints")
 
 
 @dataclass(frozen=True)

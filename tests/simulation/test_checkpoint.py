@@ -3,125 +3,122 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import older
 import pytest
 from tiny_runs import BUFFER, FOLDERS, NORMED, Ran, coordinate, ran, run, run_spec, same
 
 import raysim
+from raysim.api.messages import Arrays
 from raysim.api.private_state import flat, from_named
 from raysim.methods.fedbn import FedBN
 from raysim.methods.fedbuff import FedBuff
 from raysim.methods.scaffold import Scaffold
-from raysim.simulation import checkpoint
-from raysim.simulation.checkpoint import Snapshot
+from raysim.primitives.stores import LocalStore
+from raysim.simulation import checkpoint, state_log
+from raysim.simulation.checkpoint import Checkpoints, Snapshot
 from raysim.simulation.coordinator import Round, Saved, Started
+from raysim.simulation.state_log import ByClient
 
 PACKAGE = Path(raysim.__file__).parent
 
 
 def snapshot(value: float = 1.0) -> Snapshot:
     server = {"vector": np.full(5, value, np.float32), "state/a.b": np.array([[1, 2], [3, 4]])[:, ::-1]}
-    clients = {"3/x.y": np.arange(4.0), "11/empty": np.empty((0, 2), np.float32)}
-    return Snapshot(
-        {"version": int(value), "now": 0.1 + 0.2, "turns": [[3, 1]], "row": {"loss": None}}, server, clients
-    )
+    clients = {3: {"x.y": np.arange(4.0)}, 11: {"empty": np.empty((0, 2), np.float32)}}
+    numbers = {"version": int(value), "now": 0.1 + 0.2, "turns": [[3, 1]], "row": {"loss": None}}
+    return Snapshot(numbers, server, clients, {11: 8, 3: 9})
+
+
+def write(folder: Path, version: int, now: Snapshot) -> Path:
+    """Write a checkpoint as a run does that knows of none before."""
+    return Path(Checkpoints(folder).write(version, now))
+
+
+def same_states(one: Mapping[int, Arrays], other: Mapping[int, Arrays]) -> bool:
+    return set(one) == set(other) and all(same(dict(one[client]), dict(other[client])) for client in one)
 
 
 def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
+def content(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
 def test_what_was_written_is_read_back_with_the_same_bits(tmp_path: Path) -> None:
-    path = checkpoint.write(tmp_path, 7, snapshot())
+    path = write(tmp_path, 7, snapshot())
     assert path == tmp_path / "round-000007"
     back = checkpoint.read(path)
     assert back.numbers == snapshot().numbers
-    assert same(back.server, snapshot().server)
-    assert same(back.clients, snapshot().clients)
+    assert back.jobs == snapshot().jobs and list(back.jobs) == [11, 3], "in the order in which they were accepted"
+    assert same(dict(back.server), dict(snapshot().server))
+    assert same_states(back.clients, snapshot().clients)
 
 
 def test_more_tensors_than_fit_into_a_file_go_into_several(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkpoint, "_MOST", 2)
-    clients = {f"{client}/x.y": np.full((), client) for client in range(5)}
-    path = checkpoint.write(tmp_path, 1, Snapshot({}, {}, clients))
-    parts = ["clients-1.safetensors", "clients-2.safetensors", "clients.safetensors", "server.safetensors"]
-    assert names(path) == [*parts[:3], "manifest.json", "run.json", parts[3]]
-    assert same(checkpoint.read(path).clients, clients)
+    for module in (checkpoint, state_log):
+        monkeypatch.setattr(module, "MOST", 2)
+    states = {client: {"x.y": np.full((), client)} for client in range(5)}
+    path = write(tmp_path, 1, Snapshot({}, {}, states, {client: client for client in states}))
+    assert names(path) == ["index.safetensors", "manifest.json", "run.json", "server.safetensors"]
+    assert names(tmp_path / "log") == [f"states-0000000{number}.safetensors" for number in (1, 2, 3)]
+    assert same_states(checkpoint.read(path).clients, states)
     assert checkpoint.read(path).server == {}
-    (path / "clients-1.safetensors").unlink()
-    assert checkpoint.damage(path)
+    (tmp_path / "log/states-00000002.safetensors").unlink()
+    assert "states-00000002.safetensors is no regular file" in checkpoint.damage(path)
 
 
-def test_the_newest_two_are_kept(tmp_path: Path) -> None:
+def test_the_newest_are_kept(tmp_path: Path) -> None:
+    found = Checkpoints(tmp_path / "three", keep=3), Checkpoints(tmp_path / "two")
     for version in (2, 9, 10, 100):
-        checkpoint.write(tmp_path, version, snapshot(version))
-    assert names(tmp_path) == ["round-000010", "round-000100"]
-    assert [path.name for path in checkpoint.available(tmp_path)] == ["round-000010", "round-000100"]
-    assert checkpoint.available(tmp_path / "nowhere") == []
+        for each in found:
+            each.write(version, snapshot(version))
+    assert names(tmp_path / "three") == ["log", "round-000009", "round-000010", "round-000100"]
+    assert [path.name for path in checkpoint.available(tmp_path / "two")] == ["round-000010", "round-000100"]
+    assert checkpoint.available(tmp_path / "nowhere") == [] and checkpoint.latest(tmp_path / "nowhere") == ""
 
 
 def test_rows_of_a_long_history_are_written_once_and_shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checkpoint, "_ROWS", 3)
     rows = [{"round": number, "loss": 1 / number} for number in range(1, 12)]
-    shared: dict[str, str] = {}
-    paths = {}
+    run = Checkpoints(tmp_path)
+    before: dict[str, bytes] = {}
     for version in (2, 3, 7, 8, 11):
-        paths[version] = checkpoint.write(tmp_path, version, Snapshot({"rows": rows[:version]}, {}, {}), shared)
-        assert checkpoint.read(paths[version]).numbers["rows"] == rows[:version]
-    assert len(json.loads((paths[11] / "run.json").read_text())["rows"]) == 2
-    for name in ("rows-000000.json", "rows-000001.json"):
-        assert (paths[11] / name).samefile(paths[8] / name)
-    assert not (paths[8] / "rows-000002.json").exists()
-
-
-def test_rows_are_written_anew_where_files_cannot_be_linked_and_where_they_are_not_this_runs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(*_: object) -> None:
-        raise OSError("no links here")
-
-    monkeypatch.setattr(checkpoint, "_ROWS", 2)
-    shared: dict[str, str] = {}
-    checkpoint.write(tmp_path, 5, Snapshot({"rows": [{"round": 9}] * 5}, {}, {}))  # of an earlier run
-    rows = [{"round": number} for number in range(1, 8)]
-    for version in (6, 7):
-        path = checkpoint.write(tmp_path, version, Snapshot({"rows": rows[:version]}, {}, {}), shared)
+        path = run.write(version, Snapshot({"rows": rows[:version]}, {}, {}, {}))
         assert checkpoint.read(path).numbers["rows"] == rows[:version]
-        monkeypatch.setattr(checkpoint.os, "link", refuse)
+        now = content(tmp_path / "log")
+        assert now.items() >= before.items() and len(now) == version // 3
+        before = now
+        if version == 3:  # as another process goes on
+            run = Checkpoints(tmp_path, resume=path)
+    assert len(json.loads(Path(path, "run.json").read_text())["rows"]) == 2
 
 
 def test_damaged_rows_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checkpoint, "_ROWS", 2)
-    path = checkpoint.write(tmp_path, 4, Snapshot({"rows": [{"round": 1}, {"round": 2}]}, {}, {}))
-    (path / "rows-000000.json").write_text("[]")
-    with pytest.raises(ValueError, match=r"rows-000000\.json does not have the checksum"):
+    path = write(tmp_path, 4, Snapshot({"rows": [{"round": 1}, {"round": 2}]}, {}, {}, {}))
+    (tmp_path / "log/rows-00000001.json").write_text("[]")
+    with pytest.raises(ValueError, match=r"rows-00000001\.json does not have the checksum"):
         checkpoint.read(path)
-
-
-def test_a_run_with_a_long_history_goes_on_to_the_same_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkpoint, "_ROWS", 2)
-    every: Any = {"checkpoint_every": 1}
-    whole = ran(coordinate(run_spec(), folder=str(tmp_path / "whole"), rounds=6, **every))
-    ran(coordinate(run_spec(), folder=str(tmp_path / "first"), rounds=5, **every))
-    last = str(tmp_path / "first/checkpoints/round-000005")
-    again = ran(coordinate(run_spec(), folder=str(tmp_path / "again"), resume=last, rounds=6, **every))
-    assert [row["round"] for row in again.rows] == [1, 2, 3, 4, 5, 6]
-    assert again.bits == whole.bits
-    assert len(list((tmp_path / "again/checkpoints/round-000006").glob("rows-*.json"))) == 3
 
 
 def test_rounds_are_counted_not_spelt(tmp_path: Path) -> None:
     for version in (999_998, 999_999, 1_000_000, 1_000_001):
-        path = checkpoint.write(tmp_path, version, snapshot(version))
+        path = write(tmp_path, version, snapshot(version))
         assert path.is_dir(), "the one that was written last is never the oldest"
     assert [each.name for each in checkpoint.available(tmp_path)] == ["round-1000000", "round-1000001"]
 
@@ -130,25 +127,127 @@ def test_folders_of_ones_own_beside_checkpoints_are_left_alone(tmp_path: Path) -
     (tmp_path / "round-best").mkdir()
     (tmp_path / "round-000000").write_text("a file")
     for version in (1, 2, 3):
-        checkpoint.write(tmp_path, version, snapshot(version))
-    assert names(tmp_path) == ["round-000000", "round-000002", "round-000003", "round-best"]
+        write(tmp_path, version, snapshot(version))
+    assert names(tmp_path) == ["log", "round-000000", "round-000002", "round-000003", "round-best"]
 
 
 def test_files_have_the_mode_that_the_umask_gives(tmp_path: Path) -> None:
     before = os.umask(0o027)
     try:
-        path = checkpoint.write(tmp_path, 1, snapshot())
+        write(tmp_path, 1, snapshot())
     finally:
         os.umask(before)
-    assert {file.name: oct(file.stat().st_mode & 0o777) for file in path.iterdir()} == dict.fromkeys(
-        names(path), oct(0o640)
-    )
+    assert {oct(file.stat().st_mode & 0o777) for file in tmp_path.rglob("*.*")} == {oct(0o640)}
 
 
-def test_the_same_version_may_be_written_again(tmp_path: Path) -> None:
-    checkpoint.write(tmp_path, 3, snapshot(1))
-    path = checkpoint.write(tmp_path, 3, snapshot(2))
-    assert checkpoint.read(path).numbers["version"] == 2
+# --- the log ------------------------------------------------------------------------------------------------------
+
+
+def states(clients: Iterable[int], job: int, size: int = 1000) -> Snapshot:
+    """A run in which every client was accepted with a job of its own, one after the other; contents say whose."""
+    jobs = {client: job + client for client in clients}
+    tensors = {client: {"x": np.full(size, number, np.float32)} for client, number in jobs.items()}
+    return Snapshot({"rows": []}, {}, tensors, jobs)
+
+
+def after(before: Snapshot, *changed: int, job: int) -> Snapshot:
+    """The same run after these clients took part."""
+    new = states(changed, job)
+    return replace(before, clients={**before.clients, **new.clients}, jobs={**before.jobs, **new.jobs})
+
+
+def logged(folder: Path) -> dict[str, int]:
+    """By file of the log: its inode, which a file that is written again does not keep."""
+    return {path.name: path.stat().st_ino for path in (folder / "log").iterdir()}
+
+
+def test_a_checkpoint_writes_the_states_that_changed_since_the_last_one(tmp_path: Path) -> None:
+    run, now = Checkpoints(tmp_path), states(range(100), job=1)
+    asked: list[int] = []
+    run.write(1, now)
+    for version in range(2, 12):
+        now = after(now, version, 50, job=1000 * version)
+        before = logged(tmp_path)
+        seen = ByClient(now.clients, lambda client, now=now: asked.append(client) or now.clients[client])  # type: ignore[func-returns-value,misc]
+        path = run.write(version, replace(now, clients=seen))
+        assert set(asked) == {version, 50, *([] if version == 2 else [version - 1])} & set(asked) >= {version, 50}
+        new = {name: inode for name, inode in logged(tmp_path).items() if before.get(name) != inode}
+        assert len(new) == 1 and sum((tmp_path / "log" / name).stat().st_size for name in new) < 4 * 4096
+        back = checkpoint.read(path)
+        assert back.jobs == now.jobs and same_states(back.clients, now.clients)
+        asked.clear()
+        if version == 6:  # as another process goes on
+            run = Checkpoints(tmp_path, resume=path)
+
+
+def test_what_is_mostly_out_of_date_is_written_anew_so_that_the_log_stays_within_twice_the_states(
+    tmp_path: Path,
+) -> None:
+    run, now, written = Checkpoints(tmp_path, keep=1), states(range(40), job=1), 0
+    rng = np.random.default_rng(0)
+    for version in range(1, 60):
+        now = after(now, *rng.choice(40, 5, replace=False).tolist(), job=1000 * version)
+        before = logged(tmp_path) if version > 1 else {}
+        path = run.write(version, now)
+        sizes = {file.name: file.stat().st_size for file in (tmp_path / "log").iterdir()}
+        written += sum(size for name, size in sizes.items() if name not in before)
+        assert sum(sizes.values()) < 2.2 * 40 * 4000
+    assert written < 2.2 * (40 + 5 * 59) * 4000, "at most about twice what changed"
+    assert same_states(checkpoint.read(path).clients, now.clients)
+
+
+def test_many_small_files_are_brought_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(state_log, "MANY", 8)
+    run, now = Checkpoints(tmp_path), states([0], job=1)
+    for version in range(1, 30):
+        now = after(now, version, job=1)  # every client takes part once
+        path = run.write(version, now)
+        assert len(names(tmp_path / "log")) <= 8 + 2 + 8
+    assert same_states(checkpoint.read(path).clients, now.clients)
+
+
+def test_a_run_that_went_on_from_an_earlier_checkpoint_leaves_the_course_of_later_ones(tmp_path: Path) -> None:
+    run = Checkpoints(tmp_path, keep=3)
+    runs = {version: after(states(range(5), job=1), version % 5, job=100 * version) for version in (10, 20, 30)}
+    paths = {version: run.write(version, now) for version, now in runs.items()}
+    again = Checkpoints(tmp_path, resume=paths[10])
+    assert again.write(10, snapshot()) == paths[10], "it is there already"
+    assert checkpoint.read(paths[10]).jobs == runs[10].jobs
+    now = after(runs[10], 4, job=999)
+    again.write(11, now)
+    assert names(tmp_path) == ["log", "round-000010", "round-000011"]
+    assert checkpoint.latest(tmp_path) == f"{tmp_path}/round-000011"
+    for path, whole in ((paths[10], runs[10]), (tmp_path / "round-000011", now)):
+        assert same_states(checkpoint.read(path).clients, whole.clients)
+
+
+def test_a_run_that_goes_on_in_another_folder_has_a_log_of_its_own(tmp_path: Path) -> None:
+    first = Checkpoints(tmp_path / "a").write(1, states(range(5), job=1))
+    before = content(tmp_path / "a")
+    now = after(states(range(5), job=1), 2, job=50)
+    path = Checkpoints(tmp_path / "b", resume=first).write(2, now)
+    shutil.rmtree(tmp_path / "a" / "log")
+    assert same_states(checkpoint.read(path).clients, now.clients)
+    assert before and checkpoint.damage(first)
+
+
+def test_a_client_may_keep_nothing_and_a_run_may_go_back(tmp_path: Path) -> None:
+    now = after(states(range(3), job=1), 5, job=9)
+    now = replace(now, clients={**now.clients, 1: {}})
+    run = Checkpoints(tmp_path)
+    assert same_states(checkpoint.read(run.write(1, now)).clients, now.clients)
+    assert same_states(checkpoint.read(older.write(tmp_path / "old", 1, now)).clients, now.clients)
+    fewer = states(range(2), job=1)
+    assert same_states(checkpoint.read(run.write(2, fewer)).clients, fewer.clients)
+
+
+def test_a_checkpoint_is_copied_with_all_that_it_needs(tmp_path: Path) -> None:
+    run = Checkpoints(tmp_path / "a")
+    run.write(1, states(range(5), job=1))
+    now = after(states(range(5), job=1), 2, job=50)
+    checkpoint.copy(run.write(2, now), tmp_path / "b")
+    shutil.rmtree(tmp_path / "a")
+    assert same_states(checkpoint.read(tmp_path / "b/round-000002").clients, now.clients)
 
 
 class Crash(Exception):
@@ -159,25 +258,32 @@ def crash(*_: object, **__: object) -> None:
     raise Crash
 
 
-@pytest.mark.parametrize("where", ["save_file", "_digest", "_sync"])
+@pytest.mark.parametrize("where", ["save_file", "_digest", "_put_json", "_own_digest"])
 def test_a_write_that_is_cut_short_leaves_no_checkpoint_and_does_no_harm(
     where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    good = checkpoint.write(tmp_path, 1, snapshot())
+    run = Checkpoints(tmp_path)
+    good = run.write(1, snapshot())
+    before = content(tmp_path)
     with monkeypatch.context() as patch:
         patch.setattr(checkpoint, where, crash)
         with pytest.raises(Crash):
-            checkpoint.write(tmp_path, 2, snapshot())
-    assert checkpoint.available(tmp_path) == [good]
+            run.write(2, replace(snapshot(), jobs={11: 8, 3: 12}))
+    assert content(tmp_path) == before, "nothing half-written is left, which may be what fills the disk"
     assert not checkpoint.damage(good)
-    checkpoint.write(tmp_path, 2, snapshot())
-    assert names(tmp_path) == ["round-000001", "round-000002"], "nothing half-written is left"
+    run.write(2, snapshot())
+    assert names(tmp_path) == ["log", "round-000001", "round-000002"]
 
 
-def test_a_half_written_one_of_another_process_is_cleared_away(tmp_path: Path) -> None:
-    (tmp_path / ".round-000001.99999").mkdir(parents=True)
-    checkpoint.write(tmp_path, 2, snapshot())
-    assert names(tmp_path) == ["round-000002"]
+def test_what_a_killed_process_left_half_written_is_no_checkpoint_and_is_cleared_away(tmp_path: Path) -> None:
+    (tmp_path / "round-000001").mkdir()
+    (tmp_path / "log").mkdir()
+    for name in ("round-000001/run.json", "round-000001/.server.safetensors.1f", "log/states-00000001.safetensors"):
+        (tmp_path / name).write_text("{")
+    assert checkpoint.available(tmp_path) == []
+    path = write(tmp_path, 2, snapshot())
+    assert names(tmp_path) == ["log", "round-000002"]
+    assert not checkpoint.damage(path)
 
 
 def flip(path: Path) -> None:
@@ -190,20 +296,28 @@ def cut(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-3])
 
 
-@pytest.mark.parametrize("file", ["run.json", "server.safetensors", "clients.safetensors", "manifest.json"])
+FILES = ["run.json", "server.safetensors", "index.safetensors", "manifest.json", "../log/states-00000002.safetensors"]
+
+
+@pytest.mark.parametrize("file", FILES)
 @pytest.mark.parametrize("harm", [flip, cut, Path.unlink], ids=["a changed bit", "a missing end", "a missing file"])
 def test_a_damaged_checkpoint_is_refused_with_the_last_good_one(
     harm: Callable[[Path], None], file: str, tmp_path: Path
 ) -> None:
-    good, bad = (checkpoint.write(tmp_path, version, snapshot()) for version in (4, 8))
-    harm(bad / file)
-    with pytest.raises(ValueError, match=f"checkpoint {bad} is damaged .*; resume={good} continues"):
+    run = Checkpoints(tmp_path)
+    good, bad = (run.write(version, states(range(3), job=version * 10)) for version in (4, 8))
+    harm(Path(bad, file))
+    with pytest.raises(ValueError, match=f"{bad}.*") as error:
         checkpoint.read(bad)
+    assert "\n" not in str(error.value)
+    if (Path(bad) / "manifest.json").exists():  # else there is none
+        assert f"checkpoint {bad} is damaged (" in str(error.value)
+        assert f"; resume={good} continues" in str(error.value)
     assert not checkpoint.damage(good)
 
 
 def test_a_damaged_checkpoint_without_another_says_so(tmp_path: Path) -> None:
-    first, second = (checkpoint.write(tmp_path, version, snapshot()) for version in (4, 8))
+    first, second = (write(tmp_path, version, snapshot()) for version in (4, 8))
     flip(first / "run.json")
     flip(second / "run.json")
     with pytest.raises(ValueError, match="no other checkpoint is left"):
@@ -220,42 +334,33 @@ def test_a_missing_checkpoint_is_refused_with_its_path(tmp_path: Path) -> None:
     ["{}", "null", "[]", "3", '"run.json"', "[" * 100_000, '{"run.json": 3}', '{"../round-000004/run.json": "x"}'],
 )
 def test_a_manifest_that_does_not_name_the_files_is_damage(manifest: str, tmp_path: Path) -> None:
-    good, bad = (checkpoint.write(tmp_path, version, snapshot()) for version in (4, 8))
+    good, bad = (write(tmp_path, version, snapshot()) for version in (4, 8))
     (bad / "manifest.json").write_text(manifest)
     with pytest.raises(ValueError, match=f"checkpoint {bad} is damaged .*; resume={good} continues"):
         checkpoint.read(bad)
 
 
-def test_an_entry_cannot_leave_the_manifest_unnoticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkpoint, "_MOST", 1)
-    path = checkpoint.write(tmp_path, 1, snapshot())
+@pytest.mark.parametrize("entry", ["manifest.json", "log/states-00000001.safetensors"])
+def test_an_entry_cannot_leave_the_manifest_unnoticed(entry: str, tmp_path: Path) -> None:
+    path = write(tmp_path, 1, snapshot())
     manifest = json.loads((path / "manifest.json").read_text())
-    del manifest["clients-1.safetensors"]
+    del manifest[entry]
     (path / "manifest.json").write_text(json.dumps(manifest))
     assert checkpoint.damage(path) == "manifest.json does not have its own checksum"
 
 
-def test_a_checkpoint_of_before_manifests_had_a_checksum_of_their_own_is_read(tmp_path: Path) -> None:
-    path = checkpoint.write(tmp_path, 1, snapshot())
-    manifest = json.loads((path / "manifest.json").read_text())
-    del manifest["manifest.json"]
-    (path / "manifest.json").write_text(json.dumps(manifest))
-    assert same(checkpoint.read(path).clients, snapshot().clients)
-
-
 @pytest.mark.parametrize("file", ["run.json", "manifest.json"])
 def test_a_pipe_in_the_place_of_a_file_is_not_waited_for(file: str, tmp_path: Path) -> None:
-    path = checkpoint.write(tmp_path, 1, snapshot())
+    path = write(tmp_path, 1, snapshot())
     (path / file).unlink()
     os.mkfifo(path / file)
     assert f"{file} is no regular file" in checkpoint.damage(path)
 
 
 def test_files_that_the_manifest_does_not_list_are_no_part_of_a_checkpoint(tmp_path: Path) -> None:
-    path = checkpoint.write(tmp_path, 1, snapshot())
-    assert set(json.loads((path / "manifest.json").read_text())) == {
-        "run.json", "server.safetensors", "clients.safetensors", "manifest.json",
-    }  # fmt: skip
+    path = write(tmp_path, 1, snapshot())
+    (path / "notes.txt").write_text("mine")
+    assert not checkpoint.damage(path)
 
 
 # --- no pickle ----------------------------------------------------------------------------------------------------
@@ -321,7 +426,7 @@ def test_the_search_for_pickles_finds_them(line: str) -> None:
 def test_resuming_begins_with_the_rows_that_exist_and_ends_without_gap_or_duplicate(tmp_path: Path) -> None:
     study = run_spec(Scaffold())
     straight = run(study, rounds=6, checkpoint_every=2, folder=str(tmp_path))
-    assert names(tmp_path / "checkpoints") == ["round-000004", "round-000006"]
+    assert names(tmp_path / "checkpoints") == ["log", "round-000004", "round-000006"]
     events = list(coordinate(study, rounds=6, resume=str(tmp_path / "checkpoints" / "round-000004")).run())
     assert isinstance(events[0], Started)
     new = [event.row for event in events if isinstance(event, Round)]
@@ -353,26 +458,72 @@ def test_a_run_may_be_resumed_from_a_resumed_run(tmp_path: Path) -> None:
     assert (resumed.bits, resumed.history) == (straight.bits, straight.history)
 
 
-def test_a_checkpoint_from_before_personal_tensors_had_names_resumes_to_the_same_bits(tmp_path: Path) -> None:
+@pytest.mark.parametrize("named", [True, False], ids=["named", "before personal tensors had names"])
+def test_a_checkpoint_of_before_the_log_resumes_to_the_same_bits_and_the_run_goes_on_beside_it(
+    named: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkpoint, "_ROWS", 2)
     study, asked = run_spec(FedBN(), Scaffold(), model=NORMED), {"rounds": 6, "checkpoint_every": 3}
-    straight = run(study, **asked, folder=str(tmp_path))
-    saved = checkpoint.read(tmp_path / "checkpoints" / "round-000003")
-    layout = straight.coordinator.layout
-    tensors: dict[str, dict[str, np.ndarray]] = {}
-    for key, array in saved.clients.items():
-        client, _, name = key.partition("/")
-        tensors.setdefault(client, {})[name] = array
-    old = {
-        f"{client}/{key}": array
-        for client, own in tensors.items()
-        for key, array in flat(from_named(own, layout)).items()
-    }
-    assert {key.partition("/")[2] for key in old} == {"personal", "personal.counters", "scaffold.control"}
-    older = checkpoint.write(tmp_path / "older", 3, Snapshot(saved.numbers, saved.server, old))
-    assert run(study, rounds=6, resume=str(older)).bits == straight.bits
+    straight = run(study, **asked, folder=str(tmp_path / "new"))
+    saved = checkpoint.read(tmp_path / "new/checkpoints/round-000003")
+    if not named:
+        layout = straight.coordinator.layout
+        flats = {client: flat(from_named(own, layout)) for client, own in saved.clients.items()}
+        assert set(flats[min(flats)]) == {"personal", "personal.counters", "scaffold.control"}
+        saved = replace(saved, clients=flats)
+    path = older.write(tmp_path / "old/checkpoints", 3, saved, signed=named, rows=2)
+    again = run(study, **asked, folder=str(tmp_path / "old"), resume=str(path))
+    assert (again.bits, again.history) == (straight.bits, straight.history)
+    assert names(tmp_path / "old/checkpoints") == ["log", "round-000003", "round-000006"]
+    for left in checkpoint.available(tmp_path / "old/checkpoints"):
+        assert run(study, rounds=6, resume=str(left)).bits == straight.bits
 
 
 # --- killed -------------------------------------------------------------------------------------------------------
+
+
+def test_a_kill_between_any_two_writes_leaves_what_goes_on_to_the_same_bits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkpoint, "_ROWS", 2)
+    study, asked = run_spec(Scaffold()), {"rounds": 4, "checkpoint_every": 1}
+    folder = tmp_path / "run"
+    found: dict[frozenset[str], Path] = {}  # what a kill would leave, by the names of the files
+
+    def killed_here() -> None:
+        if len(checkpoint.available(folder / "checkpoints")) > 1:
+            left = frozenset(content(folder))
+            found.setdefault(left, tmp_path / f"kill-{len(found)}")
+            if not found[left].exists():
+                shutil.copytree(folder, found[left])
+
+    new, remove = LocalStore.new, LocalStore.remove
+
+    @contextlib.contextmanager
+    def watched(self: LocalStore, name: str) -> Iterator[Path]:
+        with new(self, name) as draft:
+            yield draft
+            killed_here()
+        killed_here()
+
+    def watched_remove(self: LocalStore, name: str) -> None:
+        remove(self, name)
+        killed_here()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LocalStore, "new", watched)
+        patch.setattr(LocalStore, "remove", watched_remove)
+        straight = run(study, **asked, folder=str(folder))
+    assert len(found) > 15
+    kept = names(folder / "checkpoints/log")
+    for left in found.values():
+        last = checkpoint.latest(left / "checkpoints")
+        assert checkpoint.version_of(last) >= 2 and not checkpoint.damage(last)
+        again = run(study, **asked, folder=str(left), resume=last)
+        assert (again.bits, again.history) == (straight.bits, straight.history)
+        assert names(left / "checkpoints") == ["log", "round-000003", "round-000004"]
+        assert names(left / "checkpoints/log") == kept, "nothing is left of what was begun"
+
 
 CHILD = """
 import os, signal, sys
@@ -448,15 +599,18 @@ def test_the_saved_model_is_the_final_shared_model(tmp_path: Path) -> None:
 
 
 def test_a_folder_is_made_with_those_above_it(tmp_path: Path) -> None:
-    path = checkpoint.write(tmp_path / "runs" / "one", 1, snapshot())
+    path = write(tmp_path / "runs" / "one", 1, snapshot())
     assert not checkpoint.damage(path)
 
 
-def test_all_files_are_on_the_disk_before_the_checkpoint_has_its_name_and_its_name_before_the_write_returns(
+def test_all_files_are_on_the_disk_before_the_manifest_has_its_name_and_its_name_before_the_write_returns(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    final, synced = tmp_path / "round-000001", dict[bool, set[int]]()
-    monkeypatch.setattr(os, "fsync", lambda file: synced.setdefault(final.exists(), set()).add(os.fstat(file).st_ino))
-    checkpoint.write(tmp_path, 1, snapshot())
-    draft, folder = {path.stat().st_ino for path in (*final.iterdir(), final)}, {tmp_path.stat().st_ino}
-    assert synced == {False: draft, True: folder}
+    manifest, synced = tmp_path / "round-000001/manifest.json", dict[bool, set[int]]()
+    monkeypatch.setattr(
+        os, "fsync", lambda file: synced.setdefault(manifest.exists(), set()).add(os.fstat(file).st_ino)
+    )
+    path = write(tmp_path, 1, snapshot())
+    assert synced[False] >= {file.stat().st_ino for folder in (path, tmp_path / "log") for file in folder.iterdir()}
+    assert synced[False] >= {folder.stat().st_ino for folder in (path, tmp_path / "log")}
+    assert synced[True] == {folder.stat().st_ino for folder in (path, tmp_path)}

@@ -96,7 +96,8 @@ def test_a_checkpoint_writes_a_cache_from_its_file_and_maps_it_back(tmp_path: Pa
     rows = extended(reserve((64, 2**14), torch.float32, "disk"), 60).normal_(generator=torch.manual_seed(0))  # 4 MB
     tracemalloc.start()
     try:
-        path = checkpoint.write(tmp_path / "run", 1, checkpoint.Snapshot({}, {"rows": rows.numpy()}, {}))
+        now = checkpoint.Snapshot({}, {"rows": rows.numpy()}, {}, {})
+        path = checkpoint.Checkpoints(tmp_path / "run").write(1, now)
         restored = checkpoint.read(path).server["rows"]
         assert tracemalloc.get_traced_memory()[1] < rows.nbytes / 4
     finally:

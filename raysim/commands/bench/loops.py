@@ -37,6 +37,7 @@ from raysim.training.run_spec import RunSettings, RunSpec, build_networks
 METHODS = ("steps", "rules")  # workloads that compare methods instead of loops
 SCALE = "scale"  # the one that measures the coordinator alone
 CLUSTER = "cluster"  # the one that measures a cluster (bench/cluster.py)
+STATES = "states"  # the one that measures checkpoints and private states
 _SKIP = 3  # rounds at the start of a block that are not timed
 
 
@@ -55,11 +56,15 @@ class Workload:
 
 @dataclass(frozen=True)
 class Options:
-    """hosts: processes on each side. lanes: clients trained at once, None: as a run does. floor: measure it as well."""
+    """hosts: processes on each side. lanes: clients trained at once, None: as a run does. floor: measure it as well.
+
+    clients: of the run whose states are larger than memory, in `states`.
+    """
 
     hosts: int = 2
     lanes: int | None = None
     floor: bool = False
+    clients: int = 100_000
 
 
 WORKLOADS = {
@@ -67,6 +72,9 @@ WORKLOADS = {
     "W2": Workload(1000, 60, 100, 10, Mlp(widths=(64,)), 30, 1.0),
     "W3": Workload(100, 32, 10, 32, Mlp(widths=(2700, 2700)), 20, 1.3),
 }
+
+
+KNOWN = (*WORKLOADS, *METHODS, SCALE, STATES, CLUSTER)
 
 
 @dataclass(frozen=True)
@@ -292,9 +300,8 @@ def main(names: list[str], root: str | None, out: Path, blocks: int, options: Op
 
     from raysim.runtime import ray as cluster
 
-    known = (*WORKLOADS, *METHODS, SCALE, CLUSTER)
-    if unknown := [name for name in names if name not in known]:
-        raise ValueError(f"workload {unknown[0]!r} does not exist: use {', '.join(known)}")
+    if unknown := [name for name in names if name not in KNOWN]:
+        raise ValueError(f"workload {unknown[0]!r} does not exist: use {', '.join(KNOWN)}")
     if apart := [name for name in names if name not in WORKLOADS]:
         if len(names) > 1:
             raise ValueError(f"workload {apart[0]!r} is measured in one process: name it alone")
@@ -302,6 +309,10 @@ def main(names: list[str], root: str | None, out: Path, blocks: int, options: Op
             from raysim.commands.bench.coordinator import main as scale
 
             scale(out, blocks, print)
+        elif apart[0] == STATES:
+            from raysim.commands.bench.states import main as states
+
+            states(root, out, blocks, options.clients, print)
         else:
             methods(apart[0], out, blocks)
         return []

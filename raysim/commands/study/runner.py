@@ -153,6 +153,8 @@ def _cells(campaign: Campaign) -> Iterator[Cell]:
         name = "_".join([labels["method"], *varied])
         name = re.sub(r"[^\w.+-]+", "-", f"{name}_seed-{seed}")
         own: dict[str, object] = {"seed": seed, "out": str(campaign.folder / "runs" / name), "resume": "latest"}
+        if kept := config["checkpoint"].get("folder"):
+            own["checkpoint"] = {**config["checkpoint"], "folder": f"{kept.rstrip('/')}/{name}"}
         tracking = config["tracking"]
         if tracking["name"] == "mlflow" and tracking["uri"] is None:  # beside the runs, not among them
             own["tracking"] = {**tracking, "uri": default_uri(campaign.folder)}

@@ -15,6 +15,7 @@ from raysim.experiment.settings import Experiment
 from raysim.primitives.files import replace_file
 from raysim.results.history import Row, metric_of
 from raysim.results.observers import CurrentRun
+from raysim.simulation import checkpoint
 from raysim.simulation.events import Event, RunStopped
 from raysim.training.run_spec import Checkpoint
 
@@ -69,7 +70,7 @@ class Trial:
         if not every or self.done % every or self.finished:
             return
         for run in self.runs:
-            if not (run.run.folder / "checkpoints" / f"round-{self.done:06d}").is_dir():
+            if checkpoint.version_of(last_checkpoint(run.run.folder, Checkpoint())) < self.done:
                 run.next_event()  # a checkpoint follows its round at once
 
     def close(self) -> None:
@@ -98,5 +99,5 @@ def prepared(
         if every is not None:
             settings = replace(experiment.spec.settings, checkpoint=Checkpoint(every))
             experiment = replace(experiment, spec=replace(experiment.spec, settings=settings))
-        runs.append((experiment, run_folder, last_checkpoint(run_folder)))
+        runs.append((experiment, run_folder, last_checkpoint(run_folder, experiment.spec.settings.checkpoint)))
     return runs

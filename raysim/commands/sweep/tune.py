@@ -138,7 +138,7 @@ class SweepTrial(tune.Trainable):
             self._trial.save()
         for index, own in enumerate(self._checkpoints()):
             for path in checkpoint.available(own)[-1:]:
-                shutil.copytree(path, Path(checkpoint_dir) / str(index) / path.name)
+                checkpoint.copy(path, Path(checkpoint_dir) / str(index))
 
     def load_checkpoint(self, checkpoint_dir: Any) -> None:
         """Another's state takes the place of this trial's own."""
@@ -368,7 +368,12 @@ def _checked(search: Search, allow: Sequence[str]) -> list[Experiment]:
 
     if search.options.search == "optuna" and importlib.util.find_spec("optuna") is None:
         raise Refused("sweep.search=optuna needs Optuna: pip install optuna, or set sweep.search=random")
-    return [build(search.node(point), allow) for point in search.samples()]
+    experiments = [build(search.node(point), allow) for point in search.samples()]
+    if experiments[0].spec.settings.checkpoint.folder:
+        raise Refused(
+            "checkpoint.folder is for one run: leave it out, each trial has its own in the folder of the search"
+        )
+    return experiments
 
 
 def _cluster_options(runtime: RuntimeOptions, words: Sequence[str]) -> RuntimeOptions:

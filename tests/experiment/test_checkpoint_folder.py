@@ -1,0 +1,93 @@
+"""Checkpoints apart from the run's folder: behind a URL or in a folder of their own, from where a run goes on."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+
+import raysim
+from raysim.commands.study.runner import plan
+from raysim.commands.sweep.tune import sweep
+from raysim.primitives.errors import Refused
+from raysim.primitives.stores import store
+from raysim.simulation import checkpoint
+
+WORDS = (
+    "runtime=inprocess tracking=none data=synthetic data.samples=100 partition=iid partition.clients=4 model=mlp "
+    "model.widths=[4] schedule.cohort=2 local.epochs=1 method=scaffold evaluate.every=9 state.budget=0"
+)
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.chdir(tmp_path)
+    yield
+    with contextlib.suppress(FileNotFoundError):
+        fsspec.filesystem("memory").rm("/runs", recursive=True)
+
+
+def run(where: str | None = None, **settings: Any) -> dict[str, Any]:
+    found = raysim.run(WORDS, quiet=True, checkpoint={"every": 2, "folder": where}, **settings).summary
+    return {key: found[key] for key in ("rounds", "model_sha256", "state_sha256")}
+
+
+@pytest.mark.parametrize("where", ["memory://runs/a", "apart"])
+def test_a_run_whose_folder_is_gone_goes_on_from_where_its_checkpoints_are(where: str) -> None:
+    straight = run(out="straight", rounds=6)
+    run(where, out="a", rounds=4)
+    assert not Path("a/checkpoints").exists()
+    assert store(where).names() == ["config.yaml", "log", "round-000002", "round-000004"]
+    shutil.rmtree("a")  # the machine it was on
+    address = {"resume": f"{where}/round-000004"} if where == "apart" else {"resume": "latest"}
+    assert run(where, out="b", rounds=6, **address) == straight
+    assert checkpoint.version_of(checkpoint.latest(where)) == 6
+    assert raysim.load("b").client_model(0) is not None
+
+
+def test_a_run_may_change_where_its_checkpoints_go() -> None:
+    run(out="a", rounds=2)
+    run("memory://runs/a", out="a", rounds=4, resume="latest")
+    assert checkpoint.version_of(checkpoint.latest("memory://runs/a")) == 4
+    assert [row["round"] for row in raysim.load("a").rows] == [1, 2, 3, 4]
+
+
+def test_two_runs_never_keep_their_checkpoints_in_one_place() -> None:
+    run(where := "memory://runs/a", out="a", rounds=2)
+    before = store(where).names()
+    with pytest.raises(Refused, match=f"checkpoint.folder={where} holds something already"):
+        run(where, out="b")
+    with pytest.raises(Refused, match=r"local.lr=0.5 differs from local.lr=.* of the run in memory://runs/a"):
+        run(where, out="b", resume="latest", local={"lr": 0.5})
+    assert store(where).names() == before and not Path("b").exists()
+
+
+@pytest.mark.parametrize("where", ["nosuch://runs/a", "s3://bucket/a"])
+def test_what_fsspec_cannot_reach_is_one_sentence(where: str) -> None:
+    with pytest.raises(Refused, match=f"{where} cannot be used"):
+        run(where, out="a")
+    assert not Path("a").exists()
+
+
+def test_a_damaged_file_behind_a_url_is_one_sentence() -> None:
+    run(where := "memory://runs/a", out="a", rounds=4)
+    files = fsspec.filesystem("memory")
+    name = max(files.ls("/runs/a/log", detail=False))
+    files.pipe_file(name, files.cat_file(name)[:-1] + b"x")
+    with pytest.raises(
+        Refused, match=r"memory://runs/a/round-000004 is damaged \(log/states-.* does not have the check"
+    ):
+        run(where, out="a", rounds=6, resume="latest")
+
+
+def test_a_search_has_no_one_place_for_its_trials_and_each_run_of_a_study_has_one_of_its_own() -> None:
+    words = ["checkpoint.folder=memory://runs/a", *WORDS.split()]
+    with pytest.raises(Refused, match=r"checkpoint\.folder is for one run"):
+        sweep([*words, "local.lr=0.1,0.2"], quiet=True)
+    cells = plan([*words, "seed=0,1"]).cells
+    assert [cell.config["checkpoint"]["folder"] for cell in cells] == [f"memory://runs/a/{cell.name}" for cell in cells]
