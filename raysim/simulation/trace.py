@@ -40,7 +40,7 @@ NUMBERS = ("period", "down", "up")
 RATES = ("speed", "flops")  # a file has one of them
 HELP = "the head of raysim/simulation/trace.py describes the file"
 _ROWS = 1 << 16  # read at once
-_BUFFER = 1 << 18  # bytes of each column that are read at once, so that no row group is held whole
+_BUFFER = 1 << 18  # bytes of each column that are read at once: a row group may be the whole file
 
 
 class Recorded(NamedTuple):
