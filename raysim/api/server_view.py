@@ -60,6 +60,7 @@ class Server(Protocol):
     size: int  # most updates in one aggregation
     counts: np.ndarray  # int64 [clients] training samples
     able: int  # clients that have some
+    samples: int  # of all clients
     vector: Tensor  # [layout.shared]
     counters: Tensor  # [layout.shared_counters]
     state: dict[str, Tensor]  # what methods keep, by "method.name"; all of it is in a checkpoint
@@ -73,6 +74,11 @@ class Server(Protocol):
     @property
     def params(self) -> Tensor:
         """[layout.trained] the shared trainable parameters."""
+        ...
+
+    @property
+    def sample_ends(self) -> np.ndarray:
+        """float64 [able]: where the share of [0, 1) ends that each client with samples has, by its samples."""
         ...
 
     def stream(self, purpose: str) -> np.random.Generator:

@@ -80,7 +80,8 @@ def _schedule(experiment: Experiment, layout: Layout) -> str:
     most = schedule.concurrency
     if most < 2:
         return ""
-    seen = forecast(make_planner(spec, layout, schedule, experiment.fleet), spec.settings.rounds)
+    hosts = runtime.hosts or 1
+    seen = forecast(make_planner(spec, layout, schedule, experiment.fleet), spec.settings.rounds, hosts)
     texts = [
         f"about {seen.at_work:.1f} of {most} clients at work, an aggregation every {seen.seconds:.3g} s of virtual time"
     ]
@@ -92,15 +93,9 @@ def _schedule(experiment: Experiment, layout: Layout) -> str:
         if share
     ]
     if runtime.name != "inprocess":
-        texts.append(_busy(most, runtime.hosts))
+        expected = f"{_several(hosts, 'host')} busy for {seen.hosts_busy:.0%} of the time"
+        texts.append(expected if runtime.hosts else f"enough for {_several(max(1, most // BUSY), 'busy host')}")
     return "; ".join(texts)
-
-
-def _busy(clients: int, hosts: int | None) -> str:
-    """How many hosts so many clients at work keep busy."""
-    if hosts and clients < BUSY * hosts:
-        return f"{_several(hosts, 'host')} will wait at times, as fewer than {BUSY * hosts} clients are at work"
-    return f"enough for {_several(max(1, clients // BUSY), 'busy host')}"
 
 
 def _attackers(experiment: Experiment) -> str:

@@ -143,9 +143,7 @@ class FedAsync(Method):
             "max_staleness": self.max_staleness,
         }
         if server.weighting == "samples":
-            how["factors"] = (
-                torch.tensor(aggregation.weights, dtype=torch.float64) / server.counts[server.counts > 0].mean()
-            )
+            how["factors"] = torch.tensor(aggregation.weights, dtype=torch.float64) / (server.samples / server.able)
         rates, bases = arrival_rates(**how), [aggregation.base(update) for update in aggregation.updates]
         server.report["fedasync.rate"] = sum(rates) / len(rates)
         if self.max_staleness is not None:

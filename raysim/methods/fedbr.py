@@ -109,6 +109,32 @@ def mixture_pseudo_data(
     }
 
 
+def rows_by_samples(ends: np.ndarray, each: int, size: int, generator: np.random.Generator) -> np.ndarray:
+    """int64 [size] different rows of a pool to which every client sent `each`, its share of [0, 1) ends at ``ends``.
+
+    What `Generator.choice` draws without replacement, but for rounding, at a cost that does not grow with the pool:
+    a number falls on what is left, so each row that was drawn before it moves it on by that row's share.
+    """
+    rows: dict[int, None] = {}
+    while len(rows) < size:
+        taken = np.array(sorted(rows), np.int64)
+        first, share = _share(ends, taken // each)
+        numbers = generator.random(size - len(rows)) * (1 - share.sum() / each)
+        for start, width in zip(first + taken % each * share / each, share / each, strict=True):
+            numbers[numbers >= start] += width
+        clients = np.minimum(ends.searchsorted(numbers, side="right"), len(ends) - 1)
+        first, share = _share(ends, clients)
+        places = ((numbers - first) / share * each).astype(np.int64)
+        rows |= dict.fromkeys((clients * each + np.minimum(places, each - 1)).tolist())
+    return np.fromiter(rows, np.int64)
+
+
+def _share(ends: np.ndarray, clients: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Where the share of each of these clients begins, and how wide it is."""
+    first = np.where(clients > 0, ends[clients - 1], 0.0)
+    return first, ends[clients] - first
+
+
 PROJECTOR = "fedbr.projector"
 PSEUDO = "fedbr.pseudo"
 
@@ -286,11 +312,9 @@ class FedBR(Method):
         if (public := _public(self)) is not None:
             return self._proxy_means(*public, generator, server.task.dtype)
         pool = server.state["fedbr.pool"]
-        chances = None
         if self.sources == "unbalanced":
-            counts = server.counts[server.counts > 0]
-            chances = np.repeat(counts / (counts.sum() * self.means_per_client), self.means_per_client)
-        return pool[generator.choice(len(pool), size=self.pseudo_batch, replace=False, p=chances)]
+            return pool[rows_by_samples(server.sample_ends, self.means_per_client, self.pseudo_batch, generator)]
+        return pool[generator.choice(len(pool), size=self.pseudo_batch, replace=False)]
 
     def _proxy_means(
         self, proxy: Source, dataset: Dataset, generator: np.random.Generator, dtype: torch.dtype

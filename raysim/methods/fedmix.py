@@ -22,6 +22,7 @@ The gradient of l3 is a second derivative, which fused attention kernels do not 
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -95,11 +96,17 @@ def raw_rows(partition: CSR, steps: int, rows: int, samples: int, generator: np.
 
     Both uniformly with replacement.
     """
-    counts = partition.counts
-    clients = generator.choice(np.flatnonzero(counts), size=(steps, rows, 1))
-    places = generator.integers(counts[clients], size=(steps, rows, samples))
-    found: np.ndarray = partition.indices[partition.offsets[clients] + places]
+    clients = generator.choice(_owners(partition), size=(steps, rows, 1))
+    first = partition.offsets[clients]
+    places = generator.integers(partition.offsets[clients + 1] - first, size=(steps, rows, samples))
+    found: np.ndarray = partition.indices[first + places]
     return found
+
+
+@functools.lru_cache(maxsize=2)
+def _owners(partition: CSR) -> np.ndarray:
+    """int64: the clients that have samples; looked for once, for all jobs."""
+    return np.flatnonzero(partition.counts)
 
 
 INPUTS, TARGETS = "fedmix.inputs", "fedmix.targets"

@@ -69,9 +69,8 @@ class Evaluator:
         self.tests = spec.data.partition.test
         self._counts = self.tests.counts  # int64 [clients] test samples; made once, for they are as many as the clients
         self.validation = spec.data.partition.validation
-        self._scored = np.flatnonzero(
-            self._counts if self.validation is None else self._counts + self.validation.counts
-        )
+        self._validated = np.zeros_like(self._counts) if self.validation is None else self.validation.counts
+        self._scored = np.flatnonzero(self._counts + self._validated)
         self.best = None if self.validation is None else BestRounds(self.tests, spec.task.kind == "classification")
         dataset = spec.data.open()
         self.domains, self.names = dataset.domains, dataset.domain_names
@@ -238,7 +237,7 @@ class Evaluator:
         """Validation scores, and the tests of each client in the round in which its own was best."""
         if self.best is None or self.validation is None or not len(found.clients):
             return {}
-        sizes, name = self.validation.counts[found.clients], self.metric.name
+        sizes, name = self._validated[found.clients], self.metric.name
         ends, sign = np.cumsum(sizes)[:-1], 1 if self.metric.higher else -1
         each = np.array([_mean(part) if len(part) else np.nan for part in np.split(validated, ends)])
         highest, scores = self.best.take(found.clients, sign * each, tested)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import heapq
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,9 +24,10 @@ class Forecast:
     staleness: float  # of results that are aggregated
     lost: float  # share of the jobs that end
     discarded: float
+    hosts_busy: float = 1.0  # share of the wall time for which hosts work; over all steps
 
 
-def forecast(planner: Planner, rounds: int) -> Forecast:
+def forecast(planner: Planner, rounds: int, hosts: int = 1) -> Forecast:
     """Of a run of so many rounds; uses up the planner. Raises ValueError where the fleet lets no run begin."""
     steps: list[Step] = []
     enough = max(_JOBS, _TURNS * planner.schedule.concurrency)
@@ -48,4 +51,34 @@ def forecast(planner: Planner, rounds: int) -> Forecast:
         staleness=float(np.mean([each.staleness for step in later for each in step.taken])),
         lost=lost / ended,
         discarded=discarded / ended,
+        hosts_busy=hosts_busy(steps, hosts),
     )
+
+
+def hosts_busy(steps: Sequence[Step], hosts: int) -> float:
+    """The share of wall time for which so many hosts work, if a sample takes all of them equally long.
+
+    As the coordinator has them do it: a job can begin once its base version is made, and what the nearest aggregation
+    needs comes first. What no aggregation takes is not trained.
+    """
+    takers = {number: index for index, step in enumerate(steps) for number, _ in step.taken}
+    left = [len(step.taken) for step in steps]
+    ready: list[tuple[int, float, int, float]] = []  # heap by the aggregation that takes a job, finish, client; work
+    running: list[tuple[float, int]] = []  # heap by wall time at the end
+    now, worked, version, begun = 0.0, 0.0, 0, -1
+    while version < len(steps):
+        if begun < version:
+            begun = version
+            for job in steps[version].dispatched:
+                if job.number in takers:
+                    heapq.heappush(ready, (takers[job.number], job.finish, job.client, job.work))
+        while ready and len(running) < hosts:
+            taker, _, _, work = heapq.heappop(ready)
+            heapq.heappush(running, (now + work, taker))
+            worked += work
+        if left[version]:
+            now, taker = heapq.heappop(running)
+            left[taker] -= 1
+        else:
+            version += 1
+    return worked / (hosts * now) if now else 0.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import traceback
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -53,7 +54,8 @@ class Server:
         self.task, self.size = task, size  # size: most updates in one aggregation
         self.vector, self.counters = vector, counters  # [layout.shared], [layout.shared_counters]
         self.counts = counts  # int64 [clients] training samples
-        self.able = int(np.count_nonzero(counts))  # clients that have samples; counted once, for they may be a million
+        # Clients that have samples, and all samples; counted once, for they may be a million.
+        self.able, self.samples = int(np.count_nonzero(counts)), int(np.sum(counts))
         self.needs_single_updates = any(method.needs_single_updates for method in methods)
         self.state: dict[str, Tensor] = {}  # what methods keep, by "method.name"; all of it is in a checkpoint
         self.version = 0
@@ -76,6 +78,11 @@ class Server:
     def params(self) -> Tensor:
         """[layout.trained] the shared trainable parameters."""
         return self.vector[: self.layout.trained]
+
+    @functools.cached_property
+    def sample_ends(self) -> np.ndarray:
+        """float64 [able]: where the share of [0, 1) ends that each client with samples has, by its samples."""
+        return np.cumsum(self.counts[self.counts > 0] / self.samples)
 
     @property
     def summable(self) -> bool:

@@ -40,6 +40,7 @@ NUMBERS = ("period", "down", "up")
 RATES = ("speed", "flops")  # a file has one of them
 HELP = "the head of raysim/simulation/trace.py describes the file"
 _ROWS = 1 << 16  # read at once
+_BUFFER = 1 << 18  # bytes of each column that are read at once: a row group may be the whole file
 
 
 class Recorded(NamedTuple):
@@ -98,10 +99,11 @@ def rows_of(seed: int, clients: int, rows: int) -> np.ndarray:
 def read(file: str) -> Recorded:
     """A trace, all of it checked. Raises ValueError that names file, client and row."""
     try:
-        with pq.ParquetFile(file) as parquet:
+        with pq.ParquetFile(file, buffer_size=_BUFFER, pre_buffer=False) as parquet:
             by = _columns(file, parquet.schema_arrow)
             names, rows, bounds = [], 0, array("d")
-            columns = counts, period, down, up, rate = np.empty((5, parquet.metadata.num_rows))
+            # Arrays of their own: of one, a part that is kept would keep all.
+            columns = counts, period, down, up, rate = [np.empty(parquet.metadata.num_rows) for _ in range(5)]
             for batch in _batches(parquet, ["client", *LISTS, *NUMBERS, by]):
                 more, *numbers = _part(file, batch, by, rows)
                 bounds.frombytes(more.tobytes())
@@ -124,7 +126,7 @@ def read(file: str) -> Recorded:
 def _batches(parquet: pq.ParquetFile, columns: list[str]) -> Iterator[pa.RecordBatch]:
     """Some rows at a time; a reader keeps what it has read of all its row groups, so each has one of its own."""
     for group in range(parquet.num_row_groups):
-        yield from parquet.iter_batches(_ROWS, row_groups=[group], columns=columns)
+        yield from parquet.iter_batches(_ROWS, row_groups=[group], columns=columns, use_threads=False)
 
 
 def summary(file: str) -> str:

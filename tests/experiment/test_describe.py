@@ -78,8 +78,8 @@ def test_the_overview_says_what_schedule_and_fleet_make_of_the_run() -> None:
     [
         ("null", 20, "enough for 2 busy hosts"),
         ("null", 7, "enough for 1 busy host"),
-        ("2", 16, "enough for 2 busy hosts"),
-        ("2", 15, "2 hosts will wait at times, as fewer than 16 clients are at work"),
+        ("2", 4, "2 hosts busy for 100% of the time"),
+        ("2", 3, "2 hosts busy for 75% of the time"),  # each round two of three equal jobs, and then one
     ],
 )
 def test_the_overview_says_how_many_hosts_the_clients_at_work_keep_busy(hosts: str, cohort: int, said: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import tracemalloc
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, strategies as st
 from tiny_runs import (
     BUFFER,
     NORMED,
@@ -36,7 +38,7 @@ from raysim.data.partition import CSR
 from raysim.data.sources import Source, Synthetic
 from raysim.experiment.instantiate import build
 from raysim.methods import fedbr
-from raysim.methods.fedbr import PROJECTOR, PSEUDO, FedBR
+from raysim.methods.fedbr import PROJECTOR, PSEUDO, FedBR, rows_by_samples
 from raysim.methods.mixup import Mixup
 from raysim.primitives.errors import Refused
 from raysim.primitives.streams import stream
@@ -212,6 +214,7 @@ def test_a_step_costs_a_pass_over_pseudo_data_and_a_forward_of_the_received_mode
 
 DRAWS = 1500
 COUNTS = np.array([1, 0, 2, 7])
+ENDS = np.array([0.1, 0.3, 1.0])  # of those that have samples
 
 
 def near(found: Sequence[int] | np.ndarray, size: int, wanted: Sequence[float]) -> None:
@@ -220,13 +223,35 @@ def near(found: Sequence[int] | np.ndarray, size: int, wanted: Sequence[float]) 
     assert np.abs(shares - wanted).max() < 4 * np.sqrt(0.25 / len(found)), shares
 
 
+@given(
+    counts=st.lists(st.integers(1, 50), min_size=1, max_size=12),
+    each=st.integers(1, 4),
+    seed=st.integers(0, 10**6),
+    data=st.data(),
+)
+def test_rows_by_samples_are_what_numpy_draws(counts: list[int], each: int, seed: int, data: st.DataObject) -> None:
+    size = data.draw(st.integers(1, len(counts) * each))
+    shares = np.array(counts) / sum(counts)
+    wanted = stream(seed, "pool").choice(len(counts) * each, size, replace=False, p=np.repeat(shares / each, each))
+    assert rows_by_samples(np.cumsum(shares), each, size, stream(seed, "pool")).tolist() == wanted.tolist()
+
+
+def test_rows_by_samples_cost_nothing_for_those_that_are_not_drawn() -> None:
+    ends, generator = np.linspace(0, 1, 100_001)[1:], stream(0, "pool")
+    tracemalloc.start()
+    rows_by_samples(ends, 64, 64, generator)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < len(ends), "an array over the clients has a byte for each at least"
+
+
 @pytest.mark.parametrize(
     ("sources", "wanted"), [("balanced", [1 / 3, 0, 1 / 3, 1 / 3]), ("unbalanced", [0.1, 0, 0.2, 0.7])]
 )
 def test_means_of_the_pool_come_from_clients_alike_or_by_their_samples(sources: Any, wanted: list[float]) -> None:
     method = FedBR(pseudo_batch=1, means_per_client=2, sources=sources)
     pool = torch.tensor([0, 0, 2, 2, 3, 3])  # a client without samples sends none
-    server: Any = SimpleNamespace(counts=COUNTS, state={"fedbr.pool": pool})
+    server: Any = SimpleNamespace(sample_ends=ENDS, state={"fedbr.pool": pool})
     found = []
     for version in range(DRAWS):
         server.stream = lambda purpose, version=version: stream(0, purpose, version)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ from hypothesis import given, settings, strategies as st
 from tiny_runs import run_spec
 
 from raysim.experiment.compose import compose, groups
-from raysim.experiment.execute import build as build_run
+from raysim.experiment.execute import build as build_run, run as run_words
 from raysim.experiment.instantiate import TARGET, build, resolve
 from raysim.models import Mlp
 from raysim.primitives.errors import Refused
@@ -247,6 +248,31 @@ def test_what_a_fleet_does_not_have_is_refused_with_the_nearest_name(words: list
         build_run([*QUICK, *words])
     assert text in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (["schedule=buffered", "schedule.concurrency=2", "schedule.size=3"], "schedule.size=3 is more than the 2"),
+        (["schedule=tiered", "schedule.tiers=11", "schedule.cohort=1"], "schedule.cohort=1 is more than the 10"),
+        (["schedule=deadline", "schedule.seconds=nan"], "schedule.seconds=nan must be a number, not infinite"),
+        (["schedule=immediate", "method=centralized"], "of which nothing can be late: set schedule=synchronous"),
+        (["fleet=lognormal", "fleet.sigma=nan"], "fleet.sigma=nan must be a number, not infinite or nan"),
+        (["fleet=lognormal", "fleet.bandwidth_sigma=inf"], "fleet.bandwidth_sigma=inf must be a number, not infinite"),
+        (["fleet=lognormal", "fleet.sigma=1e5"], "fleet.sigma=100000.0 must be from 0 to 10"),
+        (["fleet.availability=markov", "fleet.off=1e9"], "would wait 100,000,000 s in the mean whenever nobody is"),
+    ],
+)
+def test_what_no_run_can_be_is_refused_in_one_sentence_and_leaves_no_file(
+    words: list[str], text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    few = [word for word in QUICK if words[0].startswith("fleet") or not word.startswith("schedule.")]
+    with pytest.raises(Refused) as caught:
+        run_words([*few, *words, "out=a"], quiet=True)
+    assert text in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("name", ["ideal", "lognormal", "devices", "fadas"])

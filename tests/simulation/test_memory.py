@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import tracemalloc
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from raysim.api.declarations import Evaluation
 from raysim.api.method import Method
+from raysim.data.partition import CSR
+from raysim.methods.fedasync import FedAsync
 from raysim.methods.fedpac import FedPAC
 from raysim.methods.groupdro import GroupDRO
 from raysim.methods.scaffold import Scaffold
@@ -94,27 +97,40 @@ class Sizes(TorchDispatchMode):
         return out
 
 
-@pytest.mark.parametrize("method", [(), (GroupDRO(),), (FedPAC(),), (Scaffold(),)], ids=str)
-def test_an_aggregation_costs_nothing_for_clients_that_take_no_part(
+@pytest.mark.parametrize("method", [(), (GroupDRO(),), (FedPAC(),), (Scaffold(),), (FedAsync(),)], ids=str)
+def test_an_aggregation_and_an_evaluation_cost_nothing_for_clients_that_take_no_part(
     method: tuple[Method, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clients = 40_000
     data = sized([3] * 4 + [1] * (clients - 4))
-    coordinator, sizes = coordinate(run_spec(*method, data=data), Synchronous(3), rounds=3), Sizes()
-    step, found = coordinator.server.step, list[int]()
+    tests = CSR(np.zeros(clients, np.int64), np.arange(clients + 1))
+    spec = run_spec(*method, data=replace(data, partition=replace(data.partition, test=tests)))
+    evaluate = Evaluation(clients=3)
+    coordinator = coordinate(spec, Synchronous(3), rounds=3, evaluate=evaluate, weighting="samples")
+    sizes = Sizes()
+    found: dict[str, list[int]] = {}
 
-    def measured(*args: Any) -> None:
-        tracemalloc.start()
-        try:
+    def watch(owner: Any, name: str) -> None:
+        call, peaks = getattr(owner, name), found.setdefault(name, [])
+
+        def measured(*args: Any) -> Any:
+            first = not peaks  # which may make what is made once
+            if not first:
+                tracemalloc.start()
             with sizes:
-                step(*args)
-            found.append(tracemalloc.get_traced_memory()[1])
-        finally:
+                result = call(*args)
+            peaks.append(0 if first else tracemalloc.get_traced_memory()[1])
             tracemalloc.stop()
+            return result
 
-    monkeypatch.setattr(coordinator.server, "step", measured)
-    monkeypatch.setattr(coordinator, "_evaluate", lambda pending: coordinator._pending.append(pending))
+        monkeypatch.setattr(owner, name, measured)
+
+    watch(coordinator.server, "step")
+    watch(coordinator.server, "published")
+    watch(coordinator, "_evaluate")
+    watch(coordinator.evaluator, "columns")
     list(coordinator.run())
-    assert len(found) == 3
     assert coordinator.layout.shared <= sizes.most < clients
-    assert max(found[1:]) < clients, "an array over the clients has a byte for each at least"
+    for name, peaks in found.items():
+        assert len(peaks) >= 3
+        assert max(peaks) < clients, f"{name}: an array over the clients has a byte for each at least"

@@ -105,6 +105,24 @@ def test_a_file_is_read_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         assert np.array_equal(one, other)
 
 
+def test_a_row_group_is_not_read_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    times = np.sort(np.random.default_rng(0).random((30_000, 8)), axis=1)
+    table = {"client": np.arange(30_000), "start": list(times[:, ::2]), "end": list(times[:, 1::2])}
+    rates = np.random.default_rng(1).random((4, 30_000)) + 1
+    table |= dict(zip(("period", "down", "up", "speed"), rates, strict=True))
+    pq.write_table(pa.table(table), tmp_path / "t", use_dictionary=False, data_page_size=1 << 12)
+    held: list[int] = []
+    part = trace._part
+    monkeypatch.setattr(trace, "_ROWS", 500)
+    monkeypatch.setattr(trace, "_BUFFER", 1 << 12)
+    monkeypatch.setattr(trace, "_part", lambda *args: held.append(pa.total_allocated_bytes()) or part(*args))
+    before = pa.total_allocated_bytes()
+    read(str(tmp_path / "t"))
+    assert len(held) == 60 and held[0] - before < (tmp_path / "t").stat().st_size / 4, (
+        "bytes as the first rows are there"
+    )
+
+
 def test_intervals_that_touch_are_one(tmp_path: Path) -> None:
     rows = [row(0, start=[0.0, 5.0, 9.0], end=[5.0, 9.0, 12.0]), row(1, start=[12.0], end=[20.0])]
     found = read(stored(tmp_path, rows))
