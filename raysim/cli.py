@@ -325,6 +325,11 @@ def _parser() -> Parser:
     bench.add_argument(
         "--floor", action="store_true", help="measure a tuned loop as well, the least that PyTorch needs"
     )
+    bench.add_argument(
+        "--profile",
+        action="store_true",
+        help="where the time of W1, W2 and W3 goes: a table, and beside FILE a picture and a trace for ui.perfetto.dev",
+    )
     bench.add_argument("--hosts", type=int, default=2, help="processes of one thread, on both sides (2)")
     completion = add("completion", "print what makes a shell complete raysim's words", COMPLETION)
     completion.add_argument("shell", choices=("bash", "zsh"), help="which shell")
@@ -554,7 +559,8 @@ def _bench(given: argparse.Namespace) -> int:
     with refusing():
         if min(given.blocks, given.hosts) < 1:
             raise Refused(f"--blocks {given.blocks} and --hosts {given.hosts} must be at least 1")
-        options = bench.Options(given.hosts, given.lanes, given.floor)
+        folder = Path(given.out).absolute().parent if given.profile else None
+        options = bench.Options(given.hosts, given.lanes, given.floor, folder)
         bench.main(given.runs or list(bench.WORKLOADS), given.data, Path(given.out), given.blocks, options)
     return 0
 

@@ -27,6 +27,8 @@ FREE = (
     "checkpoint",
     "faults",
     "thresholds",
+    "profile",
+    "state.device",
     "data.cache",
     "data.download",
 )

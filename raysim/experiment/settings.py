@@ -47,12 +47,14 @@ class Tracking:
 class ExecutionOptions:
     """Where a run is carried out and what is kept of it: the keys that `RunSettings` lacks, and that name no class.
 
-    out: the run's folder. resume: "latest", or a checkpoint's folder. thresholds: accuracies, for `rounds_to`.
+    out: the run's folder. resume: "latest", or a checkpoint's folder. thresholds: accuracies, for `rounds_to`. profile:
+    whether it is measured where the wall time goes.
     """
 
     out: str | None = None
     resume: str | None = None
     device: str = "auto"
+    profile: bool = False
     thresholds: list[float] = field(default_factory=lambda: list(THRESHOLDS))
     runtime: RuntimeOptions = field(default_factory=RuntimeOptions)
     tracking: Tracking = field(default_factory=Tracking)

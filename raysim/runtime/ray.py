@@ -334,6 +334,8 @@ class RayRuntime:
     start: makes the actor of a host, given its number.
     """
 
+    at_once = False
+
     def __init__(self, hosts: int, start: Callable[[int], Any]):
         self.hosts, self._make = hosts, start
         self._actors = [start(host) for host in range(hosts)]

@@ -28,6 +28,7 @@ from raysim.simulation.history_row import RowWriter
 from raysim.simulation.load import make_planner
 from raysim.simulation.planner import Deserted, Step
 from raysim.simulation.private_states import PrivateStates
+from raysim.simulation.profile import Profile
 from raysim.simulation.runtime import Ref, Runtime
 from raysim.simulation.schedule import Schedule
 from raysim.simulation.server import Server, asked_weighting
@@ -64,6 +65,8 @@ class Coordinator:
         folder: str = "",
         resume: str = "",
     ):
+        self.profile = Profile(runtime) if spec.profile else None
+        runtime = runtime if self.profile is None else self.profile.runtime
         self.spec, self.runtime = spec, runtime
         self.settings, self.folder, self.resume = (settings := spec.settings), folder, resume
         self._checkpoint_every = settings.checkpoint.every if folder else 0
@@ -109,6 +112,8 @@ class Coordinator:
     def run(self) -> Iterator[Event]:
         """Run to the last round. Raises TooManyFailures or Deserted after writing a checkpoint."""
         self.history.start()
+        if self.profile:
+            self.profile.watch(self)
         if self.resume:
             self.restore()
         else:
@@ -139,7 +144,10 @@ class Coordinator:
         yield from self._report()
         if self._checkpoint_every:
             yield self._save()
-        yield self._finish()
+        finished = self._finish()
+        if self.profile:
+            yield self.profile.take()
+        yield finished
 
     # --- before round 0 ------------------------------------------------------------------------------------------
     def _contribute(self) -> None:

@@ -8,6 +8,7 @@ from typing import NamedTuple, TypeAlias
 
 from raysim.api.messages import Failure, Probe
 from raysim.data.partition import Floats, Ints
+from raysim.simulation.profile import Profiled
 
 
 class JobEnd(NamedTuple):
@@ -70,7 +71,7 @@ class Finished:
     jobs: tuple[JobEnd, ...] = ()  # that no aggregation took, because there was none any more
 
 
-Event: TypeAlias = Started | Round | Saved | Finished
+Event: TypeAlias = Started | Round | Saved | Profiled | Finished
 
 
 class RunStopped(RuntimeError):

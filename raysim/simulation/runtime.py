@@ -20,6 +20,11 @@ class Runtime(Protocol):
         """How many there are."""
         ...
 
+    @property
+    def at_once(self) -> bool:
+        """Whether a call has ended when it returns, because the hosts are in this process."""
+        ...
+
     def put(self, value: object) -> Ref:
         """Store a value once for all hosts; a Ref may be an argument of `call`."""
         ...

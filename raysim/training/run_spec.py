@@ -51,18 +51,28 @@ class Faults:
 
 @dataclass(frozen=True)
 class State:
-    """How many GiB of clients' accepted private states stay in memory; those idle for longest lie on disk beyond it."""
+    """How many GiB of clients' accepted private states stay in memory; those idle for longest lie on disk beyond it.
+
+    device: how many GiB of them each host keeps on its GPU; those idle for longest lie in ordinary memory beyond it.
+    """
 
     budget: float | None = None  # None: no limit
+    device: float | None = None
 
     def __post_init__(self) -> None:
-        if self.budget is not None:
-            at_least("state.budget", self.budget, 0)
+        for key, most in (("budget", self.budget), ("device", self.device)):
+            if most is not None:
+                at_least(f"state.{key}", most, 0)
 
     @property
     def bytes(self) -> float:
         """The budget; infinite if there is none."""
         return math.inf if self.budget is None else self.budget * 2**30
+
+    @property
+    def device_bytes(self) -> float:
+        """The budget on a GPU; infinite if there is none."""
+        return math.inf if self.device is None else self.device * 2**30
 
 
 @dataclass(frozen=True)
@@ -94,7 +104,7 @@ class RunSpec:
     """All that a host or a coordinator is built from: plain values and NumPy arrays, which travel to other processes.
 
     device: where this process computes ("cpu", "cuda", "cuda:1", "mps"). lanes: how many clients a host trains at once,
-    on which bits depend. score_batch: samples scored at once.
+    on which bits depend. score_batch: samples scored at once. profile: whether it is measured where the time goes.
     """
 
     model: ModelRecipe
@@ -106,6 +116,7 @@ class RunSpec:
     lanes: int = 1
     dtype: torch.dtype = torch.float32
     score_batch: int = 1024
+    profile: bool = False
 
     def __post_init__(self) -> None:
         at_least("runtime.lanes", self.lanes, 1)

@@ -22,6 +22,7 @@ from raysim.data.partition import CSR
 from raysim.models.classifier import is_stochastic
 from raysim.primitives.streams import stream, torch_seed
 from raysim.training.step import Step
+from raysim.training.transfer import up
 from raysim.vectors.layout import Vector
 
 OPTIMIZER = "local.kept."  # private entries of `local.keep_optimizer`
@@ -120,7 +121,7 @@ class Trainer:
     # --- data ----------------------------------------------------------------------------------------------------
     def gather(self, rows: np.ndarray, generator: np.random.Generator | None = None) -> tuple[Tensor, Tensor]:
         """Normalised inputs (augmented if a generator is given) and labels of some rows of the data set."""
-        index = torch.from_numpy(rows).to(self.inputs.device)
+        index = up(rows, self.inputs.device)
         stored = self.inputs.index_select(0, index)
         if generator is not None:
             stored = self.pipeline.augmented(stored, generator)
@@ -231,6 +232,10 @@ class Trainer:
         self._frozen[name] = (vector, ctx)
         return vector
 
+    def load(self, base: Tensor, counters: Tensor, state: PrivateState[Tensor]) -> None:
+        """Let the vector be what a client starts from."""
+        load(self.vector, base, counters, state)
+
     def begin(
         self,
         job: Job,
@@ -261,7 +266,7 @@ class Trainer:
             dict(state.methods),
         )
         ctx.start = state
-        load(self.vector, base, counters, state)
+        self.load(base, counters, state)
         if self.stochastic:
             torch.manual_seed(torch_seed(self.seed, "torch", job.client, job.participation))
         if self.methods or not all(network.training for network in self.vector.networks.values()):
