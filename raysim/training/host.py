@@ -73,8 +73,8 @@ class Host:
             spec.data.pipeline,
             spec.settings.seed,
         )
-        count = spec.lanes
-        self.loop = OneByOne(self.trainer) if count == 1 else Lanes(self.trainer, count)
+        one_by_one = spec.lanes == 1 and not spec.graph
+        self.loop = OneByOne(self.trainer) if one_by_one else Lanes(self.trainer, spec.lanes, spec.graph)
         self._stateful = owners(spec.methods, "state")
         self._personalisers = owners(spec.methods, "personalise")
         self._predictor = owner(spec.methods, "predict")

@@ -105,6 +105,7 @@ class RunSpec:
 
     device: where this process computes ("cpu", "cuda", "cuda:1", "mps"). lanes: how many clients a host trains at once,
     on which bits depend. score_batch: samples scored at once. profile: whether it is measured where the time goes.
+    graph: whether an iteration of the lanes is recorded once and replayed; bits depend on it.
     """
 
     model: ModelRecipe
@@ -117,6 +118,7 @@ class RunSpec:
     dtype: torch.dtype = torch.float32
     score_batch: int = 1024
     profile: bool = False
+    graph: bool = False
 
     def __post_init__(self) -> None:
         at_least("runtime.lanes", self.lanes, 1)
