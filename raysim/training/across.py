@@ -87,6 +87,9 @@ class _Linear(torch.autograd.Function):
                 return F.linear(x, w, b), 0
             w = _in_front(w, in_dims[1], info.batch_size)
             bias = None if b is None else _in_front(b, in_dims[2], info.batch_size)
+            if torch.is_autocast_enabled(x.device.type):  # its gradient is computed where autocast is over
+                precision = torch.get_autocast_dtype(x.device.type)
+                x, w, bias = x.to(precision), w.to(precision), None if bias is None else bias.to(precision)
             rows = _Products.apply(x.reshape(len(x), -1, x.shape[-1]), w, bias)
             return rows.view(*x.shape[:-1], w.shape[1]), 0
 

@@ -72,6 +72,7 @@ class Host:
             spec.data.partition.train,
             spec.data.pipeline,
             spec.settings.seed,
+            spec.autocast,
         )
         one_by_one = spec.lanes == 1 and not spec.graph
         self.loop = OneByOne(self.trainer) if one_by_one else Lanes(self.trainer, spec.lanes, spec.graph)

@@ -43,6 +43,10 @@ _IN_STEP = ("transform", "rows", "logits", "loss", "term", "perturb", "gradient"
 # Of (clients under way, lanes): what keeps the lanes of a few hosts busy. Measured on W2, in CPU time of one thread: a
 # client's step takes 0.68, 0.55 and 0.54 of the loop's time with 5, 10 and 25 lanes.
 _BUSY = ((40, 10), (20, 5))
+NO_GRAPH = (
+    "runtime.graph=true: the model draws random numbers in its steps (dropout or noise), which a recorded step would "
+    "repeat: set runtime.graph=false"
+)
 _LARGEST = 1_000_000  # parameters of a model that gains: the products of larger ones take all of the time
 
 
@@ -67,10 +71,22 @@ def usual_lanes(spec: RunSpec, networks: Mapping[str, nn.Module], concurrency: i
     return next((lanes for least, lanes in _BUSY if concurrency >= least), 1)
 
 
+def uses_graph(spec: RunSpec, networks: Mapping[str, nn.Module], asked: bool | None) -> bool:
+    """Whether iterations are recorded: only where the run says so, for nobody has measured it on a GPU yet.
+
+    Raises ValueError where a recorded step would be wrong.
+    """
+    if asked and any(is_stochastic(network) for network in networks.values()):
+        raise ValueError(NO_GRAPH)
+    return bool(asked)
+
+
 class Lanes:
     """K rows for clients to train in, and the loop that keeps them busy."""
 
     def __init__(self, trainer: Trainer, count: int, graph: bool = False):
+        if graph and trainer.stochastic:
+            raise ValueError(NO_GRAPH)
         vector, layout = trainer.vector, trainer.vector.layout
         self.trainer, self.step, self.layout, self.count = trainer, trainer.step, layout, count
         self.home = vector.home(vector.data, vector.counters)

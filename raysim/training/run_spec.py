@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, replace
+from typing import Literal, TypeAlias
 
 import torch
 from torch import nn
@@ -17,6 +18,9 @@ from raysim.models import Classifier, ModelRecipe, split, splits
 from raysim.primitives.checks import above, at_least, between, in_range
 from raysim.primitives.streams import torch_seed
 from raysim.vectors.layout import Layout, plan_layout
+
+
+Precision: TypeAlias = Literal["float32", "bfloat16"]
 
 
 @dataclass(frozen=True)
@@ -105,7 +109,8 @@ class RunSpec:
 
     device: where this process computes ("cpu", "cuda", "cuda:1", "mps"). lanes: how many clients a host trains at once,
     on which bits depend. score_batch: samples scored at once. profile: whether it is measured where the time goes.
-    graph: whether an iteration of the lanes is recorded once and replayed; bits depend on it.
+    graph: whether an iteration of the lanes is recorded once and replayed; bits depend on it. precision: what products
+    of a step are computed in.
     """
 
     model: ModelRecipe
@@ -119,9 +124,15 @@ class RunSpec:
     score_batch: int = 1024
     profile: bool = False
     graph: bool = False
+    precision: Precision = "float32"
 
     def __post_init__(self) -> None:
         at_least("runtime.lanes", self.lanes, 1)
+
+    @property
+    def autocast(self) -> torch.dtype | None:
+        """What products of a step are computed in, unless it is the vector's own kind."""
+        return torch.bfloat16 if self.precision == "bfloat16" else None
 
     @property
     def task(self) -> Task:
