@@ -500,9 +500,9 @@ class FRAug(Method):
     def _remember(self, ctx: Context, features: Tensor, labels: Tensor) -> None:
         """Move the prototypes of the batch's classes."""
         momentum = self.prototype_weight * (self._ramp(ctx, "laine_aila", 5.0) if self.prototype_ramp else 1.0)
-        before = ctx.state[PROTOTYPES].to(features.dtype)
-        after = class_prototype_ema(prototypes=before, features=features, labels=labels, momentum=momentum)
-        ctx.state[PROTOTYPES] = after
+        before = ctx.state[PROTOTYPES]
+        seen = features.to(before.dtype)  # that may have come out of coarser products
+        ctx.state[PROTOTYPES] = class_prototype_ema(prototypes=before, features=seen, labels=labels, momentum=momentum)
 
     def _noise(self, ctx: Context, out: Outputs) -> Tensor:
         inputs = out.batch.inputs

@@ -106,6 +106,7 @@ def _of_classes(*args: Any, **options: Any) -> bool:
 
 def _cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
     """`F.cross_entropy` in a fourth of its operations: no label is left out."""
+    logits = logits.float() if logits.dtype == torch.bfloat16 else logits  # as autocast would
     return -F.log_softmax(logits, 1).gather(1, labels.unsqueeze(1)).mean()
 
 
@@ -127,6 +128,8 @@ class InLanes(TorchFunctionMode):
             return self._linear(*args, **kwargs)
         if func is F.cross_entropy and _of_classes(*args, **kwargs):
             return _cross_entropy(*args[:2])
+        if func is F.batch_norm and torch.is_autocast_enabled(args[0].device.type):
+            return func(args[0].float(), *args[1:], **kwargs)  # under vmap it takes no inputs coarser than its weights
         if func is F.dropout:
             return self._dropout(*args, **kwargs)
         if func in (torch.randn_like, torch.rand_like) and not kwargs:

@@ -49,15 +49,8 @@ def rebuilt(tree: Any, named: Mapping[str, Tensor], path: str = "") -> Any:
 def taped(compute: Callable[[], Sequence[Tensor]], inputs: Sequence[Tensor]) -> Callable[[], Sequence[Tensor]]:
     """Computes once; the result computes again what was computed, operation by operation."""
     tape = Tape(compute, inputs)
-    if not tape.playable:  # an operation that takes tensors by name
-        return _first_known(tape.first, compute)
-    return _first_known(tape.first, lambda: tape.play(inputs))
-
-
-def _first_known(first: Sequence[Tensor], again: Callable[[], Sequence[Tensor]]) -> Callable[[], Sequence[Tensor]]:
-    """`again`, but for the first call, whose result is there already."""
-    known = [first]
-    return lambda: known.pop() if known else again()
+    first = [tape.first]  # of the first call, whose result is there already
+    return lambda: first.pop() if first else tape.play(inputs)
 
 
 def captured(pool: Any) -> Recorder:

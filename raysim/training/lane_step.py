@@ -278,7 +278,7 @@ class LaneStep:
         tape, trusted = lanes.tapes.get(key, (None, False))
         if tape is None:
             tape = Tape(lambda: _flat(*self.passes()), inputs)
-            found, lanes.plain = tape.first, tape.playable
+            found = tape.first
         elif not trusted:
             copies = [*inputs[: -len(self.buffers) or None], *(buffer.clone() for buffer in self.buffers)]
             again = tape.play(copies)
