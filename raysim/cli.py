@@ -113,7 +113,10 @@ examples:
   raysim bench W2 --floor --lanes 25        beside a tuned loop, 25 clients at once on every host
   raysim bench steps                        what each method adds to a local step
   raysim bench rules                        what each method adds to the server's step
+  raysim bench W1 --profile                 where the time goes
+  raysim bench gpu --out bench-gpu          what only a GPU can show, without Ray
   raysim bench scale --blocks 3             the coordinator's own time for 1,000 to 100,000 clients a round"""
+_BENCH_OUT = "bench.json"
 COMPLETION = """\
 examples:
   eval "$(raysim completion bash)"    in ~/.bashrc
@@ -315,9 +318,17 @@ def _parser() -> Parser:
         )
     report.add_argument("--paper", metavar="TABLE", help="print a published table, such as fedbr/table1, beside runs")
     bench = add("bench", "measure speed against a bare PyTorch loop", BENCH)
-    bench.add_argument("runs", nargs="*", metavar="WORKLOAD", help="W1, W2 and W3 unless given; or steps, rules, scale")
+    bench.add_argument(
+        "runs", nargs="*", metavar="WORKLOAD", help="W1, W2 and W3 unless given; or steps, rules, scale, gpu"
+    )
     bench.add_argument("--data", metavar="DIR", help="where FashionMNIST is; downloaded if nowhere")
-    bench.add_argument("--out", default="bench.json", metavar="FILE", help="the results (bench.json)")
+    bench.add_argument(
+        "--out", default=_BENCH_OUT, metavar="FILE", help="the results (bench.json); of gpu a folder (bench-gpu)"
+    )
+    bench.add_argument("--device", default="cuda", help="of gpu: what is measured (cuda)")
+    bench.add_argument("--minutes", type=float, default=28.0, help="of gpu: in which it ends (28)")
+    bench.add_argument("--parts", metavar="A,B", help="of gpu: some of correctness, bits, memory, G1, G2, G3, profile")
+    bench.add_argument("--tiny", action="store_true", help="of gpu: sizes that only try the command out")
     bench.add_argument("--blocks", type=int, default=7, help="blocks of rounds, each beside one of the bare loop (7)")
     bench.add_argument(
         "--lanes", type=int, metavar="K", help="clients that a host trains at once; as in a run unless given"
@@ -556,12 +567,27 @@ def _paper(given: argparse.Namespace) -> int:
 def _bench(given: argparse.Namespace) -> int:
     from raysim.commands.bench import loops as bench
 
+    if given.runs == ["gpu"]:
+        return _bench_gpu(given)
     with refusing():
         if min(given.blocks, given.hosts) < 1:
             raise Refused(f"--blocks {given.blocks} and --hosts {given.hosts} must be at least 1")
         folder = Path(given.out).absolute().parent if given.profile else None
         options = bench.Options(given.hosts, given.lanes, given.floor, folder)
         bench.main(given.runs or list(bench.WORKLOADS), given.data, Path(given.out), given.blocks, options)
+    return 0
+
+
+def _bench_gpu(given: argparse.Namespace) -> int:
+    from raysim.commands.bench import gpu
+
+    with refusing():
+        parts = tuple(given.parts.split(",")) if given.parts else gpu.PARTS
+        sizes = {"tiny": True, "seconds": 0.0, "methods": ("fedavg", "scaffold")} if given.tiny else {}
+        options = gpu.Options(given.device, given.minutes, parts=parts, **sizes)
+        folder = Path("bench-gpu" if given.out == _BENCH_OUT else given.out)
+        gpu.main(folder, options)
+        print(f"{folder / gpu.PAGE} says what was found")
     return 0
 
 

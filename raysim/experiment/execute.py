@@ -226,9 +226,7 @@ def _built(node: Node, allow: Sequence[str], objects: Given) -> Experiment:
         data, schedule, local = _pooled(data, schedule, settings.local)
         settings = replace(settings, local=local)
     check_concurrency(schedule, data.partition.train.counts)
-    spec = RunSpec(
-        model, methods, data, settings, device, execution.runtime.threads, profile=execution.profile
-    )
+    spec = RunSpec(model, methods, data, settings, device, execution.runtime.threads, profile=execution.profile)
     # What a fleet cannot be, such as a damaged trace, is found here and not in another process.
     fleet.devices(settings.seed, len(data.partition.train.counts), functools.partial(sample_flops, spec))
     networks, layout = build_networks(spec)

@@ -43,7 +43,6 @@ class Leftover:
         copies.wait()
         return stored
 
-
     def __reduce__(self) -> tuple[Any, ...]:
         """To other processes the arrays travel."""
         return _arrived, (self.read(),)

@@ -104,7 +104,9 @@ class Tape:
             elif many := _tensors(argument):
                 nested.append((place, [self._slot(tensor) for tensor in many]))
                 arguments[place] = None
-        return _Call(partial(run, **kwargs) if kwargs else run, arguments, slots, nested, self._results(found), None, [])
+        return _Call(
+            partial(run, **kwargs) if kwargs else run, arguments, slots, nested, self._results(found), None, []
+        )
 
     def _results(self, found: Any) -> list[int]:
         return [self._slots.setdefault(id(tensor), len(self._slots)) for tensor in _tensors(found)]

@@ -71,7 +71,9 @@ def test_what_is_replayed_is_what_would_be_computed(name: str, monkeypatch: pyte
     assert 0 < len(tapes) <= recorded(replayed) <= 32, "few kinds of iterations, whatever the number of rounds"
     monkeypatch.setattr(graph, "taped", computed)
     assert run(study(name), rounds=3).bits == replayed.bits
-    assert_near(run(study(name, dtype=float64), rounds=2), run(study(name, dtype=float64, lanes=1, graph=False), rounds=2))
+    assert_near(
+        run(study(name, dtype=float64), rounds=2), run(study(name, dtype=float64, lanes=1, graph=False), rounds=2)
+    )
 
 
 @pytest.mark.parametrize(
