@@ -26,8 +26,8 @@ from raysim.api.composition import overrides
 from raysim.api.context import Stage
 from raysim.models.classifier import is_stochastic
 from raysim.models.split import Foreign
-from raysim.training.lane import FACTS, TABLES, Asked, Kind, Lane, Wanted
 from raysim.training.graph import Graphs, Masks, recorder
+from raysim.training.lane import FACTS, TABLES, Asked, Kind, Lane, Wanted
 from raysim.training.lane_step import LaneGroup, LaneStep, after, explained
 from raysim.training.run_spec import RunSpec
 from raysim.training.second_pass import generator_state, set_generator_state

@@ -19,7 +19,6 @@ from raysim.primitives.checks import above, at_least, between, in_range
 from raysim.primitives.streams import torch_seed
 from raysim.vectors.layout import Layout, plan_layout
 
-
 Precision: TypeAlias = Literal["float32", "bfloat16"]
 
 

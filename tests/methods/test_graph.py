@@ -1,7 +1,7 @@
 """An iteration recorded once and replayed: what is replayed is what would be computed, for every method.
 
-On a CPU a tape takes the place of a CUDA graph. Like a graph it knows nothing but the operations that were recorded, and
-reads nothing but tensors that stay where they are: a Python number that should have been a tensor gives other bits.
+On a CPU a tape takes the place of a CUDA graph. Like a graph it knows nothing but the operations that were recorded,
+and reads nothing but tensors that stay where they are: a Python number that should have been a tensor gives other bits.
 """
 
 from __future__ import annotations

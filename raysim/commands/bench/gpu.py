@@ -25,7 +25,6 @@ import torch
 from torch.nn.functional import cross_entropy
 
 import raysim.methods
-from raysim.api.composition import owners
 from raysim.api.declarations import Evaluation, Local
 from raysim.api.method import Method
 from raysim.data.federated import FederatedData, federate
@@ -47,7 +46,7 @@ from raysim.simulation.fleet import Ideal
 from raysim.simulation.schedule import Synchronous
 from raysim.training.host import Host
 from raysim.training.profile import device_use
-from raysim.training.run_spec import Faults, RunSettings, RunSpec, build_networks
+from raysim.training.run_spec import Faults, RunSettings, RunSpec
 
 NEVER = 10**9
 PARTS = ("correctness", "bits", "memory", "G1", "G2", "G3", "profile")
