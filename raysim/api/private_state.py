@@ -40,7 +40,7 @@ StoredState: TypeAlias = PrivateState[np.ndarray]
 
 def size(state: PrivateState[Any]) -> int:
     """Bytes of all its arrays or tensors."""
-    return state.personal.nbytes + state.counters.nbytes + sum(array.nbytes for array in state.methods.values())
+    return int(state.personal.nbytes + state.counters.nbytes + sum(array.nbytes for array in state.methods.values()))
 
 
 def named(state: StoredState, layout: Layout) -> dict[str, np.ndarray]:

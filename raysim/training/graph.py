@@ -95,6 +95,7 @@ class Recording:
             if self._loaded[path] is not tensor:
                 self._inputs[path].copy_(tensor)
                 self._loaded[path] = tensor
+        found: Sequence[Tensor]
         if not self._warm:  # libraries choose and allocate in a first pass, which cannot be captured
             found, self._warm = self._compute(), True
         else:

@@ -1,8 +1,9 @@
 """`raysim bench gpu --out DIR`: all that only a GPU can show, in half an hour, without Ray or Hydra.
 
-Correctness of every method against the CPU, the same bits on one host and on two, memory against the preflight, and three
-workloads, each beside a plain loop in PyTorch on the same device in the same run: G1 is FedBR's RotatedMNIST setting, G2
-its CIFAR-10 setting with VGG11, G3 CIFAR-10 with 100 clients and ResNet-18. Pictures are synthetic, of the same shapes.
+Correctness of every method against the CPU, the same bits on one host and on two, memory against the preflight, and
+three workloads, each beside a plain loop in PyTorch on the same device in the same run: G1 is FedBR's RotatedMNIST
+setting, G2 its CIFAR-10 setting with VGG11, G3 CIFAR-10 with 100 clients and ResNet-18. Pictures are synthetic, of the
+same shapes.
 Each part is written down as soon as it is known; a later call with other parts completes the same page.
 """
 
@@ -144,7 +145,7 @@ def every_method() -> dict[str, type[Method]]:
 
 
 def _checked(make: Callable[[], Method] | None, dtype: torch.dtype, device: str, way: Way) -> RunSpec:
-    """Four clients for two rounds; augmented by what the way says."""
+    """Four clients for two rounds."""
     data = federate(Synthetic(shape=[1, 8, 8], samples=192, test_samples=40, classes=5), IID(clients=4), 0)
     local = Local(lr=0.05, momentum=0.9, batch=8, epochs=1)
     settings = RunSettings(rounds=2, local=local, evaluate=Evaluation(every=NEVER), faults=Faults(0.0))
@@ -343,7 +344,7 @@ def speed(name: str, options: Options, left: Callable[[], bool]) -> list[Found]:
     return rows
 
 
-# --- memory and profile ------------------------------------------------------------------------------------------------
+# --- memory and profile ----------------------------------------------------------------------------------------------
 def memory(options: Options, left: Callable[[], bool]) -> list[Found]:
     """What the preflight says that a job takes, and what a host took at its peak."""
     rows: list[Found] = []
@@ -379,7 +380,7 @@ def profiled(options: Options, folder: Path) -> list[Found]:
     return rows
 
 
-# --- the command -------------------------------------------------------------------------------------------------------
+# --- the command -----------------------------------------------------------------------------------------------------
 def about(device: str) -> Found:
     """What was measured, and with what."""
     cuda = device.startswith("cuda")

@@ -44,7 +44,8 @@ def _correctness(rows: Rows, folder: Path) -> Iterator[str]:
     far = [row for row in rows if "distance" in row and not row["distance"] <= TOLERANCE[row["dtype"]]]
     yield "## The same numbers as on the CPU\n"
     allowed = ", ".join(f"{value:g} in {dtype}" for dtype, value in TOLERANCE.items())
-    yield f"Largest distance from the loop on the CPU, as a share of the largest change; allowed: {allowed}. Beyond: {len(far)}.\n"
+    yield "Largest distance from the loop on the CPU, as a share of the largest change;"
+    yield f"allowed: {allowed}. Beyond: {len(far)}.\n"
     measured = [row for row in rows if "distance" in row]
     if measured:
         _draw_distances(measured, folder / "correctness.png")
@@ -78,7 +79,8 @@ def _speed(name: str, work: Mapping[str, Any], rows: Rows, folder: Path) -> Iter
     measured = {row["way"]: row for row in rows if "seconds_per_round" in row}
     plain = measured.get("plain loop")
     yield f"## {name}: {work['title']}\n"
-    yield f"{work['cohort']} of {work['clients']} clients a round, batches of {work['batch']}; asked: {work['least']:g} times the plain loop.\n"
+    yield f"{work['cohort']} of {work['clients']} clients a round, batches of {work['batch']};"
+    yield f"asked: {work['least']:g} times the plain loop.\n"
     lines = []
     for row in rows:
         line = dict(row)
