@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import base64
 import os
 import shutil
 import tempfile
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from matplotlib.figure import Figure
 
 if TYPE_CHECKING:
     from cluster import Hosts
@@ -82,6 +85,27 @@ def torch_as_it_was() -> Iterator[None]:
     torch.set_num_threads(threads)
     torch.set_deterministic_debug_mode(deterministic)
     torch.utils.deterministic.fill_uninitialized_memory = filling
+
+
+POINTS = {
+    "png": base64.b64decode(
+        "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAAAAAA6fptVAAAACklEQVR4nGNgAAAAAgABSK+kcQAAAABJRU5ErkJggg=="
+    ),
+    "svg": '<svg xmlns="http://www.w3.org/2000/svg" width="1pt" height="1pt" viewBox="0 0 1 1"></svg>',
+}
+
+
+@pytest.fixture(autouse=True)
+def quick_pictures(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run's end is mostly drawing: a picture is a point, except where a test is marked `pictures`."""
+    if request.node.get_closest_marker("pictures"):
+        return
+
+    def savefig(figure: Figure, file: Any, format: str, **_: object) -> None:
+        with nullcontext(file) if hasattr(file, "write") else open(file, "wb") as stream:
+            stream.write(POINTS[format])
+
+    monkeypatch.setattr(Figure, "savefig", savefig)
 
 
 @pytest.fixture(scope="session")

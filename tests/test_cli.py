@@ -73,6 +73,7 @@ def bits(folder: str) -> tuple[str, str]:
 
 
 # --- run ----------------------------------------------------------------------------------------------------------
+@pytest.mark.pictures
 def test_a_run_leaves_its_results_in_its_folder(capsys: pytest.CaptureFixture[str]) -> None:
     run("out=a", "method=[scaffold]")
     names = {path.name for path in Path("a").iterdir()}
@@ -406,6 +407,7 @@ def test_a_partition_is_described_and_drawn(capsys: pytest.CaptureFixture[str]) 
     assert Path("shards.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.pictures
 def test_a_report_compares_runs(capsys: pytest.CaptureFixture[str]) -> None:
     run("out=a")
     run("out=b", "method=[fedprox]")

@@ -32,8 +32,10 @@ def checks(method: Method, study: Study) -> Iterator[tuple[str, Callable[[], obj
         under = f"under {type(schedule).__name__.lower()}"
         yield f"the same bits on one host and on two, {under}", partial(agreement.on_hosts, study.spec, schedule, fleet)
         yield f"the same bits straight and resumed, {under}", partial(agreement.resumed, study.spec, schedule, fleet)
-        yield f"what clients keep does not travel, {under}", partial(keeps, study.spec, schedule, fleet)
-        yield f"the declared cost is what is sent, {under}", partial(costs, study.spec, schedule, fleet)
+        yield (
+            f"what travels is declared and is not what clients keep, {under}",
+            partial(travels, study.spec, schedule, fleet),
+        )
     exact = partial(study.spec, torch.float64)
     yield "the same numbers in lanes, or a refusal", partial(agreement.in_lanes_or_not, exact, rounds=3)
 
@@ -58,11 +60,19 @@ class Seen:
     secrets: list[bytes]  # what clients keep, and never send by its own name
 
 
-def watched(make: Make, schedule: Schedule, fleet: Fleet | None = None, rounds: int = 4) -> Seen:
-    """Run, and look at all that passes between coordinator and host."""
+def travels(make: Make, schedule: Schedule, fleet: Fleet | None = None) -> Seen:
+    """What passes between coordinator and host is what methods declare, and nothing of what clients keep."""
+    seen = _watched(make, schedule, fleet)
+    methods = make().methods
+    _keeps(seen, {method.name for method in methods})
+    _costs(seen, pooled=any(method.pools for method in methods))
+    return seen
+
+
+def _watched(make: Make, schedule: Schedule, fleet: Fleet | None) -> Seen:
     spec = make()
     spy = Spy(spec)
-    found = ran(coordinate(spec, schedule, fleet, runtime=spy, rounds=rounds))
+    found = ran(coordinate(spec, schedule, fleet, runtime=spy, rounds=5))
     assert not found.failures, found.failures[0].error
     layout = found.coordinator.layout
     personal = {entry.name for entry in (*layout.entries, *layout.counters) if entry.personal}
@@ -73,10 +83,9 @@ def watched(make: Make, schedule: Schedule, fleet: Fleet | None = None, rounds: 
     return Seen(found, spy, uploads, personal, secrets)
 
 
-def keeps(make: Make, schedule: Schedule, fleet: Fleet | None = None) -> Seen:
+def _keeps(seen: Seen, names: set[str]) -> None:
     """Neither personal parameters nor private state are in an update; what is sent bears its method's name."""
-    seen = watched(make, schedule, fleet)
-    layout, names = seen.run.coordinator.layout, {method.name for method in make().methods}
+    layout = seen.run.coordinator.layout
     assert all(entry.personal == (entry.start >= layout.shared) for entry in layout.entries)
     for name in seen.uploads:
         assert name.partition(".")[0] in names, f"the upload {name!r} must begin with its method's name and a dot"
@@ -88,20 +97,18 @@ def keeps(make: Make, schedule: Schedule, fleet: Fleet | None = None) -> Seen:
     messages = [pickle.dumps(trained) for trained in seen.spy.trained]
     leaked = any(secret in message for secret in seen.secrets for message in messages)
     assert not leaked, "what a client keeps is in a message, byte for byte"
-    return seen
 
 
 def _bytes(array: np.ndarray) -> bytes:
     return np.ascontiguousarray(array).tobytes()
 
 
-def costs(make: Make, schedule: Schedule, fleet: Fleet | None = None) -> Seen:
+def _costs(seen: Seen, pooled: bool) -> None:
     """The floats that the history counts, which follow from what methods declare, are those that messages carry."""
-    seen = watched(make, schedule, fleet, rounds=5)
     spy, row = seen.spy, seen.run.rows[-1]
-    if any(method.pools for method in make().methods):
+    if pooled:
         assert row["floats_down"] is None and row["floats_up"] is None
-        return seen
+        return
     once = sum(array.size for array in spy.kept.values())
     planned = {job.number: job for step in seen.run.steps for job in step.dispatched}
     for job, published in spy.sent:
@@ -116,7 +123,6 @@ def costs(make: Make, schedule: Schedule, fleet: Fleet | None = None) -> Seen:
     before = sum(array.size for part in spy.contributed for array in part.values())
     up = sum(job.up for job in planned.values() if job.number not in running)
     _told("send", -1, int(row["floats_up"] or 0), before + up)
-    return seen
 
 
 def _told(what: str, number: int, declared: int, moved: int) -> None:

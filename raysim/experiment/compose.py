@@ -406,12 +406,11 @@ def _composed(chosen: Mapping[str, list[str]], known: Groups, roots: Sequence[Pa
     config.pop("experiment", None)
     for group in LISTS if "experiment" in chosen else ():
         _refuse_unknown(config, group, known, chosen["experiment"][0])
-    for group in chosen:
+    own = _merged([(path, values) for path, values in parts if not path.startswith("experiment/")])
+    for group in [each for each in chosen if each in config]:
         # Hydra keeps a preset's list when the user's is empty, and a preset's keys whatever option is chosen.
-        if group in config:
-            own = _merged([(path, values) for path, values in parts if not path.startswith("experiment/")])[group]
-            said = config[group] if "experiment" in chosen else own
-            config[group] = {key: said[key] for key in own}
+        said = config[group] if "experiment" in chosen else own[group]
+        config[group] = {key: said[key] for key in own[group]}
     for group in LISTS:
         choices[group] = chosen[group] if group in chosen else list(config[group])
     config["choices"] = choices

@@ -160,6 +160,8 @@ def test_a_study_runs_reports_and_takes_more_seeds(capsys: pytest.CaptureFixture
     assert "fedprox_seed-1" in capsys.readouterr().out
 
 
+@pytest.mark.slow
+@pytest.mark.pictures
 def test_a_study_is_one_tracked_run_with_its_runs_below_and_report_and_tables_in_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -63,12 +63,20 @@ class Counting(FedProx):
 
 
 class Greedy(FedProx):
-    """Sends more than it declares, under another's name."""
+    """Sends more than it declares."""
 
     name = "greedy"
+    sent = "greedy.mean"
 
     def finish(self, ctx: Any) -> None:
-        ctx.upload["other.mean"] = torch.ones(3)
+        ctx.upload[self.sent] = torch.ones(3)
+
+
+class Masked(Greedy):
+    """Sends it under another's name."""
+
+    name = "masked"
+    sent = "other.mean"
 
 
 class Hooked(Method):
@@ -91,12 +99,10 @@ def test_a_method_that_remembers_on_its_own_ends_at_other_bits() -> None:
 
 
 def test_a_method_that_sends_what_it_does_not_declare_is_told_how_much() -> None:
-    found = failed(Greedy(), ROUNDS)
-    assert "correct the method's `cost`" in found["the declared cost is what is sent, under synchronous"]
-    assert (
-        "'other.mean' must begin with its method's name"
-        in found["what clients keep does not travel, under synchronous"]
-    )
+    said = failed(Greedy(), ROUNDS)["what travels is declared and is not what clients keep, under synchronous"]
+    assert "correct the method's `cost`" in said
+    said = failed(Masked(), ROUNDS)["what travels is declared and is not what clients keep, under synchronous"]
+    assert "'other.mean' must begin with its method's name" in said
 
 
 def test_an_argument_with_the_name_of_a_hook_is_named() -> None:

@@ -199,6 +199,7 @@ def test_statistics_describe_the_split() -> None:
     assert statistics(one_class)["heterogeneity"]["label_entropy"] == 0.0
 
 
+@pytest.mark.pictures
 @pytest.mark.parametrize("partitioner", [IID(3), Dirichlet(30, 0.05, minimum=0), Dirichlet(1500, 0.5, minimum=0)])
 def test_a_partition_is_drawn_as_a_png(partitioner: Partitioner, tmp_path: Path) -> None:
     from PIL import Image

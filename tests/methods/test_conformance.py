@@ -36,7 +36,7 @@ from raysim.api.composition import EXCLUSIVE, check_composition, overrides
 from raysim.api.declarations import Local
 from raysim.api.method import Method
 from raysim.conformance import agreement
-from raysim.conformance.methods import costs, keeps, named
+from raysim.conformance.methods import named, travels
 from raysim.methods.ace import ACE
 from raysim.methods.ca2fl import CA2FL
 from raysim.methods.centralized import Centralized
@@ -384,19 +384,6 @@ def test_on_two_ray_hosts_a_method_has_the_bits_and_the_history_of_a_run_in_proc
 # --- what travels -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("schedule", [ROUNDS, BUFFER], ids=["rounds", "buffer"])
-@pytest.mark.parametrize("partner", ["", "fedbn"])
-@pytest.mark.parametrize("name", TABLE)
-def test_neither_personal_parameters_nor_private_state_are_in_an_update(name: str, partner: str, schedule: Any) -> None:
-    names = list(dict.fromkeys([name, partner or name]))
-    if len(names) > 1 and clash(*(TABLE[each].make() for each in names)):
-        return
-    seen, rows = keeps(fresh(*names), schedule), [TABLE[each] for each in names]
-    assert seen.uploads == {upload for row in rows for upload in row.uploads}
-    assert bool(seen.personal) == any(row.personal for row in rows)
-    assert bool(seen.secrets) == any(row.private for row in rows), "otherwise this test sees nothing"
-
-
 FREIGHT: dict[str, Callable[[], Method]] = {
     **{name: row.make for name, row in TABLE.items()},
     "fedbr once": lambda: small_fedbr(pseudo_refresh="once"),
@@ -407,10 +394,25 @@ FREIGHT: dict[str, Callable[[], Method]] = {
 
 @pytest.mark.parametrize("schedule", [ROUNDS, BUFFER], ids=["rounds", "buffer"])
 @pytest.mark.parametrize("name", FREIGHT)
-def test_the_history_counts_the_floats_that_messages_carry(name: str, schedule: Any) -> None:
-    spy = costs(lambda: study(FREIGHT[name]()), schedule).spy
-    assert bool(spy.kept) == (name in ("fedbr once", "fedmix", "vhl"))
-    assert any(spy.contributed) == TABLE[name.partition(" ")[0]].contributes
+def test_what_travels_is_declared_and_is_not_what_clients_keep(name: str, schedule: Any) -> None:
+    row = TABLE[name.partition(" ")[0]]
+    seen = travels(lambda: study(FREIGHT[name](), model=row.model), schedule)
+    assert seen.uploads == {*row.uploads}
+    assert bool(seen.personal) == row.personal
+    assert bool(seen.secrets) == row.private, "otherwise this test sees nothing"
+    assert bool(seen.spy.kept) == (name in ("fedbr once", "fedmix", "vhl"))
+    assert any(seen.spy.contributed) == row.contributes
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_nor_does_it_beside_personal_parameters(name: str) -> None:
+    names = list(dict.fromkeys([name, "fedbn"]))
+    if len(names) > 1 and clash(*(TABLE[each].make() for each in names)):
+        return
+    seen, rows = travels(fresh(*names), ROUNDS), [TABLE[each] for each in names]
+    assert seen.uploads == {upload for row in rows for upload in row.uploads}
+    assert bool(seen.personal)
+    assert bool(seen.secrets)
 
 
 def test_pseudo_data_drawn_once_is_counted_once_per_client() -> None:

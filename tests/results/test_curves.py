@@ -10,6 +10,8 @@ from test_report import history
 
 from raysim.results import curves
 
+pytestmark = pytest.mark.pictures
+
 PNG = b"\x89PNG\r\n\x1a\n"
 
 

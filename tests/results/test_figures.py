@@ -13,6 +13,8 @@ from raysim.results import figures
 from raysim.results.history import Row
 from raysim.training.probe import summarise_probes
 
+pytestmark = pytest.mark.pictures
+
 
 def size(path: Path) -> tuple[int, int]:
     """Width and height, as a PNG's header tells them."""

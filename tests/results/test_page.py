@@ -122,6 +122,7 @@ def test_an_endless_list_of_errors_is_cut_and_said_so(tmp_path: Path) -> None:
     assert "x" * page.LINE not in text
 
 
+@pytest.mark.pictures
 def test_a_split_is_shown_once_for_all_who_have_it(tmp_path: Path) -> None:
     runs = [make(tmp_path / name, [0.5], f"{{method: {{{name}: {{}}}}}}") for name in "abc"]
     same = Split(np.array([0, 0, 2]), np.array([0, 1, 1]), np.array([3, 1, 4]), 3, ["cat", "dog"])

@@ -18,6 +18,8 @@ from raysim.results.history import Row
 from raysim.results.jobs import FATES, Jobs
 from raysim.results.theme import LIGHT, page_theme
 
+pytestmark = pytest.mark.pictures
+
 
 def made(*jobs: tuple[int, float, float, str, int]) -> Jobs:
     """Jobs by client, start, finish, fate and staleness; each ends in a round of its own."""
