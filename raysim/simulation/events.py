@@ -8,7 +8,7 @@ from typing import NamedTuple, TypeAlias
 
 from raysim.api.messages import Failure, Probe
 from raysim.data.partition import Floats, Ints
-from raysim.simulation.profile import Profiled
+from raysim.simulation.profile import Profiled as Profiled
 
 
 class JobEnd(NamedTuple):
