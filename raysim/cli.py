@@ -583,10 +583,9 @@ def _bench_gpu(given: argparse.Namespace) -> int:
 
     with refusing():
         parts = tuple(given.parts.split(",")) if given.parts else gpu.PARTS
-        sizes = {"tiny": True, "seconds": 0.0, "methods": ("fedavg", "scaffold")} if given.tiny else {}
-        options = gpu.Options(given.device, given.minutes, parts=parts, **sizes)
+        options = gpu.Options(given.device, given.minutes, parts=parts)
         folder = Path("bench-gpu" if given.out == _BENCH_OUT else given.out)
-        gpu.main(folder, options)
+        gpu.main(folder, gpu.tried_out(options) if given.tiny else options)
         print(f"{folder / gpu.PAGE} says what was found")
     return 0
 

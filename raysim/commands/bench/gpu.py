@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -131,6 +132,11 @@ class Options:
     def workloads(self) -> Mapping[str, Workload]:
         """By name."""
         return _TINY if self.tiny else WORKLOADS
+
+
+def tried_out(options: Options) -> Options:
+    """The smallest sizes, which show that the command works and nothing else."""
+    return replace(options, tiny=True, seconds=0.0, methods=("scaffold",))
 
 
 # --- correctness -----------------------------------------------------------------------------------------------------
@@ -326,14 +332,13 @@ def speed(name: str, options: Options, left: Callable[[], bool]) -> list[Found]:
     work = options.workloads[name]
     data, rows = data_of(work), list[Found]()
     spec = spec_of(work, data, options.device)
-    runs: list[tuple[str, Callable[[], Found]]] = [("plain loop", lambda: eager_rate(spec, work, options.seconds))]
-    for way in work.ways:
-        runs.append((way.name, lambda way=way: raysim_rate(way.of(spec), work, options.seconds)))  # type: ignore[misc]
+    runs: list[tuple[str, Callable[[], Found]]] = [("plain loop", partial(eager_rate, spec, work, options.seconds))]
+    runs += [(way.name, partial(raysim_rate, way.of(spec), work, options.seconds)) for way in work.ways]
     if name == "G1":
         method = FedBR(pseudo_batch=min(64, work.batch), samples_per_mean=10)
         other = spec_of(work, data, options.device, [method])
-        for way in (work.ways[0], *(way for way in work.ways if way.graph and way.precision == "float32")):
-            runs.append((f"FedBR, {way.name}", lambda way=way: raysim_rate(way.of(other), work, options.seconds)))  # type: ignore[misc]
+        ways = [work.ways[0], *(way for way in work.ways if way.graph and way.precision == "float32")]
+        runs += [(f"FedBR, {way.name}", partial(raysim_rate, way.of(other), work, options.seconds)) for way in ways]
     for title, run in runs:
         if not left():
             break
@@ -411,7 +416,7 @@ def main(folder: Path, options: Options, say: Say = print) -> Found:
         "correctness": lambda: correctness(options, left),
         "bits": lambda: bits(options, left),
         "memory": lambda: memory(options, left),
-        **{name: lambda name=name: speed(name, options, left) for name in options.workloads},  # type: ignore[misc]
+        **{name: partial(speed, name, options, left) for name in options.workloads},
         "profile": lambda: profiled(options, folder),
     }
     found["workloads"] = {
