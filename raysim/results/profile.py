@@ -88,7 +88,7 @@ def draw(profile: Profiled, path: Path, title: str = "") -> None:
         ax.invert_yaxis()
         ax.set(xlim=(0, 1), xlabel=f"share of {profile.stop - profile.start:.1f} s of wall time", title=title)
         figure.legend(loc="outside lower center", ncols=5)
-        figure.savefig(path, dpi=150)
+        figure.savefig(path, format="png", dpi=150)
 
 
 def write(profile: Profiled, folder: Path, title: str = "", prefix: str = "") -> list[Path]:

@@ -23,6 +23,7 @@ main(sys.argv[1:])
 """
 
 
+@pytest.mark.pictures
 @pytest.mark.slow
 def test_the_command_measures_and_writes_a_page_without_ray_or_hydra(tmp_path: Path) -> None:
     words = ["bench", "gpu", "--tiny", "--device", "cpu", "--out", str(tmp_path)]

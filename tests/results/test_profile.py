@@ -50,6 +50,7 @@ def test_between_calls_a_host_waits_to_be_called_and_then_for_the_message() -> N
     assert track.seconds == {"steps": 4.0, "messages": 1.0, "waiting": 5.0}
 
 
+@pytest.mark.pictures
 @pytest.mark.parametrize("lanes", [1, 3])
 def test_a_profile_accounts_for_the_wall_time_of_every_process_and_changes_no_bit(lanes: int, tmp_path: Path) -> None:
     asked = run_spec(Scaffold(), lanes=lanes)

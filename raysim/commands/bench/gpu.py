@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -411,17 +411,19 @@ def main(folder: Path, options: Options, say: Say = print) -> Found:
     found: Found = json.loads(path.read_text()) if path.exists() else {}
     found["about"] = about(options.device)
     end = time.monotonic() + 60 * options.minutes
-    left = lambda: time.monotonic() < end  # noqa: E731
+
+    def left() -> bool:
+        return time.monotonic() < end
+
     measure: dict[str, Callable[[], list[Found]]] = {
-        "correctness": lambda: correctness(options, left),
-        "bits": lambda: bits(options, left),
-        "memory": lambda: memory(options, left),
+        "correctness": partial(correctness, options, left),
+        "bits": partial(bits, options, left),
+        "memory": partial(memory, options, left),
         **{name: partial(speed, name, options, left) for name in options.workloads},
-        "profile": lambda: profiled(options, folder),
+        "profile": partial(profiled, options, folder),
     }
     found["workloads"] = {
-        name: {**asdict(replace(work, model=Mlp((1,)))), "model": type(work.model).__name__}
-        for name, work in options.workloads.items()
+        name: {**vars(work), "model": type(work.model).__name__} for name, work in options.workloads.items()
     }
     for part in options.parts:
         if not left():

@@ -122,7 +122,7 @@ def _draw_speed(name: str, rows: Rows, path: Path) -> None:
         ax.barh([row["way"] for row in rows], [row["client_steps_per_second"] for row in rows], color=colours)
         ax.invert_yaxis()
         ax.set(xlabel="steps of clients a second", title=name)
-        figure.savefig(path, dpi=150)
+        figure.savefig(path, format="png", dpi=150)
 
 
 def _draw_distances(rows: Rows, path: Path) -> None:
@@ -141,4 +141,4 @@ def _draw_distances(rows: Rows, path: Path) -> None:
         ax.set(yscale="log", ylabel="share of the largest change")
         ax.set_xticks(range(len(methods)), methods, rotation=90, fontsize=7)
         figure.legend(loc="outside upper right", ncols=2)
-        figure.savefig(path, dpi=150)
+        figure.savefig(path, format="png", dpi=150)
