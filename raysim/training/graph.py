@@ -19,6 +19,7 @@ from raysim.training.lane import Kind, Lane, Tensors
 from raysim.training.lane_step import LaneStep, after, stacked_batch, stacked_given
 from raysim.training.step import set_modes
 from raysim.training.tape import Tape
+from raysim.vectors.optimizer import widest
 
 if TYPE_CHECKING:
     from raysim.training.lanes import Lanes
@@ -141,7 +142,7 @@ def _standing_in(lead: Lane, own: Mapping[str, Any]) -> Lane:
 
 
 class Masks:
-    """[K] float64 on the device: 1 for the rows of a group."""
+    """[K] on the device: 1 for the rows of a group."""
 
     def __init__(self, count: int, device: torch.device):
         self.count, self.device = count, device
@@ -153,7 +154,7 @@ class Masks:
         if rows not in self._known:
             if len(self._known) >= MOST:
                 self._known.clear()
-            mask = torch.zeros(self.count, dtype=torch.float64)
+            mask = torch.zeros(self.count, dtype=widest(self.device))
             mask[list(rows)] = 1.0
             self._known[rows] = mask.to(self.device)
         return self._known[rows]
@@ -190,8 +191,9 @@ class Graphs:
         return {"batch": stacked_batch(lanes, group), "given": given, "lead": lead, "rate": rate, "active": active}
 
     def _number(self, value: float) -> Tensor:
-        """[] float64 on the device; the last few, since each host has one rate a version."""
+        """[] on the device; the last few, since each host has one rate a version."""
         if value not in self._numbers:
             self._numbers = dict(list(self._numbers.items())[-3:])
-            self._numbers[value] = torch.full((), value, dtype=torch.float64, device=self.lanes.data.device)
+            device = self.lanes.data.device
+            self._numbers[value] = torch.full((), value, dtype=widest(device), device=device)
         return self._numbers[value]

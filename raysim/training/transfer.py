@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from raysim.data.dataset import Dataset
+from raysim.vectors.optimizer import widest
 
 
 def apart(device: torch.device) -> bool:
@@ -46,7 +47,8 @@ def numbers(values: Sequence[Tensor]) -> list[float]:
     """Scalars as Python's numbers, for which the device is waited for once."""
     if not values or not apart(values[0].device):
         return [float(value) for value in values]
-    found: list[float] = torch.stack([value.double() for value in values]).tolist()
+    device = values[0].device
+    found: list[float] = torch.stack([value.to(device, widest(device)) for value in values]).tolist()
     return found
 
 

@@ -12,6 +12,11 @@ from torch import Tensor
 from raysim.primitives.checks import at_least
 
 
+def widest(device: torch.device) -> torch.dtype:
+    """The floats of a device that have the most digits."""
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
 @dataclass(frozen=True)
 class Optimizer:
     """The local optimiser's settings. Its buffers start at zero in every job."""
@@ -93,7 +98,8 @@ class StackedOptimizer(LocalOptimizer):
     def __init__(self, settings: Optimizer, like: Sequence[Tensor]):
         super().__init__(settings)
         self.counts = [0] * len(like[0])  # steps, by row
-        self._made = torch.zeros(len(like[0]), dtype=torch.float64, device=like[0].device)  # the same, for Adam
+        device = like[0].device
+        self._made = torch.zeros(len(like[0]), dtype=widest(device), device=device)  # the same, for Adam
         if settings.momentum or settings.kind == "adam":
             self.first = [torch.zeros_like(part) for part in like]
         if settings.kind == "adam":
