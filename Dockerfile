@@ -1,5 +1,6 @@
 # raysim in an image: `docker build -t raysim .` for CPUs, `docker build --build-arg TORCH=cu128 -t raysim:cuda .` for NVIDIA
-# GPUs. `docker run --rm -v $PWD/runs:/home/raysim/runs raysim run runtime=inprocess tracking=none` trains the default study.
+# GPUs. `mkdir -p -m 777 runs && docker run --rm -v $PWD/runs:/home/raysim/runs raysim run runtime=inprocess tracking=none`
+# trains the default study; a folder that docker makes belongs to root, and the image's user may not write there.
 ARG PYTHON=3.12
 FROM python:${PYTHON}-slim AS build
 WORKDIR /source

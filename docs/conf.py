@@ -16,6 +16,7 @@ myst_heading_anchors = 3
 exclude_patterns = ["_build"]
 html_theme = "furo"
 html_title = "raysim"
+html_show_copyright = False
 html_static_path = ["static"]
 html_css_files = ["wide.css"]
 smartquotes = False  # quotes are part of what users type

@@ -291,6 +291,7 @@ GROUPS = {
     "data": "Where samples come from, and what is done to them.",
     "partition": "Which client holds which samples.",
     "model": "The network.",
+    "loss": "What a client descends.",
     "local": "How a client trains.",
     "evaluate": "What is scored, and how often.",
     "runtime": "Where hosts live, and what each of them gets.",
@@ -401,7 +402,7 @@ def _lines(path: Path) -> Iterator[tuple[str, str, str]]:
         above.append((indent, key))
         if names[0] in ("defaults", TARGET, "method") or (value == "" and not comment):
             continue
-        yield ".".join(names), value or "...", comment[:1].upper() + comment[1:]
+        yield ".".join(names), value or "...", comment
 
 
 # --- the guide to clusters --------------------------------------------------------------------------------------------

@@ -16,6 +16,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from raysim.primitives.version import __version__
+
 if TYPE_CHECKING:
     from raysim.api.method import Method
     from raysim.commands.sweep.tune import sweep
@@ -28,8 +30,6 @@ if TYPE_CHECKING:
     from raysim.results.observers import Observer
     from raysim.simulation.fleet import Fleet
     from raysim.simulation.schedule import Schedule
-
-__version__ = "0.1.0"
 
 __all__ = [
     "CSR",

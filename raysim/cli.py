@@ -29,9 +29,9 @@ examples:
   raysim run out=runs/mine resume=latest                  go on where it stopped, to the same bits
   raysim run method=fedprox --show                        print the configuration, run nothing
 
-The groups method, schedule, fleet, data, partition, model, local, evaluate, runtime, tracking and experiment take the
-name of an option; all other keys take a value. A wrong name is answered with the nearest right one. No word above needs
-quotes in bash or zsh; those with brackets do: 'method=fedbn+fedadam' is method=fedbn+fedadam."""
+The groups method, schedule, fleet, data, partition, model, loss, local, evaluate, runtime, tracking and experiment take
+the name of an option; all other keys a value. A wrong name is answered with the nearest right one. No word above needs
+quotes in bash or zsh; those with brackets do: 'method=[fedbn,fedadam]' is method=fedbn+fedadam."""
 STUDY = """\
 examples:
   raysim study method=fedavg,fedprox,scaffold seed=0..4 rounds=20 out=studies/mine
@@ -96,7 +96,7 @@ and hold for all trials; a key of the space that is given one value is not searc
 NEW = """\
 examples:
   raysim new mine                         the folder mine, with one part of each kind, their options and their tests
-  raysim run --allow mine method=mine     in that folder; once it is installed (pip install -e .) without --allow"""
+  raysim run --allow mine method=mine     in that folder; once it is installed (uv pip install -e .) without --allow"""
 REPORT = """\
 examples:
   raysim report runs/a                    one run
@@ -105,6 +105,14 @@ examples:
   raysim report --paper fedbr             the tables of a paper (fedbr, fedbss, fedld, fraug)
   raysim report --paper fedbr/table1 runs/*
                                           that table, the paper's numbers beside ours; commands for what is missing"""
+UI = """\
+examples:
+  raysim ui                             what is in runs/mlflow.db, where runs are sent without tracking.uri
+  raysim ui studies/mine                the runs of a study
+  raysim ui --port 5001 --no-browser    on another port; prints the address
+  raysim ui http://MLFLOW:5000          the page of a server
+
+MLflow opens an experiment on traces of language models; this opens it on the charts of its runs. Ctrl-C ends it."""
 BENCH = """\
 examples:
   raysim bench                              all workloads
@@ -133,6 +141,7 @@ examples:
   raysim methods                      what can be in such a list
   raysim partition partition.alpha=1  look at a split before training
   raysim report runs/*                compare runs
+  raysim ui                           the charts of all runs, in MLflow
   raysim report --paper fedbr/table1  a published table, and how to make its rows
   raysim help study                   what a command takes, by example"""
 
@@ -147,6 +156,7 @@ ELSEWHERE = {
 }
 
 
+OF_CLASSES = ("classes_per_client", "heterogeneity", "pooled_entropy")  # numbers of a split that others do not have
 RUN_FILES = ("config.yaml", "history.parquet")  # of a run that can be shown
 
 
@@ -317,6 +327,12 @@ def _parser() -> Parser:
             f"--{name}", action="store_const", const=name, dest="form", help=f"print the table {text}, and no page"
         )
     report.add_argument("--paper", metavar="TABLE", help="print a published table, such as fedbr/table1, beside runs")
+    ui = add("ui", "show the charts of runs in MLflow", UI)
+    ui.add_argument(
+        "place", nargs="?", default="runs", help="the folder that runs are in (runs), or a server's address"
+    )
+    ui.add_argument("--port", type=int, default=5000, help="where MLflow's page is served (5000)")
+    ui.add_argument("--no-browser", action="store_true", help="print the address alone")
     bench = add("bench", "measure speed against a bare PyTorch loop", BENCH)
     bench.add_argument(
         "runs", nargs="*", metavar="WORKLOAD", help="W1, W2 and W3 unless given; or steps, rules, scale, gpu"
@@ -451,17 +467,16 @@ def _methods(given: argparse.Namespace) -> int:
     if given.json:
         print(json.dumps(entries, indent=2))
         return 0
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
+    import textwrap
 
-    table = Table("name", "paper", "slots", "parameters", box=box.SIMPLE_HEAD)
-    for column in table.columns:
-        column.overflow = "fold"  # and never an ellipsis
+    from raysim.experiment.instantiate import shown
+
     for entry in entries:
-        values = "\n".join(f"{key}={value}" for key, value in entry["parameters"].items())
-        table.add_row(entry["name"], entry["paper"], ", ".join(entry["slots"]), values)
-    Console().print(table)
+        values = "  ".join(f"{key}={shown(value)}" for key, value in entry["parameters"].items())
+        print(f"{entry['name']}  ({entry['paper']})")
+        for text in (entry["about"], ", ".join(entry["slots"]), values):
+            for line in textwrap.wrap(text, _width() - 4, break_long_words=False, break_on_hyphens=False):
+                print(f"    {line}")
     return 0
 
 
@@ -475,14 +490,12 @@ def _partition(given: argparse.Namespace) -> int:
     data = partition(config, given.allow)
     picture = Path(given.out)
     numbers = statistics(data)
-    numbers.pop("counts")
+    if numbers.pop("counts").shape[1] == 1:  # type: ignore[attr-defined]
+        numbers = {key: numbers[key] for key in numbers if key not in OF_CLASSES}
     print(data.title)
     for key, value in numbers.items():
-        text = (
-            ", ".join(f"{name} {number:g}" for name, number in value.items())
-            if isinstance(value, dict)
-            else f"{value:g}"
-        )
+        parts = value.items() if isinstance(value, dict) else [("", value)]
+        text = ", ".join(f"{name.replace('_', ' ')} {number:.4g}".strip() for name, number in parts)
         print(f"  {key.replace('_', ' '):<20}{text}")
     with refusing():
         picture.parent.mkdir(parents=True, exist_ok=True)
@@ -564,6 +577,13 @@ def _paper(given: argparse.Namespace) -> int:
     return 0
 
 
+def _ui(given: argparse.Namespace) -> int:
+    from raysim.commands.ui import charts
+
+    with refusing():
+        return charts(given.place, given.port, not given.no_browser)
+
+
 def _bench(given: argparse.Namespace) -> int:
     from raysim.commands.bench import loops as bench
 
@@ -609,6 +629,7 @@ COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "sweep": _sweep,
     "study": _study,
     "submit": _submit,
+    "ui": _ui,
     "methods": _methods,
     "partition": _partition,
     "fleet": _fleet,

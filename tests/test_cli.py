@@ -88,6 +88,7 @@ def test_a_run_leaves_its_results_in_its_folder(capsys: pytest.CaptureFixture[st
     printed = capsys.readouterr()
     assert "scaffold" in printed.out
     assert "10 with 80 to 80 training samples, 0 without; 20 to 20 test samples of their own" in printed.out
+    assert printed.out.splitlines()[-1] == "raysim report a makes a page of them"
     assert printed.err == ""
 
 
@@ -396,14 +397,17 @@ def test_methods_are_listed_with_paper_slots_and_parameters(capsys: pytest.Captu
     entries = {entry["name"]: entry for entry in json.loads(capsys.readouterr().out)}
     assert entries["fedprox"]["parameters"] == {"mu": 0.01}
     assert "gradient" in entries["fedprox"]["slots"]
-    assert all(entry["paper"] for entry in entries.values())
+    assert all(entry["paper"] and entry["about"] for entry in entries.values())
     assert cli.call(["methods"]) == 0
-    assert "scaffold" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "\nscaffold  (Karimireddy et al., ICML 2020)\n" in printed
+    assert {"mu=0.01", "max_staleness=null", "bias_correction=false"} <= set(printed.split())  # as one types them
 
 
 def test_a_partition_is_described_and_drawn(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.call(["partition", "data=synthetic", "partition=shards", "--out", "shards.png"]) == 0
-    assert "clients" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "clients" in printed and "effective classes" in printed and "_" not in printed.partition("\n")[2]
     assert Path("shards.png").read_bytes().startswith(b"\x89PNG")
 
 

@@ -105,6 +105,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for conf, name in (("mine/conf", "my_method"), ("conf", "lasso")):
         (root / conf / "method").mkdir(parents=True, exist_ok=True)
         (root / conf / "method" / f"{name}.yaml").write_text(f"{name}: {{_target_: mine.Mine}}\n")
+    (root / "mine/conf/loss").mkdir()
+    (root / "mine/conf/loss/pinball.yaml").write_text("_target_: mine.pinball\nshare: 0.9\n")
     for path in ("best.yaml", "runs/mine/best.yaml"):
         (root / path).write_text(yaml.safe_dump(plain(compose())))
     return root

@@ -56,7 +56,7 @@ def test_every_key_of_every_group_is_in_the_configuration_page(from_docs: Any) -
         "runtime.gpus",
     ):
         assert f"| `{key}` |" in page
-    assert re.search(r"\| `faults.tolerate` \| `0.1` \| a number; from 0 to 1 \| Share", page)
+    assert re.search(r"\| `faults.tolerate` \| `0.1` \| a number; from 0 to 1 \| share", page)
     for group in ("schedule", "fleet", "data", "partition", "model"):
         for option in groups().files[group]:
             assert f"### {group}={option}\n" in page

@@ -9,6 +9,7 @@ from typing import Literal, NamedTuple, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from raysim.api.losses import RowLoss
 from raysim.api.objectives import OBJECTIVES, Metric, Objective
 from raysim.models.split import example
 from raysim.primitives.checks import above, at_least, in_range, one_of
@@ -23,6 +24,7 @@ class Task:
     the model), floats in use, and of which kind it is, which names the loss and the metrics.
 
     tokens: of inputs that are sequences of token numbers. scored_by: the metric's name; None: the kind's usual one.
+    loss: of each sample, outputs [B, C] and labels to [B]; None: the kind's usual one.
     """
 
     shape: tuple[int, ...]
@@ -32,11 +34,13 @@ class Task:
     kind: Kind = "classification"
     tokens: Tokens | None = None
     scored_by: str | None = None
+    loss: RowLoss | None = None
 
     @property
     def objective(self) -> Objective:
         """Its loss and its metrics."""
-        return OBJECTIVES[self.kind]
+        usual = OBJECTIVES[self.kind]
+        return usual if self.loss is None else usual.descending(self.loss)
 
     @property
     def metric(self) -> Metric:

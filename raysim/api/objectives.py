@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 import torch
 from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy, mse_loss
 
+from raysim.api.losses import RowLoss
 from raysim.primitives.kinds import LOWER_IS_BETTER, Kind
 
 
@@ -31,8 +32,17 @@ class Objective:
     """A kind of task: `loss` is the mean over a batch, `losses` has one value per sample; the first metric is usual."""
 
     loss: Callable[[Tensor, Tensor], Tensor]
-    losses: Callable[[Tensor, Tensor], Tensor]
+    losses: RowLoss
     metrics: tuple[Metric, ...]
+
+    def descending(self, rows: RowLoss) -> Objective:
+        """The same with another loss, given per sample."""
+
+        def losses(outputs: Tensor, labels: Tensor) -> Tensor:
+            found = rows(outputs, labels)
+            return found if found.ndim == 1 else found.flatten(1).mean(1)
+
+        return replace(self, loss=lambda outputs, labels: losses(outputs, labels).mean(), losses=losses)
 
     def metric(self, name: str | None, kind: Kind) -> Metric:
         """The metric of that name, or the usual one. Raises ValueError for another kind's."""

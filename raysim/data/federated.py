@@ -76,7 +76,7 @@ def federate(source: Source, partitioner: Partitioner, seed: int) -> FederatedDa
     if clean.kind != "classification" and getattr(partitioner, "by_class", False):
         raise ValueError(
             f"the partition {type(partitioner).__name__} shares out classes, and the data has none ({clean.kind}): set "
-            "partition=iid, quantity, domain or natural."
+            "partition=iid, quantity, domain, natural or listed."
         )
     rows, (groups, names) = clean.train_rows, clean.groups()
     partition = partitioner.split(groups[:rows], clean.domains[:rows], len(names), seed)

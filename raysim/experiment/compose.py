@@ -273,7 +273,7 @@ def _onto(stored: Node, config: DictConfig, named: Sequence[str]) -> DictConfig:
 def spread(text: str) -> tuple[str, list[str]]:
     """The key of a word of a study, and an override for each of the values that it gives.
 
-    "seed=0,1", "seed=0..1" and "seed=0..1" give two; "method=fedavg,fedbr+mixup" gives two lists, as do
+    "seed=0,1", "seed=range(2)" and "seed=0..1" give two; "method=fedavg,fedbr+mixup" gives two lists, as do
     brackets, "method=[],[a,b]". Raises Refused.
     """
     override = read_override(text)

@@ -20,13 +20,13 @@ from raysim.api.method import Method
 from raysim.data.federated import FederatedData, statistics
 from raysim.data.heterogeneity import described
 from raysim.experiment.settings import Experiment
+from raysim.primitives.version import __version__
 from raysim.simulation.forecast import BUSY, forecast
 from raysim.simulation.load import make_planner
 from raysim.training.run_spec import build_networks
 from raysim.vectors.layout import Layout
 
-# The name that a run records, and the one under which it is installed.
-LIBRARIES = {"raysim": "raysim-fl"} | {name: name for name in ("torch", "numpy", "ray", "pyarrow", "mlflow")}
+LIBRARIES = ("torch", "numpy", "ray", "pyarrow", "mlflow")
 
 
 def overview(experiment: Experiment, folder: Path) -> str:
@@ -53,7 +53,7 @@ def overview(experiment: Experiment, folder: Path) -> str:
         "clients": f"{numbers['clients']} with {sizes['min']} to {sizes['max']} training samples, "
         f"{numbers['empty_clients']} without; {tests.min()} to {tests.max()} test samples of their own; "
         f"{numbers['central_test']} central test samples",
-        "split": described(numbers["heterogeneity"]),
+        "split": described(numbers["heterogeneity"]) if numbers["counts"].shape[1] > 1 else "",  # only classes differ
         "rounds": f"{_several(settings.rounds, 'round')} of {experiment.schedule!r}, {settings.weighting} weights; "
         f"{_local(settings.local)}",
         "schedule": _schedule(experiment, layout),
@@ -178,7 +178,8 @@ def identity(experiment: Experiment) -> dict[str, object]:
         "seed": spec.settings.seed,
         "summation": spec.settings.summation,
         "python": platform.python_version(),
-        "libraries": {name: found for name, installed in LIBRARIES.items() if (found := _version(installed))},
+        # A folder that was sent to a cluster is installed nowhere: raysim's own version is in its code.
+        "libraries": {"raysim": __version__} | {name: found for name in LIBRARIES if (found := _version(name))},
     }
 
 

@@ -23,6 +23,7 @@ from torch import nn
 
 from raysim.api.composition import blamed, check_composition, check_private_names
 from raysim.api.declarations import Local
+from raysim.api.losses import RowLoss
 from raysim.api.method import Method, Setup
 from raysim.data.federated import FederatedData, federate, pooled
 from raysim.data.partition import Partitioner
@@ -86,6 +87,8 @@ def _object(config: Node, group: str, allow: Sequence[str], parts: Mapping[str, 
     refuse_missing(node, group)
     if group == "model" and (recipe := _own_model(node, allow)) is not None:
         return recipe
+    if group == "loss" and (function := _own_loss(node, allow)) is not None:
+        return function
     cls = resolve(node[TARGET], group, allow)
     if not hasattr(cls, PARTS[group]):
         raise Refused(f"{group}.{TARGET}={node[TARGET]} is no {group}: it has no method '{PARTS[group]}'")
@@ -104,6 +107,14 @@ def _own_model(node: Mapping[str, Any], allow: Sequence[str]) -> Own | None:
     given = {key: value for key, value in node.items() if key not in ("head", "lora")}
     options = arguments(made, given, "model", later=FILLED_IN)
     return Own(made, options, head=ours.head, lora=ours.lora)
+
+
+def _own_loss(node: Mapping[str, Any], allow: Sequence[str]) -> RowLoss | None:
+    """The function that `_target_` names, if it is one; the keys are what it takes after outputs and labels."""
+    if not inspect.isfunction(made := imported(node[TARGET], "loss", allow)):
+        return None
+    options = arguments(made, node, "loss", later=list(inspect.signature(made).parameters)[:2])
+    return functools.partial(made, **options) if options else made
 
 
 def _methods(config: Node, allow: Sequence[str], parts: Mapping[str, object]) -> tuple[Method, ...]:
@@ -195,6 +206,7 @@ def build(
     partition: Partitioner | str | None = None,
     schedule: Schedule | str | None = None,
     fleet: Fleet | str | None = None,
+    loss: RowLoss | str | None = None,
     **settings: object,
 ) -> Experiment:
     """Build and check all objects of a run; downloads and caches its data if need be, writes nothing else.
@@ -203,6 +215,7 @@ def build(
     """
     with refusing():
         parts = {"model": model, "data": data, "partition": partition, "schedule": schedule, "fleet": fleet}
+        parts["loss"] = loss
         objects, chosen = given(parts, methods)
         if both := next(iter(chosen.keys() & settings.keys()), None):
             raise Refused(f"{both} is given twice, by name and in methods: keep one of them")
@@ -226,7 +239,9 @@ def _built(node: Node, allow: Sequence[str], objects: Given) -> Experiment:
         data, schedule, local = _pooled(data, schedule, settings.local)
         settings = replace(settings, local=local)
     check_concurrency(schedule, data.partition.train.counts)
-    spec = RunSpec(model, methods, data, settings, device, execution.runtime.threads, profile=execution.profile)
+    loss = _object(node, "loss", allow, objects.parts) if node.get("loss") else None  # older runs have no such group
+    threads, timed = execution.runtime.threads, execution.profile
+    spec = RunSpec(model, methods, data, settings, device, threads, profile=timed, loss=loss)
     # What a fleet cannot be, such as a damaged trace, is found here and not in another process.
     fleet.devices(settings.seed, len(data.partition.train.counts), functools.partial(sample_flops, spec))
     networks, layout = build_networks(spec)
@@ -270,6 +285,7 @@ def run(
     partition: Partitioner | str | None = None,
     schedule: Schedule | str | None = None,
     fleet: Fleet | str | None = None,
+    loss: RowLoss | str | None = None,
     on_round: OnRound | None = None,
     observers: Sequence[Observer] = (),
     quiet: bool = False,
@@ -285,10 +301,12 @@ def run(
     config: words as on the command line, in one text or a list; or what `compose` or `build` returned. settings: the
     same words as arguments, groups by the name of an option (`fleet="lognormal"`), values by their keys.
 
-    methods: objects, and names of options. model, data, partition, schedule, fleet: an object, or the name of an
-    option. data: also (inputs, labels), or a pair of those for training and for central tests: arrays, tensors, or a
-    torch Dataset in place of a pair. An object whose class can be imported, with plain values as arguments, is written
-    into config.yaml, so that the run is continued and repeated like any other; any other has to be given again.
+    methods: objects, and names of options. model, data, partition, schedule, fleet, loss: an object, or the name of
+    an option. data: also (inputs, labels), or a pair of those for training and for central tests: arrays, tensors, or a
+    torch Dataset in place of a pair. partition: also the rows of each client, in a list of lists. loss: also a function
+    of outputs and labels to a loss per sample. An object whose class can be imported, with plain values as arguments,
+    is written into config.yaml, so that the run is continued and repeated like any other; any other has to be given
+    again.
 
     on_round: called with the row of each round when it is done (a dictionary: `row["round"]`, ...). observers: those
     of your own, for more moments than that; they come after all that raysim itself does, and after those that the
@@ -302,7 +320,7 @@ def run(
 
     console = console or Console(quiet=quiet)
     parts = {"methods": methods, "model": model, "data": data, "partition": partition, "schedule": schedule}
-    parts |= {"fleet": fleet, **settings}
+    parts |= {"fleet": fleet, "loss": loss, **settings}
     experiment = _made(config, {key: part for key, part in parts.items() if part is not None}, allow)
     users = users_observers(on_round, [*experiment.observers, *observers])
     with refusing():
@@ -411,6 +429,15 @@ def _make_folder(experiment: Experiment, where: Place) -> None:
 
 
 # --- what there is to choose from ----------------------------------------------------------------------------------
+def _about(cls: type[Method]) -> str:
+    """What a method does, in a line: the first one of its module, unless that has several."""
+    names = vars(inspect.getmodule(cls)).values()
+    ours = [each for each in names if isinstance(each, type) and each.__module__ == cls.__module__]
+    alone = sum(issubclass(each, Method) for each in ours) == 1
+    line = str(inspect.getmodule(cls).__doc__ if alone else cls.__doc__).strip().split("\n")[0]
+    return line.partition(": ")[2] or line
+
+
 def catalogue() -> list[dict[str, Any]]:
     """Every part of every method in `conf`: option, name, paper, what it does, slots, parameters with defaults."""
     entries = []
@@ -425,7 +452,7 @@ def catalogue() -> list[dict[str, Any]]:
                     "name": name,
                     "option": option,
                     "paper": cls.paper,
-                    "about": (cls.__doc__ or "").strip().split("\n")[0],
+                    "about": _about(cls),
                     "slots": slots(cls),
                     "parameters": {key: value for key, value in node.items() if key != TARGET},
                 }

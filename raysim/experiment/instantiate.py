@@ -86,6 +86,8 @@ def checked(value: Any, kind: Any, path: str) -> Any:
         if not issubclass(cls, kind):
             raise Refused(f"{path}.{TARGET}={shown(value[TARGET])} does not fit there: name a {kind.__name__}")
         return build(cls, value, path)
+    if get_origin(kind) in (list, tuple) and isinstance(value, str):
+        value = _spelt(value, get_args(kind)[0])
     if get_origin(kind) in (list, tuple, Sequence) and isinstance(value, (list, tuple)):
         inner = get_args(kind)[0]
         items = [checked(item, inner, f"{path}[{index}]") for index, item in enumerate(value)]
@@ -100,6 +102,11 @@ def checked(value: Any, kind: Any, path: str) -> Any:
         hint = f"; did you mean {near}?" if near else ""
         raise Refused(f"{path}={shown(value)} must be {_allowed(kind, value)}{hint}")
     return float(value) if kind is float else value
+
+
+def _spelt(text: str, inner: Any) -> list[Any]:
+    """The items of "a+b" or "1+28+28": a list without brackets, which shells read as patterns."""
+    return [int(each) if inner is int and each.isdecimal() else each for each in text.split("+")]
 
 
 def _first_fit(value: Any, kinds: Sequence[Any], path: str, union: Any) -> Any:

@@ -20,6 +20,7 @@ from torch import nn
 
 from raysim.api.method import Method
 from raysim.data.arrays import arrays
+from raysim.data.listed import is_listed, listed
 from raysim.experiment.compose import Node
 from raysim.experiment.instantiate import TARGET, build
 from raysim.models.split import Foreign, Own
@@ -32,6 +33,7 @@ PARTS = {  # what an object of each group must have
     "data": "read",
     "partition": "split",
     "model": "build",
+    "loss": "__call__",
 }
 
 
@@ -65,9 +67,11 @@ class Given:
 def given(parts: Mapping[str, object], methods: Sequence[object] | None = None) -> tuple[Given, dict[str, object]]:
     """Objects, and names of options by their group, apart. Raises Refused.
 
-    parts: for each group an object, a name or (of all but data) values by key; None where nothing was given. methods:
-    objects and names.
+    parts: for each group an object, a name or (of all but data) values by key; None where nothing was given; partition
+    may be lists of rows. methods: objects and names.
     """
+    if is_listed(rows := parts.get("partition")):
+        parts = {**parts, "partition": listed(rows)}  # type: ignore[arg-type]
     named = {group: (str,) if group == "data" else (str, Mapping) for group in parts}
     chosen: dict[str, object] = {group: part for group, part in parts.items() if isinstance(part, named[group])}
     found = {group: part for group, part in parts.items() if part is not None and group not in chosen}
@@ -131,6 +135,9 @@ def written(part: object) -> Node:
     """The node of an object: its class, and the arguments that make an equal one, or what it is."""
     if isinstance(part, Own):
         return _written_network(part)
+    if inspect.isfunction(part):
+        named: Node = {TARGET: f"{part.__module__}.{part.__qualname__}"}
+        return named if _importable(part) else named | {OBJECT: "a function from Python"}
     cls = type(part)
     target = f"{cls.__module__}.{cls.__qualname__}"
     node: Node = {TARGET: target}

@@ -35,13 +35,14 @@ FREE = (
 
 FREE_RUNTIME = ("name", "hosts", "cpus", "gpus", "address")  # but not threads
 
-_ADDED = {  # keys that older runs lack, with what those runs did
+_ADDED: dict[str, object] = {  # keys that older runs lack, with what those runs did
     "runtime.lanes": 1,
     "runtime.graph": False,
     "runtime.precision": "float32",
     "local.keep_optimizer": False,
     "partition.validation_fraction": 0.0,
     "method.fraug.ramp_rounds": None,
+    "loss": {},
 }
 
 

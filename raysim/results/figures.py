@@ -19,7 +19,7 @@ from raysim.data.partition import Floats, Ints
 from raysim.primitives.checks import known
 from raysim.primitives.files import replace_file
 from raysim.results.history import Row, metric_of
-from raysim.results.theme import LIGHT, theme
+from raysim.results.theme import LIGHT, page_theme
 from raysim.training.probe import output_distribution
 
 if TYPE_CHECKING:
@@ -34,19 +34,26 @@ _MODELS, _ROWS, _PANELS = 4, 150, 6  # clients and rows of a t-SNE (a few second
 
 
 @contextmanager
-def figure_file(path: Path, title: str, size: tuple[float, float]) -> Iterator[Figure]:
-    """A figure in the report's looks; when the block ends it is a PNG with 130 pixels per inch."""
+def figure_file(
+    path: Path | io.BytesIO, title: str, size: tuple[float, float], *, dark: bool = False
+) -> Iterator[Figure]:
+    """A figure in the report's looks; when the block ends it is a PNG with 130 pixels per inch.
+
+    dark: for a dark page.
+    """
     import matplotlib
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
-    with matplotlib.rc_context(theme(_INK) | {"axes.titlesize": 11}):
+    with matplotlib.rc_context(page_theme(dark) | {"axes.titlesize": 11}):
         figure = Figure(figsize=size, dpi=130, layout=ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.1))
         figure.suptitle(textwrap.fill(title, int(9 * size[0])), fontsize=13)
         yield figure
-        buffer = io.BytesIO()
-        figure.savefig(buffer, format="png")
-    replace_file(Path(path), buffer.getvalue())
+        figure.savefig(buffer := io.BytesIO(), format="png")
+    if isinstance(path, io.BytesIO):
+        path.write(buffer.getvalue())
+    else:
+        replace_file(Path(path), buffer.getvalue())
 
 
 def _say(ax: Axes, sentence: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, fields, replace
@@ -170,6 +171,7 @@ class ClosingLine(Observer):
         found = {text: summary.get(f"{summary['metric']}{suffix}") for suffix, text in names.items()}
         known = ", ".join(f"{value:.4f} {text}" for text, value in found.items() if value is not None) or "unknown"
         self._say(f"{summary['metric']} {known} after {summary['rounds']} rounds; results are in {run.folder}")
+        self._say(f"raysim report {shlex.quote(str(run.folder))} makes a page of them")
 
 
 # --- what is written into the run's folder --------------------------------------------------------------------------

@@ -272,7 +272,7 @@ def _split_columns(names: Sequence[str], splits: Sequence[tuple[Split, Mapping[s
         "clients without": [f"{(each == 0).sum():,}" for each in sizes],
     }
     for name in SCALES:
-        values = [numbers.get(name) for _, numbers in splits]
+        values = [numbers.get(name) if len(split.classes) > 1 else None for split, numbers in splits]
         columns[name.replace("_", " ")] = [f"{v:.3g}" if isinstance(v, (int, float)) else NOTHING for v in values]
     return [
         Column("split", list(names)),

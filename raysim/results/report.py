@@ -142,9 +142,15 @@ def settings(config: Mapping[str, object], prefix: str = "") -> dict[str, str]:
     return flat
 
 
+def _chosen(config: Mapping[str, object]) -> dict[str, str]:
+    """The options that tell settings apart; a loss, which may have no key of its own, where it is not the usual one."""
+    groups = GROUPS if choice(config, "loss") in (NOTHING, "usual") else (*GROUPS, "loss")
+    return {group: choice(config, group) for group in groups}
+
+
 def differences(runs: Sequence[Run]) -> dict[str, list[str]]:
     """What differs between runs: the chosen options first, then the keys whose values are not all the same."""
-    flat = [{**{group: choice(run.config, group) for group in GROUPS}, **settings(run.config)} for run in runs]
+    flat = [{**_chosen(run.config), **settings(run.config)} for run in runs]
     keys = dict.fromkeys(key for one in flat for key in one)
     columns = {key: [one.get(key, NOTHING) for one in flat] for key in keys}
     return {key: values for key, values in columns.items() if len(set(values)) > 1}
@@ -240,7 +246,8 @@ def _columns(runs: Sequence[Run], limit: int) -> list[Column]:
     deviations = [_number(run, "last10_std") for run in runs]
     pairs = [_score(m) + (f" ± {_score(d)}" if d is not None else "") for m, d in zip(means, deviations, strict=True)]
     metrics = [metric_of(run.rows) for run in runs]
-    better = -1 if LOWER_IS_BETTER.issuperset(metrics) else 1
+    better = 0 if not _alike(runs) else -1 if LOWER_IS_BETTER.issuperset(metrics) else 1
+    less = better and -int(len({_number(run, "rounds") for run in runs}) == 1)  # of what grows with the rounds
     local, worst, central = ([_number(r, f"{m}{end}") for r, m in zip(runs, metrics, strict=True)]
                              for end in ("", "_worst", "_global"))  # fmt: skip
     finals = [c if own is None else own for own, c in zip(local, central, strict=True)]
@@ -256,11 +263,16 @@ def _columns(runs: Sequence[Run], limit: int) -> list[Column]:
             Column(title, [_score(value) for value in values], values, better, deviations)
             for title, values in {"final": finals, "worst": worst, "central": central}.items()
         ),
-        *_thresholds(runs, limit),
-        Column("floats", [_count(value) for value in floats], list(floats), -1, show=_count),
-        _column("virtual", runs, "virtual_seconds", _seconds, -1),
-        _column("wall", runs, "wall_seconds", _seconds, -1),
+        *(replace(column, better=-abs(better)) for column in _thresholds(runs, limit)),
+        Column("floats", [_count(value) for value in floats], list(floats), less, show=_count),
+        _column("virtual", runs, "virtual_seconds", _seconds, less),
+        _column("wall", runs, "wall_seconds", _seconds, less),
     ]
+
+
+def _alike(runs: Sequence[Run]) -> bool:
+    """Whether the clients of all runs have the same data, so that one of the runs can be the best."""
+    return len({str(settings({key: run.config.get(key) for key in ("data", "partition")})) for run in runs}) == 1
 
 
 def table(runs: Sequence[Run], width: int = 0) -> str:
@@ -270,7 +282,7 @@ def table(runs: Sequence[Run], width: int = 0) -> str:
     """
     columns = _columns(_ordered(runs), limit=2)
     shared = [c for c in columns if c.title in GROUPS and len(set(c.texts)) == 1 and len(runs) > 1]
-    empty = [c for c in columns if c.better and set(c.texts) == {NOTHING}]
+    empty = [c for c in columns if c.scores and set(c.texts) == {NOTHING}]
     shown = [c for c in columns if c not in shared and c not in empty]
     above = [" · ".join(f"{c.title} {c.texts[0]}" for c in shared)] if shared else []
     below = [f"* best of its column; of accuracies, {MARKED} over the last ten rounds"]
@@ -330,8 +342,7 @@ def grouped(runs: Sequence[Run]) -> list[Group]:
 
 
 def _setting(run: Run) -> dict[str, str]:
-    named = {group: choice(run.config, group) for group in GROUPS}
-    return {key: value for key, value in {**settings(run.config), **named}.items() if key != "seed"}
+    return {key: value for key, value in {**settings(run.config), **_chosen(run.config)}.items() if key != "seed"}
 
 
 def _seed(run: Run) -> str:
@@ -373,7 +384,9 @@ def _over_seeds(column: Column, spans: Sequence[range]) -> Column:
     for (mean, deviation), span in zip(found, spans, strict=True):
         count = len(known([column.scores[index] for index in span]))
         some = f" ({count} of {len(span)})" if 0 < count < len(span) else ""
-        texts.append(show(mean) + (f" ± {show(deviation)}" if deviation is not None and column.better else "") + some)
+        texts.append(
+            show(mean) + (f" ± {show(deviation)}" if deviation is not None and column.title != "rounds" else "") + some
+        )
     several = any(len(span) > 1 for span in spans)
     deviations = [deviation for _, deviation in found] if several else column.deviations
     return replace(column, texts=texts, scores=[mean for mean, _ in found], deviations=deviations)

@@ -17,6 +17,7 @@ import os
 import re
 import shutil
 import threading
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from numbers import Real
@@ -117,10 +118,12 @@ def save_model(model: nn.Module, example: np.ndarray, folder: Path) -> None:
         for each in (example, scores)
     )
     shutil.rmtree(folder / MODEL, ignore_errors=True)
-    mlflow.pytorch.save_model(
-        model, str(folder / MODEL), input_example=example, signature=ModelSignature(inputs, outputs),
-        serialization_format="pt2", pip_requirements=[f"torch=={torch.__version__.partition('+')[0]}", "mlflow"],
-    )  # fmt: skip
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that a recurrent layer's list of its own weights is traced, too
+        mlflow.pytorch.save_model(
+            model, str(folder / MODEL), input_example=example, signature=ModelSignature(inputs, outputs),
+            serialization_format="pt2", pip_requirements=[f"torch=={torch.__version__.partition('+')[0]}", "mlflow"],
+        )  # fmt: skip
 
 
 class Server(Protocol):

@@ -56,11 +56,11 @@ def usual_lanes(spec: RunSpec, networks: Mapping[str, nn.Module], concurrency: i
     Small networks of linear layers, on a CPU, where only the model decides what a step computes. Networks with
     convolutions gained nothing (W1: 1.03 of the loop's time with 5 lanes), nor did large ones (W3: 0.97). The clients'
     number of samples counts too: what is no full batch is trained alone. Networks for sequences were not measured, and
-    of networks that others wrote nobody knows whether they can.
+    of networks and losses that others wrote nobody knows whether they can.
     """
     modules = [module for network in networks.values() for module in network.modules()]
     linear = not any(isinstance(module, nn.modules.conv._ConvNd) for module in modules)
-    linear = linear and spec.task.tokens is None and not isinstance(spec.model, Foreign)
+    linear = linear and spec.task.tokens is None and not isinstance(spec.model, Foreign) and spec.loss is None
     small = sum(parameter.numel() for network in networks.values() for parameter in network.parameters()) <= _LARGEST
     hooks = any(overrides(method, hook) for method in spec.methods for hook in _IN_STEP)
     counts = spec.data.partition.train.counts

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, TypeAlias
 
@@ -11,6 +12,7 @@ from torch import nn
 
 from raysim.api.composition import check_needs, owner, owners
 from raysim.api.declarations import Evaluation, Local, Task
+from raysim.api.losses import RowLoss, named, tried
 from raysim.api.method import Method
 from raysim.api.server_view import Weighting
 from raysim.data.federated import FederatedData
@@ -109,7 +111,7 @@ class RunSpec:
     device: where this process computes ("cpu", "cuda", "cuda:1", "mps"). lanes: how many clients a host trains at once,
     on which bits depend. score_batch: samples scored at once. profile: whether it is measured where the time goes.
     graph: whether an iteration of the lanes is recorded once and replayed; bits depend on it. precision: what products
-    of a step are computed in.
+    of a step are computed in. loss: in place of the usual one; see `Task`.
     """
 
     model: ModelRecipe
@@ -124,6 +126,7 @@ class RunSpec:
     profile: bool = False
     graph: bool = False
     precision: Precision = "float32"
+    loss: RowLoss | None = None
 
     def __post_init__(self) -> None:
         at_least("runtime.lanes", self.lanes, 1)
@@ -138,9 +141,8 @@ class RunSpec:
         """What is learnt."""
         dataset = self.data.open()
         clients, metric = len(self.data.partition.train), self.settings.evaluate.metric
-        return Task(
-            dataset.shape, dataset.num_classes, clients, self.dtype, dataset.kind, dataset.tokens, scored_by=metric
-        )
+        about = (dataset.shape, dataset.num_classes, clients, self.dtype, dataset.kind, dataset.tokens)
+        return Task(*about, scored_by=metric, loss=self.loss)
 
     @property
     def evaluation(self) -> Evaluation:
@@ -165,6 +167,7 @@ def build_networks(spec: RunSpec) -> tuple[dict[str, nn.Module], Layout]:
     with torch.random.fork_rng(devices=[]):
         model: nn.Module = build_model(spec)
         check_needs(methods, task, splits(model))
+        _check_loss(task, methods)
         _check_evaluation(spec.evaluation, task, splits(model))
         if (wrapper := owner(methods, "model")) is not None:
             torch.manual_seed(torch_seed(spec.settings.seed, f"model.{wrapper.name}"))
@@ -183,6 +186,18 @@ def build_networks(spec: RunSpec) -> tuple[dict[str, nn.Module], Layout]:
     for method in owners(methods, "personal"):
         stays |= set(method.personal(networks))
     return networks, plan_layout(networks, stays)
+
+
+def _check_loss(task: Task, methods: Sequence[Method]) -> None:
+    """Refuse a loss that does not fit the data, or that a method would take no notice of."""
+    if task.loss is None:
+        return
+    tried(task.loss, task.kind, task.num_classes)
+    if (method := owner(methods, "loss")) is not None:
+        raise ValueError(
+            f"method '{method.name}' brings a loss of its own, and loss={named(task.loss)} would change nothing: leave "
+            "one of them out"
+        )
 
 
 def _check_evaluation(evaluation: Evaluation, task: Task, has_head: bool) -> None:

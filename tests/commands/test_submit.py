@@ -376,7 +376,7 @@ def test_the_helper_shows_a_run_with_the_users_own_code_on_every_node_and_return
     assert ran.returncode == 0, ran.stdout + ran.stderr
     lines = ran.stdout.splitlines()
     assert lines[0].startswith("to upload: ") and " MB (raysim " in lines[0]
-    assert "round 2/2" in ran.stdout and "results are in" in lines[-1]
+    assert "round 2/2" in ran.stdout and "results are in" in lines[-2]
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["rounds"] == 2
 
 

@@ -178,7 +178,10 @@ def test_a_grid_leaves_a_table_pictures_and_a_configuration_that_a_run_takes(gri
     assert len(re.findall(r"^trial \d", shown, re.MULTILINE)) == 6
     files = {"parallel.png", "slices.png", "trials.csv", "best.yaml", "summary.json", "report.html"}
     assert files <= set(os.listdir(folder))
-    assert "Trials" in (folder / "report.html").read_text()
+    page = (folder / "report.html").read_text()
+    assert "Trials" in page
+    pictures = re.findall(r'"data:image/png;base64,([^"]+)"', page)
+    assert len(pictures) == len({*pictures}), "a dark page has pictures of its own"
     assert not (folder / ".tune").exists()
     done = [row for row in rows if row["status"] == "done"]
     assert len(done) == 4 and all(row["rounds"] == 4 for row in done)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import pickle
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
 from raysim.data import partition as source
+from raysim.data.listed import Listed
 from raysim.data.partition import (
     CSR,
     IID,
@@ -270,3 +273,43 @@ def test_a_larger_partition_gives_up_after_fewer_draws_but_never_before_twenty(
     monkeypatch.setattr(source, "WORK", work)
     with pytest.raises(ValueError, match=f"in {attempts} attempts"):
         split(Quantity(100, 0.05, minimum=2))
+
+
+# ---- lists of the user's own ---------------------------------------------------------------------------------------
+def listed_rows(content: object, tmp_path: Path, test_fraction: float = 0.2) -> Partition:
+    (tmp_path / "split.json").write_text(json.dumps(content))
+    labels = np.zeros(10, dtype=np.int64)
+    return Listed(file=str(tmp_path / "split.json"), test_fraction=test_fraction).split(labels, labels, 1, 0)
+
+
+@pytest.mark.parametrize("content", [[[3, 1], [], [9]], {"alice": [3, 1], "bob": [], "carol": [9]}])
+def test_clients_have_the_rows_that_a_file_lists(content: object, tmp_path: Path) -> None:
+    found = listed_rows(content, tmp_path, test_fraction=0.0)
+    assert [found.train.rows(client).tolist() for client in range(3)] == [[3, 1], [], [9]]
+    held = listed_rows([[*range(10)]], tmp_path, test_fraction=0.3)
+    assert (len(held.test.indices), len(held.train.indices)) == (3, 7)
+
+
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [
+        ([[0, 1], [1]], "gives row 1 to client 0 and to client 1: give it to one"),
+        ([[0, 0]], "gives row 0 to client 0 and to client 0"),
+        ([[0], [10]], "gives row 10 to client 1, and the training data has the rows 0 to 9"),
+        ([[0], [-1]], "gives row -1 to client 1"),
+        ([[0.5]], "client 0 has no list of row numbers"),
+        ([0, 1], "client 0 has no list of row numbers"),
+        ([], "holds no list of clients"),
+        (3, "holds no list of clients"),
+    ],
+)
+def test_lists_that_are_no_split_are_refused(content: object, sentence: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        listed_rows(content, tmp_path)
+
+
+def test_a_file_that_is_not_there_is_refused() -> None:
+    labels = np.zeros(3, dtype=np.int64)
+    for partition, sentence in ((Listed(), "names no lists"), (Listed(file="none.json"), "none.json cannot be read")):
+        with pytest.raises(ValueError, match=sentence):
+            partition.split(labels, labels, 1, 0)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import importlib.metadata
+import os
 import re
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from raysim.experiment.describe import overview
+import raysim
+from raysim import cli
+from raysim.experiment.describe import identity, overview
 from raysim.experiment.execute import build, run
 from raysim.primitives.errors import Refused
 from raysim.simulation.availability import Intervals
@@ -48,6 +52,13 @@ def test_the_overview_says_how_unlike_the_clients_are() -> None:
     )
 
 
+def test_of_data_without_classes_it_does_not(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["data=diabetes", "partition=iid", "partition.clients=5"]
+    assert "split" not in lines(*words)
+    assert cli.call(["partition", *words, "--out", os.devnull]) == 0
+    assert "classes" not in capsys.readouterr().out
+
+
 def test_the_overview_says_what_schedule_and_fleet_make_of_the_run() -> None:
     stale = ["schedule=buffered", "schedule.concurrency=20", "schedule.size=5", "fleet=lognormal", "rounds=30"]
     words = [word for word in SMALL if not word.startswith("schedule.")]
@@ -85,3 +96,13 @@ def test_a_fleet_of_which_nobody_comes_is_refused_before_anything_is_written(
     with pytest.raises(Refused, match="nobody is available at the start"):
         run([*SMALL, "out=a"], quiet=True)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_is_not_installed_knows_its_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on the nodes of a cluster, to which `raysim submit` sends it."""
+
+    def nothing(name: str) -> str:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", nothing)
+    assert identity(build(SMALL))["libraries"] == {"raysim": raysim.__version__}

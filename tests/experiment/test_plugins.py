@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from raysim import cli
+from raysim.commands.submit.package import Command, with_plugins
 from raysim.experiment.compose import compose, groups, plain
 from raysim.experiment.instantiate import resolve
 from raysim.experiment.plugins import brought, installed
@@ -77,6 +78,26 @@ def test_an_installed_package_needs_no_option(package: Path, capsys: pytest.Capt
     assert "quiet" in capsys.readouterr().out
     assert cli.call(["run", "out=run", "resume=latest", "rounds=2"]) == 0
     assert cli.call(["methods"]) == 0 and "quiet" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "config", "packed"),
+    [
+        (["method=fedavg,fedprox+quiet"], None, True),
+        (["seed=1"], "stored.yaml", True),
+        (["method=fedprox"], None, False),
+    ],
+)
+def test_a_job_takes_the_installed_packages_along_that_it_names(
+    words: list[str], config: str | None, packed: bool, package: Path
+) -> None:
+    install(package)
+    Path("stored.yaml").write_text("method:\n  quiet:\n    _target_: quietly.Quiet\n")
+    command, extra = with_plugins(Command(["study", *words], words, config=config), ["stored.yaml"])
+    assert extra == (["stored.yaml", package] if packed else ["stored.yaml"])
+    assert command.entrypoint.endswith(f"{words[0]} --allow quietly" if packed else words[0])
+    again, same = with_plugins(Command([*command.words], words, config=config), extra)
+    assert (again.words, same) == (command.words, extra), "what is named already comes once"
 
 
 def test_a_package_that_is_not_installed_is_allowed_for_a_command(

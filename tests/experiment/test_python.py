@@ -94,6 +94,17 @@ def test_names_and_values_stand_beside_objects() -> None:
     assert found.experiment.spec.settings.local.epochs == 1
 
 
+def test_lists_of_rows_are_a_partition_that_is_repeated_and_goes_on() -> None:
+    lists, by_client = [[0, 1, 9], range(2, 6)], {7: np.array([0, 1, 9]), 8: [2, 3, 4, 5]}
+    found = ran(partition=lists)
+    assert found.experiment.spec.data.partition.train.counts.tolist() == [3, 4]
+    ran("b", partition=by_client, rounds=1)
+    again = raysim.run("out=b resume=latest rounds=2", quiet=True)
+    stored = load_yaml(Path("a/config.yaml"))["partition"]["file"]
+    assert again.summary["model_sha256"] == found.summary["model_sha256"]
+    assert stored == load_yaml(Path("b/config.yaml"))["partition"]["file"]
+
+
 @pytest.mark.parametrize("part", [FedProx(0.3), Mlp([3, 4]), IID(clients=3), Lognormal(sigma=0.5), Buffered(4, 2)])
 def test_a_part_with_plain_values_is_written_by_its_class_and_arguments(part: object) -> None:
     node = written(part)
@@ -151,6 +162,7 @@ def test_methods_that_no_file_can_hold_are_given_again_to_load() -> None:
         ({"methods": [IID(clients=2)]}, "it is no raysim.Method"),
         ({"methods": [], "method": "fedprox"}, "method is given twice"),
         ({"schedule": IID(clients=2)}, "schedule=.* does not fit there: it has no method 'decide'"),
+        ({"partition": [[0], [0]]}, "partition gives row 0 to client 0 and to client 1"),
         ({"partition": "idd"}, "partition=idd does not exist: did you mean iid"),
         ({"roundz": 3}, "roundz does not exist: did you mean rounds"),
         ({"rounds": "many"}, "rounds=many must be an integer"),

@@ -119,7 +119,21 @@ def test_the_table_puts_the_best_run_first_and_marks_the_best_values(tmp_path: P
     assert "0.6667*" in lines[3]  # the best five
     assert "0.3750 " in lines[4]
     assert "4.5 k " in lines[3] + " "
-    assert "3 k*" in lines[4]  # fewer floats are better
+    assert "3 k*" not in lines[4]  # of fewer rounds
+
+
+def test_nobody_wins_where_runs_cannot_be_compared(tmp_path: Path) -> None:
+    """Neither over other data, nor in what a run costs after fewer rounds."""
+    scores: list[float | None] = [0.2, 0.5]
+    alike = [
+        make(tmp_path / name, scores[: len(scores)], config) for name, config in (("a", "seed: 0"), ("b", "seed: 1"))
+    ]
+    write_json(summarise(history(scores)) | {"wall_seconds": 9.0}, tmp_path / "b" / "summary.json")
+    assert "1 s*" in report.table([alike[0], report.load_run(tmp_path / "b")])
+    other = [
+        make(tmp_path / name, [score], f"partition: {{alpha: {score}}}") for name, score in (("c", 0.9), ("d", 0.1))
+    ]
+    assert "*" not in report.table(other)
 
 
 def test_nobody_wins_a_column_where_all_are_equal_or_alone(tmp_path: Path) -> None:
@@ -130,7 +144,7 @@ def test_nobody_wins_a_column_where_all_are_equal_or_alone(tmp_path: Path) -> No
 
 def test_a_missing_score_sorts_last_and_shows_a_dash(tmp_path: Path) -> None:
     runs = [make(tmp_path / "unmeasured", [None, None]), make(tmp_path / "measured", [0.5])]
-    last = report.table(runs).splitlines()[-2]  # above what the star means
+    last = report.table(runs).splitlines()[-1]
     assert last.startswith("unmeasured")
     assert "–" in last
 
@@ -168,6 +182,14 @@ def test_runs_that_differ_in_their_seeds_are_one_row_with_mean_and_sample_deviat
     assert columns["final"].texts == ["0.7500 ± 0.2500", "0.5000"]  # sqrt((0.25² + 0 + 0.25²) / 2)
     assert columns["final"].scores == [0.75, 0.5]
     assert columns["rounds"].texts == ["2", "2"]
+
+
+def test_runs_with_another_loss_are_another_setting(tmp_path: Path) -> None:
+    """One of the user's own may have no key that would tell them apart."""
+    own = "seed: 1\nloss: {_target_: mine.loss}\nchoices: {loss: mine}"
+    runs = [make(tmp_path / name, [0.5], config) for name, config in (("a", "seed: 0"), ("b", own))]
+    assert len(report.grouped(runs)) == 2
+    assert report.differences(runs)["loss"] == ["–", "mine"]
 
 
 def test_what_some_seeds_did_not_reach_says_how_many_did(tmp_path: Path) -> None:

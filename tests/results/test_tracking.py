@@ -21,6 +21,7 @@ from raysim.results.history import Row, write_history
 from raysim.results.served import served
 from raysim.results.tracking import (
     BACKLOG,
+    MODEL,
     RECORD,
     NoTracker,
     Record,
@@ -30,6 +31,7 @@ from raysim.results.tracking import (
     read_backlog,
     read_record,
     replay,
+    save_model,
 )
 from raysim.training.run_spec import build_networks
 
@@ -411,6 +413,25 @@ def test_the_model_that_is_served_scores_as_a_method_says(tmp_path: Path) -> Non
     assert found is not None
     model, example = found
     assert model(torch.from_numpy(example)).shape == (2, experiment.spec.task.num_classes)  # folded
+
+
+@pytest.mark.slow
+def test_a_recurrent_network_is_saved_without_a_word_and_predicts(
+    tmp_path: Path, recwarn: pytest.WarningsRecorder
+) -> None:
+    import mlflow
+
+    experiment = build(["data=markov", "model=gru", "partition=natural", "schedule.cohort=5"])
+    networks, _ = build_networks(experiment.spec)
+    save_file({f"model.{name}": value for name, value in networks["model"].state_dict().items()}, tmp_path / "model")
+    found = served(experiment.spec, tmp_path / "model")
+    assert found is not None
+    model, example = found
+    save_model(model, example, tmp_path)
+    assert not [each for each in recwarn if "assigned during export" in str(each.message)]
+    inputs = experiment.spec.data.open().inputs[:5].copy()
+    loaded = mlflow.pyfunc.load_model(str(tmp_path / MODEL)).predict(inputs)
+    assert torch.allclose(torch.from_numpy(loaded), model(torch.from_numpy(inputs)), atol=1e-6)
 
 
 def test_mlflow_continues_a_finished_run_under_its_id(tracked: Path, client: MlflowClient) -> None:

@@ -45,7 +45,7 @@ def next_steps(folder: Path) -> str:
     steps = {
         f"cd {folder} && python -m pytest": "their tests, without installing anything",
         f"raysim run --allow {name} method={name} data={name}": "there: their names are words",
-        "python -m pip install -e .": "from then on everywhere, without --allow",
+        "uv pip install -e .": "from then on everywhere, without --allow",
     }
     wide = max(map(len, steps))
     lines = [f"  {command:<{wide}}  {what}" for command, what in steps.items()]

@@ -7,19 +7,21 @@ folder that one happens to be in.
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import shutil
 import sys
 import tempfile
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from raysim.experiment.compose import compose, conf_folder
+from raysim.experiment.compose import compose, conf_folder, config_folders, groups
+from raysim.experiment.plugins import brought, installed
 from raysim.primitives.errors import Refused, refusing
 from raysim.primitives.files import user_path
 
@@ -145,6 +147,36 @@ class Command:
         return shlex.join(["python", "-m", "raysim", self.words[0], *joins, *self.words[1:]])
 
 
+def with_plugins(command: Command, extra: Sequence[str | Path]) -> tuple[Command, list[str | Path]]:
+    """The command and what is packed besides, with the user's installed packages that the command names parts of.
+
+    The nodes of a cluster do not have them; there they are found in the job's folder, by --allow.
+    """
+    packed, words = list(extra), list(command.words)
+    for package, folder in _named(command).items():
+        if folder.name not in {Path(os.path.realpath(user_path(given))).name for given in packed}:
+            packed.append(folder)
+        if package not in words:
+            words += ["--allow", package]
+    return replace(command, words=words), packed
+
+
+def _named(command: Command) -> dict[str, Path]:
+    """Installed packages and their folders, of those whose options or classes the command names."""
+    folders = {name: conf[0].parent for name in installed() if (conf := brought([name]))}
+    if not folders:
+        return {}
+    files, words = groups(config_folders(command.conf)).files, command.given.items()
+    options = [files.get(group, {}).get(name) for group, value in words for name in re.findall(r"[\w/.-]+", value)]
+    path = user_path(command.config) if command.config else None
+    stored = path.read_text() if path and path.is_file() else ""
+    return {
+        name: folder
+        for name, folder in folders.items()
+        if any(option and option.is_relative_to(folder) for option in options) or f"_target_: {name}." in stored
+    }
+
+
 def check_command(command: Command, found: Sequence[Piece]) -> None:
     """Refuse on this machine what a cluster would refuse, or would lose, later."""
     given, packed = command.given, {piece.name.partition("/")[0] for piece in found}
@@ -195,6 +227,7 @@ def submit(
     Raises Refused for what is wrong before the job runs, RunStopped where the connection to it breaks, and
     KeyboardInterrupt, after which the job goes on, with how to look at it again.
     """
+    command, extra = with_plugins(command, extra)
     found = pieces(extra)
     check_command(command, found)
     env = runtime_env(environment)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -21,7 +22,7 @@ from raysim.results.history import write_json
 from raysim.results.page import Section, compare
 from raysim.results.progress import duration
 from raysim.results.report import Column, Group, aligned, load_run
-from raysim.results.theme import LIGHT
+from raysim.results.theme import DARK, LIGHT
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -112,9 +113,12 @@ def _page(records: Records) -> Path | None:
     ]
     about = "All trials, the best first; behind ± is the sample deviation over seeds (divisor n-1)."
     sections = [Section("Trials", about, _table(records))]
-    for name, title in {"slices": "Score by key", "parallel": "All keys together"}.items():
-        picture = (records.folder / f"{name}.png").read_bytes()
-        sections.append(Section(title, "", (), (picture, picture)))
+    for name, draw, title in (
+        ("slices", draw_slices, "Score by key"),
+        ("parallel", draw_parallel, "All keys together"),
+    ):
+        draw(records, dark := io.BytesIO(), dark=True)
+        sections.append(Section(title, "", (), ((records.folder / f"{name}.png").read_bytes(), dark.getvalue())))
     return compare(groups, records.folder, f"sweep {records.folder.resolve().name}", sections)
 
 
@@ -191,24 +195,25 @@ def _title(records: Records) -> str:
     return f"{records.search.options.name}: best {records.metric} {shown} (trial {best.number}: {records.label(best)})"
 
 
-def _colours(records: Sequence[Record]) -> tuple[Colormap, float, float]:
+def _colours(records: Sequence[Record], dark: bool) -> tuple[Colormap, float, float]:
+    """A map of scores to colours, of which the best stands out from the page; and the scores that it spans."""
     from matplotlib import colormaps
 
     full = [record.score for record in records if record.status != "stopped" and record.score is not None]
     scores = full or [record.score for record in records if record.score is not None]
-    return colormaps["viridis_r"], min(scores), max(scores)
+    return colormaps["viridis" if dark else "viridis_r"], min(scores), max(scores)
 
 
-def draw_parallel(records: Records, path: Path) -> None:
+def draw_parallel(records: Records, path: Path | io.BytesIO, *, dark: bool = False) -> None:
     """Write parallel coordinates: a line per trial through its values to its score, the best trial thick."""
     from matplotlib.cm import ScalarMappable
     from matplotlib.colors import Normalize
 
     axes, trials = _axes(records), _scored(records)
-    colours, low, high = _colours(trials)
+    colours, low, high = _colours(trials, dark)
     ends = [trial.score for trial in trials if trial.score is not None]
     bottom, top = min(ends), max(ends)
-    with figure_file(path, _title(records), (max(7.0, 2.2 * (len(axes) + 1)), 5.0)) as figure:
+    with figure_file(path, _title(records), (max(7.0, 2.2 * (len(axes) + 1)), 5.0), dark=dark) as figure:
         ax = figure.subplots()
         for trial in trials:
             setting, score = records.search.setting(trial.point), float(trial.score or 0.0)
@@ -236,21 +241,24 @@ def draw_parallel(records: Records, path: Path) -> None:
 
 
 def _scale(ax: Axes, x: float, ticks: Sequence[tuple[float, str]]) -> None:
-    ax.axvline(x, color="#22262a", linewidth=0.9, zorder=2)
+    from matplotlib import rcParams
+
+    ink, paper = rcParams["text.color"], rcParams["axes.facecolor"]
+    ax.axvline(x, color=ink, linewidth=0.9, zorder=2)
     for y, text in ticks:
-        ax.plot([x, x + 0.03], [y, y], color="#22262a", linewidth=0.9, zorder=2)
-        box = {"facecolor": "white", "edgecolor": "none", "alpha": 0.75, "pad": 0.8}
+        ax.plot([x, x + 0.03], [y, y], color=ink, linewidth=0.9, zorder=2)
+        box = {"facecolor": paper, "edgecolor": "none", "alpha": 0.75, "pad": 0.8}
         ax.text(x + 0.05, y, text, fontsize=8.5, va="center", bbox=box, zorder=4)
 
 
-def draw_slices(records: Records, path: Path) -> None:
+def draw_slices(records: Records, path: Path | io.BytesIO, *, dark: bool = False) -> None:
     """Write the score against each key alone, with its deviation over seeds; open circles were stopped early."""
     from matplotlib.ticker import NullFormatter
 
-    axes, trials = _axes(records), _scored(records)
+    axes, trials, hues = _axes(records), _scored(records), DARK if dark else LIGHT
     across = min(4, len(axes))
     down = -(-len(axes) // across)
-    with figure_file(path, _title(records), (max(7.0, 3.6 * across), 3.8 * down + 0.6)) as figure:
+    with figure_file(path, _title(records), (max(7.0, 3.6 * across), 3.8 * down + 0.6), dark=dark) as figure:
         panels = list(figure.subplots(down, across, sharey=True, squeeze=False).flat)
         for panel in panels[len(axes) :]:
             panel.set_axis_off()
@@ -263,7 +271,7 @@ def draw_slices(records: Records, path: Path) -> None:
                 x, y = axis.number(setting[axis.key]), float(trial.score or 0.0)
                 ax.errorbar(
                     x, y, yerr=trial.deviation, fmt="*" if best else "o",
-                    markersize=13 if best else 6, color=LIGHT[1] if best else LIGHT[0], alpha=1.0 if best else 0.75,
+                    markersize=13 if best else 6, color=hues[1] if best else hues[0], alpha=1.0 if best else 0.75,
                     markerfacecolor="none" if stopped else None, elinewidth=1.2, capsize=2,
                 )  # fmt: skip
             if axis.log:

@@ -1,0 +1,86 @@
+"""A partition that somebody else has drawn: for each client a list of the training rows that it has."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from raysim.data.dataset import cache_folder
+from raysim.data.partition import CSR, Draws, Ints, Partitioner
+from raysim.primitives.errors import first_line
+from raysim.primitives.files import from_json, regular, replace_file, user_path
+
+FORM = "a JSON file with a list of row numbers for each client, [[0, 5], [1, 2]] or {NAME: [0, 5], NAME: [1, 2]}"
+
+
+@dataclass(frozen=True)
+class Listed(Partitioner):
+    """Every client has the rows that a file lists for it; rows of the training data, from 0, in no list stay unused.
+
+    file: JSON, a list of lists or an object of lists, of which the first is client 0's.
+    """
+
+    file: str | None = None
+
+    def assign(self, draws: Draws) -> CSR:
+        """Raises ValueError, in one sentence, for lists that are none, and rows that are not there or given twice."""
+        if self.file is None:
+            raise ValueError(f"partition.file=null names no lists: set it to {FORM}")
+        try:
+            found = from_json(regular(user_path(self.file)).read_text())
+        except (OSError, ValueError) as error:
+            raise ValueError(f"partition.file={self.file} cannot be read ({first_line(error)}): give {FORM}") from error
+        return _checked(found, f"partition.file={self.file}", len(draws.labels))
+
+
+def listed(rows: Mapping[int, Sequence[int]] | Sequence[Sequence[int]]) -> Listed:
+    """The partition of lists that are given from Python, kept in the cache of this machine under their checksum."""
+    csr = _checked(rows, "partition", None)
+    content = json.dumps([csr.rows(client).tolist() for client in range(len(csr))]).encode()
+    path = cache_folder(None) / f"rows-{hashlib.blake2b(content, digest_size=8).hexdigest()}.json"
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        replace_file(path, content)
+    return Listed(file=str(path))
+
+
+def is_listed(part: object) -> bool:
+    """Whether an argument is lists of rows, and not an option's values by their keys, which are text."""
+    if isinstance(part, Mapping):
+        return bool(part) and not any(isinstance(key, str) for key in part)
+    return isinstance(part, (list, tuple))
+
+
+def _checked(found: Any, place: str, total: int | None) -> CSR:
+    lists = list(found.values()) if isinstance(found, Mapping) else found
+    if not isinstance(lists, (list, tuple)) or not lists:
+        raise ValueError(f"{place} holds no list of clients: give {FORM}")
+    parts = [_numbers(each, f"{place}, client {client}") for client, each in enumerate(lists)]
+    csr = CSR(np.concatenate(parts), np.concatenate(([0], np.cumsum([len(part) for part in parts]))))
+    order = np.argsort(csr.indices, kind="stable")
+    twice = np.flatnonzero(np.diff(csr.indices[order]) == 0)
+    if len(twice):
+        row, owners = csr.indices[order[twice[0]]], csr.owners[order[twice[0] : twice[0] + 2]]
+        raise ValueError(f"{place} gives row {row} to client {owners[0]} and to client {owners[1]}: give it to one")
+    wrong = np.flatnonzero((csr.indices < 0) | (csr.indices >= (total or np.inf)))
+    if len(wrong):
+        rows = "rows are counted from 0" if total is None else f"the training data has the rows 0 to {total - 1}"
+        raise ValueError(
+            f"{place} gives row {csr.indices[wrong[0]]} to client {csr.owners[wrong[0]]}, and {rows}: leave it out"
+        )
+    return csr
+
+
+def _numbers(rows: Any, place: str) -> Ints:
+    try:
+        found = np.asarray(rows if len(rows) else np.empty(0, np.int64))
+    except (TypeError, ValueError):
+        found = np.empty(0)
+    if found.ndim != 1 or found.dtype.kind not in "iu":
+        raise ValueError(f"{place} has no list of row numbers: give {FORM}")
+    return found.astype(np.int64)
