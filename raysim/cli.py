@@ -128,7 +128,10 @@ examples:
   raysim bench scale --blocks 3             the coordinator's own time for 1,000 to 100,000 clients a round
   raysim bench cluster --address auto       messages, bytes and the coordinator's time on a cluster that runs
   raysim bench cluster --nodes 2 --hosts 4  the same on two Ray nodes in this machine
-  raysim bench states --clients 10000       checkpoints, and private states that are larger than memory"""
+  raysim bench states --clients 10000       checkpoints, and private states that are larger than memory
+  raysim bench W1 --profile                 where the time goes
+  raysim bench gpu --out bench-gpu          what only a GPU can show, without Ray"""
+_BENCH_OUT = "bench.json"
 COMPLETION = """\
 examples:
   eval "$(raysim completion bash)"    in ~/.bashrc
@@ -345,16 +348,27 @@ def _parser() -> Parser:
         "runs",
         nargs="*",
         metavar="WORKLOAD",
-        help="W1, W2 and W3 unless given; or steps, rules, scale, states, cluster",
+        help="W1, W2 and W3 unless given; or steps, rules, scale, states, cluster, gpu",
     )
     bench.add_argument("--data", metavar="DIR", help="where FashionMNIST is; downloaded if nowhere")
-    bench.add_argument("--out", default="bench.json", metavar="FILE", help="the results (bench.json)")
+    bench.add_argument(
+        "--out", default=_BENCH_OUT, metavar="FILE", help="the results (bench.json); of gpu a folder (bench-gpu)"
+    )
+    bench.add_argument("--device", default="cuda", help="of gpu: what is measured (cuda)")
+    bench.add_argument("--minutes", type=float, default=28.0, help="of gpu: in which it ends (28)")
+    bench.add_argument("--parts", metavar="A,B", help="of gpu: some of correctness, bits, memory, G1, G2, G3, profile")
+    bench.add_argument("--tiny", action="store_true", help="of gpu: sizes that only try the command out")
     bench.add_argument("--blocks", type=int, default=7, help="blocks of rounds, each beside one of the bare loop (7)")
     bench.add_argument(
         "--lanes", type=int, metavar="K", help="clients that a host trains at once; as in a run unless given"
     )
     bench.add_argument(
         "--floor", action="store_true", help="measure a tuned loop as well, the least that PyTorch needs"
+    )
+    bench.add_argument(
+        "--profile",
+        action="store_true",
+        help="where the time of W1, W2 and W3 goes: a table, and beside FILE a picture and a trace for ui.perfetto.dev",
     )
     bench.add_argument(
         "--hosts", type=int, help="processes of one thread, on both sides (2; cluster: as many as have a CPU)"
@@ -603,15 +617,17 @@ def _ui(given: argparse.Namespace) -> int:
 
 
 def _bench(given: argparse.Namespace) -> int:
+    apart = {"cluster": _bench_cluster, "gpu": _bench_gpu}
     with refusing():
         hosts = 2 if given.hosts is None else given.hosts
         if min(given.blocks, hosts) < 1:
             raise Refused(f"--blocks {given.blocks} and --hosts {hosts} must be at least 1")
-        if given.runs == ["cluster"]:
-            return _bench_cluster(given)
+        if len(given.runs) == 1 and given.runs[0] in apart:
+            return apart[given.runs[0]](given)
         from raysim.commands.bench import loops as bench
 
-        options = bench.Options(hosts, given.lanes, given.floor, given.clients)
+        folder = Path(given.out).absolute().parent if given.profile else None
+        options = bench.Options(hosts, given.lanes, given.floor, given.clients, folder)
         bench.main(given.runs or list(bench.WORKLOADS), given.data, Path(given.out), given.blocks, options)
     return 0
 
@@ -624,6 +640,17 @@ def _bench_cluster(given: argparse.Namespace) -> int:
 
     options = cluster.Options(given.address, given.nodes, given.hosts, given.floats or cluster.FLOATS)
     cluster.main(options, Path(given.out), given.blocks, print)
+    return 0
+
+
+def _bench_gpu(given: argparse.Namespace) -> int:
+    from raysim.commands.bench import gpu
+
+    parts = tuple(given.parts.split(",")) if given.parts else gpu.PARTS
+    options = gpu.Options(given.device, given.minutes, parts=parts)
+    folder = Path("bench-gpu" if given.out == _BENCH_OUT else given.out)
+    gpu.main(folder, gpu.tried_out(options) if given.tiny else options)
+    print(f"{folder / gpu.PAGE} says what was found")
     return 0
 
 

@@ -64,7 +64,7 @@ VICTIMS = {
     "raylet": "raylet",
     "gcs": "gcs_server",
 }
-MEASURED = ("wall_seconds", "host_seconds", "host_busy", "host_busy_least", "store_bytes", "host_deaths")
+MEASURED = ("wall_seconds", "host_seconds", "host_busy", "host_busy_least", "device_busy", "store_bytes", "host_deaths")
 PATIENT = {"RAY_raylet_start_wait_time_s": "300", "RAY_agent_register_timeout_ms": "300000"}  # on a busy machine
 PATIENCE = 600  # seconds for a run of a few
 MARK = "RAYSIM_FAULTS"  # in the environment of all processes of a case

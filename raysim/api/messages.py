@@ -144,6 +144,9 @@ class Trained:
     host: str = ""
     busy: float = 0.0  # seconds that this host has worked since it last said so; never decides anything
     states: tuple[int, ...] = ()  # bytes of the private state that each job left
+    device: float | None = (
+        None  # the share of the last moments in which the host's GPU was at work, where that is known
+    )
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Generic, TypeAlias, TypeVar
+from typing import Any, Generic, TypeAlias, TypeVar
 
 import numpy as np
 
@@ -38,9 +38,9 @@ class PrivateState(Generic[T]):
 StoredState: TypeAlias = PrivateState[np.ndarray]
 
 
-def size(state: StoredState) -> int:
-    """Bytes of all its arrays."""
-    return state.personal.nbytes + state.counters.nbytes + sum(array.nbytes for array in state.methods.values())
+def size(state: PrivateState[Any]) -> int:
+    """Bytes of all its arrays or tensors."""
+    return int(state.personal.nbytes + state.counters.nbytes + sum(array.nbytes for array in state.methods.values()))
 
 
 def named(state: StoredState, layout: Layout) -> dict[str, np.ndarray]:

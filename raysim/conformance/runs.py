@@ -95,6 +95,7 @@ MEASURED = (
     "host_seconds",
     "host_busy",
     "host_busy_least",
+    "device_busy",
     "store_bytes",
     "spilled_bytes",
     "host_deaths",

@@ -61,7 +61,9 @@ def overview(experiment: Experiment, folder: Path) -> str:
         "BatchNorm": _batchnorm(networks, {entry.name for entry in layout.entries if entry.personal}),
         "extra": "; ".join(_extra(experiment)),
         "hosts": f"{hosts}, {_several(spec.threads, 'thread')} each, device {spec.device}, "
-        + ("one client at a time" if spec.lanes == 1 else f"{spec.lanes} clients at once (runtime.lanes)"),
+        + ("one client at a time" if spec.lanes == 1 else f"{spec.lanes} clients at once (runtime.lanes)")
+        + (", steps recorded and replayed (runtime.graph)" if spec.graph else "")
+        + (f", products in {spec.precision} (runtime.precision)" if spec.precision != "float32" else ""),
         "folder": str(folder),
     }
     return "\n".join(f"{key:<10}{text}" for key, text in lines.items() if text)
@@ -174,6 +176,8 @@ def identity(experiment: Experiment) -> dict[str, object]:
         "machine": platform.machine(),
         "threads": spec.threads,
         "lanes": spec.lanes,
+        "graph": spec.graph,
+        "precision": spec.precision,
         "seed": spec.settings.seed,
         "summation": spec.settings.summation,
         "python": platform.python_version(),

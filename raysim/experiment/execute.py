@@ -50,7 +50,7 @@ from raysim.simulation.events import Event, ProcessLost, RunStopped, TooManyFail
 from raysim.simulation.fleet import Fleet
 from raysim.simulation.schedule import Schedule, Synchronous, check_concurrency
 from raysim.simulation.server import asked_weighting
-from raysim.training.lanes import usual_lanes
+from raysim.training.lanes import uses_graph, usual_lanes
 from raysim.training.run_spec import Checkpoint, RunSettings, RunSpec, build_networks, sample_flops
 
 if TYPE_CHECKING:
@@ -244,13 +244,20 @@ def _built(node: Node, allow: Sequence[str], objects: Given) -> Experiment:
         settings = replace(settings, local=local)
     check_concurrency(schedule, data.partition.train.counts)
     loss = _object(node, "loss", allow, objects.parts) if node.get("loss") else None  # older runs have no such group
-    spec = RunSpec(model, methods, data, settings, device, execution.runtime.threads, loss=loss)
+    threads, timed = execution.runtime.threads, execution.profile
+    spec = RunSpec(model, methods, data, settings, device, threads, profile=timed, loss=loss)
     spec.attackers.check(spec.task.kind, data.partition.train, schedule.size)
     # What a fleet cannot be, such as a damaged trace, is found here and not in another process.
     fleet.devices(settings.seed, len(data.partition.train.counts), functools.partial(sample_flops, spec))
     networks, layout = build_networks(spec)
-    spec = replace(spec, lanes=execution.runtime.lanes or usual_lanes(spec, networks, schedule.concurrency))
-    node = {**node, "runtime": {**node["runtime"], "lanes": spec.lanes}}
+    runtime = execution.runtime
+    spec = replace(
+        spec,
+        lanes=runtime.lanes or usual_lanes(spec, networks, schedule.concurrency),
+        graph=uses_graph(spec, networks, runtime.graph),
+        precision=runtime.precision,
+    )
+    node = {**node, "runtime": {**node["runtime"], "lanes": spec.lanes, "graph": spec.graph}}
     check_private_names(methods, layout)
     setup = Setup(spec.task, settings.local, networks, layout, methods, schedule.size, schedule.stale)
     warnings = tuple(text for method in methods for text in method.check(setup))

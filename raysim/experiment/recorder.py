@@ -29,6 +29,7 @@ from raysim.results.observers import (
     Observer,
     Pictures,
     ProbeFiles,
+    ProfileFiles,
     ProgressLine,
     RoundCallback,
     SummaryFile,
@@ -36,7 +37,7 @@ from raysim.results.observers import (
     UserObserver,
 )
 from raysim.results.tracking import Tracker, flatten, origin, read_record, replay
-from raysim.simulation.events import Event, Finished, Round, Row, Saved, Started, Waiting
+from raysim.simulation.events import Event, Finished, Profiled, Round, Row, Saved, Started, Waiting
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -104,6 +105,8 @@ class Follower:
         elif isinstance(event, Saved):
             for observer in self._observers:
                 observer.on_checkpoint(self.run, event)
+        elif isinstance(event, Profiled):
+            self.run.profile = event
         elif isinstance(event, Finished):
             self.run.finished = event
 
@@ -185,6 +188,7 @@ def _observers(experiment: Experiment, folder: Path, console: Console, quiet: bo
         MethodWarnings(owners(experiment.spec.methods, "watch"), note),
         ProbeFiles(),
         Pictures(),
+        ProfileFiles(lambda table: None if quiet else console.print(table)),
         SummaryFile(),  # after all other files
         *_tracking(experiment, folder, console),  # sends these files
         ClosingLine(lambda text: say(console, text)),

@@ -155,7 +155,7 @@ class _End:
     """Where a run ended: its coordinator and a host, in this process; of its last checkpoint if it has one."""
 
     def __init__(self, experiment: Experiment, shared: Mapping[str, Tensor], path: str):
-        spec = replace(experiment.spec, device="cpu", lanes=1)
+        spec = replace(experiment.spec, device="cpu", lanes=1, graph=False)
         self.host, self.path = Host(spec), path
         self.coordinator = Coordinator(spec, experiment.schedule, experiment.fleet, InProcess(self.host), resume=path)
         server = self.coordinator.server

@@ -32,6 +32,8 @@ FREE = (
     "checkpoint",
     "faults",
     "thresholds",
+    "profile",
+    "state.device",
     "data.cache",
     "data.download",
 )
@@ -40,6 +42,8 @@ FREE_RUNTIME = ("name", "hosts", "cpus", "gpus", "address")  # but not threads
 
 _ADDED: dict[str, object] = {  # keys that older runs lack, with what those runs did
     "runtime.lanes": 1,
+    "runtime.graph": False,
+    "runtime.precision": "float32",
     "local.keep_optimizer": False,
     "partition.validation_fraction": 0.0,
     "method.fraug.ramp_rounds": None,

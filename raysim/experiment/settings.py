@@ -12,18 +12,23 @@ from raysim.results.observers import Observer
 from raysim.runtime.placement import RayOptions
 from raysim.simulation.fleet import Fleet
 from raysim.simulation.schedule import Schedule
-from raysim.training.run_spec import RunSpec
+from raysim.training.run_spec import Precision, RunSpec
 
 Rows: TypeAlias = list[dict[str, int | float | None]]
 
 
 @dataclass(frozen=True)
 class RuntimeOptions(RayOptions):
-    """Where a run's hosts live, and what each of them gets. lanes: clients trained at once; None: as was measured."""
+    """Where a run's hosts live, and what each of them gets. lanes: clients trained at once; None: as was measured.
+
+    graph: whether steps are recorded once and replayed; None: as was measured. precision: of products within a step.
+    """
 
     name: Literal["inprocess", "local", "cluster"] = "local"
     threads: int = 1
     lanes: int | None = None
+    graph: bool | None = None
+    precision: Precision = "float32"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -47,12 +52,14 @@ class Tracking:
 class ExecutionOptions:
     """Where a run is carried out and what is kept of it: the keys that `RunSettings` lacks, and that name no class.
 
-    out: the run's folder. resume: "latest", or a checkpoint's folder. thresholds: accuracies, for `rounds_to`.
+    out: the run's folder. resume: "latest", or a checkpoint's folder. thresholds: accuracies, for `rounds_to`. profile:
+    whether it is measured where the wall time goes.
     """
 
     out: str | None = None
     resume: str | None = None
     device: str = "auto"
+    profile: bool = False
     thresholds: list[float] = field(default_factory=lambda: list(THRESHOLDS))
     runtime: RuntimeOptions = field(default_factory=RuntimeOptions)
     tracking: Tracking = field(default_factory=Tracking)

@@ -212,6 +212,7 @@ GENERATOR, RTNET = "fraug.generator", "fraug.rtnet"
 PROTOTYPES, NOISE = "fraug.prototypes", "fraug.noise"
 # Columns of the history: mean norms of real and of generated embeddings, share of synthetic ones that the head knows.
 REAL_NORM, GENERATED_NORM, SYNTHETIC = "fraug.real_norm", "fraug.generated_norm", "fraug.synthetic_accuracy"
+LABELS = "fraug.labels"  # y^ of every step
 SEEN = "fraug.seen"  # their sums over the steps of a job, and the number of these
 FAR = 10.0  # times as large as real embeddings: no distance that the paper's settings come to
 _OPTIMIZER = "fraug.optimizer."
@@ -384,8 +385,16 @@ class FRAug(Method):
             ctx.optimizers.resume(buffers)
 
     def planned(self, ctx: Context) -> None:
-        """Start to look at embeddings."""
-        ctx.kept[SEEN] = torch.zeros(4, dtype=ctx.vector.data.dtype, device=ctx.vector.data.device)
+        """Start to look at embeddings, and draw y^ of every step; classes that a method adds to the head have no part.
+
+        All stages of a step have the same labels.
+        """
+        device, sizes = ctx.vector.data.device, ctx.plan.sizes
+        ctx.kept[SEEN] = torch.zeros(4, dtype=ctx.vector.data.dtype, device=device)
+        network = ctx.networks[GENERATOR if self.use_generator else RTNET]
+        classes, first = cast(Conditional, network).num_classes, ctx.version * len(sizes)
+        drawn = [balanced_labels(batch_size=b, num_classes=classes, step=first + i) for i, b in enumerate(sizes)]
+        ctx.draws = {**ctx.draws, LABELS: [labels.to(device) for labels in drawn]}
 
     def finish(self, ctx: Context) -> None:
         """Say what embeddings were like, and keep the optimisers' buffers."""
@@ -405,7 +414,7 @@ class FRAug(Method):
         beta = min(self.weight, rho)
         if not beta:
             return F.cross_entropy(out.logits, batch.targets)
-        labels = self._labels(ctx, out)
+        labels = ctx.drawn(LABELS)
         with torch.no_grad():
             anchors = torch.cat([features, self._anchors(ctx, labels)])
             strength = rho if self.residual is None else self.residual
@@ -425,7 +434,7 @@ class FRAug(Method):
 
     def deceive(self, ctx: Context, out: Outputs, batch: Batch) -> Tensor:
         """The generator's loss."""
-        labels = self._labels(ctx, out)
+        labels = ctx.drawn(LABELS)
         fake = ctx.networks[GENERATOR](self._noise(ctx, out)[2], labels)
         mse = self.generator_metric == "mse"
         reference = self._anchors(ctx, labels) if mse else self._real(ctx, out)
@@ -442,7 +451,7 @@ class FRAug(Method):
 
     def transfer(self, ctx: Context, out: Outputs, batch: Batch) -> Tensor:
         """RTNet's loss. Its BatchNorm sees the two kinds of residuals apart, in the code's order."""
-        labels, real, rtnet = self._labels(ctx, out), self._real(ctx, out), ctx.networks[RTNET]
+        labels, real, rtnet = ctx.drawn(LABELS), self._real(ctx, out), ctx.networks[RTNET]
         both, anchors = (labels, batch.targets), self._anchors(ctx, labels)
         with torch.no_grad():
             first, second = self._source(ctx, self._noise(ctx, out)[3:], both).split(len(labels))
@@ -491,21 +500,9 @@ class FRAug(Method):
     def _remember(self, ctx: Context, features: Tensor, labels: Tensor) -> None:
         """Move the prototypes of the batch's classes."""
         momentum = self.prototype_weight * (self._ramp(ctx, "laine_aila", 5.0) if self.prototype_ramp else 1.0)
-        before = ctx.state[PROTOTYPES].to(features.dtype)
-        after = class_prototype_ema(prototypes=before, features=features, labels=labels, momentum=momentum)
-        ctx.state[PROTOTYPES] = after
-
-    def _labels(self, ctx: Context, out: Outputs) -> Tensor:
-        """y^, the same in all three steps; classes that a method adds to the head have no part in it."""
-
-        def compute() -> Tensor:
-            size = len(out.batch.inputs)
-            network = ctx.networks[GENERATOR if self.use_generator else RTNET]
-            classes, step = cast(Conditional, network).num_classes, ctx.version * ctx.plan.steps + ctx.step
-            drawn = balanced_labels(batch_size=size, num_classes=classes, step=step)
-            return drawn.to(out.batch.inputs.device)
-
-        return out.once("fraug.labels", compute)
+        before = ctx.state[PROTOTYPES]
+        seen = features.to(before.dtype)  # that may have come out of coarser products
+        ctx.state[PROTOTYPES] = class_prototype_ema(prototypes=before, features=seen, labels=labels, momentum=momentum)
 
     def _noise(self, ctx: Context, out: Outputs) -> Tensor:
         inputs = out.batch.inputs

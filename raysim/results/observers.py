@@ -15,6 +15,7 @@ from raysim.api.method import Method
 from raysim.data.federated import FederatedData
 from raysim.primitives.errors import first_line
 from raysim.primitives.files import replace_file
+from raysim.results import profile
 from raysim.results.clients import split_of, write_clients, write_split
 from raysim.results.curves import draw_run
 from raysim.results.figures import (
@@ -32,7 +33,7 @@ from raysim.results.progress import Progress
 from raysim.results.served import served
 from raysim.results.timeline import draw_timeline
 from raysim.results.tracking import Tracker, save_model
-from raysim.simulation.events import ClientScores, Finished, Round, Row, RunStopped, Saved, Waiting
+from raysim.simulation.events import ClientScores, Finished, Profiled, Round, Row, RunStopped, Saved, Waiting
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -51,7 +52,7 @@ class CurrentRun:
 
     rounds: how many there will be. rows: the history so far, a row per round; a resumed run's earlier rounds are in it
     from the start. facts: what the summary says besides the numbers of the history. pictures: those drawn at the end.
-    config: the settings.
+    config: the settings. profile: where the time went, just before the end, if the run was asked for it.
     """
 
     folder: Path
@@ -61,6 +62,7 @@ class CurrentRun:
     thresholds: Sequence[float] = THRESHOLDS
     rows: list[Row] = field(default_factory=list)
     finished: Finished | None = None
+    profile: Profiled | None = None
     pictures: list[Path] = field(default_factory=list)
     config: Mapping[str, object] = field(default_factory=dict)
 
@@ -335,6 +337,19 @@ class Pictures(Observer):
         draw_features(probes, paths[1], last)
         draw_outputs(probes, paths[2], last)
         return paths if drawn else paths[1:]
+
+
+class ProfileFiles(Observer):
+    """profile.json, trace.json and profile.png, where a run was asked for them; and the table on the screen."""
+
+    def __init__(self, show: Callable[[object], object]):
+        self._show = show
+
+    def on_finish(self, run: CurrentRun, event: Finished) -> None:
+        """Write and show them."""
+        if run.profile is not None:
+            run.pictures.append(profile.write(run.profile, run.folder, run.title)[-1])
+            self._show(profile.table(run.profile))
 
 
 class SummaryFile(Observer):

@@ -58,6 +58,8 @@ class Progress:
         self.metric = "accuracy"
         self.scores: dict[str, float] = {}  # last known ones
         self.pace: deque[float] = deque(maxlen=RECENT)
+        self.samples: deque[int] = deque(maxlen=RECENT)  # trained on in the same rounds
+        self.busy: dict[str, float] = {}  # shares of wall time, of hosts and devices, in the last round
         self._wall = 0.0 if done == 0 else None  # cumulative seconds at the last row
         self._said, self._at = "", clock()
         self._waits_for = ""
@@ -84,6 +86,9 @@ class Progress:
         if self.pace:
             pace = statistics.median(self.pace)
             parts += [f"{duration(pace)}/round", f"{duration(pace * (self.total - self.round))} left"]
+            parts += [f"{sum(self.samples) / max(sum(self.pace), 1e-9):,.0f} samples/s"] if any(self.samples) else []
+        if self.busy:
+            parts.append(", ".join(f"{name} {share:.0%}" for name, share in self.busy.items()) + " busy")
         if self.failures:
             parts.append(f"{self.failures} failure{'s' if self.failures > 1 else ''}")
         if self._waits_for:
@@ -99,7 +104,10 @@ class Progress:
         self.scores.update({name: value for name, value in named.items() if value is not None})
         if self._wall is not None:
             self.pace.append(max(0.0, wall - self._wall))
+            self.samples.append(int(row.get("samples") or 0))
         self._wall, self._waits_for = wall, ""
+        shares = {"hosts": row.get("host_busy"), "devices": row.get("device_busy")}
+        self.busy = {name: share for name, share in shares.items() if share is not None}
         self._show(self.clock() - self._at >= SILENCE)
 
     def wait(self, host: int, clients: Sequence[int], seconds: float) -> None:

@@ -14,11 +14,14 @@ from raysim.simulation.fleet import Fleet
 from raysim.simulation.schedule import Schedule
 from raysim.training.determinism import openblas
 from raysim.training.host import Host
+from raysim.training.resident import Leftover
 from raysim.training.run_spec import RunSpec
 
 
 class InProcess:
     """Hosts in this process, one unless others are given."""
+
+    at_once = True
 
     def __init__(self, *members: Any):
         self.members, self.hosts = members, len(members)
@@ -31,12 +34,12 @@ class InProcess:
 
     def call(self, host: int, method: str, *args: object, returns: int = 1) -> list[Any]:
         """Run it now."""
-        result = getattr(self.members[host], method)(*args)
+        result = getattr(self.members[host], method)(*map(self.get, args))
         return [result] if returns == 1 else list(result)
 
     def get(self, ref: Any) -> Any:
-        """The value itself."""
-        return ref
+        """The value itself; private states, which nobody needed so far, are copied from their device now."""
+        return ref.read() if isinstance(ref, Leftover) else ref
 
     def ready(self, refs: Sequence[Any], seconds: float) -> int:
         """All are there."""

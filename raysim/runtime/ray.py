@@ -348,6 +348,8 @@ class RayRuntime:
     start: makes the actor of a host, given its number. nodes, combine_from: see `Runtime`.
     """
 
+    at_once = False
+
     def __init__(
         self, hosts: int, start: Callable[[int], Any], nodes: Sequence[int] = (), combine_from: float = math.inf
     ):

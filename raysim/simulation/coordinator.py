@@ -29,6 +29,7 @@ from raysim.simulation.history_row import RowWriter
 from raysim.simulation.load import make_planner
 from raysim.simulation.planner import Deserted, Step
 from raysim.simulation.private_states import PrivateStates
+from raysim.simulation.profile import Profile
 from raysim.simulation.runtime import Runtime
 from raysim.simulation.schedule import Schedule
 from raysim.simulation.server import Server, asked_weighting
@@ -66,6 +67,8 @@ class Coordinator:
         folder: str = "",
         resume: str = "",
     ):
+        self.profile = Profile(runtime) if spec.profile else None
+        runtime = runtime if self.profile is None else self.profile.runtime
         self.spec, self.runtime = spec, runtime
         self.settings, self.folder, self.resume = (settings := spec.settings), folder, resume
         self._checkpoint_every = settings.checkpoint.every if folder else 0
@@ -111,6 +114,8 @@ class Coordinator:
     def run(self) -> Iterator[Event]:
         """Run to the last round. Raises TooManyFailures or Deserted after writing a checkpoint."""
         self.history.start()
+        if self.profile:
+            self.profile.watch(self)
         self.dispatcher.greet()
         if self.resume:
             self.restore()
@@ -143,7 +148,10 @@ class Coordinator:
         yield from self._report()
         if self._checkpoint_every:
             yield self._save()
-        yield self._finish()
+        finished = self._finish()
+        if self.profile:
+            yield self.profile.take()
+        yield finished
 
     # --- before round 0 ------------------------------------------------------------------------------------------
     def _contribute(self) -> None:

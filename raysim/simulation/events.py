@@ -8,6 +8,7 @@ from typing import NamedTuple, TypeAlias
 
 from raysim.api.messages import Failure, Probe
 from raysim.data.partition import Floats, Ints
+from raysim.simulation.profile import Profiled as Profiled
 
 
 class JobEnd(NamedTuple):
@@ -79,7 +80,7 @@ class Finished:
     jobs: tuple[JobEnd, ...] = ()  # that no aggregation took, because there was none any more
 
 
-Event: TypeAlias = Started | Waiting | Round | Saved | Finished
+Event: TypeAlias = Started | Waiting | Round | Saved | Profiled | Finished
 
 
 class RunStopped(RuntimeError):

@@ -98,7 +98,12 @@ class RowWriter:
         shares = [min(1.0, (total - self._worked.get(host, 0.0)) / span) for host, total in worked.items()]
         shares += [0.0] * (self.dispatcher.runtime.hosts - len(shares))
         self._worked, self._row_at = dict(worked), now
-        return {"host_busy": _mean(shares), "host_busy_least": min(shares)}
+        use = list(self.dispatcher.device_use.values())
+        return {
+            "host_busy": _mean(shares),
+            "host_busy_least": min(shares),
+            **({"device_busy": _mean(use)} if use else {}),
+        }
 
 
 def _mean(values: Sequence[float]) -> float:

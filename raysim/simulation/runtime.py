@@ -30,6 +30,11 @@ class Runtime(Protocol):
         """Floats of a vector from which on a node adds up what its hosts have summed before it travels."""
         ...
 
+    @property
+    def at_once(self) -> bool:
+        """Whether a call has ended when it returns, because the hosts are in this process."""
+        ...
+
     def put(self, value: object) -> Ref:
         """Store a value once for all hosts; a Ref may be an argument of `call`."""
         ...

@@ -87,6 +87,9 @@ class _Linear(torch.autograd.Function):
                 return F.linear(x, w, b), 0
             w = _in_front(w, in_dims[1], info.batch_size)
             bias = None if b is None else _in_front(b, in_dims[2], info.batch_size)
+            if torch.is_autocast_enabled(x.device.type):  # its gradient is computed where autocast is over
+                precision = torch.get_autocast_dtype(x.device.type)
+                x, w, bias = x.to(precision), w.to(precision), None if bias is None else bias.to(precision)
             rows = _Products.apply(x.reshape(len(x), -1, x.shape[-1]), w, bias)
             return rows.view(*x.shape[:-1], w.shape[1]), 0
 
@@ -103,6 +106,7 @@ def _of_classes(*args: Any, **options: Any) -> bool:
 
 def _cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
     """`F.cross_entropy` in a fourth of its operations: no label is left out."""
+    logits = logits.float() if logits.dtype == torch.bfloat16 else logits  # as autocast would
     return -F.log_softmax(logits, 1).gather(1, labels.unsqueeze(1)).mean()
 
 
@@ -124,6 +128,8 @@ class InLanes(TorchFunctionMode):
             return self._linear(*args, **kwargs)
         if func is F.cross_entropy and _of_classes(*args, **kwargs):
             return _cross_entropy(*args[:2])
+        if func is F.batch_norm and torch.is_autocast_enabled(args[0].device.type):
+            return func(args[0].float(), *args[1:], **kwargs)  # under vmap it takes no inputs coarser than its weights
         if func is F.dropout:
             return self._dropout(*args, **kwargs)
         if func in (torch.randn_like, torch.rand_like) and not kwargs:

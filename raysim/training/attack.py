@@ -165,15 +165,14 @@ class Attackers:
         elif common is not None:
             params[:] = common
         try:
-            check_norm(torch.from_numpy(params), self.most)
+            check_norm(float(torch.linalg.vector_norm(torch.from_numpy(params))), self.most)
         except ValueError as error:
             return Failure(update.job, update.client, update.version, "server", "", f"client {update.client}: {error}")
         return replace(update, delta=delta)
 
 
-def check_norm(update: Tensor, most: float | None) -> None:
+def check_norm(norm: float, most: float | None) -> None:
     """Raises ValueError where the norm of an update is not finite, or above what faults.norm allows."""
-    norm = float(torch.linalg.vector_norm(update))
     if not np.isfinite(norm):
         raise ValueError("the update has no finite norm; lower local.lr or set local.clip")
     if most is not None and norm > most:

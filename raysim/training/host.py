@@ -5,7 +5,8 @@ from __future__ import annotations
 import time
 import traceback
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from math import isfinite
 from typing import cast
 
 import numpy as np
@@ -29,8 +30,9 @@ from raysim.api.messages import (
     Task as Score,
     Trained,
 )
-from raysim.api.private_state import PrivateState, StoredState, size
+from raysim.api.private_state import PrivateState, StoredState
 from raysim.models import Classifier
+from raysim.primitives.spans import Spans
 from raysim.primitives.streams import stream
 from raysim.training.attack import check_norm
 from raysim.training.combiner import Combiner
@@ -38,9 +40,11 @@ from raysim.training.determinism import make_deterministic
 from raysim.training.lane_scores import LaneScores, pays
 from raysim.training.lanes import Lanes
 from raysim.training.probe import balanced_rows
+from raysim.training.profile import HostTrack, device_use, watched
+from raysim.training.resident import Leftover, Resident
 from raysim.training.run_spec import RunSpec, build_networks
 from raysim.training.trainer import Clients, LocalRun, OneByOne, Trainer, load, private_state
-from raysim.vectors.blocks import is_finite
+from raysim.training.transfer import Copies, numbers, on_device, up
 from raysim.vectors.layout import Vector
 
 # Arrays out of an object store are read-only; tensors over them are only read.
@@ -61,32 +65,34 @@ class Host(Combiner):
         networks, self.layout = build_networks(spec)
         self.vector = Vector(networks, self.layout, self.device, spec.dtype)
         self._initial = private_state(self.vector, {})  # of a client that never trained; methods add theirs
-        dataset, train = spec.data.open(), spec.data.partition.train
-        labels = spec.attackers.labels(torch.from_numpy(dataset.labels), train, spec.task.num_classes)
+        inputs, labels = on_device(spec.data.open(), self.device)
+        train = spec.data.partition.train
         self.trainer = Trainer(
             spec.task,
             self.vector,
             spec.methods,
             spec.settings.local,
-            torch.from_numpy(dataset.inputs).to(self.device),
-            labels.to(self.device),
+            inputs,
+            spec.attackers.labels(labels, train, spec.task.num_classes),
             train,
             spec.data.pipeline,
             spec.settings.seed,
+            spec.autocast,
         )
-        count = spec.lanes
-        lanes = None if count == 1 else Lanes(self.trainer, count)
-        self._loop = lanes or OneByOne(self.trainer)
+        lanes = None if spec.lanes == 1 and not spec.graph else Lanes(self.trainer, spec.lanes, spec.graph)
+        self.loop = lanes or OneByOne(self.trainer)
         self._scores = LaneScores(lanes, spec.score_batch) if lanes and pays(self.device) else None
         self._stateful = owners(spec.methods, "state")
         self._personalisers = owners(spec.methods, "personalise")
         self._predictor = owner(spec.methods, "predict")
         self._reports_moves = any(method.needs_single_updates for method in spec.methods)
-        self._resident: dict[int, tuple[int, PrivateState[Tensor]]] = {}  # by client: the job that left it, the state
+        self._resident = Resident(self.device, spec.settings.state.device_bytes)
+        self._copies = Copies(self.device)
         self._received: tuple[tuple[int, str], Tensor, Tensor, dict[str, Tensor]] | None = None
         self._constants: dict[str, Tensor] = {}
         self._probed = np.empty(0, np.int64)
         self._busy = 0.0  # seconds of work since it last said so
+        self.spans: Spans | None = watched(self) if spec.profile else None
 
     def ready(self) -> str:
         """Its name, once it can work."""
@@ -94,13 +100,19 @@ class Host(Combiner):
 
     def keep(self, constants: Arrays, probed: np.ndarray) -> None:
         """What every client receives once, and the rows of the data set that local models are probed on."""
-        self._constants = {key: torch.from_numpy(value).to(self.device) for key, value in constants.items()}
+        self._constants = {key: up(value, self.device) for key, value in constants.items()}
         self._probed = probed
 
     def release(self, clients: Sequence[int]) -> None:
         """Forget the private states of clients that are elsewhere now."""
         for client in clients:
-            self._resident.pop(client, None)
+            self._resident.drop(client)
+
+    def profile(self) -> HostTrack:
+        """Where the time of its calls went, those since it was last asked."""
+        assert self.spans is not None, "only a run with profile=true asks"
+        calls = [(span.start, span.stop) for span in self.spans.calls]
+        return HostTrack(self.spans.take(self.name), calls)
 
     # --- before round 0 ------------------------------------------------------------------------------------------
     def contribute(self, clients: Sequence[int]) -> list[dict[str, np.ndarray]]:
@@ -118,8 +130,8 @@ class Host(Combiner):
         groups: Sequence[tuple[int, ...]],
         versions: int,
         *values: Published | StoredState | None,
-    ) -> Trained | tuple[Trained | StoredState, ...]:
-        """Train the jobs in order. Returns a `Trained`; in stateful runs a tuple of it and each job's new state.
+    ) -> Trained | tuple[Trained | Leftover, ...]:
+        """Train the jobs in order. Returns a `Trained`; in stateful runs a tuple of it and what each job left.
 
         groups: numbers of jobs, consecutive here, whose deltas are summed on this host.
         values: what was published, in so many versions, that the jobs start from; then, in stateful runs, for each job
@@ -128,16 +140,19 @@ class Host(Combiner):
         since = time.perf_counter()
         bases = {each.version: each for each in cast("tuple[Published, ...]", values[:versions])}
         states = cast("tuple[StoredState | None, ...]", values[versions:])
-        sums, ends = _Sums(jobs, groups), dict[int, tuple[Outcome, PrivateState[Tensor]]]()
+        sums, ends = _Sums(jobs, groups), dict[int, tuple[Outcome, Leftover | None]]()
         for version in sorted(bases):  # a client's earlier jobs started from earlier ones
             own = [index for index, job in enumerate(jobs) if job.version == version]
             sent = [states[index] for index in own] if states else []
             trained_here = self._train([jobs[index] for index in own], self._receive(bases[version]), sent, sums)
             ends |= dict(zip(own, trained_here, strict=True))
         outcomes = tuple(ends[index][0] for index in range(len(jobs)))
-        after = [ends[index][1].each(_array) for index in range(len(jobs))] if states else []
+        totals = tuple(Sum(group, self._copied(total)) for group, total in sums.totals.items())
+        self._arrive()
+        after = [left for index in range(len(jobs)) if (left := ends[index][1]) is not None]
         busy, self._busy = self._busy + time.perf_counter() - since, 0.0
-        trained = Trained(outcomes, sums.found(), self.name, busy, tuple(map(size, after)))
+        sizes = tuple(left.size for left in after)
+        trained = Trained(outcomes, totals, self.name, busy, sizes, device_use(self.device))
         return (trained, *after) if states else trained
 
     def _train(
@@ -146,12 +161,12 @@ class Host(Combiner):
         received: tuple[Tensor, Tensor, dict[str, Tensor]],
         states: Sequence[StoredState | None],
         sums: _Sums,
-    ) -> list[tuple[Outcome, PrivateState[Tensor]]]:
-        """Train jobs of one version: of each its outcome, and the private state that it leaves."""
-        ends: dict[int, tuple[Outcome, PrivateState[Tensor]]] = {}
+    ) -> list[tuple[Outcome, Leftover | None]]:
+        """Train jobs of one version: of each its outcome, and in stateful runs what it leaves."""
+        ends: dict[int, tuple[Outcome, Leftover | None]] = {}
         starts: dict[int, tuple[float, PrivateState[Tensor]]] = {}
         numbers = [job.number for job in jobs]
-        order, unfinished = self._loop.order(numbers), set(numbers)
+        order, unfinished = self.loop.order(numbers), set(numbers)
 
         def ready(index: int) -> bool:
             """Whether no other job of this call has to end first."""
@@ -173,13 +188,12 @@ class Host(Combiner):
             settle(index, self._failure(jobs[index], error), starts[index][1])
 
         def settle(index: int, outcome: Outcome, state: PrivateState[Tensor]) -> None:
-            ends[index] = outcome, state
-            unfinished.remove(jobs[index].number)
-            sums.add(jobs[index], self.vector.shared if isinstance(outcome, SummedUpdate) else None)
-            if states:
-                self._resident[jobs[index].client] = (jobs[index].number, state)
+            job = jobs[index]
+            unfinished.remove(job.number)
+            self._add(sums, job, self.vector.shared if isinstance(outcome, SummedUpdate) else None)
+            ends[index] = outcome, self._resident.put(job.client, job.number, state) if states else None
 
-        self._loop.train(Clients(numbers, ready, begin, end, fail))
+        self.loop.train(Clients(numbers, ready, begin, end, fail))
         return [ends[index] for index in range(len(jobs))]
 
     def _with_extras(
@@ -188,17 +202,16 @@ class Host(Combiner):
         """What the job's client receives: the broadcast, and what is for it alone."""
         base, counters, download = received
         if job.extras:
-            download = {**download, **{key: torch.from_numpy(v).to(self.device) for key, v in job.extras.items()}}
+            download = {**download, **{key: up(value, self.device) for key, value in job.extras.items()}}
         return base, counters, download
 
     def _receive(self, published: Published) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         """The broadcast as tensors on the device; on a CPU views of the very array that was published."""
         key = (published.version, published.mark)
         if self._received is None or self._received[0] != key or self.device.type == "cpu":
-            download = {key: torch.from_numpy(value).to(self.device) for key, value in published.extras.items()}
-            download |= self._constants
-            base, counters = torch.from_numpy(published.vector), torch.from_numpy(published.counters)
-            self._received = (key, base.to(self.device), counters.to(self.device), download)
+            download = {key: up(value, self.device) for key, value in published.extras.items()} | self._constants
+            base, counters = up(published.vector, self.device), up(published.counters, self.device)
+            self._received = (key, base, counters, download)
         return self._received[1:]
 
     def _state(self, client: int, number: int, sent: StoredState | None) -> PrivateState[Tensor]:
@@ -211,11 +224,10 @@ class Host(Combiner):
             for method in self._stateful:
                 methods |= {key: self._own_kind(value) for key, value in method.state(self.layout, samples).items()}
             return PrivateState(self._initial.personal, self._initial.counters, methods)
-        resident = self._resident.get(client)
-        if resident is not None and resident[0] == number:
-            return resident[1]
+        if (resident := self._resident.get(client, number)) is not None:
+            return resident
         assert sent is not None, f"client {client}: the state of job {number} is neither on {self.name} nor sent"
-        return sent.each(lambda array: torch.from_numpy(array).to(self.device))
+        return sent.each(lambda array: up(array, self.device))
 
     def _own_kind(self, value: Tensor) -> Tensor:
         """On the device, and floats in the dtype of the run."""
@@ -226,16 +238,9 @@ class Host(Combiner):
     ) -> tuple[Outcome, PrivateState[Tensor]]:
         """What a job sends and leaves. The delta is left in the vector's shared part; a single update has a copy."""
         plan, losses = ctx.plan, ctx.losses
-        loss = float(losses.mean())
         probe = self._probe(ctx) if job.probe else None
         delta = self.vector.shared.sub_(base)
-        # Personal entries too: they do not travel, but the client's next job would start from them.
-        if not ((np.isfinite(loss) or not len(losses)) and is_finite(self.vector.data)):
-            raise NotFinite(self._diverged(losses, job))
-        check_norm(delta[: self.layout.trained], self.spec.settings.faults.norm)
-        for key, value in ctx.upload.items():
-            if not is_finite(value):
-                raise NotFinite(f"the upload {key} is not finite; lower local.lr or set local.clip", key)
+        loss = self._checked(job, losses, delta, ctx.upload)
         summed = SummedUpdate(
             job=job.number,
             client=job.client,
@@ -246,7 +251,7 @@ class Host(Combiner):
             loss=loss,
             seconds=seconds,
             counters=self._counters(),
-            extras={key: value.cpu().numpy() for key, value in ctx.upload.items()},
+            extras={key: self._copied(value) for key, value in ctx.upload.items()},
             moves=self._moves(ctx),
             report=ctx.report,
             probe=probe,
@@ -259,7 +264,33 @@ class Host(Combiner):
         )
         if job.number in sums.member:
             return summed, left
-        return SingleUpdate(**vars(summed), delta=delta.to("cpu", copy=True).numpy()), left
+        return SingleUpdate(**vars(summed), delta=self._copied(delta.clone())), left
+
+    def _checked(self, job: Job, losses: Tensor, delta: Tensor, upload: Mapping[str, Tensor]) -> float:
+        """The mean loss. Raises NotFinite or ValueError for what must not be added up; waits for the device once."""
+        # Personal entries too: they do not travel, but the client's next job would start from them.
+        norm = torch.linalg.vector_norm(delta[: self.layout.trained])
+        asked = [losses.mean(), self.vector.data.sum(), norm, *(value.sum() for value in upload.values())]
+        loss, whole, length, *others = numbers(asked)
+        # A finite sum has finite terms.
+        if (len(losses) and not isfinite(loss)) or not (isfinite(whole) or bool(self.vector.data.isfinite().all())):
+            raise NotFinite(self._diverged(losses, job))
+        check_norm(length, self.spec.settings.faults.norm)
+        for (key, value), total in zip(upload.items(), others, strict=True):
+            if not (isfinite(total) or bool(value.isfinite().all())):
+                raise NotFinite(f"the upload {key} is not finite; lower local.lr or set local.clip", key)
+        return loss
+
+    # What a profile tells apart.
+    def _copied(self, value: Tensor) -> np.ndarray:
+        return self._copies.take(value)
+
+    def _arrive(self) -> None:
+        self._copies.wait()
+
+    @staticmethod
+    def _add(sums: _Sums, job: Job, delta: Tensor | None) -> None:
+        sums.add(job, delta)
 
     def _failure(self, job: Job, error: BaseException) -> Failure:
         where = f"client {job.client}, version {job.version}, host {self.name}"
@@ -306,7 +337,7 @@ class Host(Combiner):
         """The shared integer buffers as trained; without any, one object for all, which is pickled once per call."""
         if not self.layout.shared_counters:
             return _NO_COUNTERS
-        return self.vector.counters[: self.layout.shared_counters].to("cpu", copy=True).numpy()
+        return self._copied(self.vector.counters[: self.layout.shared_counters].clone())
 
     def _diverged(self, losses: Tensor, job: Job) -> str:
         bad = (~torch.isfinite(losses)).nonzero().flatten().tolist()
@@ -385,7 +416,7 @@ class Host(Combiner):
 
     def _personalise(self, task: Score, state: PrivateState[Tensor]) -> None:
         """Make the vector the client's own model."""
-        download = {key: torch.from_numpy(value).to(self.device) for key, value in task.extras.items()}
+        download = {key: up(value, self.device) for key, value in task.extras.items()}
         own = Own(task.client, self.vector, state.methods, download, self.trainer, task.state >= 0)
         with torch.no_grad():
             for method in self._personalisers:
@@ -419,7 +450,7 @@ class _Sums:
     def __init__(self, jobs: Sequence[Job], groups: Sequence[tuple[int, ...]]):
         self.member = {number: group for group in groups for number in group}
         self._weights = {job.number: job.weight for job in jobs}
-        self._totals: dict[tuple[int, ...], np.ndarray] = {}
+        self.totals: dict[tuple[int, ...], Tensor] = {}  # on the device
         self._due = {group: iter(group) for group in groups}
         self._next = {group: next(due) for group, due in self._due.items()}
         self._early: dict[int, Tensor | None] = {}  # copies of deltas whose turn has not come
@@ -430,7 +461,7 @@ class _Sums:
         if group is None:
             return
         if job.number != self._next[group]:
-            self._early[job.number] = None if delta is None else delta.to("cpu", copy=True)
+            self._early[job.number] = None if delta is None else delta.clone()
             return
         self._fold(group, job.number, delta)
         while (number := next(self._due[group], -1)) in self._early:
@@ -440,14 +471,10 @@ class _Sums:
     def _fold(self, group: tuple[int, ...], number: int, delta: Tensor | None) -> None:
         if delta is None:
             return
-        if group in self._totals:
-            torch.from_numpy(self._totals[group]).add_(delta.cpu(), alpha=self._weights[number])
+        if group in self.totals:
+            self.totals[group].add_(delta, alpha=self._weights[number])
         else:
-            self._totals[group] = (delta.cpu() * self._weights[number]).numpy()
-
-    def found(self) -> tuple[Sum, ...]:
-        """All of them."""
-        return tuple(Sum(group, total) for group, total in self._totals.items())
+            self.totals[group] = delta * self._weights[number]
 
 
 class NotFinite(FloatingPointError):
@@ -456,8 +483,3 @@ class NotFinite(FloatingPointError):
     def __init__(self, text: str, entry: str = ""):
         super().__init__(text)
         self.method = entry.partition(".")[0]
-
-
-def _array(value: Tensor) -> np.ndarray:
-    """In ordinary memory; of a tensor that is there already, a view."""
-    return value.cpu().numpy()

@@ -92,6 +92,8 @@ FACTS: Mapping[str, Callable[[Lane], Any]] = {
     "plan": lambda lane: (lane.ctx.plan.sizes, lane.ctx.samples),
     "samples": lambda lane: lane.ctx.samples,
     "participation": lambda lane: lane.ctx.participation,
+    "version": lambda lane: lane.ctx.version,
+    "rate": lambda lane: lane.ctx.rate,
 }
 
 

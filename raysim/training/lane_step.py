@@ -34,7 +34,7 @@ class LaneContext(Context):
         self, asked: Asked, lead: Lane, stage: Stage, given: Tensors, common: Mapping[str, Tensor], open_: ExitStack
     ):
         ctx = lead.ctx
-        self.trainer, self.seed, self.version, self.rate = ctx.trainer, ctx.seed, ctx.version, ctx.rate
+        self.trainer, self.seed = ctx.trainer, ctx.seed
         self.vector, self.received, self.base = ctx.vector, ctx.received, given.get("base", ctx.base)
         self.stage, self.upload, self.report = stage, {}, {}
         self.state = Table("state", given["state"], asked.entries)
@@ -61,6 +61,14 @@ class LaneContext(Context):
     @property
     def step(self) -> int:  # type: ignore[override]
         return int(self._fact("step"))
+
+    @property
+    def version(self) -> int:  # type: ignore[override]
+        return int(self._fact("version"))
+
+    @property
+    def rate(self) -> float:  # type: ignore[override]
+        return float(self._fact("rate"))
 
     @property
     def plan(self) -> Sizes:  # type: ignore[override]
@@ -133,7 +141,7 @@ def _flat(found: Tensors, gradient: list[Tensor]) -> list[Tensor]:
 
 
 @contextmanager
-def explained(count: int, what: str = "train") -> Iterator[None]:
+def explained(count: int, what: str = "train", graph: bool = False) -> Iterator[None]:
     """What fails in a step of many clients fails because of lanes, and says so by the method's name."""
     try:
         yield
@@ -142,20 +150,64 @@ def explained(count: int, what: str = "train") -> Iterator[None]:
     except Exception as error:
         name = blamed(error)
         who = f"method '{name}'" if name else "the model or the loop"
+        said = first_line(error).rstrip(".")
         raise NotInLanes(
-            f"runtime.lanes={count}: {who} cannot {what} several clients at once ({first_line(error).rstrip('.')}): "
-            "set runtime.lanes=1"
+            f"runtime.graph=true: the step of {who} cannot be recorded ({said}): set runtime.graph=false"
+            if graph
+            else f"runtime.lanes={count}: {who} cannot {what} several clients at once ({said}): set runtime.lanes=1"
         ) from error
 
 
-class LaneStep:
-    """One stage of an iteration, for the lanes of a group."""
+def stacked_batch(lanes: Lanes, active: Sequence[Lane]) -> list[Tensor]:
+    """Inputs and targets of a group's next batches, [K, B, ...]; rows of other lanes repeat the first one's."""
+    own = {lane.row: lane.batch for lane in active}
+    batches = [own.get(row) or active[0].batch for row in range(lanes.count)]
+    return [torch.stack([getattr(batch, name) for batch in batches]) for name in ("inputs", "targets")]
 
-    def __init__(self, lanes: Lanes, active: Sequence[Lane], stage: Stage, cached: Tensors, more: bool):
+
+def stacked_given(lanes: Lanes, active: Sequence[Lane]) -> tuple[Tensors, dict[str, Tensor]]:
+    """What the steps of a group ask for besides batches and parameters, [K, ...] each; and downloads that all have,
+    where others have some of their own."""
+    contexts = [lane.ctx for lane in active]
+    given: Tensors = {name: {} for name in TABLES if name != "base"}
+    common: dict[str, Tensor] = {}
+    for table, key in lanes.asked.entries:
+        if lanes.shape(active[0], table, key) is not None:
+            one, *others = (TABLES[table](lane, key) for lane in active)
+            if table == "download" and all(other is one for other in others):
+                common[key] = one
+            else:
+                given[table][key] = lanes.stacked(table, key, active)
+    if all(ctx.download is contexts[0].download for ctx in contexts):
+        del given["download"]
+    if any(ctx.base is not contexts[0].base for ctx in contexts):
+        given["base"] = lanes.stacked("base", "", active)
+    given["client"] = lanes.clients(active)
+    return given, common
+
+
+class LaneStep:
+    """One stage of an iteration, for the lanes of a group.
+
+    batch, given: as `stacked_batch` and `stacked_given` return them, if they are there already. changed: entries of
+    tables that hooks have replaced, [K, ...] each.
+    """
+
+    def __init__(
+        self,
+        lanes: Lanes,
+        active: Sequence[Lane],
+        stage: Stage,
+        cached: Tensors,
+        more: bool,
+        batch: list[Tensor] | None = None,
+        given: tuple[Tensors, dict[str, Tensor]] | None = None,
+    ):
         self.lanes, self.active, self.stage, self.more = lanes, active, stage, more
         self.vector, self.step, self.group = lanes.trainer.vector, lanes.step, lanes.group(stage.trains)
-        self.common: dict[str, Tensor] = {}  # downloads that all have, where others have some of their own
-        self.batch = self._batch()
+        self.batch = stacked_batch(lanes, active) if batch is None else batch
+        self._given = given
+        self.changed: dict[str, dict[str, Tensor]] = {"state": {}, "kept": {}}
         self.cached = cached
         self.draws = self._draws() if self.step.perturber is not None else []
         # Of BatchNorm: contiguous, for only such tensors are changed in place under vmap.
@@ -163,30 +215,13 @@ class LaneStep:
         self.started = [buffer.clone() for buffer in self.buffers] if self.step.perturber is not None else []
 
     @cached_property
-    def given(self) -> Tensors:
-        """What the steps of the group ask for besides batches and parameters, [K, ...] each."""
-        lanes, active = self.lanes, self.active
-        contexts = [lane.ctx for lane in active]
-        given: Tensors = {name: {} for name in TABLES if name != "base"}
-        for table, key in lanes.asked.entries:
-            if lanes.shape(active[0], table, key) is not None:
-                one, *others = (TABLES[table](lane, key) for lane in active)
-                if table == "download" and all(other is one for other in others):
-                    self.common[key] = one
-                else:
-                    given[table][key] = lanes.stacked(table, key, active)
-        if all(ctx.download is contexts[0].download for ctx in contexts):
-            del given["download"]
-        if any(ctx.base is not contexts[0].base for ctx in contexts):
-            given["base"] = lanes.stacked("base", "", active)
-        clients = {lane.row: lane.ctx.client for lane in active}
-        given["client"] = torch.tensor([clients.get(row, 0) for row in range(lanes.count)], device=lanes.data.device)
-        return given
+    def _asked(self) -> tuple[Tensors, dict[str, Tensor]]:
+        return self._given or stacked_given(self.lanes, self.active)
 
-    def _batch(self) -> list[Tensor]:
-        own = {lane.row: lane.batch for lane in self.active}
-        batches = [own.get(row) or self.active[0].batch for row in range(self.lanes.count)]
-        return [torch.stack([getattr(batch, name) for batch in batches]) for name in ("inputs", "targets")]
+    @property
+    def given(self) -> Tensors:
+        """See `stacked_given`."""
+        return self._asked[0]
 
     @contextmanager
     def _context(self, given: Tensors, data: Tensor, counters: Tensor, tensors: Sequence[Tensor]) -> Iterator[Context]:
@@ -195,7 +230,7 @@ class LaneStep:
             stack.enter_context(self.vector.standing_for(data, counters, tensors))
             generators = {lane.row: lane.generator for lane in self.active if lane.generator is not None}
             stack.enter_context(InLanes(generators, given["client"]))
-            yield LaneContext(self.lanes.asked, self.active[0], self.stage, given, self.common, stack)
+            yield LaneContext(self.lanes.asked, self.active[0], self.stage, given, self._asked[1], stack)
 
     # --- the loss ------------------------------------------------------------------------------------------------
     def forward(self, buffers: Sequence[Tensor] | None = None, again: bool = False) -> Tensors:
@@ -243,7 +278,7 @@ class LaneStep:
         tape, trusted = lanes.tapes.get(key, (None, False))
         if tape is None:
             tape = Tape(lambda: _flat(*self.passes()), inputs)
-            found, lanes.plain = tape.first, tape.playable
+            found = tape.first
         elif not trusted:
             copies = [*inputs[: -len(self.buffers) or None], *(buffer.clone() for buffer in self.buffers)]
             again = tape.play(copies)
@@ -264,18 +299,22 @@ class LaneStep:
     def commit(self, found: Tensors) -> None:
         """Keep what the first pass did besides the losses."""
         self.lanes.keep_buffers(self.buffers)
-        for table in ("state", "kept"):
-            for key, whole in found[table].items():
-                self.lanes.unstack(table, key, whole, self.active)
+        self._note(found)
+
+    def _note(self, found: Tensors) -> None:
+        for table, entries in self.changed.items():
+            entries |= found[table]
 
     # --- the step ------------------------------------------------------------------------------------------------
-    def descend(self, grads: list[Tensor]) -> None:
-        """One step of the stage's optimiser, in the rows of these lanes and of those that nobody needs."""
+    def descend(self, grads: list[Tensor], rate: float | Tensor, active: Tensor) -> None:
+        """One step of the stage's optimiser, in the rows of these lanes and of those that nobody needs.
+
+        active: [K] 1 for these lanes.
+        """
         lanes, group = self.lanes, self.group
-        optimizer, rate = lanes.optimizer(self.stage), self.active[0].ctx.rate * self.stage.rate
-        rows = [lane.row for lane in self.active]
+        optimizer, rate = lanes.optimizer(self.stage), rate * self.stage.rate
         if not self.step.flat:
-            optimizer.step_rows(rows, group.views, grads, rate)
+            optimizer.step_rows(active, group.views, grads, rate)
             return
         flat = torch.cat([grad.reshape(lanes.count, -1) for grad in grads], dim=1)
         if self.step.perturber is not None:
@@ -285,16 +324,14 @@ class LaneStep:
             norms = torch.cat(parts, dim=1).norm(dim=1, keepdim=True)
             factors = (self.step.clip / (norms + 1e-6)).clamp(max=1.0)
             parts = [part * factors for part in parts]
-        optimizer.step_rows(rows, [lanes.data[:, run] for run in group.runs], parts, rate)
+        optimizer.step_rows(active, [lanes.data[:, run] for run in group.runs], parts, rate)
 
     def corrected(self, parts: list[Tensor]) -> list[Tensor]:
         """The gradient's stretches [K, n], after all corrections of shared ones."""
         if not self.step.corrections:
             return parts
         found = self._corrections(parts)
-        for table in ("state", "kept"):
-            for key, whole in found[table].items():
-                self.lanes.unstack(table, key, whole, self.active)
+        self._note(found)
         return list(found["parts"])
 
     def try_corrections(self) -> None:

@@ -26,6 +26,7 @@ from raysim.api.composition import overrides
 from raysim.api.context import Stage
 from raysim.models.classifier import is_stochastic
 from raysim.models.split import Foreign
+from raysim.training.graph import Graphs, Masks, recorder
 from raysim.training.lane import FACTS, TABLES, Asked, Kind, Lane, Wanted
 from raysim.training.lane_step import LaneGroup, LaneStep, after, explained
 from raysim.training.run_spec import RunSpec
@@ -42,6 +43,10 @@ _IN_STEP = ("transform", "rows", "logits", "loss", "term", "perturb", "gradient"
 # Of (clients under way, lanes): what keeps the lanes of a few hosts busy. Measured on W2, in CPU time of one thread: a
 # client's step takes 0.68, 0.55 and 0.54 of the loop's time with 5, 10 and 25 lanes.
 _BUSY = ((40, 10), (20, 5))
+NO_GRAPH = (
+    "runtime.graph=true: the model draws random numbers in its steps (dropout or noise), which a recorded step would "
+    "repeat: set runtime.graph=false"
+)
 _LARGEST = 1_000_000  # parameters of a model that gains: the products of larger ones take all of the time
 
 
@@ -66,10 +71,22 @@ def usual_lanes(spec: RunSpec, networks: Mapping[str, nn.Module], concurrency: i
     return next((lanes for least, lanes in _BUSY if concurrency >= least), 1)
 
 
+def uses_graph(spec: RunSpec, networks: Mapping[str, nn.Module], asked: bool | None) -> bool:
+    """Whether iterations are recorded: only where the run says so, for nobody has measured it on a GPU yet.
+
+    Raises ValueError where a recorded step would be wrong.
+    """
+    if asked and any(is_stochastic(network) for network in networks.values()):
+        raise ValueError(NO_GRAPH)
+    return bool(asked)
+
+
 class Lanes:
     """K rows for clients to train in, and the loop that keeps them busy."""
 
-    def __init__(self, trainer: Trainer, count: int):
+    def __init__(self, trainer: Trainer, count: int, graph: bool = False):
+        if graph and trainer.stochastic:
+            raise ValueError(NO_GRAPH)
         vector, layout = trainer.vector, trainer.vector.layout
         self.trainer, self.step, self.layout, self.count = trainer, trainer.step, layout, count
         self.home = vector.home(vector.data, vector.counters)
@@ -90,6 +107,8 @@ class Lanes:
         self.tapes: dict[Kind, tuple[Tape, bool]] = {}  # and whether they may be played
         self.asked = Asked(trainer)
         self._tried: set[Kind] = set()
+        self.masks, self._clients = Masks(count, device), dict[tuple[int, ...], Tensor]()
+        self.record, self.graphs = recorder(device), Graphs(self) if graph else None
         self._optimizers: dict[str, tuple[StackedOptimizer, Stage]] = {}
         self._groups: dict[tuple[str, ...], LaneGroup] = {}
         self._stacks: dict[tuple[str, str], tuple[dict[int, Tensor], Tensor]] = {}
@@ -128,7 +147,7 @@ class Lanes:
 
     def _work_alone(self, lane: Lane, waiting: list[int], clients: Clients) -> None:
         """Bring a lane to a batch that can be stepped with others, through ends and beginnings of clients."""
-        while lane.batch is None or len(lane.batch.inputs) not in self.trainer.usual_sizes:
+        while lane.batch is None or not self._is_usual(len(lane.batch.inputs)):
             try:
                 if lane.work is None:
                     index = next(filter(clients.ready, waiting), None)
@@ -144,6 +163,10 @@ class Lanes:
             except (Exception, SystemExit) as error:  # a client must not take the others down
                 clients.fail(lane.index, error)
                 lane.work = lane.batch = None
+
+    def _is_usual(self, size: int) -> bool:
+        """Whether batches of this size are stepped together; a single lane has nobody to wait for."""
+        return size in self.trainer.usual_sizes or (self.graphs is not None and self.count == 1)
 
     def _begin(self, lane: Lane, begin: Callable[[int], LocalRun]) -> None:
         with self._alone(lane, drawing=False):
@@ -256,7 +279,7 @@ class Lanes:
         others = [lane.row for lane in busy if lane not in group]
         kept = self._rows(others) if others else []
         try:
-            done = self._iterate(group)
+            done = self._iterate(group) if self.graphs is None else self._replay(self.graphs, kind, group)
         except Wanted as wanted:
             self.asked.add(wanted)
             done = False
@@ -303,12 +326,8 @@ class Lanes:
                 work.try_corrections()
             else:
                 work.commit(found)
-                work.descend(gradient)
-                if stage.loss is None:
-                    losses = found["task"].detach().unbind()
-                    for lane in group:
-                        assert lane.work is not None, "a lane at work has a client"
-                        lane.work.losses.append(losses[lane.row])
+                work.descend(gradient, lead.ctx.rate, self.masks.of(group))
+                self._note(group, [stage], found["task"].detach() if stage.loss is None else None, work.changed)
             cached = found["out"]
         if not dry:
             for lane in group:
@@ -318,6 +337,45 @@ class Lanes:
     def tensors(self) -> list[Tensor]:
         """Views [K, ...] of all parameters and buffers, in the order of the layout."""
         return [*map(self._view, self.layout.entries), *map(self._counter, self.layout.counters)]
+
+    def _replay(self, graphs: Graphs, kind: Kind, group: Sequence[Lane]) -> bool:
+        """The same from a recording."""
+        stages, modes = group[0].stages, dict(group[0].modes)
+        with explained(self.count, graph=True):
+            losses, changed = graphs.iterate(kind, group)
+        self._note(group, stages, losses, changed)
+        for stage in stages:
+            modes = after(modes, stage.modes)
+        for lane in group:
+            lane.modes = dict(modes)
+        return True
+
+    def _note(
+        self,
+        group: Sequence[Lane],
+        stages: Sequence[Stage],
+        losses: Tensor | None,
+        changed: Mapping[str, Mapping[str, Tensor]],
+    ) -> None:
+        """Hand the clients of a group what is theirs of stages that are done: steps, losses [K], entries of tables."""
+        for stage in stages:
+            self.optimizer(stage).count(lane.row for lane in group)
+        if losses is not None:
+            own = losses.unbind()
+            for lane in group:
+                assert lane.work is not None, "a lane at work has a client"
+                lane.work.losses.append(own[lane.row])
+        for table, entries in changed.items():
+            for key, whole in entries.items():
+                self.unstack(table, key, whole, group)
+
+    def clients(self, group: Sequence[Lane]) -> Tensor:
+        """[K] int64 the clients of a group's lanes; 0 in others. The last one is kept: a copy to a device is a wait."""
+        own = {lane.row: lane.ctx.client for lane in group}
+        key = tuple(own.get(row, 0) for row in range(self.count))
+        if key not in self._clients:
+            self._clients = {key: torch.tensor(key, device=self.data.device)}
+        return self._clients[key]
 
     def buffers(self) -> list[Tensor]:
         """Copies of all buffers [K, ...]: floating ones, then counters."""

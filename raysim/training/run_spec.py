@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
+from typing import Literal, TypeAlias
 
 import torch
 from torch import nn
@@ -22,6 +23,8 @@ from raysim.primitives.checks import above, at_least, between, in_range
 from raysim.primitives.streams import torch_seed
 from raysim.training.attack import Attack, Attackers
 from raysim.vectors.layout import Layout, plan_layout
+
+Precision: TypeAlias = Literal["float32", "bfloat16"]
 
 
 @dataclass(frozen=True)
@@ -66,18 +69,28 @@ class Faults:
 
 @dataclass(frozen=True)
 class State:
-    """How many GiB of clients' accepted private states stay in memory; those idle for longest lie on disk beyond it."""
+    """How many GiB of clients' accepted private states stay in memory; those idle for longest lie on disk beyond it.
+
+    device: how many GiB of them each host keeps on its GPU; those idle for longest lie in ordinary memory beyond it.
+    """
 
     budget: float | None = None  # None: no limit
+    device: float | None = None
 
     def __post_init__(self) -> None:
-        if self.budget is not None:
-            at_least("state.budget", self.budget, 0)
+        for key, most in (("budget", self.budget), ("device", self.device)):
+            if most is not None:
+                at_least(f"state.{key}", most, 0)
 
     @property
     def bytes(self) -> float:
         """The budget; infinite if there is none."""
         return math.inf if self.budget is None else self.budget * 2**30
+
+    @property
+    def device_bytes(self) -> float:
+        """The budget on a GPU; infinite if there is none."""
+        return math.inf if self.device is None else self.device * 2**30
 
 
 @dataclass(frozen=True)
@@ -110,7 +123,9 @@ class RunSpec:
     """All that a host or a coordinator is built from: plain values and NumPy arrays, which travel to other processes.
 
     device: where this process computes ("cpu", "cuda", "cuda:1", "mps"). lanes: how many clients a host trains at once,
-    on which bits depend. score_batch: samples scored at once. loss: in place of the usual one; see `Task`.
+    on which bits depend. score_batch: samples scored at once. profile: whether it is measured where the time goes.
+    graph: whether an iteration of the lanes is recorded once and replayed; bits depend on it. precision: what products
+    of a step are computed in. loss: in place of the usual one; see `Task`.
     """
 
     model: ModelRecipe
@@ -122,10 +137,18 @@ class RunSpec:
     lanes: int = 1
     dtype: torch.dtype = torch.float32
     score_batch: int = 1024
+    profile: bool = False
+    graph: bool = False
+    precision: Precision = "float32"
     loss: RowLoss | None = None
 
     def __post_init__(self) -> None:
         at_least("runtime.lanes", self.lanes, 1)
+
+    @property
+    def autocast(self) -> torch.dtype | None:
+        """What products of a step are computed in, unless it is the vector's own kind."""
+        return torch.bfloat16 if self.precision == "bfloat16" else None
 
     @property
     def task(self) -> Task:

@@ -52,7 +52,11 @@ _KINDS = {"add": 0, "shift": 1, "mix": 2}
 
 
 class Step:
-    """One iteration on one batch, for every method and every stage."""
+    """One iteration on one batch, for every method and every stage.
+
+    precision: what products are computed in, by autocast, while the vector and the optimiser stay as they are; None: in
+    the vector's own kind.
+    """
 
     def __init__(
         self,
@@ -61,7 +65,9 @@ class Step:
         optimizer: Optimizer,
         clip: float = 0.0,
         usual_loss: Loss = cross_entropy,
+        precision: torch.dtype | None = None,
     ):
+        self.precision = precision
         self.vector, self.optimizer, self.clip = vector, optimizer, clip
         self.transforms = owners(methods, "transform")
         self.extenders = owners(methods, "rows")
@@ -103,6 +109,13 @@ class Step:
 
     def objective(self, ctx: Context, out: Outputs) -> tuple[Tensor, Tensor | None]:
         """What the stage at work descends, and the task loss without added terms if that is a part of it."""
+        if self.precision is None:
+            return self._objective(ctx, out)
+        device = out.batch.inputs.device.type
+        with torch.autocast(device, self.precision, cache_enabled=False):  # a recorded step must not meet its cache
+            return self._objective(ctx, out)
+
+    def _objective(self, ctx: Context, out: Outputs) -> tuple[Tensor, Tensor | None]:
         stage, batch = ctx.stage, out.batch
         task: Tensor | None = None
         if stage.loss is not None:

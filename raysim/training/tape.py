@@ -50,28 +50,26 @@ class _Call:
     slots: list[tuple[int, int]]  # of arguments that are tensors: place among the arguments, slot
     nested: list[tuple[int, list[int]]]  # of arguments that are lists of tensors
     results: list[int]  # slots of what it returns
+    # Where tensors lie among other things, or are given by name: all leaves of (args, kwargs), how they are nested, and
+    # of those that are tensors place and slot.
+    mixed: tuple[list[Any], Any, list[tuple[int, int]]] | None
     free: list[int]  # slots that nobody needs from here on
 
     @property
     def used(self) -> set[int]:
         """Every slot that it reads."""
-        return {slot for _, slot in self.slots} | {slot for _, many in self.nested for slot in many}
+        mixed = self.mixed[2] if self.mixed else []
+        return {slot for _, slot in (*self.slots, *mixed)} | {slot for _, many in self.nested for slot in many}
 
 
 class Tape:
-    """What `compute` did, as a list of operations.
-
-    first: what it returned. playable: whether it can be played; False where an operation takes tensors by name.
-    """
+    """What `compute` did, as a list of operations. first: what it returned."""
 
     def __init__(self, compute: Callable[[], Sequence[Tensor]], inputs: Sequence[Tensor]):
         with _Recorder() as recorder:
             self.first = list(compute())
         self._slots = {id(tensor): slot for slot, tensor in enumerate(inputs)}
         self._inputs, self._constants = len(inputs), dict[int, Tensor]()
-        self.playable = not any(_tensors(kwargs) or _mixed(args) for _, args, kwargs, _ in recorder.calls)
-        if not self.playable:
-            return
         calls = [call for each in recorder.calls if (call := self._call(*each)) is not None]
         self._outputs = [self._slots[id(tensor)] for tensor in self.first]
         kept = {*self._outputs, *self._constants}
@@ -93,6 +91,11 @@ class Tape:
         if run in (torch.ops.aten.alias.default, torch.ops.aten.detach.default):
             self._slots[id(found)] = self._slot(args[0])
             return None
+        if _tensors(kwargs) or _mixed(args):
+            leaves, spec = pytree.tree_flatten((args, kwargs))
+            places = [(place, self._slot(leaf)) for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+            leaves = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+            return _Call(run, [], [], [], self._results(found), (leaves, spec, places), [])
         arguments, slots, nested = list(args), list[tuple[int, int]](), list[tuple[int, list[int]]]()
         for place, argument in enumerate(args):
             if isinstance(argument, Tensor):
@@ -101,8 +104,12 @@ class Tape:
             elif many := _tensors(argument):
                 nested.append((place, [self._slot(tensor) for tensor in many]))
                 arguments[place] = None
-        results = [self._slots.setdefault(id(tensor), len(self._slots)) for tensor in _tensors(found)]
-        return _Call(partial(run, **kwargs) if kwargs else run, arguments, slots, nested, results, [])
+        return _Call(
+            partial(run, **kwargs) if kwargs else run, arguments, slots, nested, self._results(found), None, []
+        )
+
+    def _results(self, found: Any) -> list[int]:
+        return [self._slots.setdefault(id(tensor), len(self._slots)) for tensor in _tensors(found)]
 
     def play(self, inputs: Sequence[Tensor]) -> list[Tensor]:
         """What `compute` would return of these inputs."""
@@ -111,12 +118,20 @@ class Tape:
             slots[slot] = constant
         with torch.no_grad():
             for call in self._calls:
-                arguments = call.arguments.copy()
-                for place, slot in call.slots:
-                    arguments[place] = slots[slot]
-                for place, many in call.nested:
-                    arguments[place] = [slots[slot] for slot in many]
-                found = call.run(*arguments)
+                if call.mixed is None:
+                    arguments = call.arguments.copy()
+                    for place, slot in call.slots:
+                        arguments[place] = slots[slot]
+                    for place, many in call.nested:
+                        arguments[place] = [slots[slot] for slot in many]
+                    found = call.run(*arguments)
+                else:
+                    leaves, spec, places = call.mixed
+                    leaves = leaves.copy()
+                    for place, slot in places:
+                        leaves[place] = slots[slot]
+                    args, kwargs = pytree.tree_unflatten(leaves, spec)
+                    found = call.run(*args, **kwargs)
                 if isinstance(found, Tensor):
                     slots[call.results[0]] = found
                 elif call.results:

@@ -22,6 +22,7 @@ from raysim.data.partition import CSR
 from raysim.models.classifier import is_stochastic
 from raysim.primitives.streams import stream, torch_seed
 from raysim.training.step import Step
+from raysim.training.transfer import apart, up
 from raysim.vectors.layout import Vector
 
 OPTIMIZER = "local.kept."  # private entries of `local.keep_optimizer`
@@ -81,7 +82,7 @@ class Trainer:
     """The networks, the data and the loop of one host; trains one client after another.
 
     inputs [n, ...] (images: uint8 [n, c, h, w]) and labels: as stored, on the device. partition: client to training
-    rows.
+    rows. precision: see `Step`.
     """
 
     def __init__(
@@ -95,12 +96,13 @@ class Trainer:
         partition: CSR,
         pipeline: Pipeline,
         seed: int,
+        precision: torch.dtype | None = None,
     ):
         self.task, self.vector, self.methods, self.local, self.seed = task, vector, methods, local, seed
         self.inputs, self.partition, self.pipeline = inputs, partition, pipeline
         self.labels = labels.to(task.dtype) if labels.is_floating_point() else labels
-        self.step = Step(vector, methods, local.settings(), local.clip, task.objective.loss)
-        self.tuner = Step(vector, (), local.settings(), local.clip, task.objective.loss)
+        settings = local.settings(), local.clip, task.objective.loss, precision
+        self.step, self.tuner = Step(vector, methods, *settings), Step(vector, (), *settings)
         self.selector = owner(methods, "select")
         self.stager = owner(methods, "stages")
         self.drawers = owners(methods, "draws")
@@ -120,7 +122,7 @@ class Trainer:
     # --- data ----------------------------------------------------------------------------------------------------
     def gather(self, rows: np.ndarray, generator: np.random.Generator | None = None) -> tuple[Tensor, Tensor]:
         """Normalised inputs (augmented if a generator is given) and labels of some rows of the data set."""
-        index = torch.from_numpy(rows).to(self.inputs.device)
+        index = up(rows, self.inputs.device)
         stored = self.inputs.index_select(0, index)
         if generator is not None:
             stored = self.pipeline.augmented(stored, generator)
@@ -231,6 +233,19 @@ class Trainer:
         self._frozen[name] = (vector, ctx)
         return vector
 
+    def _placed(self, values: Sequence[Any]) -> Sequence[Any]:
+        """Draws of a job on the device, at once: a copy in a step would be waited for."""
+        device = self.vector.data.device
+        if not apart(device) or not values or not all(isinstance(value, Tensor) for value in values):
+            return values
+        if len({(value.shape, value.dtype, value.device.type) for value in values}) > 1:
+            return [value.to(device) for value in values]
+        return torch.stack(list(values)).to(device).unbind()
+
+    def load(self, base: Tensor, counters: Tensor, state: PrivateState[Tensor]) -> None:
+        """Let the vector be what a client starts from."""
+        load(self.vector, base, counters, state)
+
     def begin(
         self,
         job: Job,
@@ -261,7 +276,7 @@ class Trainer:
             dict(state.methods),
         )
         ctx.start = state
-        load(self.vector, base, counters, state)
+        self.load(base, counters, state)
         if self.stochastic:
             torch.manual_seed(torch_seed(self.seed, "torch", job.client, job.participation))
         if self.methods or not all(network.training for network in self.vector.networks.values()):
@@ -276,7 +291,7 @@ class Trainer:
             ctx.start = private_state(self.vector, {})
         plan = ctx.plan = prepared[0] if prepared else self._plan(ctx)
         ctx.draws = {
-            key: values
+            key: self._placed(values)
             for method in self.drawers
             for key, values in method.draws(plan, ctx.stream(f"draws.{method.name}")).items()
         }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -10,6 +10,11 @@ import torch
 from torch import Tensor
 
 from raysim.primitives.checks import at_least
+
+
+def widest(device: torch.device) -> torch.dtype:
+    """The floats of a device that have the most digits."""
+    return torch.float32 if device.type == "mps" else torch.float64
 
 
 @dataclass(frozen=True)
@@ -54,8 +59,8 @@ class LocalOptimizer:
                 parts[:] = [piece.view(part.shape) for piece, part in zip(pieces, like, strict=True)]
         self.steps = int(saved["steps"])
 
-    def step(self, params: list[Tensor], grads: list[Tensor], rate: float) -> None:
-        """Move `params` in place, downhill along `grads`."""
+    def step(self, params: list[Tensor], grads: list[Tensor], rate: float | Tensor) -> None:
+        """Move `params` in place, downhill along `grads`. rate: a tensor where a recorded step must not know it."""
         own = self.settings
         self.steps += 1
         if own.weight_decay:
@@ -69,9 +74,12 @@ class LocalOptimizer:
                 torch._foreach_mul_(self.first, own.momentum)
                 torch._foreach_add_(self.first, grads)
             grads = list(torch._foreach_add(grads, self.first, alpha=own.momentum)) if own.nesterov else self.first
-        torch._foreach_add_(params, grads, alpha=-rate)
+        if isinstance(rate, Tensor):
+            torch._foreach_sub_(params, torch._foreach_mul(grads, rate.to(params[0].dtype)))
+        else:
+            torch._foreach_add_(params, grads, alpha=-rate)
 
-    def _adam(self, params: list[Tensor], grads: list[Tensor], rate: float) -> None:
+    def _adam(self, params: list[Tensor], grads: list[Tensor], rate: float | Tensor) -> None:
         """Kingma and Ba 2015 with their defaults (0.9, 0.999, 1e-8), bias-corrected."""
         if not self.first:
             self.first = [torch.zeros_like(grad) for grad in grads]
@@ -80,6 +88,7 @@ class LocalOptimizer:
         for param, grad, m, v in zip(params, grads, self.first, self.second, strict=True):
             m.lerp_(grad, 0.1)
             v.mul_(0.999).addcmul_(grad, grad, value=0.001)
+            assert not isinstance(rate, Tensor), "the steps of a single client are not recorded"
             param.addcdiv_(m, (v.sqrt() / scale).add_(1e-8), value=-rate / (1 - 0.9**self.steps))
 
 
@@ -89,20 +98,32 @@ class StackedOptimizer(LocalOptimizer):
     def __init__(self, settings: Optimizer, like: Sequence[Tensor]):
         super().__init__(settings)
         self.counts = [0] * len(like[0])  # steps, by row
+        device = like[0].device
+        self._made = torch.zeros(len(like[0]), dtype=widest(device), device=device)  # the same, for Adam
         if settings.momentum or settings.kind == "adam":
             self.first = [torch.zeros_like(part) for part in like]
         if settings.kind == "adam":
             self.second = [torch.zeros_like(part) for part in like]
 
-    def step_rows(self, rows: Sequence[int], params: list[Tensor], grads: list[Tensor], rate: float) -> None:
-        """Move all rows; only those named count it as a step."""
-        for row in rows:
-            self.counts[row] += 1
+    def step_rows(self, active: Tensor, params: list[Tensor], grads: list[Tensor], rate: float | Tensor) -> None:
+        """Move all rows; those that are active [K] will `count` it as a step."""
+        if self.settings.kind == "adam":
+            self._made.add_(active)
         self.step(params, grads, rate)
 
-    def _adam(self, params: list[Tensor], grads: list[Tensor], rate: float) -> None:
+    def count(self, rows: Iterable[int]) -> None:
+        """These have made a step."""
+        for row in rows:
+            self.counts[row] += 1
+
+    def _set(self, row: int, steps: int) -> None:
+        self.counts[row] = steps
+        if self.settings.kind == "adam":
+            self._made[row] = steps
+
+    def _adam(self, params: list[Tensor], grads: list[Tensor], rate: float | Tensor) -> None:
         """As above, each row with its own correction of the bias."""
-        counts = torch.tensor(self.counts, dtype=torch.float64).clamp_(min=1)
+        counts = self._made.clamp(min=1)
         scales, rates = (1 - 0.999**counts) ** 0.5, rate / (1 - 0.9**counts)
         for param, grad, m, v in zip(params, grads, self.first, self.second, strict=True):
             scale, own = (each.to(param).view(-1, *[1] * (param.ndim - 1)) for each in (scales, rates))
@@ -119,7 +140,7 @@ class StackedOptimizer(LocalOptimizer):
 
     def put(self, row: int, single: LocalOptimizer) -> None:
         """Go on in a row with what a client's optimiser has become."""
-        self.counts[row] = single.steps
+        self._set(row, single.steps)
         for whole, parts in ((self.first, single.first), (self.second, single.second)):
             for buffer, part in zip(whole, parts, strict=bool(parts)):
                 buffer[row].copy_(part)
@@ -127,7 +148,7 @@ class StackedOptimizer(LocalOptimizer):
     def begin(self, row: int, saved: Mapping[str, Tensor]) -> None:
         """Start a row anew, from what `save` of an optimiser returned if there is any."""
         if not self.first:
-            self.counts[row] = int(saved.get("steps", 0))
+            self._set(row, int(saved.get("steps", 0)))
             return
         single = self.row(row)
         for buffer in (*single.first, *single.second):

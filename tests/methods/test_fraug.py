@@ -619,7 +619,7 @@ def test_the_history_has_the_norms_of_embeddings_and_what_the_head_knows_of_synt
     class Look(FRAug):
         def loss(self, ctx: Context, out: Outputs, batch: Batch) -> Tensor:
             loss = super().loss(ctx, out, batch)
-            labels = self._labels(ctx, out)
+            labels = ctx.drawn(fraug.LABELS)
             with torch.no_grad():
                 noise, classes = self._noise(ctx, out)[:2].flatten(0, 1), torch.cat([batch.targets, labels])
                 source = ctx.networks[GENERATOR](noise, classes)

@@ -90,6 +90,7 @@ class Counted:
 
     def __init__(self, inner: Any):
         self._inner, self.hosts, self.nodes, self.combine_from = inner, inner.hosts, inner.nodes, inner.combine_from
+        self.at_once = inner.at_once
         self.counts: Counter[str] = Counter()
         self._homes: dict[int, int] = {}  # by hash of a reference, which would keep its value: the node, if another one
 

@@ -113,6 +113,7 @@ class Fleet:
     """`HOSTS` hosts for a coordinator, behind which there are fewer."""
 
     hosts, nodes, combine_from = HOSTS, (0,) * HOSTS, math.inf
+    at_once = False
 
     def __init__(self, few: Runtime):
         self._few, self.put, self.revive = few, few.put, few.revive

@@ -28,13 +28,14 @@ from raysim.models import Cnn, Mlp, ModelRecipe
 from raysim.primitives.streams import stream
 from raysim.results.history import write_json
 from raysim.simulation.coordinator import Coordinator
-from raysim.simulation.events import Finished, Round
+from raysim.simulation.events import Finished, Profiled, Round
 from raysim.simulation.fleet import Ideal
 from raysim.simulation.schedule import Synchronous
 from raysim.training.lanes import usual_lanes
 from raysim.training.run_spec import RunSettings, RunSpec, build_networks
 
 METHODS = ("steps", "rules")  # workloads that compare methods instead of loops
+Say: TypeAlias = Callable[[Any], object]
 SCALE = "scale"  # the one that measures the coordinator alone
 CLUSTER = "cluster"  # the one that measures a cluster (bench/cluster.py)
 STATES = "states"  # the one that measures checkpoints and private states
@@ -58,13 +59,15 @@ class Workload:
 class Options:
     """hosts: processes on each side. lanes: clients trained at once, None: as a run does. floor: measure it as well.
 
-    clients: of the run whose states are larger than memory, in `states`.
+    clients: of the run whose states are larger than memory, in `states`. profile: the folder for a profile of each
+    workload.
     """
 
     hosts: int = 2
     lanes: int | None = None
     floor: bool = False
     clients: int = 100_000
+    profile: Path | None = None
 
 
 WORKLOADS = {
@@ -237,7 +240,23 @@ def _rounds(spec: RunSpec, work: Workload, runtime: Any, count: int) -> float:
     return (stamps[-1] - stamps[_SKIP - 1]) / count  # type: ignore[operator]
 
 
-def bench(name: str, root: str | None, blocks: int, options: Options, say: Callable[[str], None]) -> Result:
+def _profile(name: str, spec: RunSpec, work: Workload, options: Options, folder: Path, show: Say) -> None:
+    """A block more, on hosts that are timed: where their time goes."""
+    from raysim.results import profile
+    from raysim.runtime.ray import start_hosts
+
+    spec = replace(spec, profile=True, settings=replace(spec.settings, rounds=work.rounds + _SKIP))
+    runtime = start_hosts(spec, options.hosts)
+    try:
+        for event in Coordinator(spec, Synchronous(work.cohort), Ideal(), runtime).run():
+            if isinstance(event, Profiled):
+                profile.write(event, folder, name, f"{name}-")
+                show(profile.table(event))
+    finally:
+        runtime.stop()
+
+
+def bench(name: str, root: str | None, blocks: int, options: Options, say: Say) -> Result:
     """Alternate blocks of raysim's rounds and of bare ones on a running Ray."""
     from raysim.runtime.ray import start_hosts
 
@@ -257,6 +276,8 @@ def bench(name: str, root: str | None, blocks: int, options: Options, say: Calla
         for loop in loops:
             loop.close()
         runtime.stop()
+    if options.profile is not None:
+        _profile(name, spec, work, options, options.profile, say)
     own, bare_, *floor = (statistics.median(column) for column in zip(*rows, strict=True))
     ratios = [tuple(row[0] / row[column] for row in rows) for column in range(1, len(rows[0]))]
     return Result(name, spec.lanes, own, bare_, ratios[0], work.limit, *floor, *ratios[1:])
@@ -336,7 +357,7 @@ def main(names: list[str], root: str | None, out: Path, blocks: int, options: Op
         "torch": torch.__version__,
         "blocks": blocks,
         "capability": torch.backends.cpu.get_cpu_capability(),
-        **asdict(options),
+        **{key: value for key, value in asdict(options).items() if key != "profile"},
     }
     columns = [{**asdict(result), "ratio": result.ratio} for result in results]
     write_json({"settings": settings, "results": columns}, out)

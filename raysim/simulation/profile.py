@@ -1,0 +1,109 @@
+"""Where the time of a run goes: the coordinator's own, and what each host was doing meanwhile."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from raysim.primitives.spans import Spans, Track
+from raysim.simulation.runtime import Ref, Runtime
+from raysim.training.profile import HostTrack
+
+if TYPE_CHECKING:
+    from raysim.simulation.coordinator import Coordinator
+
+
+@dataclass(frozen=True)
+class Profiled:
+    """Comes before a run's end, where it was asked for: the coordinator and every host, over the same wall time."""
+
+    start: float  # seconds since the epoch
+    stop: float
+    tracks: tuple[Track, ...]
+
+
+class WatchedRuntime:
+    """A runtime of which every call is timed, and of which it is known when each host was called."""
+
+    def __init__(self, runtime: Runtime, spans: Spans):
+        self.runtime, self.spans = runtime, spans
+        self.asked: list[list[float]] = [[] for _ in range(runtime.hosts)]  # by host: when it was called
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.runtime, name)
+
+    def put(self, value: object) -> Ref:
+        """See `Runtime`."""
+        with self.spans.span("put", "messages"):
+            return self.runtime.put(value)
+
+    def call(self, host: int, method: str, *args: object, returns: int = 1) -> list[Ref]:
+        """See `Runtime`. Hosts in this process work at once, and the coordinator waits for them."""
+        self.asked[host].append(self.spans.now())
+        with self.spans.span(method, "waiting" if self.runtime.at_once else "messages"):
+            return self.runtime.call(host, method, *args, returns=returns)
+
+    def get(self, ref: Ref) -> Any:
+        """See `Runtime`."""
+        with self.spans.span("get", "messages"):
+            return self.runtime.get(ref)
+
+    def ready(self, refs: Sequence[Ref], seconds: float) -> int | None:
+        """See `Runtime`."""
+        with self.spans.span("wait", "waiting"):
+            return self.runtime.ready(refs, seconds)
+
+    def revive(self, host: int) -> None:
+        """See `Runtime`; what the dead host had spent its time on is lost with it."""
+        self.asked[host] = []
+        self.runtime.revive(host)
+
+
+class Profile:
+    """Times a coordinator, from outside, and asks its hosts in the end."""
+
+    def __init__(self, runtime: Runtime):
+        self.spans = Spans()
+        self.runtime = WatchedRuntime(runtime, self.spans)
+        self.start = self.spans.now()
+
+    def watch(self, coordinator: Coordinator) -> None:
+        """Time what this coordinator does from now on."""
+        for owner, name, kind in (
+            (coordinator.server, "step", "sums"),
+            (coordinator.evaluator, "score", "evaluation"),
+            (coordinator.evaluator, "columns", "evaluation"),
+            (coordinator, "_save", "saving"),
+            (coordinator, "_finish", "saving"),
+        ):
+            self.spans.watch(owner, name, kind)
+        self.start = self.spans.now()
+
+    def take(self) -> Profiled:
+        """All so far."""
+        stop = self.spans.now()
+        own = self.spans.take("coordinator")
+        rest = max(0.0, stop - self.start - sum(own.seconds.values()))
+        tracks = [Track(own.name, {**own.seconds, "other": rest}, own.spans, own.count)]
+        inner, asked = self.runtime.runtime, self.runtime.asked
+        for host, times in enumerate(asked):
+            found: HostTrack = inner.get(inner.call(host, "profile")[0])
+            tracks.append(idle(found, times, self.start, stop))
+        return Profiled(self.start, stop, tuple(tracks))
+
+
+def idle(found: HostTrack, asked: Sequence[float], start: float, stop: float) -> Track:
+    """A host's track with the time between its calls: it waited until it was called, and then for the message.
+
+    asked: when the coordinator made each call; calls arrive in their order.
+    """
+    waiting = messages = 0.0
+    since = start
+    for (begin, end), called in zip(found.calls, asked, strict=False):
+        gap = max(0.0, begin - since)
+        message = min(gap, max(0.0, begin - max(called, since)))
+        messages, waiting, since = messages + message, waiting + gap - message, max(since, end)
+    own = found.track
+    seconds = {**own.seconds, "messages": messages, "waiting": waiting + max(0.0, stop - since)}
+    return Track(own.name, seconds, own.spans, own.count)

@@ -1,0 +1,199 @@
+"""An iteration of many clients recorded once and replayed: a CUDA graph on a GPU, a tape elsewhere.
+
+What it reads lies in tensors that stay where they are: before a replay, what has changed since is copied into them. So
+whatever differs from one iteration to the next is a tensor (rates and counts of steps, too) or part of the key under
+which a recording is kept. What Python decided while it was recorded stays decided.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import copy
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from raysim.training.lane import Kind, Lane, Tensors
+from raysim.training.lane_step import LaneStep, after, stacked_batch, stacked_given
+from raysim.training.step import set_modes
+from raysim.training.tape import Tape
+from raysim.vectors.optimizer import widest
+
+if TYPE_CHECKING:
+    from raysim.training.lanes import Lanes
+
+MOST = 128  # recordings that are kept; the one that was used longest ago goes first
+Recorder = Callable[[Callable[[], Sequence[Tensor]], Sequence[Tensor]], "Callable[[], Sequence[Tensor]]"]
+
+
+def leaves(tree: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
+    """The tensors of nested dictionaries and lists, by path."""
+    if isinstance(tree, Tensor):
+        yield path, tree
+        return
+    for key, part in tree.items() if isinstance(tree, Mapping) else enumerate(tree):
+        yield from leaves(part, f"{path}/{key}")
+
+
+def rebuilt(tree: Any, named: Mapping[str, Tensor], path: str = "") -> Any:
+    """The same nest with other tensors."""
+    if isinstance(tree, Tensor):
+        return named[path]
+    if isinstance(tree, Mapping):
+        return {key: rebuilt(part, named, f"{path}/{key}") for key, part in tree.items()}
+    return [rebuilt(part, named, f"{path}/{key}") for key, part in enumerate(tree)]
+
+
+# --- two ways to record ----------------------------------------------------------------------------------------------
+def taped(compute: Callable[[], Sequence[Tensor]], inputs: Sequence[Tensor]) -> Callable[[], Sequence[Tensor]]:
+    """Computes once; the result computes again what was computed, operation by operation."""
+    tape = Tape(compute, inputs)
+    first = [tape.first]  # of the first call, whose result is there already
+    return lambda: first.pop() if first else tape.play(inputs)
+
+
+def captured(pool: Any) -> Recorder:
+    """Captures CUDA graphs that share a pool of memory: what one returns holds until the next one is played."""
+
+    def record(compute: Callable[[], Sequence[Tensor]], inputs: Sequence[Tensor]) -> Callable[[], Sequence[Tensor]]:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=pool):
+            outputs = compute()
+
+        def play() -> Sequence[Tensor]:
+            graph.replay()
+            return outputs
+
+        return play
+
+    return record
+
+
+def recorder(device: torch.device) -> Recorder:
+    """What records on a device."""
+    return captured(torch.cuda.graph_pool_handle()) if device.type == "cuda" else taped
+
+
+# --- the iteration ---------------------------------------------------------------------------------------------------
+class Recording:
+    """All stages of an iteration of one kind, on tensors of their own."""
+
+    def __init__(self, lanes: Lanes, lead: Lane, tree: Tensors, named: Mapping[str, Tensor]):
+        self.lanes, self.stages, self.before = lanes, lead.stages, dict(lead.modes)
+        self._loaded = dict(named)
+        self._inputs = {path: tensor.detach().clone() for path, tensor in named.items()}
+        self._tree = rebuilt(tree, self._inputs)
+        self._lead = _standing_in(lead, self._tree["lead"])
+        self._changed: list[tuple[str, str]] = []  # entries of tables that it returns after the losses
+        self._play: Callable[[], Sequence[Tensor]] | None = None
+        self._warm = False
+
+    def run(self, named: Mapping[str, Tensor]) -> tuple[Tensor | None, dict[str, dict[str, Tensor]]]:
+        """Do the iteration: the losses [K] of the task if a stage has it, and what hooks changed, by table and key."""
+        for path, tensor in named.items():
+            if self._loaded[path] is not tensor:
+                self._inputs[path].copy_(tensor)
+                self._loaded[path] = tensor
+        found: Sequence[Tensor]
+        if not self._warm:  # libraries choose and allocate in a first pass, which cannot be captured
+            found, self._warm = self._compute(), True
+        else:
+            if self._play is None:
+                self._play = self.lanes.record(self._compute, list(self._inputs.values()))
+            found = self._play()
+        own = [tensor.clone() for tensor in found]  # the next replay writes over them
+        changed: dict[str, dict[str, Tensor]] = {"state": {}, "kept": {}}
+        for (table, key), tensor in zip(self._changed, own[len(own) - len(self._changed) :], strict=True):
+            changed[table][key] = tensor
+        return own[0] if len(own) > len(self._changed) else None, changed
+
+    def _compute(self) -> list[Tensor]:
+        lanes, tree = self.lanes, self._tree
+        given, modes, cached = dict(tree["given"]), self.before, dict[str, Any]()
+        losses: list[Tensor] = []
+        changed: dict[tuple[str, str], Tensor] = {}
+        for stage in self.stages:
+            modes = after(modes, stage.modes)
+            if lanes.trainer.methods:
+                lanes.trainer.training(True)
+                set_modes(lanes.trainer.vector.networks, modes)
+            more = stage is not self.stages[-1]
+            work = LaneStep(lanes, [self._lead], stage, cached, more, tree["batch"], (given, tree["lead"]["common"]))
+            found, gradient = work.passes()
+            work.commit(found)
+            work.descend(gradient, tree["rate"], tree["active"])
+            for table, entries in work.changed.items():
+                given[table] = {**given[table], **entries}
+                changed |= {(table, key): whole for key, whole in entries.items()}
+            losses = [found["task"].detach()] if stage.loss is None else losses
+            cached = found["out"]
+        self._changed = list(changed)
+        return [*losses, *changed.values()]
+
+
+def _standing_in(lead: Lane, own: Mapping[str, Any]) -> Lane:
+    """The lane whose client stands for all, with what it received as tensors that stay where they are."""
+    assert lead.work is not None, "a lane at work has a client"
+    ctx = copy(lead.ctx)
+    ctx.base, ctx.received, ctx.download = own["base"], own["received"], own["download"]
+    return replace(lead, work=replace(lead.work, ctx=ctx))
+
+
+class Masks:
+    """[K] on the device: 1 for the rows of a group."""
+
+    def __init__(self, count: int, device: torch.device):
+        self.count, self.device = count, device
+        self._known: dict[tuple[int, ...], Tensor] = {}
+
+    def of(self, group: Sequence[Lane]) -> Tensor:
+        """The same tensor for the same rows."""
+        rows = tuple(lane.row for lane in group)
+        if rows not in self._known:
+            if len(self._known) >= MOST:
+                self._known.clear()
+            mask = torch.zeros(self.count, dtype=widest(self.device))
+            mask[list(rows)] = 1.0
+            self._known[rows] = mask.to(self.device)
+        return self._known[rows]
+
+
+class Graphs:
+    """The recordings of a host, by what has to be the same for a replay."""
+
+    def __init__(self, lanes: Lanes):
+        self.lanes = lanes
+        self._known: dict[tuple[Kind, tuple[str, ...]], Recording] = {}
+        self._numbers: dict[float, Tensor] = {}
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+    def iterate(self, kind: Kind, group: Sequence[Lane]) -> tuple[Tensor | None, dict[str, dict[str, Tensor]]]:
+        """See `Recording.run`."""
+        tree = self._inputs(group)
+        named = dict(leaves(tree))
+        key = kind, tuple(named)
+        recording = self._known.pop(key, None) or Recording(self.lanes, group[0], tree, named)
+        found = recording.run(named)
+        self._known[key] = recording  # the last one to go
+        if len(self._known) > MOST:
+            del self._known[next(iter(self._known))]
+        return found
+
+    def _inputs(self, group: Sequence[Lane]) -> Tensors:
+        lanes, ctx = self.lanes, group[0].ctx
+        given, common = stacked_given(lanes, group)
+        lead = {"base": ctx.base, "received": ctx.received, "download": dict(ctx.download), "common": common}
+        rate, active = self._number(ctx.rate), lanes.masks.of(group)
+        return {"batch": stacked_batch(lanes, group), "given": given, "lead": lead, "rate": rate, "active": active}
+
+    def _number(self, value: float) -> Tensor:
+        """[] on the device; the last few, since each host has one rate a version."""
+        if value not in self._numbers:
+            self._numbers = dict(list(self._numbers.items())[-3:])
+            device = self.lanes.data.device
+            self._numbers[value] = torch.full((), value, dtype=widest(device), device=device)
+        return self._numbers[value]

@@ -1,0 +1,77 @@
+"""Where the time goes: every second of every process is of one kind, and looking changes no bit."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from tiny_runs import coordinate, run, run_spec, several
+
+from raysim.methods.scaffold import Scaffold
+from raysim.primitives.spans import KINDS, Spans, Track
+from raysim.results import profile
+from raysim.simulation.events import Finished, Profiled
+from raysim.simulation.profile import idle
+from raysim.training.host import Host
+from raysim.training.profile import HostTrack
+
+
+@pytest.fixture
+def spans(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Spans, list[float]]]:
+    """Spans on a clock that is set by hand."""
+    clock, found = [0.0], Spans(whole=("evaluation",))
+    monkeypatch.setattr(found, "now", lambda: clock[0])
+    yield found, clock
+
+
+def test_a_second_counts_for_the_innermost_span(spans: tuple[Spans, list[float]]) -> None:
+    found, clock = spans
+    with found.span("train", "other"):
+        clock[0] = 1.0
+        with found.span("steps", "steps"):
+            clock[0] = 3.0
+            with found.span("gather", "gathering"):
+                clock[0] = 7.0
+            clock[0] = 8.0
+    with found.span("evaluate", "evaluation"), found.span("gather", "gathering"):
+        clock[0] = 10.0
+    track = found.take("host-0")
+    assert track.seconds == {"other": 1.0, "steps": 3.0, "gathering": 4.0, "evaluation": 2.0}
+    assert [span.name for span in track.spans] == ["gather", "steps", "train", "evaluate"]
+    assert found.take("host-0") == Track("host-0", {})
+
+
+def test_between_calls_a_host_waits_to_be_called_and_then_for_the_message() -> None:
+    found = HostTrack(Track("host-0", {"steps": 4.0}), [(2.0, 4.0), (4.5, 6.5)])
+    track = idle(found, [1.5, 3.0], 0.0, 10.0)  # the second call was made while the host was at work
+    assert track.seconds == {"steps": 4.0, "messages": 1.0, "waiting": 5.0}
+
+
+@pytest.mark.pictures
+@pytest.mark.parametrize("lanes", [1, 3])
+def test_a_profile_accounts_for_the_wall_time_of_every_process_and_changes_no_bit(lanes: int, tmp_path: Path) -> None:
+    asked = run_spec(Scaffold(), lanes=lanes)
+    timed = replace(asked, profile=True)
+    *_, found, finished = coordinate(timed, runtime=several(timed, 2)).run()
+    assert isinstance(found, Profiled) and isinstance(finished, Finished)
+    assert (finished.model_sha256, finished.state_sha256) == run(asked).bits
+    assert [track.name for track in found.tracks] == ["coordinator", "host-0", "host-1"]
+    for own in profile.shares(found).values():
+        assert sum(own.values()) == pytest.approx(1.0, abs=1e-3) and min(own.values()) >= 0
+    assert {kind for track in found.tracks for kind, spent in track.seconds.items() if spent > 0} == {*KINDS}
+    profile.write(found, tmp_path, "fedavg")
+    assert [column.header for column in profile.table(found).columns] == ["", *(track.name for track in found.tracks)]
+    many = replace(found, tracks=tuple(replace(found.tracks[0], name=str(place)) for place in range(9)))
+    assert [column.header for column in profile.table(many).columns] == ["", "coordinator", "mean of 8 hosts"]
+    events = json.loads((tmp_path / profile.TRACE).read_text())["traceEvents"]
+    assert sum(event["ph"] == "X" for event in events) == sum(len(track.spans) for track in found.tracks)
+    assert all(event["ts"] >= 0 and event["dur"] >= 0 for event in events if event["ph"] == "X")
+    assert (tmp_path / profile.PICTURE).stat().st_size > 10_000
+
+
+def test_without_a_profile_nothing_is_timed() -> None:
+    host = Host(run_spec())
+    assert host.spans is None and not {"train", "_receive"} & vars(host).keys() and "steps" not in vars(host.trainer)
