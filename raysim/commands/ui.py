@@ -19,7 +19,7 @@ from typing import IO
 
 from raysim.primitives.errors import Refused
 from raysim.primitives.files import user_path
-from raysim.results.tracking import ENVIRONMENT
+from raysim.results.tracking import ENVIRONMENT, experiment_number
 
 HOST = "127.0.0.1"
 CHARTS = "#/experiments/{}/runs?workflowType=machine_learning&compareRunsMode=CHART"
@@ -34,10 +34,10 @@ def charts(place: str, port: int, browser: bool) -> int:
     """
     os.environ.update({**ENVIRONMENT, **os.environ})
     if place.startswith(("http://", "https://")):
-        _open(f"{place.rstrip('/')}/{CHARTS.format(_experiment(place))}", browser)
+        _open(f"{place.rstrip('/')}/{CHARTS.format(experiment_number(place))}", browser)
         return 0
     uri = f"sqlite:///{_database(place)}"
-    experiment = _experiment(uri)
+    experiment = experiment_number(uri)
     with socket.socket() as probe:
         if not probe.connect_ex((HOST, port)):
             raise Refused(f"--port {port} is taken by another program: name another one")
@@ -71,20 +71,6 @@ def _database(place: str) -> Path:
             "tracking.uri names a server, whose address is taken here too"
         )
     return found[0].resolve()
-
-
-def _experiment(uri: str) -> str:
-    """The number of raysim's experiment."""
-    from mlflow.exceptions import MlflowException
-    from mlflow.tracking import MlflowClient
-
-    try:
-        found = MlflowClient(tracking_uri=uri).get_experiment_by_name("raysim")
-    except MlflowException as error:
-        raise Refused(f"{uri} gives no answer ({str(error).splitlines()[0][:120]}): is it MLflow's?") from error
-    if found is None:
-        raise Refused(f"{uri} knows no experiment called raysim: no run has been sent there")
-    return str(found.experiment_id)
 
 
 def _wait(server: subprocess.Popen[bytes], port: int, log: IO[bytes]) -> None:

@@ -207,7 +207,7 @@ class Spy(InProcess):
             published = {each.version: each for each in args[3 : 3 + args[2]]}
             self.sent += [(job, published[job.version]) for job in args[0]]
             self.trained.append(results[0])
-            self.states += results[1:]
+            self.states += map(self.get, results[1:])
         elif method == "keep":
             self.kept = args[0]
         elif method == "contribute":

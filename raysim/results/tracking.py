@@ -24,6 +24,7 @@ from numbers import Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
+from raysim.primitives.errors import Refused
 from raysim.primitives.files import alone, from_json, regular, without_password
 from raysim.results.history import Row, read_history, write_json
 
@@ -562,3 +563,17 @@ def _mapping(value: object) -> dict[str, object]:
 
 def _names(value: object) -> list[str]:
     return [str(item) for item in value] if isinstance(value, list) else []
+
+
+def experiment_number(uri: str) -> str:
+    """The number of raysim's experiment in a database or on a server. Raises Refused where there is none."""
+    from mlflow.exceptions import MlflowException
+    from mlflow.tracking import MlflowClient
+
+    try:
+        found = MlflowClient(tracking_uri=uri).get_experiment_by_name("raysim")
+    except MlflowException as error:
+        raise Refused(f"{uri} gives no answer ({str(error).splitlines()[0][:120]}): is it MLflow's?") from error
+    if found is None:
+        raise Refused(f"{uri} knows no experiment called raysim: no run has been sent there")
+    return str(found.experiment_id)

@@ -30,6 +30,7 @@ from raysim.simulation.fleet import Lognormal
 from raysim.simulation.runtime import HostDied, Runtime
 from raysim.simulation.schedule import Buffered, Synchronous
 from raysim.training.host import Host
+from raysim.training.resident import Leftover
 from raysim.training.run_spec import Faults, RunSpec
 
 SCHEDULES = {"rounds": Synchronous(3), "buffer": Buffered(concurrency=4, size=2)}
@@ -57,6 +58,8 @@ class Ref:
 class Mortal:
     """Some hosts; those of the calls with these numbers (from 1) die in them, and lose what nobody has waited for."""
 
+    at_once = False
+
     def __init__(self, study: RunSpec, hosts: int, deaths: set[int]):
         self.study, self.hosts, self.deaths = study, hosts, deaths
         self.nodes, self.combine_from = (0,) * hosts, 0.0
@@ -80,7 +83,8 @@ class Mortal:
             own = [arg.value if isinstance(arg, Ref) else arg for arg in args]
             result = getattr(member, method)(*own)
             found = [result] if returns == 1 else list(result)
-        refs = [Ref(value, member is None) for value in found]
+        arrived = [value.read() if isinstance(value, Leftover) else value for value in found]
+        refs = [Ref(value, member is None) for value in arrived]
         self.waiting[host].append(refs)
         return refs
 

@@ -32,7 +32,7 @@ def scoring(lanes: int = 3, **others: Any) -> Host:
     """A host that scores in lanes, also on a CPU."""
     host = Host(study(lanes=lanes, **others))
     if lanes > 1:
-        host._scores = LaneScores(host._loop, host.spec.score_batch)  # type: ignore[arg-type]
+        host._scores = LaneScores(host.loop, host.spec.score_batch)  # type: ignore[arg-type]
     return host
 
 

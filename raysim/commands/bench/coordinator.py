@@ -91,6 +91,10 @@ class Ready(Combiner):
         self._arrays = [np.full(shared, 1e-9, np.float32) for _ in range(count)]  # written
         self._next = 0
 
+    def ready(self) -> str:
+        """See `Host`."""
+        return self.name
+
     def train(
         self, jobs: Sequence[Job], groups: Sequence[tuple[int, ...]], versions: int, *published: Published
     ) -> Trained:

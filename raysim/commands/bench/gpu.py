@@ -305,7 +305,7 @@ def eager_rate(spec: RunSpec, work: Workload, seconds: float) -> Found:
     labels = torch.from_numpy(dataset.labels).to(device)
     rows = [torch.from_numpy(train.rows(client)).to(device) for client in range(work.clients)]
     shared = {key: value.clone() for key, value in model.state_dict().items()}
-    stamps, turn = [time.perf_counter()], 0
+    random, stamps, turn = torch.Generator(device).manual_seed(0), [time.perf_counter()], 0
     model.train()
     with _peak(spec.device) as found:
         while len(stamps) < 4 or stamps[-1] - stamps[1] < seconds:
@@ -314,7 +314,8 @@ def eager_rate(spec: RunSpec, work: Workload, seconds: float) -> Found:
                 model.load_state_dict(shared)
                 optimizer = torch.optim.SGD(model.parameters(), lr=work.lr)
                 own = rows[(turn + place) % work.clients]
-                for batch in own[torch.randperm(len(own), device=device)].split(work.batch):
+                order = torch.randperm(len(own), generator=random, device=device)
+                for batch in own[order].split(work.batch):
                     optimizer.zero_grad()
                     cross_entropy(model(inputs[batch]), labels[batch]).backward()
                     optimizer.step()
