@@ -336,3 +336,47 @@ def test_a_tier_of_which_nobody_is_there_keeps_no_other_waiting() -> None:
     found = steps(plan, 3)
     assert [[job.client for job in step.dispatched] for step in found] == [[0, 1]] * 3
     assert [step.now for step in found] == [4.0, 8.0, 12.0]
+
+
+PLANS: dict[str, tuple[Schedule, Fleet]] = {
+    "deadline, drop-outs": (Deadline(4, 0.05), Lognormal(200.0, dropout=0.3)),
+    "tiers, zones": (Tiered(2, 2), Lognormal(200.0, availability="diurnal", hours=12.0)),
+    "buffer, on and off": (Buffered(5, 2), Ideal(50.0, availability="markov", on=30.0, off=10.0, dropout=0.2)),
+}
+
+
+# By aggregation: when, which clients are sent off, which jobs are taken, which are lost.
+KNOWN: dict[str, list[tuple[float, list[int], list[int], list[int]]]] = {
+    "deadline, drop-outs": [
+        (0.05, [0, 2, 9, 10], [1, 0], []),
+        (0.228849, [5, 6, 7, 8], [2], [5, 4]),
+        (0.278849, [0, 4, 9, 11], [8, 6], []),
+        (0.328849, [0, 1, 2, 6], [12, 13], [14, 9]),
+        (0.378849, [0, 2, 3, 4], [17, 16], [18, 19]),
+    ],
+    "tiers, zones": [
+        (0.075315, [0, 4, 9, 11], [0, 1], []),
+        (0.150635, [0, 4], [4, 5], []),
+        (0.225961, [0, 4], [6, 7], []),
+        (0.301293, [0, 4], [8, 9], []),
+        (0.37663, [0, 4], [10, 11], []),
+    ],
+    "buffer, on and off": [
+        (0.52, [2, 5, 6, 7, 10, 9, 3, 5, 3, 4], [0, 3], [1, 2, 6, 8]),
+        (0.6189, [2, 5], [7, 9], []),
+        (0.713706, [7, 3], [4, 5], []),
+        (0.98, [6, 10], [10, 13], []),
+        (1.173706, [3, 2, 4], [11, 14], [12]),
+    ],
+}
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_the_plan_of_a_seed_is_the_same_tomorrow(name: str) -> None:
+    schedule, fleet = PLANS[name]
+    plan = planner(schedule, fleet, 7, range(1, CLIENTS + 1))
+    found = [
+        (round(step.now, 6), [job.client for job in step.dispatched], [each.number for each in step.taken], step.lost)
+        for step in (plan.step() for _ in range(5))
+    ]
+    assert found == KNOWN[name]

@@ -1,0 +1,51 @@
+"""What a class does by itself is what its file in `conf` says."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from raysim.experiment.compose import conf_folder, load_yaml
+from raysim.experiment.instantiate import TARGET, imported
+
+GROUPS = ("method", "partition", "schedule", "fleet", "loss", "model")
+FILES = [path for group in GROUPS for path in sorted((conf_folder() / group).glob("*.yaml"))]
+
+
+def values(path: Path) -> dict[str, Any]:
+    """Of a file, and of those beside it that it begins with."""
+    node = load_yaml(path)
+    before = [each for each in node.pop("defaults", []) if each != "_self_"]
+    found: dict[str, Any] = {}
+    for name in before:
+        found |= values(path.parent / f"{name}.yaml")
+    return found | node
+
+
+def objects(node: Any) -> Iterator[dict[str, Any]]:
+    """Nodes that name a class."""
+    if isinstance(node, dict):
+        if TARGET in node:
+            yield node
+        for value in node.values():
+            yield from objects(value)
+
+
+def parameters(target: str) -> Mapping[str, inspect.Parameter]:
+    """Of a class's constructor."""
+    found: Any = imported(target, "conf")
+    return inspect.signature(found).parameters
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: f"{path.parent.name}/{path.stem}")
+def test_a_class_has_the_defaults_of_its_file(path: Path) -> None:
+    for node in objects(values(path)):
+        for name, parameter in parameters(node[TARGET]).items():
+            default = list(parameter.default) if isinstance(parameter.default, tuple) else parameter.default
+            simple = default is None or isinstance(default, (str, int, float, list))  # not made by a function
+            if simple and name in node and "${" not in str(node[name]):
+                assert node[name] == default, name
