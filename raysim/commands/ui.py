@@ -41,6 +41,8 @@ def charts(place: str, port: int, browser: bool) -> int:
     with socket.socket() as probe:
         if not probe.connect_ex((HOST, port)):
             raise Refused(f"--port {port} is taken by another program: name another one")
+    for number in (signal.SIGINT, signal.SIGTERM):  # a shell's background commands ignore the first
+        signal.signal(number, signal.default_int_handler)
     command = [sys.executable, "-m", "mlflow", "server", "--backend-store-uri", uri, "--host", HOST]
     quiet = {**os.environ, "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}  # jobs are for language models
     with tempfile.TemporaryFile() as log:

@@ -35,7 +35,7 @@ def port() -> int:
 
 
 @pytest.mark.slow
-def test_mlflow_is_served_and_opened_on_the_charts_until_ctrl_c(runs: Path, port: int) -> None:
+def test_mlflow_is_served_and_opened_on_the_charts_until_it_is_ended(runs: Path, port: int) -> None:
     words = [sys.executable, "-m", "raysim", "ui", "--no-browser", "--port", str(port)]
     with subprocess.Popen(words, cwd=runs.parent, stdout=subprocess.PIPE, text=True) as command:
         assert command.stdout is not None
@@ -45,7 +45,7 @@ def test_mlflow_is_served_and_opened_on_the_charts_until_ctrl_c(runs: Path, port
         )
         assert found, said
         assert "MLflow" in urllib.request.urlopen(found[1]).read().decode()
-        command.send_signal(signal.SIGINT)
+        command.send_signal(signal.SIGTERM)
         assert command.wait(60) == 0
     with socket.socket() as gone:
         assert gone.connect_ex((ui.HOST, port))
