@@ -35,6 +35,7 @@ import raysim.methods
 from raysim.api.composition import EXCLUSIVE, check_composition, overrides
 from raysim.api.declarations import Local
 from raysim.api.method import Method
+from raysim.api.private_state import flat
 from raysim.conformance import agreement
 from raysim.conformance.methods import named, travels
 from raysim.methods.ace import ACE
@@ -83,8 +84,8 @@ from raysim.methods.scaffold import Scaffold
 from raysim.methods.trimmed_mean import TrimmedMean
 from raysim.methods.vhl import Vhl
 from raysim.models import ModelRecipe
-from raysim.simulation.fleet import Ideal
-from raysim.simulation.schedule import Synchronous
+from raysim.simulation.fleet import Ideal, Lognormal
+from raysim.simulation.schedule import Buffered, Synchronous
 
 EPOCHS = Local(lr=0.05, momentum=0.9, batch=8, epochs=2)
 
@@ -326,9 +327,14 @@ def study(*methods: Method, **others: Any) -> Any:
     return run_spec(*methods, **({"model": NORMED_MLP, "local": EPOCHS} | others))
 
 
+def made(*names: str) -> list[Method]:
+    """New methods; "fedavg" is none."""
+    return [TABLE[name].make() for name in names if name in TABLE]
+
+
 def fresh(*names: str) -> Callable[[], Any]:
-    """A run of these methods, made anew each time; "fedavg" is none."""
-    return lambda: study(*(TABLE[name].make() for name in names if name in TABLE))
+    """A run of these methods, made anew each time."""
+    return lambda: study(*made(*names))
 
 
 def test_every_method_has_a_row_in_the_table() -> None:
@@ -384,6 +390,48 @@ def test_on_two_ray_hosts_a_method_has_the_bits_and_the_history_of_a_run_in_proc
     name: str, schedule: Any, hosts: Hosts
 ) -> None:
     agreement.on_hosts(fresh(name), schedule, runtime=hosts.runtime(fresh(name)(), 2))
+
+
+# --- staleness ----------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("name", [name for name, row in TABLE.items() if row.private])
+def test_of_a_client_that_is_late_or_lost_the_state_of_its_last_accepted_job_counts(name: str) -> None:
+    spec = study(TABLE[name].make(), model=TABLE[name].model)
+    spy = Spy(spec)
+    leaving = Lognormal(dropout=0.2, availability="markov", on=3.0, off=0.5)
+    found = ran(coordinate(spec, Buffered(5, 2), leaving, runtime=spy, rounds=7))
+    jobs = {job.number: job for step in found.steps for job in step.dispatched}
+    taken = [each for step in found.steps for each in step.taken]
+    assert any(each.staleness for each in taken) and any(step.lost for step in found.steps)
+    left = {job.number: flat(state) for (job, _), state in zip(spy.sent, spy.states, strict=True)}
+    assert left.keys() == {each.number for each in taken}, "nobody else trains"
+    last = {jobs[each.number].client: each.number for each in taken}
+    for client, number in last.items():
+        assert same(flat(found.state(client)), left[number])
+    latest: dict[int, int] = {}
+    for job, _ in sorted(spy.sent, key=lambda each: each[0].number):
+        assert job.state == latest.get(job.client, -1), "a client that is sent off again starts from its own latest"
+        latest[job.client] = job.number
+
+
+class Failing(Method):
+    """Fails for one client from its second job on."""
+
+    name = "failing"
+    paper = "a test"
+
+    def receive(self, ctx: Any) -> None:
+        if ctx.client == 1 and ctx.participation:
+            raise RuntimeError("on purpose")
+
+
+@pytest.mark.parametrize(
+    "name", ["fedavg", "scaffold", "fedbr", "fedbss", "fraug", "fedpac", "fedcm", "fedcda", "moon"]
+)
+def test_no_result_of_training_moves_the_clock(name: str) -> None:
+    whole, failing = (run(study(*made(name), *more), BUFFER, rounds=6, tolerate=1.0) for more in ([], [Failing()]))
+    assert failing.failures and not whole.failures
+    for row, other in zip(whole.rows, failing.rows, strict=True):
+        assert all(row[key] == other[key] for key in ("virtual_seconds", "floats_down", "floats_up"))
 
 
 # --- what travels -------------------------------------------------------------------------------------------------

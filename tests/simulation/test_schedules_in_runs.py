@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 import older
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from tiny_runs import NORMED_MLP, Ran, Spy, coordinate, even, ran, run, run_spec, several, tiny
@@ -19,6 +21,7 @@ from raysim.methods.scaffold import Scaffold
 from raysim.simulation import checkpoint, snapshot
 from raysim.simulation.fleet import Ideal, Lognormal
 from raysim.simulation.schedule import Buffered, Deadline, Immediate, Oversample, Schedule, Synchronous, Tiered
+from raysim.simulation.trace import Trace
 
 SCHEDULES: dict[str, Schedule] = {
     "synchronous": Synchronous(4),
@@ -62,6 +65,34 @@ def test_the_bits_are_those_of_one_host_on_any_number_of_them_and_after_a_stop(
         again = under(name, schedule, 1, resume=str(path))
         assert (again.bits, again.history) == (whole.bits, whole.history)
         assert again.jobs == [end for end in whole.jobs if end.round > stop]
+
+
+def test_so_it_is_where_a_trace_says_who_is_there(tmp_path: Path) -> None:
+    starts = [[c / 10 + 2.0 * k for k in range(20)] for c in range(8)]
+    rows = [
+        {
+            "client": c,
+            "start": own,
+            "end": [each + 1.5 for each in own],
+            "period": 50.0,
+            "speed": 40.0,
+            "down": 1e5,
+            "up": 1e5,
+        }
+        for c, own in enumerate(starts)
+    ]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "trace.parquet")
+
+    def traced(hosts: int, **others: Any) -> Ran:
+        runtime, fleet = several(small("stateful"), hosts), Trace(file=str(tmp_path / "trace.parquet"))
+        return ran(coordinate(small("stateful"), SCHEDULES["buffered"], fleet, runtime=runtime, **ASKED, **others))
+
+    whole = traced(1)
+    assert any(step.lost for step in whole.steps)
+    saved = traced(2, checkpoint_every=5, folder=str(tmp_path))
+    again = traced(3, resume=str(tmp_path / "checkpoints" / "round-000005"))
+    assert saved.bits == again.bits == whole.bits
+    assert saved.history == again.history == whole.history
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
