@@ -5,6 +5,7 @@ The only file besides the sweep that imports Ray.
 
 from __future__ import annotations
 
+import inspect
 import logging
 import math
 import os
@@ -311,6 +312,21 @@ class RayHost(Host):
         super().__init__(_here(spec, content), name)
 
 
+def _actor_class(kind: type, spec: RunSpec) -> type:
+    """What an actor is made of. Ray calls a class's functions, and would pass by what a profile puts on a host."""
+    if not spec.profile:
+        return kind
+
+    def start(self: Any, *args: Any) -> None:
+        self.host = kind(*args)
+
+    def through(name: str) -> Callable[..., Any]:
+        return lambda self, *args: getattr(self.host, name)(*args)
+
+    names = [name for name, value in inspect.getmembers(kind, callable) if not name.startswith("_")]
+    return type(kind.__name__, (), {"__init__": start} | {name: through(name) for name in names})
+
+
 class RayCoordinator:
     """The actor that runs a `Coordinator`; it makes every call to the hosts, so it owns what they return."""
 
@@ -399,7 +415,7 @@ class RayRuntime:
 
 def start_hosts(spec: RunSpec, hosts: int, kind: type = RayHost) -> RayRuntime:
     """Hosts of one CPU each outside any placement group, starting side by side."""
-    actor: Any = ray.remote(num_cpus=1)(kind)
+    actor: Any = ray.remote(num_cpus=1)(_actor_class(kind, spec))
     shared = ray.put(spec)
     return RayRuntime(hosts, lambda index: actor.remote(shared, f"host-{index}"))
 
@@ -418,9 +434,9 @@ def hosts_in(
     What they are built from stays in the object store, for hosts that take the place of dead ones.
     """
     shared = spec if isinstance(spec, ray.ObjectRef) else ray.put(spec)
+    actor: Any = ray.remote(_actor_class(kind, ray.get(spec) if isinstance(spec, ray.ObjectRef) else spec))
 
     def start(index: int) -> Any:
-        actor: Any = ray.remote(kind)
         place = _within(group, index + 1, size.each)
         return actor.options(name=f"{name}/host-{index}", **place).remote(shared, f"host-{index}", content)
 

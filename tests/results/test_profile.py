@@ -75,3 +75,16 @@ def test_a_profile_accounts_for_the_wall_time_of_every_process_and_changes_no_bi
 def test_without_a_profile_nothing_is_timed() -> None:
     host = Host(run_spec())
     assert host.spans is None and not {"train", "_receive"} & vars(host).keys() and "steps" not in vars(host.trainer)
+
+
+def test_hosts_on_ray_say_what_they_did(ray_session: None) -> None:
+    from raysim.runtime.ray import start_hosts
+
+    timed = replace(run_spec(Scaffold()), profile=True)
+    runtime = start_hosts(timed, 2)
+    *_, found, finished = coordinate(timed, runtime=runtime).run()
+    runtime.stop()
+    assert finished.model_sha256 == run(run_spec(Scaffold())).bits[0]
+    for own in profile.shares(found).values():
+        assert sum(own.values()) == pytest.approx(1.0, abs=1e-2)
+    assert all(track.seconds["evaluation"] > 0 for track in found.tracks)
