@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from mlflow.tracking import MlflowClient
     from torch import nn
 
+EXPERIMENT = "raysim"  # where runs are, unless another name is given
 RECORD = "tracking.json"  # the MLflow run that belongs to a run folder, and what it is told besides rows
 BACKLOG = "tracking_backlog.jsonl"  # rows that no server has yet
 MODEL = "mlflow_model"  # folder of a model that no server has yet
@@ -323,7 +324,7 @@ class Tracker:
         folder: Path,
         uri: str = "",
         *,
-        experiment: str = "raysim",
+        experiment: str = EXPERIMENT,
         name: str = "",
         say: Callable[[str], None] = print,
         patience: float = PATIENCE,
@@ -571,9 +572,9 @@ def experiment_number(uri: str) -> str:
     from mlflow.tracking import MlflowClient
 
     try:
-        found = MlflowClient(tracking_uri=uri).get_experiment_by_name("raysim")
+        found = MlflowClient(tracking_uri=uri).get_experiment_by_name(EXPERIMENT)
     except MlflowException as error:
         raise Refused(f"{uri} gives no answer ({str(error).splitlines()[0][:120]}): is it MLflow's?") from error
     if found is None:
-        raise Refused(f"{uri} knows no experiment called raysim: no run has been sent there")
+        raise Refused(f"{uri} knows no experiment called {EXPERIMENT}: no run has been sent there")
     return str(found.experiment_id)

@@ -101,9 +101,7 @@ class Dispatcher:
         self._started: set[int] = set()  # hosts that have answered
         self._most = max(1, _CALL // max(1, shared))  # unsummed deltas per call
         self.busy: dict[str, float] = {}  # by host: seconds that it has worked, as far as is known
-        self.device_use: dict[
-            str, float
-        ] = {}  # by host: the share of time that its GPU was at work lately, where known
+        self.device_use: dict[str, float] = {}  # by host: the share of time that its GPU worked lately, where known
         self.floats = 0  # of the results of jobs that were submitted and not collected, private states apart
         self.deaths = 0  # of hosts
         self._in_a_row = [0] * runtime.hosts  # by host: deaths since its last answer

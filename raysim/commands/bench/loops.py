@@ -38,6 +38,7 @@ METHODS = ("steps", "rules")  # workloads that compare methods instead of loops
 Say: TypeAlias = Callable[[Any], object]
 SCALE = "scale"  # the one that measures the coordinator alone
 CLUSTER = "cluster"  # the one that measures a cluster (bench/cluster.py)
+GPU = "gpu"  # the one that measures all that only a GPU can show (bench/gpu.py)
 STATES = "states"  # the one that measures checkpoints and private states
 _SKIP = 3  # rounds at the start of a block that are not timed
 
@@ -77,7 +78,7 @@ WORKLOADS = {
 }
 
 
-KNOWN = (*WORKLOADS, *METHODS, SCALE, STATES, CLUSTER)
+KNOWN = (*WORKLOADS, *METHODS, SCALE, STATES, CLUSTER, GPU)
 
 
 @dataclass(frozen=True)
