@@ -5,9 +5,10 @@
 
 Not part of CI. First every test file runs once under `coverage`: which test runs which line (--map reuses that). Then
 each mutant is written into a copy of the working tree and meets the tests that run its line, in two helpings: a few
-quick ones of the files that are most about it, then the quickest others up to --cap seconds (0: all). Ids hold as long
-as source, --seed, --count and --only are the same. Reasons why a survivor changes nothing that a test could see are in
-equivalent_mutants.toml. A child of one warm process, forked for each helping, has the imports of others for nothing.
+quick ones of the files that are most about it, then the others up to --cap seconds (0: all), those of its name first.
+Ids hold as long as source, --seed, --count and --only are the same. Reasons why a survivor changes nothing that a test
+could see are in equivalent_mutants.toml. A child of one warm process, forked for each helping, has the imports of
+others for nothing.
 
 Why not a tool: cosmic-ray starts the whole test command anew for each mutant, which here is ten seconds of imports;
 mutmut 3 puts functions behind trampolines, which numba cannot compile, and leaves out module level and properties.
@@ -22,6 +23,7 @@ import dataclasses
 import fnmatch
 import functools
 import importlib.util
+import itertools
 import json
 import operator
 import os
@@ -174,12 +176,12 @@ class Map:
         return [test for test in self.tests if name in test]
 
     def helpings(self, mutant: Mutant, cap: float) -> list[list[str]]:
-        """A few quick tests of the files that are most about it; the quickest others within `cap` seconds (0: all)."""
-        stem = Path(mutant.file).stem
-        close = (f"test_{stem}.py", *CLOSE)
-        tests = sorted(self.of(mutant), key=lambda test: (self.seconds[test], test))
+        """A few quick tests of the files that are most about it; then, within `cap` seconds (0: all), the others of the
+        files that have its name, and of each other file the quickest in turn."""
+        own = f"/test_{Path(mutant.file).stem.partition('_')[0]}"
+        close = (own, *CLOSE)
         files: dict[str, list[str]] = collections.defaultdict(list)
-        for test in tests:
+        for test in sorted(self.of(mutant), key=lambda test: (self.seconds[test], test)):
             files[test.split("::")[0]].append(test)
         ranked = sorted(files, key=lambda f: (next((i for i, part in enumerate(close) if part in f), 99), f))
         rounds = (files[f][i] for i in range(QUICK) for f in ranked[:QUICK_FILES] if i < len(files[f]))
@@ -187,7 +189,9 @@ class Map:
         for test in rounds:
             if len(first) < QUICK and spent + self.seconds[test] <= QUICK_SECONDS:
                 first, spent = [*first, test], spent + self.seconds[test]
-        rest, taken = [test for test in tests if test not in set(first)], 0.0
+        about = [test for f in ranked if own in f for test in files[f]]
+        others = [test for each in itertools.zip_longest(*(files[f] for f in ranked if own not in f)) for test in each]
+        rest, taken = [test for test in (*about, *others) if test and test not in set(first)], 0.0
         within = [t for t in rest if (taken := taken + self.seconds[t]) <= cap or not cap]
         return [part for part in (first, within) if part]
 

@@ -84,10 +84,7 @@ def harmonized_gradients(*, gradients: Tensor, order: Pairs | None = None, confl
     ``order``: pairs [i, j], by default (0, 1), (0, 2), ..., (1, 2), ...; ``conflict_test``: "original" or "current".
     """
     mixture = _harmonized(gram(gradients.unbind()).numpy(), order, conflict_test, _Tally())
-    changed = torch.from_numpy((mixture != np.eye(len(mixture))).any(axis=1))
-    harmonized = gradients.clone()
-    harmonized[changed] = torch.from_numpy(mixture).to(gradients.dtype)[changed] @ gradients
-    return harmonized
+    return torch.from_numpy(mixture).to(gradients.dtype) @ gradients
 
 
 def harmonized_aggregate(

@@ -142,8 +142,8 @@ class Diurnal(Availability):
         """See `Availability`."""
         midnight = self._midnight[client]
         days = _place(now - midnight, DAY)
-        ends = (days * DAY + self._length, (days + 1) * DAY, (days + 1) * DAY + self._length)
-        return min(next(midnight + end for end in ends if midnight + end > now), until)
+        ends = midnight + (days * DAY + self._length)
+        return min(ends if ends > now else midnight + (days + 1) * DAY, until)
 
     def there(self, clients: np.ndarray, now: np.ndarray) -> np.ndarray:
         """See `Availability`."""
@@ -154,9 +154,8 @@ class Diurnal(Availability):
         """See `Availability`."""
         midnight = self._midnights[clients]
         days = _places(now - midnight, DAY)
-        first, second, third = (days * DAY + self._length, (days + 1) * DAY, (days + 1) * DAY + self._length)
-        later = np.where(midnight + second > now, midnight + second, midnight + third)
-        return np.asarray(np.where(midnight + first > now, midnight + first, later))
+        ends = midnight + (days * DAY + self._length)
+        return np.asarray(np.where(ends > now, ends, midnight + (days + 1) * DAY))
 
 
 class _Deal(NamedTuple):

@@ -290,7 +290,7 @@ class LaneStep:
         else:
             found = tape.play(inputs)
         lanes.tapes[key] = tape, trusted
-        return {"loss": found[0], "task": found[0], "out": {}, "state": {}, "kept": {}}, found[1:]
+        return {"task": found[0], "out": {}, "state": {}, "kept": {}}, found[1:]
 
     def gradient(self, loss: Tensor) -> list[Tensor]:
         """Of each tensor of the stage, [K, ...]; zeros where the loss does not depend on it."""

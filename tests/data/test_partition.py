@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import pickle
 from pathlib import Path
@@ -316,3 +317,43 @@ def test_a_file_that_is_not_there_is_refused() -> None:
     for partition, sentence in ((Listed(), "names no lists"), (Listed(file="none.json"), "none.json cannot be read")):
         with pytest.raises(ValueError, match=sentence):
             partition.split(labels, labels, 1, 0)
+
+
+def test_a_class_of_which_there_is_nothing_is_never_taken() -> None:
+    shares, turns, uniforms = np.array([[0.5, 0.5]]), np.zeros(3, np.int64), np.array([0.0, 0.3, 0.6])
+    assert source._taken_classes(shares, turns, uniforms, np.array([0, 3])).tolist() == [1, 1, 1]
+
+
+def test_central_samples_of_a_domain_that_nobody_trains_on_belong_to_no_client() -> None:
+    domains = np.array([0, 2, 1, 0, 2])
+    found = Domain(1).tests(np.zeros(5, np.int64), domains, 2)
+    assert [found.rows(client).tolist() for client in range(2)] == [[0, 3], [2]]
+
+
+def test_a_minimum_of_fewer_than_no_samples_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"partition\.minimum=-1"):
+        Quantity(3, 1.0, minimum=-1).check()
+
+
+# Of each of `WHOLE`: the first bytes of SHA-256 over training rows and offsets.
+KNOWN = [
+    "9df6f83a5965",
+    "d3d4564519fa",
+    "04addb6782eb",
+    "576ca2537d0d",
+    "e4d3b91f0379",
+    "32520a50f886",
+    "9e654f698f39",
+    "d186ecd1f629",
+    "7c37c1185dd5",
+    "f39e92429989",
+    "610fae404ace",
+    "4b78dc51c531",
+]
+
+
+@pytest.mark.parametrize(("partitioner", "known"), zip(WHOLE, KNOWN, strict=True), ids=[*map(repr, WHOLE)])
+def test_the_split_of_a_seed_is_the_same_tomorrow(partitioner: Partitioner, known: str) -> None:
+    train = split(partitioner).train
+    digest = hashlib.sha256(train.indices.astype("<i8").tobytes() + train.offsets.astype("<i8").tobytes()).hexdigest()
+    assert digest[:12] == known

@@ -351,3 +351,20 @@ def test_settings_without_a_meaning_are_refused(make: Any, says: str) -> None:
     with pytest.raises(ValueError) as refused:
         make()
     assert says in str(refused.value)
+
+
+# --- updates at right angles ------------------------------------------------------------------------------------------
+def test_updates_at_right_angles_are_in_no_conflict_whatever_became_of_them_meanwhile() -> None:
+    gradients = torch.tensor([[1.0, 0.0], [-1.0, 1.0], [0.0, 1.0]], dtype=torch.float64)
+    assert harmonized(gradients)[0].tolist() == [0.5, 0.5], "the third is at right angles to the first as it came"
+    assert harmonized(gradients, conflict_test="current")[0].tolist() == [0.5, 0.5]
+
+
+@pytest.mark.parametrize("method", [FedGH, HierarchicalFedGH])
+def test_updates_at_right_angles_count_as_no_conflict(method: type[Method]) -> None:
+    deltas = np.zeros_like(DELTAS)
+    deltas[0, 0] = deltas[1, 1] = 1.0
+    target = server(method(), weighting="uniform")
+    for _ in range(2):
+        step(target, [0, 1], deltas)
+    assert target.report[f"{method.name}.conflicts"] == target.report[f"{method.name}.projections"] == 0.0

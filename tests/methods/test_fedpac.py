@@ -244,6 +244,16 @@ def test_equal_means_weigh_by_one_over_the_variance() -> None:
         close(a, (1 / variances) / (1 / variances).sum())
 
 
+def test_what_all_means_have_in_common_changes_no_weight() -> None:
+    weighted = torch.randint(-9, 10, (4, 3, 5), generator=torch.Generator().manual_seed(0)).double()
+    for client in range(4):
+        asked = {"variances": torch.tensor([10.0, 20.0, 40.0, 80.0]).double(), "client": client}
+        near = classifier_combination_weights(weighted_means=weighted, **asked)
+        far = classifier_combination_weights(weighted_means=weighted + 2.0**40, **asked)
+        close(far, near)
+        assert (near > 0).sum() > 1
+
+
 def test_a_distant_client_gets_nothing_and_a_single_one_all() -> None:
     weighted = random(3, 2, 4) * 0.01
     weighted[1] += 100
@@ -694,6 +704,10 @@ def test_settings_out_of_range_are_refused_by_name(settings: dict[str, Any]) -> 
     (key,) = settings
     with pytest.raises(ValueError, match=rf"method\.fedpac\.{key}="):
         FedPAC(**settings)
+
+
+def test_the_head_may_learn_more_slowly_than_the_extractor() -> None:
+    assert FedPAC(head_lr_factor=0.5).head_lr_factor == 0.5
 
 
 def test_local_training_is_refused_beside_it() -> None:

@@ -13,6 +13,7 @@ from tiny_runs import LOCAL, NORMED_MLP, run, run_spec, setup
 from torch import Tensor
 
 from raysim.api.context import Context
+from raysim.api.declarations import FORWARD
 from raysim.api.method import Method
 from raysim.methods.fedrep import FedRep, head_steps
 from raysim.simulation.schedule import Synchronous
@@ -77,3 +78,8 @@ def test_a_budget_that_is_not_the_sum_of_both_phases_is_refused(local: Any, mess
 def test_an_unknown_mode_is_refused() -> None:
     with pytest.raises(ValueError, match=r"fedrep\.mode='both'"):
         FedRep("both")  # type: ignore[arg-type]
+
+
+def test_steps_of_the_head_save_the_extractors_backward_pass() -> None:
+    job = SimpleNamespace(trained=120)
+    assert FedRep(head_epochs=2, body_epochs=1).cost(job).samples == pytest.approx((FORWARD - 1) * 80)  # type: ignore[arg-type]

@@ -68,6 +68,7 @@ def test_a_stage_with_another_loss_than_the_tasks_is_not_perturbed() -> None:
 def test_the_shift_is_rho_long_over_all_coordinates_together() -> None:
     grad = torch.linspace(-3, 5, 11)
     assert float(sharpness_shift(grad, 0.3).norm()) == pytest.approx(0.3)
+    assert float(sharpness_shift(grad * 1e-11, 0.3).norm()) == pytest.approx(0.3), "however small the gradient"
     assert torch.equal(sharpness_shift(torch.zeros(4), 0.3), torch.zeros(4))
     assert torch.equal(adaptive_shift(torch.ones(4), torch.zeros(4), 0.3, 0.2), torch.zeros(4))
 

@@ -74,6 +74,13 @@ def test_kernels_of_one_number_are_mixed_as_one_tensor() -> None:
 
 
 @pytest.mark.parametrize("granularity", GRANULARITIES)
+def test_kernels_of_two_numbers_are_mixed_each_for_itself(granularity: str) -> None:
+    target, source = random(3, 2, 1, 2), random(3, 2, 1, 2, seed=1)
+    alike = torch.equal(mixed(target, source, granularity=granularity), mixed(target, source, granularity="tensor"))
+    assert alike == (granularity == "tensor")
+
+
+@pytest.mark.parametrize("granularity", GRANULARITIES)
 def test_a_source_of_zero_leaves_half_and_one_equal_to_the_target_doubles_it(granularity: str) -> None:
     # Half, for the length of the result is the mean of both lengths.
     close(mixed(source=torch.zeros(KERNELS), granularity=granularity), TARGET / 2)

@@ -14,17 +14,20 @@ from test_conformance import EPOCHS, TABLE
 from tiny_runs import BUFFER, MLP, NORMED, NORMED_MLP, coordinate, even, ran, run, run_spec, several
 from torch import Tensor, nn
 
-from raysim.api.context import Context, Outputs
-from raysim.api.declarations import Local
+from raysim.api.context import Batch, Context, Outputs
+from raysim.api.declarations import Download, Local
 from raysim.api.messages import Job, SingleUpdate
 from raysim.api.method import Method
+from raysim.api.server_view import Server
 from raysim.conformance.agreement import EXACT, in_lanes
 from raysim.methods.fedbr import FedBR
+from raysim.methods.fedprox import FedProx
 from raysim.methods.fedsam import FedSAM
 from raysim.models import Mlp
 from raysim.models.classifier import ModelRecipe, Shape
 from raysim.training.host import Host
 from raysim.training.lane import NotInLanes
+from raysim.training.lane_step import after
 from raysim.training.lanes import usual_lanes
 from raysim.training.run_spec import build_networks
 
@@ -217,3 +220,37 @@ def test_lanes_are_not_used_unasked_where_they_were_not_measured_to_pay() -> Non
     assert usual(model=Dropping()) == 1, "draws"
     assert usual(local=Local(batch=64)) == 1, "no full batches"
     assert usual(device="cuda") == 1
+
+
+def test_modes_that_are_set_later_come_later() -> None:
+    before = {"model": True, "model.extractor": False, "fedbr.projector": True}
+    assert list(after(before, {"model": False}).items()) == [
+        ("model.extractor", False), ("fedbr.projector", True), ("model", False),
+    ]  # fmt: skip
+
+
+def test_clients_in_lanes_may_start_from_different_vectors() -> None:
+    assert_alike(study(TABLE["partialfed"].make(), FedProx(0.5), model=TABLE["partialfed"].model), rounds=3)
+
+
+class Leaning(Method):
+    """A pull of a strength that everybody is sent, towards a point that each client is sent for itself."""
+
+    name = "leaning"
+    paper = "a test"
+
+    def send(self, server: Server) -> Download:
+        """See `Method`."""
+        return Download(
+            version=lambda: {"leaning.strength": torch.full((1,), 0.3)},
+            client=lambda client: {"leaning.point": torch.full((1,), client / 4)},
+        )
+
+    def term(self, ctx: Context, out: Outputs, batch: Batch) -> Tensor:
+        """See `Method`."""
+        strength, point = (ctx.download[f"leaning.{name}"].to(out.logits) for name in ("strength", "point"))
+        return (strength * (out.logits - point).square()).mean()
+
+
+def test_clients_in_lanes_may_be_sent_different_things() -> None:
+    assert_alike(study(Leaning(), model=MLP), rounds=3)

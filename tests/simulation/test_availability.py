@@ -97,7 +97,9 @@ def test_nothing_changes_before_the_next_change_and_then_it_does(presence: Avail
         between = now + (change - now) * part / parts  # which rounding may push to the end
         assert between >= change or presence.available(0, between) == there
     if change < until:
-        assert presence.available(0, math.nextafter(change, math.inf)) != there
+        after = math.nextafter(change, math.inf)
+        assert presence.available(0, after) != there
+        assert presence.next_change(0, now, after) == change and presence.next_change(0, now, change) == change
 
 
 @given(
@@ -225,6 +227,28 @@ def test_of_any_two_markov_clients_each_comes_and_goes_by_itself() -> None:
     assert abs(there.mean(axis=0) - 0.25).max() < 5 * math.sqrt(0.25 * 0.75 / 4_000)
     correlations = np.corrcoef(there.T)[np.triu_indices(12, 1)]
     assert abs(correlations).max() < 5 / math.sqrt(4_000)
+
+
+def test_markov_clients_at_the_edges_of_a_deal_are_where_they_are_alone() -> None:
+    """Who has the first place that stays or goes: looked at among many, and alone."""
+    clients = 1 << 16
+    presence = Markov(5, clients, 100.0, 300.0)
+    for step in range(200):
+        deal = presence._deal(step)
+        edges = np.array([deal.comes - 1, deal.comes, deal.goes - 1, deal.goes])
+        own = (edges * deal.stride + deal.start) % presence._prime
+        own = own[own < clients]
+        now = np.full(len(own), (step + 0.5) * 50.0)
+        alone = [presence.available(client, moment) for client, moment in zip(own.tolist(), now.tolist(), strict=True)]
+        assert presence.there(own, now).tolist() == alone
+
+
+def test_what_markov_clients_remember_of_their_steps_does_not_grow_for_ever() -> None:
+    presence = Markov(5, 3, 100.0, 300.0)
+    before = presence.available(1, 75.0)
+    for step in range((1 << 14) + 5):
+        presence._deal(step)
+    assert len(presence._deals) <= 1 << 14 and presence.available(1, 75.0) == before
 
 
 def test_few_markov_clients_of_many_come_as_often_as_said() -> None:

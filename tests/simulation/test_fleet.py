@@ -194,6 +194,13 @@ def test_a_client_that_goes_away_loses_its_job() -> None:
     assert found.trip(0, 0, 2.0, 6.0, 9, 9) == (7.0, False)
 
 
+def test_the_longest_wait_that_is_allowed_is_allowed() -> None:
+    fleet = Ideal(availability="markov", off=100.0, patience=10.0)
+    assert fleet.presence(0, 10) is not None
+    with pytest.raises(ValueError, match="would wait 11 s"):
+        fleet.presence(0, 9)
+
+
 # --- what is refused ----------------------------------------------------------------------------------------------
 CLASSES = DeviceClasses().classes
 

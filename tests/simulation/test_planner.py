@@ -343,6 +343,7 @@ PLANS: dict[str, tuple[Schedule, Fleet]] = {
     "tiers, zones": (Tiered(2, 2), Lognormal(200.0, availability="diurnal", hours=12.0)),
     "buffer, on and off": (Buffered(5, 2), Ideal(50.0, availability="markov", on=30.0, off=10.0, dropout=0.2)),
 }
+CROWD = 64  # a cohort for which numbers are drawn by a generator; one fewer has each by itself
 
 
 # By aggregation: when, which clients are sent off, which jobs are taken, which are lost.
@@ -380,3 +381,43 @@ def test_the_plan_of_a_seed_is_the_same_tomorrow(name: str) -> None:
         for step in (plan.step() for _ in range(5))
     ]
     assert found == KNOWN[name]
+
+
+def test_tiers_are_cut_by_the_time_of_a_job_and_not_by_speed_alone() -> None:
+    counts = [9, 1, 8, 2, 7, 3]
+    devices = Ideal(10.0).devices(0, 6, lambda: 1.0)
+    plan = Planner(Tiered(2, 3), devices, 0, np.asarray(counts), lambda client, *_: Load(counts[client], 0, 0))
+    found = [step.dispatched for step in steps(plan, 4)]
+    assert {job.client for jobs in found for job in jobs if job.pool == 0} == {1, 3, 5}
+    assert {job.client for jobs in found for job in jobs if job.pool == 1} <= {0, 2, 4}
+
+
+def test_only_jobs_that_are_lost_one_after_another_end_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("raysim.simulation.planner._IN_VAIN", 12)
+    plan = planner(Immediate(4), Ideal(50.0, dropout=0.3), 0, [1] * CLIENTS)
+    found = steps(plan, 200)
+    assert sum(len(step.lost) for step in found) > 40
+    hopeless = planner(Immediate(4), Ideal(50.0, dropout=0.999), 0, [1] * CLIENTS)
+    with pytest.raises(ValueError, match="12 jobs in a row were lost"):
+        hopeless.step()
+
+
+def test_a_plan_goes_on_as_it_was_where_hardly_anybody_is_there() -> None:
+    counts = [1] * 4000
+    fleet = Ideal(50.0, availability="markov", on=100.0, off=50_000.0, dropout=0.1)
+    straight, stopped = (planner(Buffered(6, 3), fleet, 3, counts) for _ in range(2))
+    steps(straight, 5), steps(stopped, 5)
+    state = json.loads(json.dumps(stopped.state()))
+    assert state["scarce"], "or this shows nothing"
+    again = planner(Buffered(6, 3), fleet, 3, counts)
+    again.restore(state, stopped.participations, stopped.accepted)
+    assert steps(again, 20) == steps(straight, 20)
+
+
+@pytest.mark.parametrize(
+    ("cohort", "clients"), [(CROWD - 1, [11, 45, 47, 52, 44, 52, 56, 61]), (CROWD, [19, 36, 46, 71, 12, 17, 18, 21])]
+)
+def test_a_large_cohort_of_a_seed_is_the_same_tomorrow(cohort: int, clients: list[int]) -> None:
+    plan = planner(Synchronous(cohort), Ideal(availability="markov", on=3e5, off=3e4), 7, [1] * 1000)
+    first, second = ([job.client for job in step.dispatched] for step in steps(plan, 2))
+    assert len(first) == len(second) == cohort and [*first[:4], *second[:4]] == clients

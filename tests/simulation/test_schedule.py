@@ -101,6 +101,16 @@ def test_a_decision_follows_from_what_is_seen(schedule: Schedule, seen: View, ac
     assert schedule.decide(seen) == action
 
 
+def test_a_schedule_says_whether_it_takes_results_of_earlier_versions() -> None:
+    fresh = [Synchronous(3), Oversample(3), Deadline(3, 1.0, "discard")]
+    stale = [Deadline(3, 1.0), Buffered(4, 2), Immediate(4), Tiered(2, 3)]
+    assert [schedule.stale for schedule in (*fresh, *stale)] == [False] * 3 + [True] * 4
+
+
+def test_before_anything_happens_there_is_nothing_to_see() -> None:
+    assert View() == View(0.0, 0, {}, (), 0, 0, 0.0, (), ())
+
+
 def test_a_tier_aggregates_its_own_jobs_alone() -> None:
     arrived = [job(7, pool=1), job(8, pool=0), job(9, pool=1)]
     assert Tiered(2, 3).decide(View(arrived=arrived, in_pool=[2, 0])) == Aggregate([7, 9])
@@ -115,6 +125,7 @@ def test_a_tier_aggregates_its_own_jobs_alone() -> None:
         (lambda: Buffered(2, 1, -1), "schedule.max_staleness=-1 must be at least 0"),
         (lambda: Immediate(0), "schedule.concurrency=0 must be at least 1"),
         (lambda: Oversample(3, 0.9), "schedule.factor=0.9 must be at least 1"),
+        (lambda: Deadline(0, 1.0), "schedule.cohort=0 must be at least 1"),
         (lambda: Deadline(3, 0.0), "schedule.seconds=0.0 must be above 0"),
         (lambda: Deadline(3, float("nan")), "schedule.seconds=nan must be above 0"),
         (lambda: Deadline(3, 1.0, "later"), "schedule.late='later' does not exist"),

@@ -16,7 +16,7 @@ from raysim.api.method import Method
 from raysim.api.server_view import Aggregation
 from raysim.methods.fedbuff import FedBuff
 from raysim.methods.fedopt import FedAvgM
-from raysim.simulation.server import Server
+from raysim.simulation.server import AggregationFailed, Server
 from raysim.vectors.layout import plan_layout
 
 CLIENTS = 12
@@ -304,3 +304,11 @@ def test_a_step_leaves_what_was_published_as_it_was() -> None:
 def test_sample_weights_and_a_fixed_divisor_are_refused_together() -> None:
     with pytest.raises(ValueError, match=r"weighting=samples .* set weighting=uniform"):
         server(FedBuff(), weighting="samples")
+
+
+def test_where_it_diverges_the_three_longest_updates_are_named() -> None:
+    deltas = [np.full(LAYOUT.shared, size, np.float32) for size in (1.0, 3.0, np.inf, 4.0, 2.0)]
+    target = server(FedBuff(), weighting="uniform")
+    named = r"the longest updates are inf of client 2, \S+ of client 3, \S+ of client 1\)"
+    with pytest.raises(AggregationFailed, match=named):
+        step(target, [update(client, delta=delta) for client, delta in enumerate(deltas)])

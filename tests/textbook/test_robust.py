@@ -13,7 +13,7 @@ from raysim.methods.coordinate_median import CoordinateMedian, coordinate_median
 from raysim.methods.geometric_median import GeometricMedian, geometric_median
 from raysim.methods.krum import Krum, multi_krum
 from raysim.methods.norm_clipping import NormClipping, clip_factor
-from raysim.methods.trimmed_mean import TrimmedMean, trimmed_mean
+from raysim.methods.trimmed_mean import TrimmedMean, trimmed, trimmed_mean
 from raysim.simulation.schedule import Buffered, Synchronous
 from textbook import robust
 from textbook.check import Row, check
@@ -79,6 +79,7 @@ def test_numbers_that_a_pencil_can_check() -> None:
     values = torch.tensor([[1.0], [2.0], [4.0], [8.0], [100.0]])
     assert coordinate_median(values).item() == 4.0 and coordinate_median(values[:4]).item() == 3.0
     assert trimmed_mean(values, 0.2).item() == pytest.approx(14 / 3) and trimmed_mean(values, 0.4).item() == 4.0
+    assert [trimmed(10, share) for share in (0.29999995, 0.3, 0.29)] == [2, 3, 2] and trimmed(100, 0.29) == 29
     # n = 5, f = 1, two nearest others: scores 1+9, 1+4, 4+9, 16+36, ...
     assert multi_krum(values, 1).item() == 2.0 and multi_krum(values, 1, 2).item() == 1.5
     assert geometric_median(values.double(), torch.ones(5).double(), 200).item() == pytest.approx(4.0, abs=1e-3)

@@ -16,7 +16,7 @@ from raysim.api.context import Batch, Context, Stage
 from raysim.api.declarations import Network
 from raysim.api.method import Method
 from raysim.training.host import Host
-from raysim.training.step import Step
+from raysim.training.step import Step, gradients
 from raysim.vectors.layout import Vector, plan_layout
 from raysim.vectors.optimizer import LocalOptimizer, Optimizer, Optimizers
 
@@ -294,3 +294,9 @@ def test_statistics_are_kept_within_the_context_and_move_outside() -> None:
     moved = ctx.model(inputs)
     assert not torch.equal(host.vector.shared, before)
     assert torch.equal(kept, moved), "both normalise with the batch itself"
+
+
+def test_what_a_loss_does_not_depend_on_has_a_gradient_of_zeros() -> None:
+    used, unused = torch.tensor([2.0, 3.0], requires_grad=True), torch.ones(3, requires_grad=True)
+    first, second = gradients(used.square().sum(), [used, unused])
+    assert first.tolist() == [4.0, 6.0] and second.tolist() == [0.0, 0.0, 0.0]

@@ -11,7 +11,10 @@ import torch
 from tiny_runs import LOCAL, NOTHING, SEED, even, run_spec
 from torch import Tensor
 
+from raysim.api.context import Batch, Context, Outputs
 from raysim.api.messages import Job
+from raysim.api.method import Method
+from raysim.methods.fedprox import FedProx
 from raysim.primitives.streams import stream
 from raysim.training import trainer as module
 from raysim.training.host import Host
@@ -83,3 +86,52 @@ def test_a_participation_is_augmented_on_a_stream_of_its_own(monkeypatch: pytest
     own, pixels = watched.trainer.pipeline, watched.trainer.inputs[rows]
     assert torch.equal(inputs, own.normalise(own.augmented(pixels, stream(SEED, "augment", 2, 3))))
     assert not torch.equal(inputs, own.normalise(pixels))
+
+
+def test_a_last_batch_of_one_sample_is_dropped_where_asked_and_never_the_only_one() -> None:
+    order = np.arange(5)
+    assert [part.tolist() for part in module._cut(order, 4, True)] == [[0, 1, 2, 3]]
+    assert [part.tolist() for part in module._cut(order, 4, False)] == [[0, 1, 2, 3], [4]]
+    assert [part.tolist() for part in module._cut(order[:1], 4, True)] == [[0]]
+
+
+def test_usual_are_full_batches_and_the_rest_that_most_clients_have() -> None:
+    assert module._usual_sizes(np.array([23, 23, 13, 8, 0]), 10) == {10, 3}
+    assert module._usual_sizes(np.array([23, 24, 25, 20]), 10) == {10}, "no rest is that of most"
+    assert module._usual_sizes(np.array([20, 30, 20, 24]), 10) == {10}, "most have none"
+
+
+class Kept(FedProx):
+    """Keeps its optimisers, as far as it says so."""
+
+    def __init__(self, name: str, keeps: bool):
+        super().__init__(0.1)
+        self.name, self.keep_optimizer = name, keeps  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("keeps", [(False, False), (False, True), (True, False)])
+def test_the_run_keeps_optimisers_unless_a_method_does(keeps: tuple[bool, bool]) -> None:
+    methods = [Kept(f"kept{index}", each) for index, each in enumerate(keeps)]
+    trainer = Host(run_spec(*methods, local=replace(LOCAL, keep_optimizer=True))).trainer
+    assert trainer.keeps == (not any(keeps))
+
+
+class Compared(Method):
+    """A term that is computed from the model's features by the head as it was received."""
+
+    name = "compared"
+    paper = "a test"
+
+    def term(self, ctx: Context, out: Outputs, batch: Batch) -> Tensor:
+        """See `Method`."""
+        head = ctx.frozen("received", None)["model"].get_submodule("head")
+        found: Tensor = head(out.features).square().mean()
+        return found
+
+
+def test_gradients_pass_through_frozen_networks() -> None:
+    trainer = Host(run_spec(Compared(), local=LOCAL)).trainer
+    vector = trainer.vector
+    for job in JOBS[:2]:
+        outcome = trainer.train(job, vector.shared.clone(), vector.counters.clone(), {}, NOTHING)
+        assert outcome is not None

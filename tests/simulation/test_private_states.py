@@ -1,0 +1,126 @@
+"""The books of private states: what is sent, what counts, what goes to disk and what the bytes are."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from raysim.api.private_state import PrivateState, flat, size
+from raysim.simulation.private_states import PrivateStates
+
+FLOATS = 10
+EACH = 4 * FLOATS  # bytes of a state
+
+
+class Books:
+    """Private states over hosts that only note what they are told."""
+
+    def __init__(self, budget: float = math.inf, hosts: int = 2):
+        self.told: list[tuple[int, list[int]]] = []
+        self.jobs = 0
+        runtime: Any = SimpleNamespace(hosts=hosts, put=lambda value: value, get=lambda ref: ref, call=self._call)
+        self.private = PrivateStates(runtime, None, True, budget)  # type: ignore[arg-type]
+
+    def _call(self, host: int, method: str, clients: list[int]) -> None:
+        assert method == "release"
+        self.told.append((host, clients))
+
+    def send(self, client: int, host: int = 0) -> tuple[Any, list[Any], int]:
+        """A job of the client goes to a host: the job, the states that go along, and bytes read from disk."""
+        job = SimpleNamespace(client=client, number=self.jobs)
+        self.jobs += 1
+        before = self.private.dispatch(client, job.number)
+        sent, read = self.private.send(host, [(client, before)], [job])  # type: ignore[list-item]
+        state = PrivateState(np.full(FLOATS, job.number, np.float32), np.empty(0, np.int64), {})
+        self.private.store([job], [state])  # type: ignore[list-item]
+        return job, sent, read
+
+    def back(self, job: Any, read: int = 0) -> None:
+        """The call returned."""
+        trained: Any = SimpleNamespace(outcomes=[SimpleNamespace(job=job.number)], states=[EACH])
+        self.private.measure(trained)
+        self.private.returned(read)
+
+    def done(self, *clients: int) -> None:
+        """Clients train on host 0, and what they did is accepted."""
+        for client in clients:
+            job, _, read = self.send(client)
+            self.back(job, read)
+            self.private.accept([job])
+
+
+def values(states: Any) -> list[float]:
+    return [float(state.personal[0]) for state in states]
+
+
+def test_states_of_jobs_under_way_count_as_the_mean_of_the_others() -> None:
+    books = Books()
+    first, second, third = (books.send(client)[0] for client in range(3))
+    assert books.private.bytes == 0, "nothing is known yet"
+    for job in (first, second):
+        books.back(job)
+    assert books.private.bytes == 3 * EACH
+    books.back(third)
+    assert books.private.bytes == 3 * EACH
+
+
+def test_what_was_read_from_disk_counts_until_its_call_returns() -> None:
+    books = Books(budget=0)
+    books.done(5)
+    assert books.private.spilled_bytes == EACH and books.private.bytes == 0
+    job, sent, read = books.send(5)
+    assert read == EACH and values(sent) == [0.0], "what it had left"
+    assert books.private.bytes == 2 * EACH, "what was read, and what its job will leave"
+    books.back(job, read)
+    assert books.private.bytes == EACH
+
+
+def test_a_client_that_is_accepted_again_and_again_takes_the_room_of_one_state() -> None:
+    books = Books(budget=2 * EACH)
+    books.done(*[7] * 6, 3)
+    assert books.private.spilled_bytes == 0 and books.private.bytes == 2 * EACH
+    books.done(4)
+    assert books.private.spilled_bytes == EACH, "that of who was accepted first"
+    assert values(state for _, state in books.private.accepted()) == [5.0, 6.0, 7.0]
+
+
+def test_who_goes_to_disk_is_forgotten_by_its_host_and_by_nobody_else() -> None:
+    books = Books(budget=0)
+    books.done(1)
+    assert books.told == [(0, [1])]
+    job, _, read = books.send(2, host=1)
+    books.back(job, read)
+    books.private.host_died(1)
+    books.private.accept([job])
+    assert books.told == [(0, [1])], "no host has it any more"
+    assert books.private.spilled_bytes == 2 * EACH
+
+
+def test_a_client_that_moves_takes_its_state_along() -> None:
+    books = Books()
+    books.done(1)
+    _, sent, read = books.send(1)
+    assert sent == [None] and not read, "the host has it"
+    _, sent, _ = books.send(1, host=1)
+    assert values(sent) == [1.0] and books.told == [(0, [1])]
+
+
+@pytest.mark.parametrize("budget", [2 * EACH, 2 * EACH + 1])
+def test_no_part_reads_more_than_a_hosts_share_of_the_budget(budget: float) -> None:
+    books = Books(budget=0)
+    books.done(0, 1, 2, 3, 4)
+    books.private.budget = 2 * budget  # of two hosts
+    assert list(books.private.parts([0, 1, 2, 3, 4])) == [slice(0, 2), slice(2, 4), slice(4, 5)]
+    assert list(books.private.parts([8, 0, 9])) == [slice(0, 3)]
+
+
+def test_what_was_restored_has_its_bytes() -> None:
+    states = [PrivateState(np.zeros(n, np.float32), np.empty(0, np.int64), {}) for n in (3, 50)]
+    books = Books()
+    books.private.restore({4: 11, 6: 12}, dict(zip((4, 6), map(flat, states), strict=True)))
+    assert books.private.bytes == sum(map(size, states)) and dict(books.private.accepted_jobs) == {4: 11, 6: 12}
+    assert books.send(6)[1] == [books.private.accepted_state(6)]

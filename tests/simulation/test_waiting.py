@@ -1,0 +1,33 @@
+"""Who waits: one by one or many at a moment, it is always those who are there and not at work."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from raysim.simulation.availability import Intervals
+from raysim.simulation.waiting import _FEW, Waiting
+
+
+def crowds(each: int) -> Intervals:
+    """Clients in three groups that come and go together: half of the time, the other half, and at the seams of both."""
+    bounds = np.array([[0.0, 50.0]] * each + [[50.0, 100.0]] * each + [[25.0, 75.0]] * each)
+    clients = np.arange(len(bounds))
+    return Intervals(bounds.ravel(), np.arange(len(bounds) + 1) * 2, np.full(len(bounds), 100.0), clients, True)
+
+
+@pytest.mark.parametrize("each", [_FEW - 1, _FEW, _FEW + 1, 3 * _FEW])
+def test_crowds_come_and_go_together(each: int) -> None:
+    presence, members = crowds(each), np.arange(3 * each)
+    busy = {0, each, 2 * each}
+    waiting = Waiting(presence, members, busy, 0.0)
+    for now in (0.0, 10.0, 25.0, 49.0, 50.0, 60.0, 75.0, 99.0, 100.0, 125.0, 360.0):
+        waiting.at(now)
+        there = [c for c in members.tolist() if presence.available(c, now) and c not in busy]
+        assert waiting.draw(3 * each, iter(())) == there and len(waiting) == len(there)
+
+
+def test_all_are_taken_without_a_draw_and_fewer_with_one() -> None:
+    waiting = Waiting(crowds(4), np.arange(12), {2}, 0.0)
+    assert waiting.draw(3, iter(())) == waiting.draw(9, iter(())) == [0, 1, 3]
+    assert waiting.draw(2, iter([0.4, 0.5, 0.7])) == [1, 3]
