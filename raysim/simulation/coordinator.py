@@ -137,6 +137,7 @@ class Coordinator:
             taken = self.under_way.taken(step)
             self._submit(taken)
             yield from self._report()
+            self.under_way.look_ahead()
             yield from self.dispatcher.awaited(job.call for job in taken if job.call is not None)
             pending = self._aggregate(step, taken)
             self._publish()

@@ -61,11 +61,22 @@ class UnderWay:
             for job in step.dispatched:
                 self._dispatch(job)
         while self._undecided and self._planner.version < min(self._settings.rounds, version + _AHEAD):
-            try:
-                self.plan()
-            except Deserted:
-                break  # again, once the steps before it are done
+            if not self._planned_one():
+                break
         return step
+
+    def look_ahead(self) -> None:
+        """Plan the step after the next one, while hosts work on that."""
+        if len(self._steps) < 2 and self._planner.version < self._settings.rounds:
+            self._planned_one()
+
+    def _planned_one(self) -> bool:
+        """One more step, if there is one; where clients are gone, that is told once the steps before it are done."""
+        try:
+            self.plan()
+        except Deserted:
+            return False
+        return True
 
     def plan(self) -> None:
         """One more step of the planner."""

@@ -268,15 +268,16 @@ class Host(Combiner):
 
     def _checked(self, job: Job, losses: Tensor, delta: Tensor, upload: Mapping[str, Tensor]) -> float:
         """The mean loss. Raises NotFinite or ValueError for what must not be added up; waits for the device once."""
-        # Personal entries too: they do not travel, but the client's next job would start from them.
-        norm = torch.linalg.vector_norm(delta[: self.layout.trained])
-        asked = [losses.mean(), self.vector.data.sum(), norm, *(value.sum() for value in upload.values())]
-        loss, whole, length, *others = numbers(asked)
-        # A finite sum has finite terms.
-        if (len(losses) and not isfinite(loss)) or not (isfinite(whole) or bool(self.vector.data.isfinite().all())):
+        # A finite norm, or sum, has finite terms. Personal entries too: the client's next job would start from them.
+        trained = self.layout.trained
+        norm, rest = torch.linalg.vector_norm(delta[:trained]), self.vector.data[trained:]
+        asked = [losses.mean(), norm, rest.sum(), *(value.sum() for value in upload.values())]
+        loss, length, others, *sums = numbers(asked)
+        finite = isfinite(length) and isfinite(others)
+        if (len(losses) and not isfinite(loss)) or not (finite or bool(self.vector.data.isfinite().all())):
             raise NotFinite(self._diverged(losses, job))
         check_norm(length, self.spec.settings.faults.norm)
-        for (key, value), total in zip(upload.items(), others, strict=True):
+        for (key, value), total in zip(upload.items(), sums, strict=True):
             if not (isfinite(total) or bool(value.isfinite().all())):
                 raise NotFinite(f"the upload {key} is not finite; lower local.lr or set local.clip", key)
         return loss

@@ -1,4 +1,4 @@
-"""A Ray that a run starts for itself can be reached from this machine alone."""
+"""A Ray that a run starts for itself can be reached from this machine alone, and ends with the run."""
 
 from __future__ import annotations
 
@@ -49,6 +49,29 @@ def test_no_process_of_a_local_run_listens_beyond_loopback(tmp_path: Path) -> No
     assert ended.returncode == 0, ended.stderr
     places = [line.split()[1] for line in ended.stdout.splitlines() if line.startswith("listens ")]
     assert len(places) > 3 and set(places) <= LOOPBACK
+
+
+STOPPED = """
+import os, signal
+from pathlib import Path
+from raysim.runtime import ray
+from raysim.runtime.placement import RayOptions
+
+ray.connect(RayOptions())
+own = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+for pid in own:
+    if Path(f"/proc/{pid}/comm").read_text().strip() == "raylet":
+        os.kill(int(pid), signal.SIGSTOP)
+        print("stopped", flush=True)
+ray.disconnect()
+print("down")
+"""
+
+
+@pytest.mark.slow
+def test_a_raylet_that_was_stopped_keeps_nobody_from_leaving() -> None:
+    ended = subprocess.run([sys.executable, "-c", STOPPED], capture_output=True, text=True, timeout=600)
+    assert ended.returncode == 0 and ended.stdout.split() == ["stopped", "down"], ended.stderr
 
 
 def test_a_process_that_keeps_ray_to_this_machine_joins_no_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
