@@ -124,7 +124,7 @@ def disconnect() -> None:
 
 
 def _wake() -> None:
-    """Let processes that this one started go on if somebody has stopped them: Ray would wait for its raylet for ever."""
+    """Let processes of this one that somebody stopped go on: Ray would wait for its raylet for ever."""
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError, ValueError):  # it has ended meanwhile
             state, parent = stat.read_text().rpartition(")")[2].split()[:2]
