@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -281,6 +282,41 @@ def test_the_cost_of_an_event_does_not_grow_with_the_population() -> None:
         tracemalloc.stop()
     assert plan.dispatched >= 200
     assert peak < 1_000_000, "a single array over the clients takes 4 MB"
+
+
+def operations(plan: Planner, count: int) -> float:
+    """Of Python's machine, for a job: in so many steps."""
+    made = 0
+
+    def each(frame: Any, event: str, arg: Any) -> Any:
+        nonlocal made
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        made += event == "opcode"
+        return each
+
+    before, earlier = plan.dispatched, sys.gettrace()
+    sys.settrace(each)
+    try:
+        for _ in range(count):
+            plan.step()
+    finally:
+        sys.settrace(earlier)
+    return made / (plan.dispatched - before)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [Immediate, lambda most: Buffered(most, 10), lambda most: Buffered(most, 10, 3)],
+    ids=["immediate", "buffered", "at most three stale"],
+)
+def test_the_cost_of_an_event_does_not_grow_with_the_number_in_flight(make: Any) -> None:
+    def cost(most: int) -> float:
+        plan = planner(make(most), Lognormal(dropout=0.1), 0, [1] * 20_000)
+        plan.step()
+        return operations(plan, 50)
+
+    few, many = cost(50), cost(2_000)
+    assert many < 1.5 * few
 
 
 class Counted(Markov):

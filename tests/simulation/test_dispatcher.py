@@ -1,0 +1,114 @@
+"""How many calls jobs are sent in: bundles that are worth a message, two under way on a host, none to one that waits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+from tiny_runs import MLP, coordinate, even, ran, run_spec
+
+from raysim.api.declarations import Evaluation, Local
+from raysim.api.messages import Trained
+from raysim.simulation.fleet import Fleet, Ideal, Lognormal
+from raysim.simulation.schedule import Buffered, Immediate, Schedule, Synchronous
+from raysim.training.host import Host
+from raysim.training.run_spec import RunSpec
+
+CLIENTS, SAMPLES = 12, 12
+
+
+@dataclass
+class Slow:
+    """Hosts that answer the call that is waited for, and say that a sample takes them so long."""
+
+    spec: RunSpec
+    seconds: float
+    hosts: int = 2
+    calls: list[tuple[int, int]] = field(default_factory=list)  # host and jobs of each call to train
+    most: int = 0  # such calls that were under way on one host
+    at_once: bool = False
+    combine_from: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.nodes = (0,) * self.hosts
+        self.members = [Host(self.spec, f"host-{index}") for index in range(self.hosts)]
+        self.open: list[list[Any]] = [[] for _ in self.members]
+
+    def put(self, value: object) -> object:
+        return value
+
+    def call(self, host: int, method: str, *args: Any, returns: int = 1) -> list[Any]:
+        if method != "train":
+            return [getattr(self.members[host], method)(*args)]
+        assert returns == 1
+        jobs = args[0]
+        found: Any = self.members[host].train(*args)
+        found = replace(found, busy=self.seconds * SAMPLES * len(jobs))
+        self.calls.append((host, len(jobs)))
+        self.open[host].append(found)
+        self.most = max(self.most, len(self.open[host]))
+        return [found]
+
+    def get(self, ref: Any) -> Any:
+        for own in self.open:
+            own[:] = [each for each in own if each is not ref]
+        return ref
+
+    def ready(self, refs: Any, seconds: float) -> int:
+        self.turn = getattr(self, "turn", 0) + 1
+        return self.turn % len(refs)
+
+    def revive(self, host: int) -> None:
+        raise AssertionError
+
+
+def calls(schedule: Schedule, fleet: Fleet, seconds: float, rounds: int) -> Slow:
+    spec = run_spec(model=MLP, local=Local(lr=0.05, batch=6), data=even(CLIENTS, CLIENTS * SAMPLES))
+    runtime: Any = Slow(spec, seconds)
+    ran(coordinate(spec, schedule, fleet, runtime=runtime, rounds=rounds, evaluate=Evaluation(every=10**6)))
+    assert isinstance(runtime, Slow)
+    return runtime
+
+
+@pytest.mark.parametrize(("seconds", "jobs"), [(0.001, 2), (0.0004, 5), (0.1, 1)])
+def test_small_jobs_travel_in_bundles_of_some_milliseconds(seconds: float, jobs: int) -> None:
+    found = calls(Buffered(concurrency=CLIENTS, size=1), Ideal(), seconds, 60)
+    sizes = [size for _, size in found.calls]
+    assert 60 <= sum(sizes) <= 60 + CLIENTS and max(sizes) <= jobs
+    assert sum(sizes) / len(sizes) > jobs / 2, sizes
+
+
+def test_a_host_has_two_calls_and_what_is_taken_next_on_top() -> None:
+    found = calls(Immediate(CLIENTS), Lognormal(), 0.1, 40)
+    assert 2 <= found.most <= 3
+
+
+def test_both_hosts_work_under_an_immediate_schedule() -> None:
+    found = calls(Immediate(10), Lognormal(), 0.01, 80)
+    jobs = [sum(size for host, size in found.calls if host == own) for own in range(2)]
+    assert min(jobs) > 0.4 * sum(jobs)
+
+
+def test_a_round_is_a_call_to_each_host() -> None:
+    found = calls(Synchronous(10), Ideal(), 0.001, 5)
+    assert sorted(found.calls) == [(0, 5)] * 5 + [(1, 5)] * 5
+
+
+def test_what_hosts_sum_travels_as_one_array_for_a_group() -> None:
+    """Of ten updates in groups of five come two arrays and ten sets of numbers."""
+    answers: list[Trained] = []
+
+    @dataclass
+    class Watched(Slow):
+        def get(self, ref: Any) -> Any:
+            if isinstance(ref, Trained):
+                answers.append(ref)
+            return super().get(ref)
+
+    spec = run_spec(model=MLP, local=Local(lr=0.05, batch=6), data=even(CLIENTS, CLIENTS * SAMPLES))
+    runtime: Any = Watched(spec, 0.001)
+    ran(coordinate(spec, Synchronous(10), Ideal(), runtime=runtime, rounds=3))
+    assert [len(answer.sums) for answer in answers] == [1] * 6
+    assert [len(answer.outcomes) for answer in answers] == [5] * 6
+    assert not any(hasattr(outcome, "delta") for answer in answers for outcome in answer.outcomes)
