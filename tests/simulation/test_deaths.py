@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import re
 import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -279,3 +281,38 @@ def test_a_coordinator_that_is_stopped_is_lost(ray_session: None, monkeypatch: p
     with pytest.raises(ProcessLost, match=r"said nothing for 11 s"):
         for _ in on_ray.run(study, SCHEDULES["rounds"], Lognormal(), size, say=lambda _: None):
             pass
+
+
+NODE = """
+import os, sys
+os.environ |= {"RAY_AUTH_MODE": "token", "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0"}
+from ray.cluster_utils import Cluster
+import raysim
+
+words = (
+    "method=scaffold data=synthetic data.samples=200 partition=iid partition.clients=8 model=mlp local.epochs=1 "
+    "rounds=8 checkpoint.every=2 tracking=none schedule.cohort=4"
+).split()
+straight = raysim.run([*words, "runtime=inprocess", "out=straight"])
+cluster = Cluster()
+room = {"object_store_memory": 100 << 20, "include_dashboard": False}
+cluster.add_node(num_cpus=2, **room)
+second = cluster.add_node(num_cpus=1, **room)
+killed = []
+
+def kill(row):
+    if row["round"] == 3 and not killed:
+        killed.append(cluster.remove_node(second, allow_graceful=False))
+
+there = ["runtime=cluster", f"runtime.address={cluster.address}", "runtime.hosts=2", "runtime.strategy=SPREAD"]
+found = raysim.run([*words, *there, "out=disturbed"], on_round=kill)
+same = straight.history["train_loss"].tolist() == found.history["train_loss"].tolist()
+print("ended", len(killed), same, straight.summary["state_sha256"] == found.summary["state_sha256"], flush=True)
+os._exit(0)
+"""
+
+
+@pytest.mark.slow
+def test_a_node_that_dies_takes_states_with_it_and_the_run_goes_on_to_the_same_bits(tmp_path: Path) -> None:
+    ended = subprocess.run([sys.executable, "-c", NODE], cwd=tmp_path, capture_output=True, text=True, timeout=900)
+    assert "ended 1 True True" in ended.stdout, ended.stdout + ended.stderr

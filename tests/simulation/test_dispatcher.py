@@ -1,4 +1,4 @@
-"""How many calls jobs are sent in: bundles that are worth a message, two under way on a host, none to one that waits."""
+"""How many calls jobs are sent in: bundles that are worth a message, and few under way on a host."""
 
 from __future__ import annotations
 
