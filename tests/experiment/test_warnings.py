@@ -80,3 +80,12 @@ def test_a_run_whose_private_state_has_the_name_of_a_personal_tensor_does_not_st
     monkeypatch.setattr(FedProx, "state", lambda self, layout, samples: {"model.head.bias": torch.zeros(1)})
     with pytest.raises(Refused, match=r"method 'fedprox' keeps 'model\.head\.bias', a name that a personal tensor"):
         build([*DATA, *ROUNDS, "method=[fedbn,fedprox]"])
+
+
+def test_the_median_of_two_is_told_to_be_their_mean() -> None:
+    def of(cohort: int) -> tuple[str, ...]:
+        return warnings("method=[coordinate_median]", "schedule=synchronous", f"schedule.cohort={cohort}")
+
+    (sentence,) = of(2)
+    assert "is the mean where an aggregation has no more than two updates" in sentence
+    assert of(3) == ()

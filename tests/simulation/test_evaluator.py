@@ -26,12 +26,12 @@ from tiny_runs import (
 from torch import Tensor, nn
 
 from raysim.api.context import Own
-from raysim.api.declarations import Evaluation, Finetune
+from raysim.api.declarations import Evaluation, Finetune, Local
 from raysim.api.method import Method
 from raysim.api.server_view import Server
 from raysim.data.federated import FederatedData, federate, pooled
 from raysim.data.partition import CSR, IID, Domain
-from raysim.data.sources import Synthetic
+from raysim.data.sources import Synthetic, Tabular
 from raysim.experiment.execute import Refused, build
 from raysim.methods.fedbn import FedBN
 from raysim.models.classifier import Shape
@@ -245,6 +245,21 @@ def test_a_round_that_validation_likes_less_leaves_the_best_ones() -> None:
     assert rows[2]["accuracy_validation"] < rows[1]["accuracy_validation"]  # type: ignore[operator]
     assert rows[2]["best_round"] == rows[1]["best_round"] < 3
     assert rows[2]["accuracy_global_best"] == rows[1]["accuracy_global_best"] != rows[2]["accuracy_global"]
+
+
+@pytest.mark.parametrize("methods", [(), (FedBN(),)], ids=["one model", "own models"])
+def test_of_an_error_the_best_round_is_that_of_the_least(methods: tuple[Method, ...]) -> None:
+    data = federate(Tabular("diabetes"), IID(clients=4, test_fraction=0.2, validation_fraction=0.2), 0)
+    rows = run(run_spec(*methods, model=NORMED_MLP, data=data, local=Local(lr=0.05, batch=8)), rounds=6).rows
+    name = "mae" if "mae_validation" in rows[0] else "mse"
+    told = [float(row[f"{name}_validation"] or 0) for row in rows]
+    best = [float(row[f"{name}_validation_best"] or 0) for row in rows]
+    assert best == sorted(best, reverse=True) and best[0] == told[0]
+    if methods:
+        return
+    for number, row in enumerate(rows, start=1):
+        first = int(np.argmin(told[:number]))
+        assert row["best_round"] == 1 + first and row[f"{name}_global_best"] == rows[first][f"{name}_global"]
 
 
 @pytest.mark.parametrize("methods", [(), (FedBN(),)], ids=["one model", "own models"])
