@@ -18,6 +18,7 @@ Choices where the papers are silent
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -173,7 +174,7 @@ class Attackers:
 
 def check_norm(norm: float, most: float | None) -> None:
     """Raises ValueError where the norm of an update is not finite, or above what faults.norm allows."""
-    if not np.isfinite(norm):
+    if not math.isfinite(norm):
         raise ValueError("the update has no finite norm; lower local.lr or set local.clip")
     if most is not None and norm > most:
         raise ValueError(f"the update has the norm {norm:g}, faults.norm={most:g} allows less")

@@ -44,6 +44,9 @@ class Lane:
     modes: dict[str, bool] = field(default_factory=dict)  # what its stages have set so far
     changed: set[str] = field(default_factory=set)  # entries of its state that are rows of something larger
     start: Tensor | None = None  # [total] what training started from; made on demand
+    kinds: tuple[
+        object, ...
+    ] = ()  # of the stages of each iteration of the cycle: what they are called, train and scale
 
     @property
     def ctx(self) -> Context:
@@ -61,6 +64,7 @@ class Lane:
         """Begin with a client."""
         self.work, self.step, self.start = work, 0, None
         self.modes, self.changed = {}, set()
+        self.kinds = tuple(tuple((each.name, each.trains, each.rate) for each in stages) for stages in work.cycle)
         self.batch = next(work.batches, None)
 
     def advance(self) -> None:

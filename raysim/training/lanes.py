@@ -252,10 +252,10 @@ class Lanes:
     def _kind(self, lane: Lane) -> Kind:
         """What lanes have to agree on to be stepped together."""
         assert lane.batch is not None, "a lane at work has a batch"
-        stages = tuple((stage.name, stage.trains, stage.rate) for stage in lane.stages)
-        facts = tuple(FACTS[name](lane) for name in sorted(self.asked.facts))
-        shapes = tuple(self.shape(lane, table, key) for table, key in self.asked.entries)
-        return stages, lane.batch.inputs.shape, tuple(lane.modes.items()), facts, shapes
+        asked, kind = self.asked, lane.kinds[lane.step % len(lane.kinds)]
+        facts = tuple(FACTS[name](lane) for name in sorted(asked.facts)) if asked.facts else ()
+        shapes = tuple(self.shape(lane, table, key) for table, key in asked.entries) if asked.entries else ()
+        return kind, lane.batch.inputs.shape, tuple(lane.modes.items()), facts, shapes
 
     @staticmethod
     def shape(lane: Lane, table: str, key: str) -> Any:

@@ -32,6 +32,10 @@ class _Recorder(TorchDispatchMode):
         return found
 
 
+# Of these only the shapes of tensors among the arguments count, and not what they hold.
+_SHAPED = ("ones_like", "zeros_like", "full_like", "new_ones", "new_zeros", "new_full")
+
+
 def _tensors(value: Any) -> list[Tensor]:
     return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
 
@@ -70,14 +74,21 @@ class Tape:
             self.first = list(compute())
         self._slots = {id(tensor): slot for slot, tensor in enumerate(inputs)}
         self._inputs, self._constants = len(inputs), dict[int, Tensor]()
+        self._same: set[int] = set()  # slots of constants that follow from shapes alone
+        # What is changed in place is made anew each time.
+        self._fixed = not any(call[0]._schema.is_mutable for call in recorder.calls)
         calls = [call for each in recorder.calls if (call := self._call(*each)) is not None]
         self._outputs = [self._slots[id(tensor)] for tensor in self.first]
-        kept = {*self._outputs, *self._constants}
+        needed, kept, self._calls = set(self._outputs), {*self._outputs, *self._constants}, list[_Call]()
         for call in reversed(calls):
+            if self._fixed and not needed.intersection(call.results):
+                continue
+            needed |= call.used
             mine = call.used | set(call.results)
             call.free.extend(sorted(mine - kept))
             kept |= mine
-        self._calls, self._size = calls, len(self._slots)
+            self._calls.insert(0, call)
+        self._size = len(self._slots)
         self._slots = {}  # the ids are of tensors that are gone now
 
     def _slot(self, tensor: Tensor) -> int:
@@ -87,9 +98,12 @@ class Tape:
         return self._slots.setdefault(id(tensor), len(self._slots))
 
     def _call(self, run: Any, args: Sequence[Any], kwargs: dict[str, Any], found: Any) -> _Call | None:
-        """One operation; None for those that only autograd sees a sense in."""
+        """One operation; None for those that only autograd sees a sense in, and where the result is always the same."""
         if run in (torch.ops.aten.alias.default, torch.ops.aten.detach.default):
             self._slots[id(found)] = self._slot(args[0])
+            return None
+        if self._fixed and self._is_same(run, args, kwargs):
+            self._same |= {self._slot(tensor) for tensor in _tensors(found)}
             return None
         if _tensors(kwargs) or _mixed(args):
             leaves, spec = pytree.tree_flatten((args, kwargs))
@@ -107,6 +121,13 @@ class Tape:
         return _Call(
             partial(run, **kwargs) if kwargs else run, arguments, slots, nested, self._results(found), None, []
         )
+
+    def _is_same(self, run: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+        """Whether an operation's result follows from shapes alone."""
+        if run._schema.name.removeprefix("aten::") in _SHAPED:
+            return True
+        slots = [self._slots.get(id(tensor)) for tensor in _tensors((args, kwargs))]
+        return bool(slots) and torch.Tag.nondeterministic_seeded not in run.tags and self._same.issuperset(slots)
 
     def _results(self, found: Any) -> list[int]:
         return [self._slots.setdefault(id(tensor), len(self._slots)) for tensor in _tensors(found)]
@@ -139,4 +160,4 @@ class Tape:
                         slots[slot] = tensor
                 for slot in call.free:
                     slots[slot] = None
-        return [slots[slot] for slot in self._outputs]
+        return [slots[slot].clone() if slot in self._same else slots[slot] for slot in self._outputs]

@@ -56,6 +56,22 @@ def test_what_is_changed_in_place_is_changed_again() -> None:
     assert total.tolist() == [1.0] * 3, "the first one is left alone"
 
 
+def test_what_follows_from_shapes_alone_is_computed_once_and_nobody_can_change_it() -> None:
+    def compute(x: Tensor) -> list[Tensor]:
+        zeros = torch.zeros_like(x)
+        return [x + (torch.ones_like(x) / 2).expand(2, 3), zeros, zeros.t(), torch.rand_like(x) * 0 + x]
+
+    first = torch.ones(2, 3)
+    tape = Tape(lambda: compute(first), [first])
+    played = " ".join(str(call.run) for call in tape._calls)
+    assert "rand_like" in played and "add" in played and "ones_like" not in played and "expand" not in played
+    for value in (2.0, 3.0):
+        found = tape.play([torch.full((2, 3), value)])
+        assert found[0].eq(value + 0.5).all() and not found[1].any() and not found[2].any() and found[3].eq(value).all()
+        found[1].add_(7.0)
+        found[2].add_(7.0)
+
+
 def test_a_tensor_that_is_no_input_stays_what_it_was() -> None:
     scale, x = torch.full((2,), 3.0), torch.ones(2)
     tape = Tape(lambda: [x * scale], [x])
