@@ -243,6 +243,7 @@ def test_a_partition_survives_pickling_and_its_rows_are_views() -> None:
         (lambda: IID(3, fraction=0.0), r"partition.fraction=0.0 .* above 0 and at most 1"),
         (lambda: IID(3, fraction=1.01), r"partition.fraction=1.01 .* above 0 and at most 1"),
         (lambda: IID(3, test_fraction=1.0), r"partition.test_fraction=1.0 .* below 1"),
+        (lambda: IID(3, test_fraction=-0.1), r"partition.test_fraction=-0.1 .* at least 0"),
         (lambda: IID(3, validation_fraction=1.0), r"partition.validation_fraction=1.0 .* below 1"),
         (lambda: IID(3, test_fraction=0.6, validation_fraction=0.4), r"=0.6 and .*=0.4 leave nothing .* below 1"),
         (lambda: IID(3, test_fraction=None), r"test_fraction=null .* only partition=domain and .* a share such as 0.2"),
@@ -328,6 +329,10 @@ def test_central_samples_of_a_domain_that_nobody_trains_on_belong_to_no_client()
     domains = np.array([0, 2, 1, 0, 2])
     found = Domain(1).tests(np.zeros(5, np.int64), domains, 2)
     assert [found.rows(client).tolist() for client in range(2)] == [[0, 3], [2]]
+
+
+def test_the_last_share_has_all_that_is_left() -> None:
+    assert source._cut(10, np.array([0.5, 0.4])).tolist() == [5, 5]
 
 
 def test_a_minimum_of_fewer_than_no_samples_is_refused() -> None:

@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 from tiny_runs import LOCAL, NORMED_MLP, run, run_spec, setup, tiny
 
+from raysim.api.declarations import Cost, Participation
+from raysim.api.method import Method
 from raysim.methods.dp_fedavg import DPFedAvg, epsilon, noise_of_sum
 from raysim.methods.fedopt import FedAvgM
 from raysim.methods.fedprox import FedProx
@@ -61,6 +63,17 @@ def test_noise_is_shared_between_the_sum_and_the_bits() -> None:
     assert noise_of_sum(1.0, 1.0) == pytest.approx((4 / 3) ** 0.5) and noise_of_sum(0.0, 1.0) == 0.0
 
 
+class Sending(Method):
+    """Says that it uploads as many floats again as there are clients, and one for each parameter."""
+
+    name = "sending"
+    paper = "a test"
+
+    def cost(self, job: Participation) -> Cost:
+        """See `Method`."""
+        return Cost(up=job.run.layout.trained + job.run.clients)
+
+
 def test_what_it_does_not_hide_is_refused() -> None:
     def refused(*others: Any, model: Any = None, stale: bool = False) -> str:
         method = DPFedAvg(0.0)
@@ -71,6 +84,7 @@ def test_what_it_does_not_hide_is_refused() -> None:
 
     assert "statistics of BatchNorm" in refused(model=NORMED_MLP)
     assert "method 'scaffold' uploads or looks at more" in refused(Scaffold())
+    assert "method 'sending' uploads or looks at more" in refused(Sending())
     assert "may be stale" in refused(stale=True)
     method, fine = DPFedAvg(), run_spec(DPFedAvg(), FedProx(), FedAvgM())
     assert method.check(setup(fine.task, LOCAL, build_networks(fine)[0], (method, *fine.methods[1:]))) == ()
