@@ -55,6 +55,7 @@ CORE = [
 ROOMS = [*CORE, "raysim/methods/*.py"]
 LEAST = {True: 25, False: 4}  # mutants of a core file, and of another
 CLOSE = ("textbook/", "vectors", "test_functions", "one_mathematics", "conformance", "methods/")  # best judges first
+DEFAULTS = "/test_defaults.py::"  # they look at signatures, and run no line of what they look at
 QUICK, QUICK_FILES, QUICK_SECONDS = 20, 5, 4.0  # the first helping
 MOST_BYTES = 8 << 30  # of a child: a mutant that loops may also hoard
 
@@ -171,7 +172,8 @@ class Map:
         for first, last in (mutant.lines, *mutant.scopes, (1, 1 << 30)):
             bits = functools.reduce(operator.or_, (m for n, m in by.items() if first <= n <= last), 0)
             if bits:
-                return [test for index, test in enumerate(self.tests) if bits >> index & 1]
+                tests = [test for index, test in enumerate(self.tests) if bits >> index & 1]
+                return [*tests, *(test for test in self.tests if DEFAULTS in test and test not in tests)]
         name = f"/test_{Path(mutant.file).stem}.py::"  # of a file of which every line runs at import
         return [test for test in self.tests if name in test]
 

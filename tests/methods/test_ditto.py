@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -75,3 +76,21 @@ def test_beside_fedbn_personal_layers_of_the_shared_model_are_not_pulled_to() ->
 def test_impossible_settings_are_refused(settings: dict[str, float]) -> None:
     with pytest.raises(ValueError, match=rf"ditto\.{next(iter(settings))}"):
         Ditto(**settings)
+
+
+@pytest.mark.parametrize(("batch", "sizes"), [(1, [1] * 5), (2, [2, 2, 2, 2, 2]), (3, [3, 2, 3, 2, 3]), (9, [5] * 5)])
+def test_personal_batches_go_through_all_samples_before_any_comes_again(batch: int, sizes: list[int]) -> None:
+    rows = np.array([3, 5, 8, 11, 12])
+    trainer = SimpleNamespace(
+        partition=SimpleNamespace(rows=lambda client: rows),
+        local=SimpleNamespace(batch=batch),
+        gather=lambda chosen, augment: chosen.tolist(),
+    )
+    ctx: Any = SimpleNamespace(
+        plan=SimpleNamespace(steps=5), client=0, trainer=trainer, stream=lambda name: np.random.default_rng(1)
+    )
+    found: list[Any] = list(Ditto()._batches(ctx))
+    assert [len(each) for each in found] == sizes
+    if batch == 1:
+        assert sorted(row for each in found for row in each) == rows.tolist()
+        assert found[0] != [3], "shuffled from the first one on"
