@@ -382,6 +382,7 @@ class RayRuntime:
         self.hosts, self._make, self.combine_from = hosts, start, combine_from
         self.nodes = nodes or (0,) * hosts
         self._actors = [start(host) for host in range(hosts)]
+        self._methods: dict[tuple[int, str, int], Any] = {}  # what is called, by host, name and number of results
 
     def put(self, value: object) -> object:
         """Into the object store, once; hosts of one node map the same memory. A small model travels in each call."""
@@ -389,7 +390,10 @@ class RayRuntime:
 
     def call(self, host: int, method: str, *args: object, returns: int = 1) -> list[Any]:
         """An actor task; its results belong to the caller."""
-        refs = getattr(self._actors[host], method).options(num_returns=returns).remote(*args)
+        if (task := self._methods.get((host, method, returns))) is None:
+            task = getattr(self._actors[host], method).options(num_returns=returns)
+            self._methods[host, method, returns] = task
+        refs = task.remote(*args)
         return [refs] if returns == 1 else list(refs)
 
     def get(self, ref: Any) -> Any:
@@ -411,6 +415,7 @@ class RayRuntime:
         """Another actor in the same bundle; Ray moves the bundle where its node is gone and another one has room."""
         ray.kill(self._actors[host])  # it may only have been out of reach
         self._actors[host] = self._make(host)
+        self._methods.clear()
         if not ray.wait([self._actors[host].ready.remote()], timeout=REVIVAL)[0]:
             raise ProcessLost(
                 f"host {host} died and no other one started within {REVIVAL} s: its node may be gone; resume=latest "

@@ -30,7 +30,7 @@ from raysim.simulation.coordinator import Coordinator
 from raysim.simulation.events import Round
 from raysim.simulation.fleet import Ideal, Lognormal
 from raysim.simulation.runtime import Runtime
-from raysim.simulation.schedule import Synchronous
+from raysim.simulation.schedule import Immediate, Synchronous
 from raysim.training.combiner import Combiner
 from raysim.training.run_spec import RunSettings, RunSpec, build_networks
 
@@ -42,18 +42,27 @@ DEFAULT = 5  # updates to a sum where `summation` is not set
 
 @dataclass(frozen=True)
 class Case:
-    """A cohort, how many updates a host sums into one, the model's widths, the fleet, and where hosts are."""
+    """A cohort, how many updates a host sums into one, the model's widths, the fleet, and where hosts are.
+
+    alone: whether every result is an aggregation, and travels alone, with so many clients at work on two hosts.
+    """
 
     clients: int
     group: int
     widths: tuple[int, ...] = SMALL
     fleet: str = "ideal"
     ray: bool = False
+    alone: bool = False
+
+    @property
+    def jobs(self) -> int:
+        """In an aggregation."""
+        return 1 if self.alone else self.clients
 
 
 @dataclass(frozen=True)
 class Cost:
-    """Medians over rounds. arrays: sums and updates of `floats` floats that came in a round; cpu: seconds of the
+    """Of an aggregation. arrays: sums and updates of `floats` floats that came in a round; cpu: seconds of the
     coordinator's process; memory: the peak of its resident set so far, in bytes."""
 
     case: Case
@@ -72,7 +81,8 @@ def cases() -> list[Case]:
         cases += [Case(clients, group), Case(clients, group, fleet="lognormal"), Case(clients, group, LARGE)]
     cases += [Case(clients, DEFAULT, LARGE) for clients in (1_000, 10_000)]
     cases += [Case(clients, group, ray=True) for clients, group in cohorts.items()]
-    return [*cases, Case(256, 4, LARGE, ray=True), Case(256, 1, LARGE, ray=True)]
+    cases += [Case(256, 4, LARGE, ray=True), Case(256, 1, LARGE, ray=True)]
+    return [*cases, *(Case(10, 1, fleet="lognormal", ray=ray, alone=True) for ray in (False, True))]
 
 
 def summation(clients: int) -> int:
@@ -113,14 +123,24 @@ class Ready(Combiner):
         return self._arrays[self._next][:]  # a view, which travels as a whole
 
 
+class Long(Ready):
+    """The same; it says that every job has taken it a second, so that nobody waits for a second one to send both."""
+
+    def train(
+        self, jobs: Sequence[Job], groups: Sequence[tuple[int, ...]], versions: int, *published: Published
+    ) -> Trained:
+        """See `Host`."""
+        return replace(super().train(jobs, groups, versions, *published), busy=float(len(jobs)))
+
+
 class Fleet:
-    """`HOSTS` hosts for a coordinator, behind which there are fewer."""
+    """So many hosts for a coordinator, behind which there may be fewer."""
 
-    hosts, nodes, combine_from = HOSTS, (0,) * HOSTS, math.inf
-    at_once = False
+    combine_from, at_once = math.inf, False
 
-    def __init__(self, few: Runtime):
+    def __init__(self, few: Runtime, hosts: int):
         self._few, self.put, self.revive = few, few.put, few.revive
+        self.hosts, self.nodes = hosts, (0,) * hosts
         self.arrays = 0
 
     def call(self, host: int, method: str, *args: object, returns: int = 1) -> list[Any]:
@@ -152,24 +172,29 @@ def spec_of(case: Case, settings: RunSettings) -> RunSpec:
 def measure(case: Case, rounds: int) -> Cost:
     """Medians of so many rounds, on the Ray that is connected if the case says so.
 
-    From one aggregation to the next, without the first round, and without the last, after which nothing is dispatched.
+    From one aggregation to the next, without the first round, and without the last, after which nothing is dispatched;
+    where results come alone means over a hundred times as many.
     """
     evaluate = Evaluation(every=10**9)
+    rounds *= 100 if case.alone else 1
+    kind = Long if case.alone else Ready
     spec = spec_of(case, RunSettings(rounds=rounds + 2, summation=case.group, evaluate=evaluate))
-    few: Any = InProcess(Ready(spec))
+    few: Any = InProcess(*(kind(spec) for _ in range(2 if case.alone else 1)))
     if case.ray:
         from raysim.runtime.ray import start_hosts
 
-        few = start_hosts(spec, 2, Ready)
+        few = start_hosts(spec, 2, kind)
     times = Lognormal() if case.fleet == "lognormal" else Ideal()
-    coordinator = Coordinator(spec, Synchronous(case.clients), times, fleet := Fleet(few))
+    schedule = Immediate(case.clients) if case.alone else Synchronous(case.clients)
+    coordinator = Coordinator(spec, schedule, times, fleet := Fleet(few, 2 if case.alone else HOSTS))
     try:
         marks = [(time.perf_counter(), time.process_time()) for event in coordinator.run() if isinstance(event, Round)]
     finally:
         if case.ray:
             few.stop()
     steps = np.diff(np.array(marks), axis=0)[:-1]
-    seconds, cpu = (statistics.median(column) for column in steps.T.tolist())
+    middle = statistics.mean if case.alone else statistics.median
+    seconds, cpu = (middle(column) for column in steps.T.tolist())
     return Cost(case, coordinator.layout.shared, fleet.arrays // (rounds + 2), seconds, cpu, peak_memory())
 
 
@@ -194,15 +219,15 @@ def main(out: Path, rounds: int, say: Callable[[str], None]) -> list[Cost]:
     finally:
         if mine:
             cluster.disconnect()
-    table = Table(title=f"a round of {HOSTS} hosts that cost nothing; medians of {rounds}")
-    for header in ("clients", "hosts", "fleet", "floats", "arrays", "s", "CPU s", "us a job", "GB"):
+    table = Table(title=f"an aggregation of {HOSTS} hosts that cost nothing; medians of {rounds}")
+    for header in ("clients", "in one", "hosts", "fleet", "floats", "arrays", "s", "CPU s", "us a job", "GB"):
         table.add_column(header)
     for cost in costs:
         case = cost.case
-        numbers = (cost.seconds, cost.cpu, cost.cpu / case.clients * 1e6, cost.memory / 1e9)
+        numbers = (cost.seconds, cost.cpu, cost.cpu / case.jobs * 1e6, cost.memory / 1e9)
         table.add_row(
-            f"{case.clients:,}", "Ray" if case.ray else "here", case.fleet, f"{cost.floats:,}", f"{cost.arrays:,}",
-            *(f"{number:.3g}" for number in numbers),
+            f"{case.clients:,}", f"{case.jobs:,}", "Ray" if case.ray else "here", case.fleet,
+            f"{cost.floats:,}", f"{cost.arrays:,}", *(f"{number:.3g}" for number in numbers),
         )  # fmt: skip
     Console().print(table)
     write_json({"rounds": rounds, **planned, "hosts": HOSTS, "results": [asdict(cost) for cost in costs]}, out)
