@@ -89,3 +89,13 @@ def test_the_median_of_two_is_told_to_be_their_mean() -> None:
     (sentence,) = of(2)
     assert "is the mean where an aggregation has no more than two updates" in sentence
     assert of(3) == ()
+
+
+def test_krum_warns_below_the_number_of_updates_that_its_promise_needs() -> None:
+    def of(cohort: int) -> tuple[str, ...]:
+        words = ("method=[krum]", "method.krum.byzantine=1", "schedule=synchronous", f"schedule.cohort={cohort}")
+        return warnings(*words)
+
+    (sentence,) = of(4)
+    assert "withstands method.krum.byzantine=1 from 5 updates on, and an aggregation has at most 4" in sentence
+    assert of(5) == ()

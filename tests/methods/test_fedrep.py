@@ -73,6 +73,8 @@ def test_a_budget_that_is_not_the_sum_of_both_phases_is_refused(local: Any, mess
     with pytest.raises(ValueError, match=message):
         FedRep().check(setup(nothing, local, {}))
     assert FedRep("joint").check(setup(nothing, local, {})) == ()
+    for fine in (replace(LOCAL, epochs=11), replace(LOCAL, epochs=None, steps=2)):
+        assert FedRep().check(setup(nothing, fine, {})) == ()
 
 
 def test_an_unknown_mode_is_refused() -> None:

@@ -920,9 +920,15 @@ def test_a_head_of_more_than_one_layer_is_refused() -> None:
 
 
 def test_ramps_that_end_need_the_number_of_rounds() -> None:
-    for settings in ({}, {"ramp": "laine_aila"}, {"ramp": "constant", "prototype_ramp": True}):
-        with pytest.raises(ValueError, match=r"method\.fraug\.rounds=null .*set it to the number of rounds"):
+    named = {"ramp=exp": {}, "ramp=laine_aila": {"ramp": "laine_aila"}}
+    named["prototype_ramp=true"] = {"ramp": "constant", "prototype_ramp": True}
+    for name, settings in named.items():
+        text = (
+            rf"method\.fraug\.rounds=null leaves the end of method\.fraug\.{name} open: set it to the number of rounds"
+        )
+        with pytest.raises(ValueError, match=text):
             small(None, **settings).check(setup(TASK, LOCAL, networks_of(NORMED)))
+    assert small(5, ramp_rounds=1).ramp_rounds == 1
     assert small(None, ramp="constant").check(setup(TASK, LOCAL, networks_of(NORMED))) == ()
 
 

@@ -36,6 +36,9 @@ ROWS = {
     "krum of three": Row(partial(robust.krum, f=1), lambda: [Krum()], NORMED),
     "multi-krum": Row(partial(robust.krum, f=2, selected=3), lambda: [Krum(2, 3)], **SEVEN),
     "multi-krum of n - f": Row(partial(robust.krum, f=2, selected=None), lambda: [Krum(2, None)], **SEVEN),
+    "multi-krum of one of two": Row(
+        partial(robust.krum, f=1, selected=None), lambda: [Krum(1, None)], schedule=Synchronous(2)
+    ),
     "krum of stale updates": Row(partial(robust.krum, f=0), lambda: [Krum(0)], **STALE),
     "geometric_median": Row(robust.geometric_median, lambda: [GeometricMedian()], NORMED),
     "geometric_median, uniform, many steps": Row(
