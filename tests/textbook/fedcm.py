@@ -1,22 +1,23 @@
 """FedCM: Xu et al. 2021, Algorithm 1; Delta starts at zero, weight decay is in the gradient, momentum sees the mix.
 
-warm_start: the first round does not mix, as FedBR's code has it.
+A stale client mixes with the Delta that it received. warm_start: the first round does not mix, as FedBR's code has it.
 """
 
 from __future__ import annotations
 
 import torch
 
-from textbook.plain import averaged, copied, cross_entropy, gradients, mean, optimizer, trainable, weights
+from textbook.plain import copied, cross_entropy, gradients, mean, moved, optimizer, trainable, weights
 from textbook.world import Book, Job, Params, World
 
 
 def fedcm(world: World, alpha: float, warm_start: bool = False) -> Book:
     """v = alpha (g + wd y) + (1 - alpha) Delta; Delta+ = sum_i p_i (x - y_i) / (eta_l K_i)."""
-    x, names = dict(world.start), trainable(world.start)
-    direction = {name: torch.zeros_like(x[name]) for name in names}
+    names = trainable(world.start)
+    xs, directions = [dict(world.start)], [{name: torch.zeros_like(world.start[name]) for name in names}]
 
     def client(job: Job) -> tuple[Params, Params]:
+        x, direction = xs[job.version], directions[job.version]
         p, sgd = copied(x), optimizer(world, job)
         decay, sgd.weight_decay = sgd.weight_decay, 0.0
         fresh = 1.0 if warm_start and job.version == 0 else alpha
@@ -28,6 +29,6 @@ def fedcm(world: World, alpha: float, warm_start: bool = False) -> Book:
 
     for jobs in world.rounds:
         trained, shares = [client(job) for job in jobs], weights(world, jobs)
-        direction = {name: mean([moved[name] for _, moved in trained], shares) for name in names}
-        x = averaged([p for p, _ in trained], shares)
-    return Book(x, server={"fedcm.direction": torch.cat([direction[name].flatten() for name in names])})
+        directions.append({name: mean([change[name] for _, change in trained], shares) for name in names})
+        xs.append(moved(xs[-1], jobs, [p for p, _ in trained], xs, shares))
+    return Book(xs[-1], server={"fedcm.direction": torch.cat([directions[-1][name].flatten() for name in names])})

@@ -116,6 +116,15 @@ def averaged(models: Sequence[Mapping[str, Tensor]], weights: Sequence[float]) -
     return {name: mean([model[name].detach() for model in models], weights) for name in models[0]}
 
 
+def moved(
+    x: Params, jobs: Sequence[Job], models: Sequence[Params], received: Sequence[Params], weights: Sequence[float]
+) -> Params:
+    """x plus the mean of what models moved from what each had received, which may be stale; of buffers the mean."""
+    pairs = zip(models, (received[job.version] for job in jobs), strict=True)
+    changed = [{name: x[name] + p[name].detach() - base[name] for name in trainable(x)} for p, base in pairs]
+    return {**averaged(models, weights), **averaged(changed, weights)}
+
+
 # What a client's training does to one batch: from (its parameters, the step, inputs, labels) to the loss.
 Loss = Callable[[Params, int, Tensor, Tensor], Tensor]
 

@@ -1,23 +1,25 @@
 """SCAFFOLD: Karimireddy et al. 2020, Algorithm 1, Option II, with the momentum correction K' of its spec.
 
-Models are averaged uniformly (paper) unless the run asks for samples; the changes of c_i always are.
+Models are averaged uniformly (paper) unless the run asks for samples; the changes of c_i always are. A stale client
+computes with x and c as it received them, and c stays the mean of the c_i that were accepted.
 """
 
 from __future__ import annotations
 
 import torch
 
-from textbook.plain import averaged, copied, cross_entropy, gradients, optimizer, trainable, weights
+from textbook.plain import copied, cross_entropy, gradients, moved, optimizer, trainable, weights
 from textbook.world import Book, Job, Params, World
 
 
 def scaffold(world: World) -> Book:
     """g - c_i + c at every step; c_i+ = c_i - c + (x - y) / (K' eta); c moves by the changes' sum over all N."""
-    x, names = dict(world.start), trainable(world.start)
-    c = {name: torch.zeros_like(x[name]) for name in names}
-    own = {client: dict(c) for client in range(world.clients)}
+    names = trainable(world.start)
+    xs, cs = [dict(world.start)], [{name: torch.zeros_like(world.start[name]) for name in names}]
+    own = {client: dict(cs[0]) for client in range(world.clients)}  # a client goes on from what it itself left last
 
     def client(job: Job) -> tuple[Params, Params]:
+        x, c = xs[job.version], cs[job.version]
         p, sgd = copied(x), optimizer(world, job)
         for step, batch in enumerate(job.batches):
             grads = gradients(cross_entropy(p, step, *batch), p, names)
@@ -27,15 +29,18 @@ def scaffold(world: World) -> Book:
         return p, {n: own[job.client][n] - c[n] + (x[n] - p[n].detach()) / (worth * sgd.lr) for n in names}
 
     for jobs in world.rounds:
-        trained = [client(job) for job in jobs]
-        x = averaged([y for y, _ in trained], weights(world, jobs))
-        for job, (_, new) in zip(jobs, trained, strict=True):
+        models, c = list[Params](), cs[-1]
+        for job in jobs:
+            model, new = client(job)
+            models.append(model)
             c = {name: c[name] + (new[name] - own[job.client][name]) / world.clients for name in names}
-        own |= {job.client: new for job, (_, new) in zip(jobs, trained, strict=True)}
+            own[job.client] = new
+        xs.append(moved(xs[-1], jobs, models, xs, weights(world, jobs)))
+        cs.append(c)
 
     def flat(p: Params) -> torch.Tensor:
         return torch.cat([p[name].flatten() for name in names])
 
     took_part = {job.client for jobs in world.rounds for job in jobs}
     private = {i: {"scaffold.control": flat(own[i])} for i in took_part}
-    return Book(x, private, {"scaffold.control": flat(c)})
+    return Book(xs[-1], private, {"scaffold.control": flat(cs[-1])})
