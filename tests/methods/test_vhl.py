@@ -97,6 +97,7 @@ def test_the_contrast_does_not_depend_on_the_length_of_features_nor_on_their_ord
     order, lengths = torch.tensor([3, 0, 6, 2, 5, 1, 4]), torch.tensor([0.1, 2, 3, 0.5, 1, 7, 4]).unsqueeze(1)
     expected = contrast(features, labels)
     torch.testing.assert_close(contrast(lengths * features, labels), expected)
+    torch.testing.assert_close(contrast(1e-10 * lengths * features, labels), expected)
     torch.testing.assert_close(contrast(features[order], labels[order]), expected)
 
 

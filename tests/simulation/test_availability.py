@@ -371,3 +371,16 @@ def test_what_was_done_before_clients_went_can_be_finished(tmp_path: Path) -> No
 def test_a_trace_that_begins_again_lets_the_run_go_on() -> None:
     coordinator, _, _ = silent([10], Buffered(1, 1), Recorded([0.0, 25.0], wrap=True), rounds=4)
     assert [row["virtual_seconds"] for row in ran(coordinator).rows] == [10.0, 20.0, 1010.0, 1020.0]
+
+
+def test_who_comes_and_goes_often_among_many_who_seldom_do_is_followed() -> None:
+    """More of its changes than are put in order at once lie before the next ones of the others."""
+    others = 1500
+    bounds = np.array([0.0, 1.0, *(bound for client in range(others) for bound in (0.0, 150.0 + client))])
+    periods = np.array([2.0, *[1e4] * others])
+    presence = Intervals(bounds, 2 * np.arange(others + 2), periods, np.arange(others + 1), True)
+    seen = list(itertools.islice(presence.changes(np.arange(others + 1), 0.0), 250))
+    assert [change.at for change in seen] == [float(at) for at in range(1, 251)]
+    for change in seen:
+        mine, left = change.at % 2 == 1, [int(change.at) - 150 + 1] if change.at >= 150 else []
+        assert change.came.tolist() == ([] if mine else [0]) and change.gone.tolist() == ([0] if mine else []) + left

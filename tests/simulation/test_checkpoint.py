@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import errno
 import json
 import os
 import shutil
@@ -614,3 +615,16 @@ def test_all_files_are_on_the_disk_before_the_manifest_has_its_name_and_its_name
     assert synced[False] >= {file.stat().st_ino for folder in (path, tmp_path / "log") for file in folder.iterdir()}
     assert synced[False] >= {folder.stat().st_ino for folder in (path, tmp_path / "log")}
     assert synced[True] == {folder.stat().st_ino for folder in (path, tmp_path)}
+
+
+def test_a_model_that_the_disk_has_no_room_for_is_told_with_its_bytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(checkpoint, "save_file", full)
+    path = tmp_path / "model.safetensors"
+    with pytest.raises(OSError, match=rf"the disk is full: {path} takes 400 bytes, of which [0-9,]+ are free"):
+        checkpoint.save_model({"weight": np.zeros(100, np.float32)}, path)
+    assert list(tmp_path.iterdir()) == []
