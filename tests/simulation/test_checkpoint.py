@@ -27,6 +27,7 @@ from raysim.api.private_state import flat, from_named
 from raysim.methods.fedbn import FedBN
 from raysim.methods.fedbuff import FedBuff
 from raysim.methods.scaffold import Scaffold
+from raysim.primitives import stores
 from raysim.primitives.stores import LocalStore
 from raysim.simulation import checkpoint, state_log
 from raysim.simulation.checkpoint import Checkpoints, Snapshot
@@ -628,3 +629,25 @@ def test_a_model_that_the_disk_has_no_room_for_is_told_with_its_bytes(
     with pytest.raises(OSError, match=rf"the disk is full: {path} takes 400 bytes, of which [0-9,]+ are free"):
         checkpoint.save_model({"weight": np.zeros(100, np.float32)}, path)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("remote", [False, True])
+def test_a_run_that_goes_on_where_its_checkpoints_are_writes_no_state_again(remote: bool, tmp_path: Path) -> None:
+    where: Any = f"memory://{tmp_path.name}" if remote else tmp_path
+    Checkpoints(where, 3).write(4, snapshot())
+    there = stores.store(where)
+    before = [name for name in there.names("log") if name.startswith("states")]
+    Checkpoints(where, 3, f"{where}/round-000004").write(8, snapshot())
+    assert before and [name for name in there.names("log") if name.startswith("states")] == before
+
+
+def test_a_manifest_may_be_in_any_order_and_names_nothing_outside(tmp_path: Path) -> None:
+    path = write(tmp_path, 1, snapshot())
+    manifest = json.loads((path / "manifest.json").read_text())
+    (path / "manifest.json").write_text(json.dumps(dict(reversed(manifest.items()))))
+    assert checkpoint.damage(path) == ""
+    del manifest["manifest.json"]
+    manifest["../secret.json"] = "0" * 64
+    manifest["manifest.json"] = checkpoint._own_digest(manifest)
+    (path / "manifest.json").write_text(json.dumps(manifest))
+    assert checkpoint.damage(path) == "manifest.json does not name the files of a checkpoint"

@@ -191,6 +191,15 @@ def test_the_parts_of_the_loss_add_up_and_each_is_what_it_says() -> None:
     assert parts[3]["global_loss"] == pytest.approx(float(sum(losses)) / samples, rel=1e-5)
 
 
+def test_the_decomposition_is_of_local_models_and_not_of_what_methods_make_of_them() -> None:
+    asked: dict[str, Any] = {"rounds": 2, "evaluate": Evaluation(decompose=1)}
+    plain, doubled = (
+        decomposed(run(run_spec(*methods, data=apart()), Synchronous(3), **asked).rows)
+        for methods in ((), (Doubled(),))
+    )
+    assert plain == doubled and all(plain)
+
+
 def test_one_participant_has_no_distribution_shift() -> None:
     (part, *_) = decomposed(run(run_spec(data=apart()), Synchronous(1), evaluate=Evaluation(decompose=1)).rows)
     assert part["distribution_shift"] == 0.0 and part["aggregation"] == pytest.approx(0.0, abs=1e-6)
