@@ -157,6 +157,15 @@ def test_a_folder_that_is_no_runs_is_not_resumed(capsys: pytest.CaptureFixture[s
     assert "not the folder of a run" in one_sentence(capsys.readouterr().err)
 
 
+@pytest.mark.parametrize("left", [[], [".held"], [".config.yaml.0a1b"], [".held", ".config.yaml.0a1b"]])
+def test_a_run_that_was_killed_before_its_first_file_had_its_name_begins_again(left: list[str]) -> None:
+    Path("a").mkdir()
+    for name in left:
+        Path("a", name).touch()
+    run("out=a", "resume=latest")
+    assert Path("a/summary.json").is_file() and not list(Path("a").glob(".config*"))
+
+
 def test_a_folder_below_a_file_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     Path("a").write_text("file")
     run("out=a/b", status=2)

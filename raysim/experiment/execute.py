@@ -35,7 +35,7 @@ from raysim.experiment.objects import PARTS, Given, given, refuse_missing
 from raysim.experiment.plugins import brought
 from raysim.experiment.recorder import OnRound, finished, record, say, users_observers
 from raysim.experiment.result import Result
-from raysim.experiment.run_folder import CONFIG, Place, last_checkpoint, place
+from raysim.experiment.run_folder import CONFIG, Place, config_drafts, last_checkpoint, place
 from raysim.experiment.settings import ExecutionOptions, Experiment, Interrupted
 from raysim.models import ModelRecipe
 from raysim.models.split import FILLED_IN, Foreign, Own
@@ -454,6 +454,8 @@ def _on_ray(experiment: Experiment, where: Place, console: Console, waits_for: N
 
 def _make_folder(experiment: Experiment, where: Place) -> None:
     where.folder.mkdir(parents=True, exist_ok=where.exists)
+    for draft in config_drafts(where.folder):
+        draft.unlink()
     config = to_yaml(experiment.config).encode()
     replace_file(where.folder / CONFIG, config)
     if apart := experiment.spec.settings.checkpoint.folder:  # so that they can be continued without the run's folder

@@ -12,7 +12,7 @@ from raysim.experiment.instantiate import shown
 from raysim.experiment.many_runs import check_free, dated_folder
 from raysim.experiment.settings import Experiment
 from raysim.primitives.errors import Refused
-from raysim.primitives.files import user_path, without_password
+from raysim.primitives.files import HELD, user_path, without_password
 from raysim.primitives.stores import Store, is_remote, parted, store
 from raysim.results.tracking import flatten
 from raysim.simulation import checkpoint
@@ -81,7 +81,7 @@ def place(experiment: Experiment) -> Place:
     if not options.out:
         raise Refused("resume=latest needs the folder of the run: add out=DIR")
     folder = user_path(options.out)
-    if folder.exists() and not (folder / CONFIG).is_file() and (not folder.is_dir() or any(folder.iterdir())):
+    if folder.exists() and not (folder / CONFIG).is_file() and not _just_begun(folder):
         raise Refused(f"out={folder} is not the folder of a run: choose another one, or leave resume out")
     _check_writable(folder)
     for where in (str(folder), kept.folder):
@@ -91,6 +91,16 @@ def place(experiment: Experiment) -> Place:
     if not (last := last_checkpoint(folder, kept)):
         return Place(folder, folder.exists(), note=f"{folder} has no checkpoint yet: starting at round 0")
     return _from(last, Place(folder, folder.exists()), rounds)
+
+
+def _just_begun(folder: Path) -> bool:
+    """Whether a folder is empty but for what a run leaves that is killed before its configuration has its name."""
+    return folder.is_dir() and all(each.name == HELD or each in config_drafts(folder) for each in folder.iterdir())
+
+
+def config_drafts(folder: Path) -> list[Path]:
+    """Configurations that were never completed, because their process was killed."""
+    return list(folder.glob(f".{CONFIG}.*"))
 
 
 def last_checkpoint(folder: Path, kept: Checkpoint) -> str:

@@ -17,6 +17,7 @@ from typing import Any, BinaryIO, TextIO
 
 from raysim.primitives.errors import Refused
 
+HELD = ".held"  # the file that the process of a run locks
 _FULL = ("No space left on device", "Disk quota exceeded", "File too large")  # in errors of libraries' own kinds
 
 
@@ -139,7 +140,7 @@ def alone(folder: Path, setting: str) -> Iterator[None]:
 @contextlib.contextmanager
 def held(folder: Path) -> Iterator[None]:
     """The folder of a run for this process alone, as long as it works there. Raises Refused where another one does."""
-    path = folder / ".held"
+    path = folder / HELD
     if path.exists() and not path.is_file():
         raise Refused(f"{path} is no file that can be locked: remove it")
     with path.open("a+") as handle:
