@@ -194,6 +194,12 @@ def test_a_client_that_goes_away_loses_its_job() -> None:
     assert found.trip(0, 0, 2.0, 6.0, 9, 9) == (7.0, False)
 
 
+def test_a_lognormal_fleets_own_settings_may_be_given_in_their_order() -> None:
+    given = Lognormal(10.0, 0.5, 2e6, 1e6, 0.25)
+    named = Lognormal(speed=10.0, sigma=0.5, bandwidth_down=2e6, bandwidth_up=1e6, bandwidth_sigma=0.25)
+    assert given == named
+
+
 def test_the_longest_wait_that_is_allowed_is_allowed() -> None:
     fleet = Ideal(availability="markov", off=100.0, patience=10.0)
     assert fleet.presence(0, 10) is not None

@@ -419,10 +419,14 @@ def test_the_plan_of_a_seed_is_the_same_tomorrow(name: str) -> None:
     assert found == KNOWN[name]
 
 
-def test_tiers_are_cut_by_the_time_of_a_job_and_not_by_speed_alone() -> None:
+def test_tiers_are_cut_by_the_time_of_a_first_job_and_not_by_speed_alone() -> None:
     counts = [9, 1, 8, 2, 7, 3]
     devices = Ideal(10.0).devices(0, 6, lambda: 1.0)
-    plan = Planner(Tiered(2, 3), devices, 0, np.asarray(counts), lambda client, *_: Load(counts[client], 0, 0))
+
+    def work(client: int, version: int, earlier: int, accepted: int) -> Load:
+        return Load(20.0 - counts[client] if version or earlier or accepted else counts[client], 0, 0)
+
+    plan = Planner(Tiered(2, 3), devices, 0, np.asarray(counts), work)
     found = [step.dispatched for step in steps(plan, 4)]
     assert {job.client for jobs in found for job in jobs if job.pool == 0} == {1, 3, 5}
     assert {job.client for jobs in found for job in jobs if job.pool == 1} <= {0, 2, 4}
