@@ -461,3 +461,13 @@ def test_a_large_cohort_of_a_seed_is_the_same_tomorrow(cohort: int, clients: lis
     plan = planner(Synchronous(cohort), Ideal(availability="markov", on=3e5, off=3e4), 7, [1] * 1000)
     first, second = ([job.client for job in step.dispatched] for step in steps(plan, 2))
     assert len(first) == len(second) == cohort and [*first[:4], *second[:4]] == clients
+
+
+def test_a_plan_counts_what_each_client_was_sent_for_and_what_was_taken() -> None:
+    plan = planner(Buffered(5, 3), Lognormal(dropout=0.3), 0, [1] * CLIENTS)
+    found = steps(plan, 12)
+    clients = {job.number: job.client for step in found for job in step.dispatched}
+    sent, taken = Counter(clients.values()), Counter(clients[each.number] for step in found for each in step.taken)
+    ahead = Counter(job.client for job in plan.running.values() if job.number not in clients)
+    assert plan.participations.tolist() == [sent[client] + ahead[client] for client in range(CLIENTS)]
+    assert plan.accepted.tolist() == [taken[client] for client in range(CLIENTS)] and sum(taken.values()) == 36
