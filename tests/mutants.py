@@ -168,14 +168,14 @@ class Map:
 
     def of(self, mutant: Mutant) -> list[str]:
         """The tests that run its statement; where that runs at import, those that run what is around it."""
-        by = self.lines.get(mutant.file, {})
+        by, tests = self.lines.get(mutant.file, {}), list[str]()
         for first, last in (mutant.lines, *mutant.scopes, (1, 1 << 30)):
             bits = functools.reduce(operator.or_, (m for n, m in by.items() if first <= n <= last), 0)
             if bits:
                 tests = [test for index, test in enumerate(self.tests) if bits >> index & 1]
-                return [*tests, *(test for test in self.tests if DEFAULTS in test and test not in tests)]
-        name = f"/test_{Path(mutant.file).stem}.py::"  # of a file of which every line runs at import
-        return [test for test in self.tests if name in test]
+                break
+        blind = (DEFAULTS, f"/test_{Path(mutant.file).stem}.py::")  # they may look at what has run at import
+        return [*tests, *(test for test in self.tests if any(name in test for name in blind) and test not in tests)]
 
     def helpings(self, mutant: Mutant, cap: float) -> list[list[str]]:
         """A few quick tests of the files that are most about it; then, within `cap` seconds (0: all), the others of the

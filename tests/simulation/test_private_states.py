@@ -118,6 +118,14 @@ def test_no_part_reads_more_than_a_hosts_share_of_the_budget(budget: float) -> N
     assert list(books.private.parts([8, 0, 9])) == [slice(0, 3)]
 
 
+def test_what_is_restored_beyond_the_budget_goes_to_disk() -> None:
+    states = [PrivateState(np.full(FLOATS, n, np.float32), np.empty(0, np.int64), {}) for n in range(4)]
+    books = Books(budget=2 * EACH)
+    books.private.restore({c: 10 + c for c in range(4)}, {c: flat(state) for c, state in enumerate(states)})
+    assert books.private.spilled_bytes == books.private.bytes == 2 * EACH
+    assert values(state for _, state in books.private.accepted()) == [0.0, 1.0, 2.0, 3.0]
+
+
 def test_what_was_restored_has_its_bytes() -> None:
     states = [PrivateState(np.zeros(n, np.float32), np.empty(0, np.int64), {}) for n in (3, 50)]
     books = Books()

@@ -124,6 +124,7 @@ def test_a_tier_aggregates_its_own_jobs_alone() -> None:
         (lambda: Buffered(1, -2), "schedule.size=-2 must be at least 1"),
         (lambda: Buffered(2, 1, -1), "schedule.max_staleness=-1 must be at least 0"),
         (lambda: Immediate(0), "schedule.concurrency=0 must be at least 1"),
+        (lambda: Oversample(0), "schedule.cohort=0 must be at least 1"),
         (lambda: Oversample(3, 0.9), "schedule.factor=0.9 must be at least 1"),
         (lambda: Deadline(0, 1.0), "schedule.cohort=0 must be at least 1"),
         (lambda: Deadline(3, 0.0), "schedule.seconds=0.0 must be above 0"),
