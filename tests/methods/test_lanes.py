@@ -20,6 +20,7 @@ from raysim.api.messages import Job, SingleUpdate
 from raysim.api.method import Method
 from raysim.api.server_view import Server
 from raysim.conformance.agreement import EXACT, in_lanes
+from raysim.methods.fedbn import FedBN
 from raysim.methods.fedbr import FedBR
 from raysim.methods.fedprox import FedProx
 from raysim.methods.fedsam import FedSAM
@@ -30,6 +31,7 @@ from raysim.training.lane import NotInLanes
 from raysim.training.lane_step import after
 from raysim.training.lanes import usual_lanes
 from raysim.training.run_spec import build_networks
+from raysim.training.tape import Tape
 
 QUICK = ("fedbr", "moon", "fedmix", "vhl", "fraug", "fedpac", "dann", "fedsam", "scaffold", "fedbss", "local")
 
@@ -254,3 +256,40 @@ class Leaning(Method):
 
 def test_clients_in_lanes_may_be_sent_different_things() -> None:
     assert_alike(study(Leaning(), model=MLP), rounds=3)
+
+
+def test_frozen_networks_of_clients_in_lanes_have_personal_layers_of_their_own() -> None:
+    assert_alike(study(FedBN(), TABLE["fedntd"].make(), model=NORMED_MLP), rounds=3)
+
+
+def tapes_after(calls: int) -> tuple[Any, list[bool]]:
+    """The loop of a host that trained so many times in lanes, and whether each of its tapes may be played."""
+    asked = study(lanes=3, model=NORMED_MLP)
+    host, published = Host(asked), coordinate(asked).server.published()
+    for call in range(calls):
+        host.train([Job(3 * call + client, client, call, 0, -1, 1.0) for client in range(3)], [], 1, published)
+    loop: Any = host.loop
+    return loop, [trusted for _, trusted in loop.tapes.values()]
+
+
+def test_steps_are_played_once_their_tape_has_shown_the_same_bits() -> None:
+    loop, trusted = tapes_after(2)
+    assert loop.plain and any(trusted)
+
+
+def test_a_tape_that_leaves_other_statistics_is_never_played(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = Tape.play
+
+    def play(tape: Tape, inputs: Sequence[Tensor]) -> list[Tensor]:
+        found = whole(tape, inputs)
+        inputs[-1].add_(1)  # how many batches BatchNorm has seen
+        return found
+
+    monkeypatch.setattr(Tape, "play", play)
+    loop, trusted = tapes_after(2)
+    assert trusted and not loop.plain and not any(trusted)
+
+
+def test_a_second_pass_of_a_later_stage_computes_everything_anew() -> None:
+    fedbr = FedBR(projection="code", pseudo_batch=4, samples_per_mean=3)
+    assert_alike(study(FedSAM(0.5), fedbr, model=MLP), rounds=2)

@@ -83,6 +83,15 @@ def test_sums_from_hosts_and_single_updates_give_the_same_bits(size: int) -> Non
     np.testing.assert_allclose(single.vector.numpy(), START + average, rtol=1e-5, atol=1e-6)
 
 
+def test_one_sum_may_be_of_several_groups_and_counts_once() -> None:
+    """As nodes add up what their hosts have summed."""
+    summed = [summed_update(client) for client in ALL]
+    parts = [on_a_host(unit).total for unit in groups(4)]
+    whole = Sum(tuple(ALL), parts[0] + parts[1] + parts[2])
+    apart = step(server(group=4), summed, [on_a_host(unit) for unit in groups(4)])
+    assert torch.equal(step(server(group=4), summed, [whole]).vector, apart.vector)
+
+
 def test_the_size_of_a_group_is_part_of_the_bits() -> None:
     by_five, by_three = (step(server(group=size), [update(client) for client in ALL]) for size in (5, 3))
     assert not torch.equal(by_five.vector, by_three.vector), "or nothing here is tested"
