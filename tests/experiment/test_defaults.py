@@ -49,3 +49,12 @@ def test_a_class_has_the_defaults_of_its_file(path: Path) -> None:
             simple = default is None or isinstance(default, (str, int, float, list))  # not made by a function
             if simple and name in node and "${" not in str(node[name]):
                 assert node[name] == default, name
+
+
+@pytest.mark.parametrize("name", ["adagrad", "adam", "yogi"])
+def test_a_servers_step_has_the_defaults_of_its_method(name: str) -> None:
+    method = parameters(f"raysim.methods.fedopt.Fed{name.capitalize()}")
+    step = parameters(f"raysim.methods.fedopt.fed{name}_step")
+    shared = {key for key in ("beta1", "beta2", "tau") if key in step}
+    assert shared >= {"beta1", "tau"}
+    assert {key: step[key].default for key in shared} == {key: method[key].default for key in shared}
