@@ -27,7 +27,7 @@ from tiny_runs import (
     taking_part,
     tiny,
 )
-from torch import Tensor
+from torch import Tensor, nn
 from torch.func import functional_call
 
 from raysim.api.context import Context, Own
@@ -49,6 +49,7 @@ from raysim.simulation.schedule import Buffered, Synchronous
 from raysim.training.host import Host
 from raysim.training.run_spec import build_networks
 from raysim.training.trainer import private_state
+from raysim.vectors.layout import plan_layout
 
 EVERYBODY = Synchronous(6)
 # Everybody starts from the initial model; later, the first participation would load what others made of it.
@@ -564,3 +565,10 @@ def test_a_decision_that_is_not_drawn_is_that_of_the_larger_logit_however_little
     loads, keeps = ctx.state["partialfed.logits"].unbind(1)
     assert 0 < (keeps - loads).max() < 1e-7
     assert ctx.report["partialfed.loaded"] == pytest.approx(float((loads >= keeps).double().mean()))
+
+
+def test_a_client_that_kept_no_model_keeps_no_number_of_one() -> None:
+    layout = plan_layout({"model": nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))})
+    state = PartialFed().state(layout, 10)
+    assert [state[f"partialfed.{name}"].numel() for name in ("model", "counters")] == [0, 0]
+    assert state["partialfed.version"].tolist() == [-1]

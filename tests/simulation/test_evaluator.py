@@ -35,8 +35,10 @@ from raysim.data.sources import Synthetic, Tabular
 from raysim.experiment.execute import Refused, build
 from raysim.methods.fedbn import FedBN
 from raysim.models.classifier import Shape
+from raysim.runtime.inprocess import InProcess
 from raysim.simulation.best_round import BestRounds
 from raysim.simulation.schedule import Buffered, Synchronous
+from raysim.training.host import Host
 
 ALL = Evaluation(finetune=Finetune(2), decompose=1)
 
@@ -359,3 +361,18 @@ def test_a_client_is_scored_with_its_own_state_where_no_host_has_it_though_it_be
     kept, on_disk = (run(study, Synchronous(1), state_budget=budget) for budget in (math.inf, 0.0))
     assert "accuracy" in kept.history[-1] and on_disk.rows[-1]["spilled_bytes"]
     assert kept.history == on_disk.history
+
+
+def test_scores_of_the_one_model_are_asked_of_no_client() -> None:
+    asked: list[int] = []
+
+    class Watched(InProcess):
+        def call(self, host: int, method: str, *args: Any, returns: int = 1) -> list[Any]:
+            if method == "evaluate":
+                asked.extend(task.client for task in args[0])
+            return super().call(host, method, *args, returns=returns)
+
+    study = run_spec(data=apart())
+    runtime: Any = Watched(Host(study))
+    ran(coordinate(study, runtime=runtime, rounds=1))
+    assert set(asked) == {-1}

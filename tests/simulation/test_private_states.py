@@ -100,6 +100,13 @@ def test_who_goes_to_disk_is_forgotten_by_its_host_and_by_nobody_else() -> None:
     assert books.private.spilled_bytes == 2 * EACH
 
 
+def test_a_state_whose_size_nobody_has_told_takes_no_room() -> None:
+    books = Books(budget=0)
+    job, _, _ = books.send(3)
+    books.private.accept([job])
+    assert books.private.spilled_bytes == 0 and values([books.private.accepted_state(3)]) == [0.0]
+
+
 def test_a_client_that_moves_takes_its_state_along() -> None:
     books = Books()
     books.done(1)

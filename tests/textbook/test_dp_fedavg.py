@@ -64,14 +64,14 @@ def test_noise_is_shared_between_the_sum_and_the_bits() -> None:
 
 
 class Sending(Method):
-    """Says that it uploads as many floats again as there are clients, and one for each parameter."""
+    """Says that in the first round it uploads as many floats again as there are clients and parameters."""
 
     name = "sending"
     paper = "a test"
 
     def cost(self, job: Participation) -> Cost:
         """See `Method`."""
-        return Cost(up=job.run.layout.trained + job.run.clients)
+        return Cost(up=0 if job.version else job.run.layout.trained + job.run.clients)
 
 
 def test_what_it_does_not_hide_is_refused() -> None:

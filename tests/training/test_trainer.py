@@ -135,3 +135,9 @@ def test_gradients_pass_through_frozen_networks() -> None:
     for job in JOBS[:2]:
         outcome = trainer.train(job, vector.shared.clone(), vector.counters.clone(), {}, NOTHING)
         assert outcome is not None
+
+
+def test_a_chunk_is_a_million_floats(monkeypatch: pytest.MonkeyPatch) -> None:
+    watched = Watched(monkeypatch, data=even(1, 30_000))
+    watched.trainer.local = replace(watched.trainer.local, batch=1000)
+    assert watched.sizes(JOBS[0]) == [16_000, 8_000], "of 64 floats each"
