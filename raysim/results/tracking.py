@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import getpass
 import json
+import logging
 import math
 import os
 import re
@@ -154,6 +155,8 @@ class Mlflow:
         self._database = Path(path).resolve() if path != uri else None
         with self._alone():
             self._client: MlflowClient = MlflowClient(tracking_uri=uri)
+            # What its database cannot do is told in a sentence; MLflow prints the traceback of every try.
+            logging.getLogger("mlflow.store.db.utils").setLevel(logging.CRITICAL)
         self._run, self._last, self._started = "", 0, 0.0
         self._params: Mapping[str, str] = {}  # what the run has already
         self._has_data = self._has_model = False

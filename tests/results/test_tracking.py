@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import subprocess
 import sys
 import threading
@@ -23,6 +24,7 @@ from raysim.results.tracking import (
     BACKLOG,
     MODEL,
     RECORD,
+    Mlflow,
     NoTracker,
     Record,
     Tracker,
@@ -485,3 +487,8 @@ def test_runs_that_begin_side_by_side_make_one_database_and_nothing_else_is_said
     assert len({identity(folder) for folder in folders}) == 2
     assert (tmp_path / "mlflow.db").is_file()
     assert all([path.name for path in folder.iterdir()] == [RECORD] for folder in folders)
+
+
+def test_mlflow_prints_no_traceback_of_its_own_for_a_database_that_fails(tmp_path: Path) -> None:
+    Mlflow(f"sqlite:///{tmp_path / 'mlflow.db'}")
+    assert not logging.getLogger("mlflow.store.db.utils").isEnabledFor(logging.ERROR)
