@@ -44,9 +44,7 @@ class Lane:
     modes: dict[str, bool] = field(default_factory=dict)  # what its stages have set so far
     changed: set[str] = field(default_factory=set)  # entries of its state that are rows of something larger
     start: Tensor | None = None  # [total] what training started from; made on demand
-    kinds: tuple[
-        object, ...
-    ] = ()  # of the stages of each iteration of the cycle: what they are called, train and scale
+    kinds: tuple[object, ...] = ()  # of each iteration of the cycle: names, parts and rates of its stages
 
     @property
     def ctx(self) -> Context:

@@ -335,11 +335,6 @@ def test_the_last_share_has_all_that_is_left() -> None:
     assert source._cut(10, np.array([0.5, 0.4])).tolist() == [5, 5]
 
 
-def test_a_minimum_of_fewer_than_no_samples_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"partition\.minimum=-1"):
-        Quantity(3, 1.0, minimum=-1).check()
-
-
 # Of each of `WHOLE`: the first bytes of SHA-256 over training rows and offsets.
 KNOWN = [
     "9df6f83a5965",
