@@ -251,6 +251,11 @@ def _built(node: Node, allow: Sequence[str], objects: Given) -> Experiment:
     fleet.devices(settings.seed, len(data.partition.train.counts), functools.partial(sample_flops, spec))
     networks, layout = build_networks(spec)
     runtime = execution.runtime
+    if runtime.precision == "tf32" and not device.startswith("cuda"):
+        raise Refused(
+            f"runtime.precision=tf32 is what GPUs of NVIDIA compute in, and device={device}: set "
+            "runtime.precision=float32, or device=cuda"
+        )
     spec = replace(
         spec,
         lanes=runtime.lanes or usual_lanes(spec, networks, schedule.concurrency),

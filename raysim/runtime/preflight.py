@@ -1,10 +1,10 @@
-"""What one job needs: the largest client trained once where hosts will live; how many hosts then share a device."""
+"""What a host needs: the largest client trained where hosts will live; how many hosts then share a device."""
 
 from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -27,7 +27,7 @@ USABLE = 0.95  # of a GPU; allocators leave gaps
 
 @dataclass(frozen=True)
 class Need:
-    """Bytes: what a job took at its peak, what its device has for such jobs, what private state it left there."""
+    """Bytes: what a host took at its peak, what its device has for such hosts, what private state a client left."""
 
     job: int
     room: int
@@ -50,28 +50,35 @@ def memory(device: str) -> tuple[int, int]:
 
 
 def measure(spec: RunSpec, read: Callable[[str], tuple[int, int]] = memory) -> Need:
-    """Train the largest client once and score it, alone in this process, as a first round would."""
-    largest = int(np.argmax(spec.data.partition.train.counts))
-    # One round, in which the client may fail and its private state stays in memory, where it is counted.
-    settings = replace(spec.settings, rounds=1, evaluate=Evaluation(), faults=Faults(1.0), state=State())
-    alone = replace(spec, data=only(spec.data, largest, spec.score_batch), settings=settings)
-    coordinator = Coordinator(replace(alone, device="cpu"), Synchronous(1), Ideal(), InProcess(Host(alone)))
+    """Train the largest client, as often at once as a host trains clients, and score it, alone in this process."""
+    counts = spec.data.partition.train.counts
+    largest = int(np.argmax(counts))
+    clients = [(largest + place) % len(counts) for place in range(min(spec.lanes, len(counts)))]
+    # Clients may fail, and private states stay in memory, where they are counted. What is recorded is so when a step of
+    # its kind comes again, in the second round at last.
+    rounds = 2 if spec.graph else 1
+    settings = replace(spec.settings, rounds=rounds, evaluate=Evaluation(), faults=Faults(1.0), state=State())
+    alone = replace(spec, data=only(spec.data, clients, spec.score_batch), settings=settings)
+    runtime = InProcess(Host(alone))
+    coordinator = Coordinator(replace(alone, device="cpu"), Synchronous(len(clients)), Ideal(), runtime)
     for _ in coordinator.run():
         pass
-    return Need(*read(spec.device), coordinator.private.bytes)
+    return Need(*read(spec.device), math.ceil(coordinator.private.bytes / len(clients)))
 
 
-def only(data: FederatedData, client: int, central: int) -> FederatedData:
-    """The same clients, of which all but one have no samples, and the first rows of the central test set."""
-    parts = Partition(_only(data.partition.train, client), _only(data.partition.test, client))
+def only(data: FederatedData, clients: Sequence[int], central: int) -> FederatedData:
+    """The same clients, of which these have the samples of the first of them and all others none, and the first rows of
+    the central test set."""
+    parts = Partition(*(_only(part, clients) for part in (data.partition.train, data.partition.test)))
     return replace(data, partition=parts, central=data.central[:central])
 
 
-def _only(part: CSR, client: int) -> CSR:
-    rows = part.rows(client) if client < len(part) else part.indices[:0]
-    offsets = np.zeros(len(part) + 1, np.int64)
-    offsets[client + 1 :] = len(rows)
-    return CSR(rows, offsets)
+def _only(part: CSR, clients: Sequence[int]) -> CSR:
+    if not len(part):
+        return part
+    rows, counts = part.rows(clients[0]), np.zeros(len(part), np.int64)
+    counts[list(clients)] = len(rows)
+    return CSR(np.tile(rows, len(clients)), np.concatenate([[0], np.cumsum(counts)]))
 
 
 def hosts_per_gpu(need: Need, clients: int, gpus: int) -> int:

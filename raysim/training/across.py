@@ -31,8 +31,13 @@ class _Across(torch.autograd.Function):
     def vmap(info: Any, in_dims: Sequence[int | None], compute: Callable[..., Tensor], *tensors: Tensor) -> Any:
         """With the axis of the lanes in front."""
         whole = [_in_front(tensor, dim, info.batch_size) for tensor, dim in zip(tensors, in_dims[1:], strict=True)]
-        with torch.enable_grad():
+        with _with_gradient():
             return compute(*whole), 0
+
+
+def _with_gradient() -> torch.set_grad_enabled:
+    """A rule of `vmap` is followed below autograd, which has to see it, unless nobody wants a gradient."""
+    return torch.set_grad_enabled(not torch.is_inference_mode_enabled())
 
 
 def _in_front(tensor: Tensor, dim: int | None, count: int) -> Tensor:
@@ -81,7 +86,7 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def vmap(info: Any, in_dims: Sequence[int | None], x: Tensor, w: Tensor, b: Tensor | None) -> Any:
         """Rows of one lane are multiplied with its own w."""
-        with torch.enable_grad():
+        with _with_gradient():
             x = _in_front(x, in_dims[0], info.batch_size)
             if in_dims[1] is None and in_dims[2] is None:
                 return F.linear(x, w, b), 0
@@ -92,6 +97,30 @@ class _Linear(torch.autograd.Function):
                 x, w, bias = x.to(precision), w.to(precision), None if bias is None else bias.to(precision)
             rows = _Products.apply(x.reshape(len(x), -1, x.shape[-1]), w, bias)
             return rows.view(*x.shape[:-1], w.shape[1]), 0
+
+
+class _Conv(torch.autograd.Function):
+    """`F.conv2d` of a single lane, where the channels of a pixel lie together: what kernels on a GPU work on."""
+
+    @staticmethod
+    def forward(x: Tensor, w: Tensor, b: Tensor | None, *how: Any) -> Tensor:
+        """Of constants."""
+        return F.conv2d(x, w, b, *how)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        """Nothing to keep."""
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Sequence[int | None], x: Tensor, w: Tensor, b: Tensor | None, *how: Any) -> Any:
+        """The lane's own; the only one."""
+        with _with_gradient():
+            x, w = (
+                _in_front(each, dim, 1)[0].contiguous(memory_format=torch.channels_last)
+                for each, dim in zip((x, w), in_dims[:2], strict=True)
+            )
+            bias = None if b is None else _in_front(b, in_dims[2], 1)[0]
+            return F.conv2d(x, w, bias, *how).unsqueeze(0), 0
 
 
 def _of_classes(*args: Any, **options: Any) -> bool:
@@ -113,19 +142,22 @@ def _cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
 class InLanes(TorchFunctionMode):
     """What a model computes in lanes in another way than alone.
 
-    Linear layers and cross-entropy, for speed; and draws: every client draws from its own generator, as it would alone.
-    What is drawn otherwise, `vmap` refuses.
+    Linear layers, cross-entropy, and convolutions of a lane that is computed `apart`, for speed; and draws: every
+    client draws from its own generator, as it would alone. What is drawn otherwise, `vmap` refuses.
     """
 
-    def __init__(self, generators: Mapping[int, torch.Generator], lane: Tensor):
+    def __init__(self, generators: Mapping[int, torch.Generator], lane: Tensor, apart: bool = False):
         super().__init__()
         self.generators, self.lane = generators, lane  # by row; any tensor that each lane has of its own
+        self.apart = apart
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """See above."""
         kwargs = kwargs or {}
         if func is F.linear:
             return self._linear(*args, **kwargs)
+        if func is F.conv2d and self.apart:
+            return self._conv(*args, **kwargs)
         if func is F.cross_entropy and _of_classes(*args, **kwargs):
             return _cross_entropy(*args[:2])
         if func is F.batch_norm and torch.is_autocast_enabled(args[0].device.type):
@@ -139,6 +171,19 @@ class InLanes(TorchFunctionMode):
     @staticmethod
     def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         found: Tensor = _Linear.apply(input, weight, bias)
+        return found
+
+    @staticmethod
+    def _conv(
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        stride: Any = 1,
+        padding: Any = 0,
+        dilation: Any = 1,
+        groups: int = 1,
+    ) -> Tensor:
+        found: Tensor = _Conv.apply(input, weight, bias, stride, padding, dilation, groups)
         return found
 
     def _dropout(self, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:

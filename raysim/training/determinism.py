@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import os
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -25,6 +26,17 @@ def make_deterministic(threads: int) -> None:
     torch.backends.cudnn.allow_tf32 = False
     openblas().limit(limits=1)
     _keep_memory()
+
+
+@contextlib.contextmanager
+def coarser(allowed: bool) -> Iterator[None]:
+    """Whether products of float32 may be made from TF32 (10 bits of 23) on a GPU that does so many times as fast."""
+    before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = allowed
+    try:
+        yield
+    finally:
+        torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = before
 
 
 def openblas() -> Any:

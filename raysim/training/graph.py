@@ -7,16 +7,19 @@ which a recording is kept. What Python decided while it was recorded stays decid
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from copy import copy
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
 
 from raysim.training.lane import Kind, Lane, Tensors
 from raysim.training.lane_step import LaneStep, after, stacked_batch, stacked_given
+from raysim.training.rows import Rows
 from raysim.training.step import set_modes
 from raysim.training.tape import Tape
 from raysim.vectors.optimizer import widest
@@ -59,7 +62,7 @@ def captured(pool: Any) -> Recorder:
 
     def record(compute: Callable[[], Sequence[Tensor]], inputs: Sequence[Tensor]) -> Callable[[], Sequence[Tensor]]:
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=pool):
+        with _no_collection(), torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
             outputs = compute()
 
         def play() -> Sequence[Tensor]:
@@ -71,17 +74,61 @@ def captured(pool: Any) -> Recorder:
     return record
 
 
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Freeing another graph, which the collector may do at any time, would end a capture."""
+    gc.collect()
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
 def recorder(device: torch.device) -> Recorder:
     """What records on a device."""
     return captured(torch.cuda.graph_pool_handle()) if device.type == "cuda" else taped
 
 
 # --- the iteration ---------------------------------------------------------------------------------------------------
+class Branches:
+    """Work that may go on beside each other on a GPU, each on a stream of its own; elsewhere one after the other."""
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        self._streams: list[torch.cuda.Stream] = []
+        self._open = 0
+
+    @contextmanager
+    def branch(self, place: int) -> Iterator[None]:
+        """What is done in here is done after all that was begun outside."""
+        if self.device.type != "cuda" or not torch.cuda.is_current_stream_capturing():  # each would keep its memory
+            yield
+            return
+        self._open += 1
+        while len(self._streams) <= place:
+            self._streams.append(torch.cuda.Stream(self.device))
+        self._streams[place].wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self._streams[place]):
+            yield
+
+    def join(self) -> None:
+        """What comes now is done after all branches."""
+        for stream in self._streams[: self._open]:
+            torch.cuda.current_stream(self.device).wait_stream(stream)
+        self._open = 0
+
+
 class Recording:
     """All stages of an iteration of one kind, on tensors of their own."""
 
-    def __init__(self, lanes: Lanes, lead: Lane, tree: Tensors, named: Mapping[str, Tensor]):
-        self.lanes, self.stages, self.before = lanes, lead.stages, dict(lead.modes)
+    def __init__(
+        self, lanes: Lanes, branches: Branches, rows: tuple[int, ...], lead: Lane, tree: Tensors, named: Tensors
+    ):
+        self.lanes, self.branches, self.rows = lanes, branches, rows
+        self.stages, self.before = lead.stages, dict(lead.modes)
         self._loaded = dict(named)
         self._inputs = {path: tensor.detach().clone() for path, tensor in named.items()}
         self._tree = rebuilt(tree, self._inputs)
@@ -109,21 +156,34 @@ class Recording:
             changed[table][key] = tensor
         return own[0] if len(own) > len(self._changed) else None, changed
 
-    def _compute(self) -> list[Tensor]:
+    def _compute(self) -> Sequence[Tensor]:
         lanes, tree = self.lanes, self._tree
-        given, modes, cached = dict(tree["given"]), self.before, dict[str, Any]()
+        if not lanes.apart:
+            return self._iteration(lanes, tree["batch"], tree["given"], tree["active"])
+        found = []
+        for place, row in enumerate(self.rows):
+            with self.branches.branch(place):
+                own = [_row({"all": tree[name]}, place)["all"] for name in ("batch", "given", "active")]
+                found.append(self._iteration(lanes.row(row), *own))
+        self.branches.join()
+        return [torch.cat(parts) for parts in zip(*found, strict=True)]
+
+    def _iteration(self, on: Rows, batch: list[Tensor], given: Tensors, active: Tensor) -> list[Tensor]:
+        """Of these rows."""
+        trainer, lead = self.lanes.trainer, self._tree["lead"]
+        given, modes, cached = dict(given), self.before, dict[str, Any]()
         losses: list[Tensor] = []
         changed: dict[tuple[str, str], Tensor] = {}
         for stage in self.stages:
             modes = after(modes, stage.modes)
-            if lanes.trainer.methods:
-                lanes.trainer.training(True)
-                set_modes(lanes.trainer.vector.networks, modes)
-            more = stage is not self.stages[-1]
-            work = LaneStep(lanes, [self._lead], stage, cached, more, tree["batch"], (given, tree["lead"]["common"]))
+            if trainer.methods:
+                trainer.training(True)
+                set_modes(trainer.vector.networks, modes)
+            more, asked = stage is not self.stages[-1], (given, lead["common"])
+            work = LaneStep(on, [self._lead], stage, cached, more, batch, lambda asked=asked: asked)  # type: ignore[misc]
             found, gradient = work.passes()
             work.commit(found)
-            work.descend(gradient, tree["rate"], tree["active"])
+            work.descend(gradient, self._tree["rate"], active)
             for table, entries in work.changed.items():
                 given[table] = {**given[table], **entries}
                 changed |= {(table, key): whole for key, whole in entries.items()}
@@ -131,6 +191,11 @@ class Recording:
             cached = found["out"]
         self._changed = list(changed)
         return [*losses, *changed.values()]
+
+
+def _row(tree: Tensors, place: int) -> Tensors:
+    """The tensors [1, ...] of one row of nested ones [K, ...]."""
+    return cast("Tensors", rebuilt(tree, {path: whole[place : place + 1] for path, whole in leaves(tree)}))
 
 
 def _standing_in(lead: Lane, own: Mapping[str, Any]) -> Lane:
@@ -144,51 +209,54 @@ def _standing_in(lead: Lane, own: Mapping[str, Any]) -> Lane:
 class Masks:
     """[K] on the device: 1 for the rows of a group."""
 
-    def __init__(self, count: int, device: torch.device):
-        self.count, self.device = count, device
-        self._known: dict[tuple[int, ...], Tensor] = {}
+    def __init__(self, device: torch.device):
+        self.device = device
+        self._known: dict[tuple[bool, ...], Tensor] = {}
 
-    def of(self, group: Sequence[Lane]) -> Tensor:
-        """The same tensor for the same rows."""
-        rows = tuple(lane.row for lane in group)
-        if rows not in self._known:
+    def of(self, rows: Sequence[int], group: Sequence[Lane]) -> Tensor:
+        """The same tensor for the same rows. rows: those that are computed."""
+        own = {lane.row for lane in group}
+        key = tuple(row in own for row in rows)
+        if key not in self._known:
             if len(self._known) >= MOST:
                 self._known.clear()
-            mask = torch.zeros(self.count, dtype=widest(self.device))
-            mask[list(rows)] = 1.0
-            self._known[rows] = mask.to(self.device)
-        return self._known[rows]
+            self._known[key] = torch.tensor(key, dtype=widest(self.device)).to(self.device)
+        return self._known[key]
 
 
 class Graphs:
     """The recordings of a host, by what has to be the same for a replay."""
 
     def __init__(self, lanes: Lanes):
-        self.lanes = lanes
-        self._known: dict[tuple[Kind, tuple[str, ...]], Recording] = {}
+        self.lanes, self.branches = lanes, Branches(lanes.data.device)
+        self._known: dict[tuple[Kind, tuple[int, ...], tuple[str, ...]], Recording] = {}
         self._numbers: dict[float, Tensor] = {}
 
     def __len__(self) -> int:
         return len(self._known)
 
-    def iterate(self, kind: Kind, group: Sequence[Lane]) -> tuple[Tensor | None, dict[str, dict[str, Tensor]]]:
-        """See `Recording.run`."""
-        tree = self._inputs(group)
+    def iterate(
+        self, kind: Kind, rows: tuple[int, ...], group: Sequence[Lane]
+    ) -> tuple[Tensor | None, dict[str, dict[str, Tensor]]]:
+        """See `Recording.run`. rows: those that are computed, among them the group's."""
+        tree = self._inputs(rows, group)
         named = dict(leaves(tree))
-        key = kind, tuple(named)
-        recording = self._known.pop(key, None) or Recording(self.lanes, group[0], tree, named)
+        key = kind, rows, tuple(named)
+        recording = self._known.pop(key, None)
+        if recording is None:
+            recording = Recording(self.lanes, self.branches, rows, group[0], tree, named)
         found = recording.run(named)
         self._known[key] = recording  # the last one to go
         if len(self._known) > MOST:
             del self._known[next(iter(self._known))]
         return found
 
-    def _inputs(self, group: Sequence[Lane]) -> Tensors:
+    def _inputs(self, rows: Sequence[int], group: Sequence[Lane]) -> Tensors:
         lanes, ctx = self.lanes, group[0].ctx
-        given, common = stacked_given(lanes, group)
+        given, common = stacked_given(lanes, rows, group)
         lead = {"base": ctx.base, "received": ctx.received, "download": dict(ctx.download), "common": common}
-        rate, active = self._number(ctx.rate), lanes.masks.of(group)
-        return {"batch": stacked_batch(lanes, group), "given": given, "lead": lead, "rate": rate, "active": active}
+        rate, active = self._number(ctx.rate), lanes.masks.of(rows, group)
+        return {"batch": stacked_batch(rows, group), "given": given, "lead": lead, "rate": rate, "active": active}
 
     def _number(self, value: float) -> Tensor:
         """[] on the device; the last few, since each host has one rate a version."""

@@ -36,7 +36,7 @@ from raysim.primitives.spans import Spans
 from raysim.primitives.streams import stream
 from raysim.training.attack import check_norm
 from raysim.training.combiner import Combiner
-from raysim.training.determinism import make_deterministic
+from raysim.training.determinism import coarser, make_deterministic
 from raysim.training.lane_scores import LaneScores, pays
 from raysim.training.lanes import Lanes
 from raysim.training.probe import balanced_rows
@@ -193,7 +193,8 @@ class Host(Combiner):
             self._add(sums, job, self.vector.shared if isinstance(outcome, SummedUpdate) else None)
             ends[index] = outcome, self._resident.put(job.client, job.number, state) if states else None
 
-        self.loop.train(Clients(numbers, ready, begin, end, fail))
+        with coarser(self.spec.precision == "tf32"):
+            self.loop.train(Clients(numbers, ready, begin, end, fail))
         return [ends[index] for index in range(len(jobs))]
 
     def _with_extras(

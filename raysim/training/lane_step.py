@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +17,7 @@ from raysim.api.context import Batch, Context, Stage
 from raysim.primitives.errors import first_line
 from raysim.training.across import InLanes, across
 from raysim.training.lane import FACTS, TABLES, Asked, Lane, NotInLanes, Sizes, Table, Tensors, Wanted
+from raysim.training.rows import Rows
 from raysim.training.step import gradients
 from raysim.training.tape import Tape
 
@@ -112,17 +112,6 @@ class LaneContext(Context):
         return across(compute, loss, inputs)
 
 
-@dataclass(frozen=True)
-class LaneGroup:
-    """What a stage trains: where its tensors are among the layout's entries, the same as views [K, ...], its stretches
-    of the vector, and those of them that are shared parameters."""
-
-    places: list[int]
-    views: list[Tensor]
-    runs: tuple[slice, ...]
-    shared: tuple[slice, ...]
-
-
 def after(modes: Mapping[str, bool], others: Mapping[str, bool]) -> dict[str, bool]:
     """Modes in the order in which they were set, the later ones last."""
     return {**{part: mode for part, mode in modes.items() if part not in others}, **others}
@@ -158,16 +147,16 @@ def explained(count: int, what: str = "train", graph: bool = False) -> Iterator[
         ) from error
 
 
-def stacked_batch(lanes: Lanes, active: Sequence[Lane]) -> list[Tensor]:
+def stacked_batch(rows: Sequence[int], active: Sequence[Lane]) -> list[Tensor]:
     """Inputs and targets of a group's next batches, [K, B, ...]; rows of other lanes repeat the first one's."""
     own = {lane.row: lane.batch for lane in active}
-    batches = [own.get(row) or active[0].batch for row in range(lanes.count)]
+    batches = [own.get(row) or active[0].batch for row in rows]
     return [torch.stack([getattr(batch, name) for batch in batches]) for name in ("inputs", "targets")]
 
 
-def stacked_given(lanes: Lanes, active: Sequence[Lane]) -> tuple[Tensors, dict[str, Tensor]]:
+def stacked_given(lanes: Lanes, rows: Sequence[int], active: Sequence[Lane]) -> tuple[Tensors, dict[str, Tensor]]:
     """What the steps of a group ask for besides batches and parameters, [K, ...] each; and downloads that all have,
-    where others have some of their own."""
+    where others have some of their own. rows: those that are computed."""
     contexts = [lane.ctx for lane in active]
     given: Tensors = {name: {} for name in TABLES if name != "base"}
     common: dict[str, Tensor] = {}
@@ -177,35 +166,35 @@ def stacked_given(lanes: Lanes, active: Sequence[Lane]) -> tuple[Tensors, dict[s
             if table == "download" and all(other is one for other in others):
                 common[key] = one
             else:
-                given[table][key] = lanes.stacked(table, key, active)
+                given[table][key] = lanes.stacked(table, key, rows, active)
     if all(ctx.download is contexts[0].download for ctx in contexts):
         del given["download"]
     if any(ctx.base is not contexts[0].base for ctx in contexts):
-        given["base"] = lanes.stacked("base", "", active)
-    given["client"] = lanes.clients(active)
+        given["base"] = lanes.stacked("base", "", rows, active)
+    given["client"] = lanes.clients(rows, active)
     return given, common
 
 
 class LaneStep:
     """One stage of an iteration, for the lanes of a group.
 
-    batch, given: as `stacked_batch` and `stacked_given` return them, if they are there already. changed: entries of
-    tables that hooks have replaced, [K, ...] each.
+    batch, given: as `stacked_batch` and `stacked_given` return them; the latter may be a call, made when it is needed.
+    changed: entries of tables that hooks have replaced, [K, ...] each.
     """
 
     def __init__(
         self,
-        lanes: Lanes,
+        lanes: Rows,
         active: Sequence[Lane],
         stage: Stage,
         cached: Tensors,
         more: bool,
-        batch: list[Tensor] | None = None,
-        given: tuple[Tensors, dict[str, Tensor]] | None = None,
+        batch: list[Tensor],
+        given: Callable[[], tuple[Tensors, dict[str, Tensor]]],
     ):
         self.lanes, self.active, self.stage, self.more = lanes, active, stage, more
         self.vector, self.step, self.group = lanes.trainer.vector, lanes.step, lanes.group(stage.trains)
-        self.batch = stacked_batch(lanes, active) if batch is None else batch
+        self.batch = batch
         self._given = given
         self.changed: dict[str, dict[str, Tensor]] = {"state": {}, "kept": {}}
         self.cached = cached
@@ -216,7 +205,7 @@ class LaneStep:
 
     @cached_property
     def _asked(self) -> tuple[Tensors, dict[str, Tensor]]:
-        return self._given or stacked_given(self.lanes, self.active)
+        return self._given()
 
     @property
     def given(self) -> Tensors:
@@ -229,7 +218,7 @@ class LaneStep:
         with ExitStack() as stack:
             stack.enter_context(self.vector.standing_for(data, counters, tensors))
             generators = {lane.row: lane.generator for lane in self.active if lane.generator is not None}
-            stack.enter_context(InLanes(generators, given["client"]))
+            stack.enter_context(InLanes(generators, given["client"], self.lanes.apart))
             yield LaneContext(self.lanes.asked, self.active[0], self.stage, given, self._asked[1], stack)
 
     # --- the loss ------------------------------------------------------------------------------------------------

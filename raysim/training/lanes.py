@@ -15,8 +15,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import zip_longest
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -28,13 +29,12 @@ from raysim.models.classifier import is_stochastic
 from raysim.models.split import Foreign
 from raysim.training.graph import Graphs, Masks, recorder
 from raysim.training.lane import FACTS, TABLES, Asked, Kind, Lane, Wanted
-from raysim.training.lane_step import LaneGroup, LaneStep, after, explained
+from raysim.training.lane_step import LaneStep, after, explained, stacked_batch, stacked_given
+from raysim.training.rows import OneRow, Rows, convolves
 from raysim.training.run_spec import RunSpec
 from raysim.training.second_pass import generator_state, set_generator_state
 from raysim.training.step import set_modes
-from raysim.training.tape import Tape
 from raysim.training.trainer import Clients, LocalRun, Trainer
-from raysim.vectors.layout import Entry
 from raysim.vectors.optimizer import StackedOptimizer
 
 # Hooks that take part in a step.
@@ -81,16 +81,16 @@ def uses_graph(spec: RunSpec, networks: Mapping[str, nn.Module], asked: bool | N
     return bool(asked)
 
 
-class Lanes:
+class Lanes(Rows):
     """K rows for clients to train in, and the loop that keeps them busy."""
 
     def __init__(self, trainer: Trainer, count: int, graph: bool = False):
         if graph and trainer.stochastic:
             raise ValueError(NO_GRAPH)
-        vector, layout = trainer.vector, trainer.vector.layout
-        self.trainer, self.step, self.layout, self.count = trainer, trainer.step, layout, count
+        vector = trainer.vector
+        data, counters = (flat.detach().repeat(count, 1) for flat in (vector.data, vector.counters))
+        super().__init__(trainer, Asked(trainer), data, counters, graph and convolves(trainer))
         self.home = vector.home(vector.data, vector.counters)
-        self.data, self.counters = (flat.detach().repeat(count, 1) for flat in (vector.data, vector.counters))
         device = vector.data.device
         self.lanes = [
             Lane(
@@ -100,21 +100,19 @@ class Lanes:
             )
             for row in range(count)
         ]
-        # .data: autograd must not mistake a step on its neighbours for one on it
-        self.leaves = [self._view(e).data.requires_grad_() for e in layout.entries if e.parameter]
-        # Whether nothing but the model decides what a step computes up to its gradient.
-        self.plain = not (trainer.stochastic or trainer.stager or self.step.has_hooks)
-        self.tapes: dict[Kind, tuple[Tape, bool]] = {}  # and whether they may be played
-        self.asked = Asked(trainer)
+        self.all = tuple(range(count))
+        self._alone_in: dict[int, OneRow] = {}
         self._tried: set[Kind] = set()
-        self.masks, self._clients = Masks(count, device), dict[tuple[int, ...], Tensor]()
+        self.masks, self._clients = Masks(device), dict[tuple[int, ...], Tensor]()
         self.record, self.graphs = recorder(device), Graphs(self) if graph else None
         self._optimizers: dict[str, tuple[StackedOptimizer, Stage]] = {}
-        self._groups: dict[tuple[str, ...], LaneGroup] = {}
-        self._stacks: dict[tuple[str, str], tuple[dict[int, Tensor], Tensor]] = {}
+        self._stacks: dict[tuple[str, str, tuple[int, ...]], tuple[dict[int, Tensor], Tensor]] = {}
 
-    def _view(self, entry: Entry) -> Tensor:
-        return self.data[:, entry.start : entry.stop].view(self.count, *entry.shape)
+    def row(self, row: int) -> OneRow:
+        """One of the rows."""
+        if row not in self._alone_in:
+            self._alone_in[row] = OneRow(self, row)
+        return self._alone_in[row]
 
     # --- the loop ------------------------------------------------------------------------------------------------
     def train(self, clients: Clients) -> None:
@@ -227,6 +225,7 @@ class Lanes:
                 lane.ctx.optimizers.put(stage.name, stacked.row(lane.row), self.group(stage.trains).shared, stage.rate)
 
     def optimizer(self, stage: Stage) -> StackedOptimizer:
+        """Of all rows."""
         if stage.name not in self._optimizers:
             group = self.group(stage.trains)
             like = [self.data[:, run] for run in group.runs] if self.step.flat else group.views
@@ -236,17 +235,6 @@ class Lanes:
                     stacked.begin(lane.row, lane.ctx.optimizers.resumed(stage.name))
             self._optimizers[stage.name] = stacked, stage
         return self._optimizers[stage.name][0]
-
-    def group(self, trains: tuple[str, ...]) -> LaneGroup:
-        group = self._groups.get(trains)
-        if group is None:
-            parts = self.step.group(trains)
-            trained = {id(parameter) for parameter in parts.params}
-            places = [i for i, p in enumerate(self.trainer.vector.parameters.values()) if id(p) in trained]
-            entries = self.layout.within(trains)
-            views = [self._view(entry) for entry in entries]
-            group = self._groups[trains] = LaneGroup(places, views, parts.runs, parts.shared)
-        return group
 
     # --- one iteration of many clients ---------------------------------------------------------------------------
     def _kind(self, lane: Lane) -> Kind:
@@ -277,7 +265,7 @@ class Lanes:
         for stage in group[0].stages:
             self.optimizer(stage)
         others = [lane.row for lane in busy if lane not in group]
-        kept = self._rows(others) if others else []
+        kept = self._rows(others) if others and not self.apart else []
         try:
             done = self._iterate(group) if self.graphs is None else self._replay(self.graphs, kind, group)
         except Wanted as wanted:
@@ -312,38 +300,40 @@ class Lanes:
 
     def _iterate(self, group: Sequence[Lane], dry: bool = False) -> bool:
         """All stages of the next iteration of these lanes; dry: without any effect on them."""
-        lead = group[0]
+        lead, on, rows = group[0], cast("Rows", self), self.all
+        if self.apart:  # only what is recorded is, so this is dry
+            group, on, rows = [lead], self.row(lead.row), (lead.row,)
         modes, cached = dict(lead.modes), dict[str, Any]()
         for stage in lead.stages:
             modes = after(modes, stage.modes)
             if self.trainer.methods:
                 self.trainer.training(True)
                 set_modes(self.trainer.vector.networks, modes)
-            work = LaneStep(self, group, stage, cached, more=stage is not lead.stages[-1])
+            more, batch = stage is not lead.stages[-1], stacked_batch(rows, group)
+            work = LaneStep(on, group, stage, cached, more, batch, partial(stacked_given, self, rows, group))
             with explained(self.count):
                 found, gradient = work.passes() if dry or not self.plain else work.played()
             if dry:
                 work.try_corrections()
             else:
                 work.commit(found)
-                work.descend(gradient, lead.ctx.rate, self.masks.of(group))
-                self._note(group, [stage], found["task"].detach() if stage.loss is None else None, work.changed)
+                work.descend(gradient, lead.ctx.rate, self.masks.of(rows, group))
+                losses = found["task"].detach() if stage.loss is None else None
+                self._note(group, rows, [stage], losses, work.changed)
             cached = found["out"]
         if not dry:
             for lane in group:
                 lane.modes = dict(modes)
         return True
 
-    def tensors(self) -> list[Tensor]:
-        """Views [K, ...] of all parameters and buffers, in the order of the layout."""
-        return [*map(self._view, self.layout.entries), *map(self._counter, self.layout.counters)]
-
     def _replay(self, graphs: Graphs, kind: Kind, group: Sequence[Lane]) -> bool:
-        """The same from a recording."""
+        """The same from recordings: of all rows, or where rows are computed apart of those that are needed."""
         stages, modes = group[0].stages, dict(group[0].modes)
-        with explained(self.count, graph=True):
-            losses, changed = graphs.iterate(kind, group)
-        self._note(group, stages, losses, changed)
+        whole = not self.apart or len(group) == self.count
+        for rows, some in [(self.all, group)] if whole else [((lane.row,), [lane]) for lane in group]:
+            with explained(self.count, graph=True):
+                losses, changed = graphs.iterate(kind, rows, some)
+            self._note(some, rows, stages, losses, changed)
         for stage in stages:
             modes = after(modes, stage.modes)
         for lane in group:
@@ -353,66 +343,51 @@ class Lanes:
     def _note(
         self,
         group: Sequence[Lane],
+        rows: Sequence[int],
         stages: Sequence[Stage],
         losses: Tensor | None,
         changed: Mapping[str, Mapping[str, Tensor]],
     ) -> None:
-        """Hand the clients of a group what is theirs of stages that are done: steps, losses [K], entries of tables."""
+        """Hand the clients of a group what is theirs of stages that are done: steps, losses [K], entries of tables.
+
+        rows: those that were computed.
+        """
         for stage in stages:
             self.optimizer(stage).count(lane.row for lane in group)
         if losses is not None:
-            own = losses.unbind()
+            own = dict(zip(rows, losses.unbind(), strict=True))
             for lane in group:
                 assert lane.work is not None, "a lane at work has a client"
                 lane.work.losses.append(own[lane.row])
         for table, entries in changed.items():
             for key, whole in entries.items():
-                self.unstack(table, key, whole, group)
+                self.unstack(table, key, whole, tuple(rows), group)
 
-    def clients(self, group: Sequence[Lane]) -> Tensor:
+    def clients(self, rows: Sequence[int], group: Sequence[Lane]) -> Tensor:
         """[K] int64 the clients of a group's lanes; 0 in others. The last one is kept: a copy to a device is a wait."""
         own = {lane.row: lane.ctx.client for lane in group}
-        key = tuple(own.get(row, 0) for row in range(self.count))
+        key = tuple(own.get(row, 0) for row in rows)
         if key not in self._clients:
             self._clients = {key: torch.tensor(key, device=self.data.device)}
         return self._clients[key]
 
-    def buffers(self) -> list[Tensor]:
-        """Copies of all buffers [K, ...]: floating ones, then counters."""
-        floating = [self._view(entry).clone() for entry in self.layout.entries if not entry.parameter]
-        return floating + [self._counter(entry).clone() for entry in self.layout.counters]
-
-    def _counter(self, entry: Entry) -> Tensor:
-        return self.counters[:, entry.start : entry.stop].view(self.count, *entry.shape)
-
-    def keep_buffers(self, buffers: Sequence[Tensor]) -> None:
-        """Write back what `buffers` returned."""
-        places = [self._view(entry) for entry in self.layout.entries if not entry.parameter]
-        for place, buffer in zip(places + [self._counter(e) for e in self.layout.counters], buffers, strict=True):
-            place.copy_(buffer)
-
-    def merged(self, leaves: Sequence[Tensor], buffers: Sequence[Tensor]) -> list[Tensor]:
-        """Parameters and buffers in the order of the layout."""
-        parameters, others = iter(leaves), iter(buffers)
-        entries = (*self.layout.entries, *self.layout.counters)
-        return [next(parameters if entry.parameter else others) for entry in entries]
-
-    def stacked(self, table: str, key: str, group: Sequence[Lane]) -> Tensor:
+    def stacked(self, table: str, key: str, rows: Sequence[int], group: Sequence[Lane]) -> Tensor:
         """[K, ...] an entry of all lanes of a group; rows of other lanes repeat the first one's."""
         own = {lane.row: TABLES[table](lane, key) for lane in group}
-        known = self._stacks.get((table, key))
+        place = table, key, tuple(rows)
+        known = self._stacks.get(place)
         if known is not None and all(known[0].get(row) is value for row, value in own.items()):
             return known[1]
         first = next(iter(own.values()))
-        whole = torch.stack([own.get(row, first) for row in range(self.count)])
-        self._stacks[table, key] = own, whole
+        whole = torch.stack([own.get(row, first) for row in rows])
+        self._stacks[place] = own, whole
         return whole
 
-    def unstack(self, table: str, key: str, whole: Tensor, group: Sequence[Lane]) -> None:
+    def unstack(self, table: str, key: str, whole: Tensor, rows: tuple[int, ...], group: Sequence[Lane]) -> None:
         """Hand every client of a group its row of an entry that a step has changed."""
-        own = {lane.row: whole[lane.row] for lane in group}
+        own = {lane.row: whole[rows.index(lane.row)] for lane in group}
         for lane in group:
             getattr(lane.ctx, table)[key] = own[lane.row]
             if table == "state":
                 lane.changed.add(key)
-        self._stacks[table, key] = own, whole
+        self._stacks[table, key, rows] = own, whole

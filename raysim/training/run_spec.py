@@ -24,7 +24,7 @@ from raysim.primitives.streams import torch_seed
 from raysim.training.attack import Attack, Attackers
 from raysim.vectors.layout import Layout, plan_layout
 
-Precision: TypeAlias = Literal["float32", "bfloat16"]
+Precision: TypeAlias = Literal["float32", "tf32", "bfloat16"]
 
 
 @dataclass(frozen=True)

@@ -19,9 +19,10 @@ def apart(device: torch.device) -> bool:
 
 
 def up(array: np.ndarray, device: torch.device) -> Tensor:
-    """A tensor on the device, for which nobody waits; on a CPU a view."""
-    value = torch.from_numpy(array)
-    return value.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else value.to(device)
+    """A tensor on the device, for which nobody waits; on a CPU a view. It may be trained on, whoever asked for it."""
+    with torch.inference_mode(False):  # evaluation asks in that mode for what training uses later
+        value = torch.from_numpy(array)
+        return value.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else value.to(device)
 
 
 _on_device: WeakValueDictionary[tuple[str, torch.device], Tensor] = WeakValueDictionary()  # by file and part

@@ -138,6 +138,14 @@ class StackedOptimizer(LocalOptimizer):
         single.steps = self.counts[row]
         return single
 
+    def part(self, row: int) -> StackedOptimizer:
+        """One row of these, stepped where it lies."""
+        own = slice(row, row + 1)
+        single = StackedOptimizer(self.settings, [self._made[own]])
+        single.first, single.second = [part[own] for part in self.first], [part[own] for part in self.second]
+        single._made = self._made[own]
+        return single
+
     def put(self, row: int, single: LocalOptimizer) -> None:
         """Go on in a row with what a client's optimiser has become."""
         self._set(row, single.steps)

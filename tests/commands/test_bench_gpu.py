@@ -37,7 +37,7 @@ def test_the_command_measures_and_writes_a_page_without_ray_or_hydra(tmp_path: P
     assert done.returncode == 0, done.stderr
     found, page = json.loads((tmp_path / gpu.RESULTS).read_text()), (tmp_path / gpu.PAGE).read_text()
     assert not [row for part in ("correctness", "bits", "G1") for row in found[part] if "refused" in row]
-    assert all(row["distance"] <= gpu.TOLERANCE[row["dtype"]] for row in found["correctness"])
+    assert all(row["distance"] <= row["allowed"] for row in found["correctness"])
     assert all(row["again"] and row["two hosts"] for row in found["bits"])
     assert {"plain loop", "loop", "graph", "FedBR, loop"} <= {row["way"] for row in found["G1"]}
     for picture in ("correctness.png", "G1.png", *(row["picture"] for row in found["profile"])):
@@ -50,6 +50,16 @@ def test_the_command_measures_and_writes_a_page_without_ray_or_hydra(tmp_path: P
 def test_every_method_is_checked() -> None:
     assert {"fedbr", "fraug", "scaffold", "fedld_principal", "krum"} <= gpu.every_method().keys()
     assert len(gpu.every_method()) > 45
+
+
+@pytest.mark.parametrize(
+    "name", ["fraug", *(pytest.param(name, marks=pytest.mark.slow) for name in ("fedbr", "fedmix", "local", "vhl"))]
+)
+def test_methods_are_the_same_in_every_way_on_a_network_with_convolutions(name: str) -> None:
+    rows = gpu.correctness(gpu.Options(device="cpu", methods=(name,)), lambda: True)
+    assert [row["way"] for row in rows] == [way.name for way in gpu.CHECKED for _ in range(2)]
+    assert not [row for row in rows if "refused" in row]
+    assert [row["distance"] <= row["allowed"] for row in rows] == 8 * [True]
 
 
 @pytest.mark.parametrize(

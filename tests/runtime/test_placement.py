@@ -140,10 +140,22 @@ def test_the_preflight_trains_the_largest_client_once_and_reads_the_device() -> 
 
 
 def test_all_clients_but_one_lose_their_samples() -> None:
-    data = only(tiny(), 2, central=3)
+    data = only(tiny(), [2], central=3)
     assert np.flatnonzero(data.partition.train.counts).tolist() == [2]
     assert data.partition.train.rows(2).tolist() == tiny().partition.train.rows(2).tolist()
     assert len(data.partition.test) == len(tiny().partition.test) and len(data.central) == 3
+
+
+def test_where_a_host_trains_several_at_once_so_many_are_as_large_as_the_largest() -> None:
+    data = only(tiny(), [3, 0], central=3)
+    assert np.flatnonzero(data.partition.train.counts).tolist() == [0, 3]
+    largest = tiny().partition.train.rows(3).tolist()
+    assert data.partition.train.rows(0).tolist() == data.partition.train.rows(3).tolist() == largest
+    Seen.clients.clear()
+    measure(run_spec(Seen(), lanes=2), read=lambda device: (7, 70))
+    sizes = tiny().partition.train.counts
+    assert [size for _, size in Seen.clients] == 2 * [int(sizes.max())]
+    assert {client for client, _ in Seen.clients} == {int(np.argmax(sizes)), (int(np.argmax(sizes)) + 1) % len(sizes)}
 
 
 # --- what a run shows -----------------------------------------------------------------------------------------------
