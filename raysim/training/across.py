@@ -9,12 +9,39 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
 
 
 def across(compute: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
     """What `compute` makes of the tensors of all lanes at once; autograd sees what it does."""
     found: Tensor = _Across.apply(compute, *tensors)
     return found
+
+
+def alone(compute: Callable[..., Any]) -> Callable[..., Any]:
+    """As `vmap` of it, where there is one lane: what a client computes by itself, handed on with an axis in front."""
+
+    def computed(*trees: Any) -> Any:
+        found = compute(*pytree.tree_map_only(Tensor, lambda whole: whole.squeeze(0), trees))
+        return pytree.tree_map_only(Tensor, lambda own: own.unsqueeze(0), found)
+
+    return computed
+
+
+def across_alone(compute: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
+    """As `across`, inside `alone`."""
+    return compute(*(tensor.unsqueeze(0) for tensor in tensors)).squeeze(0)
+
+
+class ChannelsLast(TorchFunctionMode):
+    """Convolutions of pictures on tensors in which the channels of a pixel lie together: kernels on a GPU want that."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """See above."""
+        if func is F.conv2d:
+            x, w, *others = args
+            args = (*(each.contiguous(memory_format=torch.channels_last) for each in (x, w)), *others)
+        return func(*args, **(kwargs or {}))
 
 
 class _Across(torch.autograd.Function):
@@ -99,30 +126,6 @@ class _Linear(torch.autograd.Function):
             return rows.view(*x.shape[:-1], w.shape[1]), 0
 
 
-class _Conv(torch.autograd.Function):
-    """`F.conv2d` of a single lane, where the channels of a pixel lie together: what kernels on a GPU work on."""
-
-    @staticmethod
-    def forward(x: Tensor, w: Tensor, b: Tensor | None, *how: Any) -> Tensor:
-        """Of constants."""
-        return F.conv2d(x, w, b, *how)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        """Nothing to keep."""
-
-    @staticmethod
-    def vmap(info: Any, in_dims: Sequence[int | None], x: Tensor, w: Tensor, b: Tensor | None, *how: Any) -> Any:
-        """The lane's own; the only one."""
-        with _with_gradient():
-            x, w = (
-                _in_front(each, dim, 1)[0].contiguous(memory_format=torch.channels_last)
-                for each, dim in zip((x, w), in_dims[:2], strict=True)
-            )
-            bias = None if b is None else _in_front(b, in_dims[2], 1)[0]
-            return F.conv2d(x, w, bias, *how).unsqueeze(0), 0
-
-
 def _of_classes(*args: Any, **options: Any) -> bool:
     """Whether it is the mean over rows of logits [B, C] with labels [B], and nothing else is asked for.
 
@@ -142,22 +145,19 @@ def _cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
 class InLanes(TorchFunctionMode):
     """What a model computes in lanes in another way than alone.
 
-    Linear layers, cross-entropy, and convolutions of a lane that is computed `apart`, for speed; and draws: every
-    client draws from its own generator, as it would alone. What is drawn otherwise, `vmap` refuses.
+    Linear layers and cross-entropy, for speed; and draws: every client draws from its own generator, as it would alone.
+    What is drawn otherwise, `vmap` refuses.
     """
 
-    def __init__(self, generators: Mapping[int, torch.Generator], lane: Tensor, apart: bool = False):
+    def __init__(self, generators: Mapping[int, torch.Generator], lane: Tensor):
         super().__init__()
         self.generators, self.lane = generators, lane  # by row; any tensor that each lane has of its own
-        self.apart = apart
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """See above."""
         kwargs = kwargs or {}
         if func is F.linear:
             return self._linear(*args, **kwargs)
-        if func is F.conv2d and self.apart:
-            return self._conv(*args, **kwargs)
         if func is F.cross_entropy and _of_classes(*args, **kwargs):
             return _cross_entropy(*args[:2])
         if func is F.batch_norm and torch.is_autocast_enabled(args[0].device.type):
@@ -171,19 +171,6 @@ class InLanes(TorchFunctionMode):
     @staticmethod
     def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         found: Tensor = _Linear.apply(input, weight, bias)
-        return found
-
-    @staticmethod
-    def _conv(
-        input: Tensor,
-        weight: Tensor,
-        bias: Tensor | None = None,
-        stride: Any = 1,
-        padding: Any = 0,
-        dilation: Any = 1,
-        groups: int = 1,
-    ) -> Tensor:
-        found: Tensor = _Conv.apply(input, weight, bias, stride, padding, dilation, groups)
         return found
 
     def _dropout(self, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:

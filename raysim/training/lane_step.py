@@ -4,19 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import vmap
 from torch.utils import _pytree as pytree
 
 from raysim.api.composition import blamed
 from raysim.api.context import Batch, Context, Stage
 from raysim.primitives.errors import first_line
-from raysim.training.across import InLanes, across
-from raysim.training.lane import FACTS, TABLES, Asked, Lane, NotInLanes, Sizes, Table, Tensors, Wanted
+from raysim.training.across import ChannelsLast, InLanes, across
+from raysim.training.lane import FACTS, TABLES, Lane, NotInLanes, Sizes, Table, Tensors, Wanted
 from raysim.training.rows import Rows
 from raysim.training.step import gradients
 from raysim.training.tape import Tape
@@ -28,12 +27,12 @@ if TYPE_CHECKING:
 class LaneContext(Context):
     """What hooks see of all clients of a step at once: tensors of each, behind the names of a `Context`."""
 
-    __slots__ = ("_asked", "_client", "_frozen", "_lead", "_open", "_start")
+    __slots__ = ("_apart", "_asked", "_client", "_frozen", "_lead", "_open", "_start")
 
     def __init__(
-        self, asked: Asked, lead: Lane, stage: Stage, given: Tensors, common: Mapping[str, Tensor], open_: ExitStack
+        self, lanes: Rows, lead: Lane, stage: Stage, given: Tensors, common: Mapping[str, Tensor], open_: ExitStack
     ):
-        ctx = lead.ctx
+        ctx, asked = lead.ctx, lanes.asked
         self.trainer, self.seed = ctx.trainer, ctx.seed
         self.vector, self.received, self.base = ctx.vector, ctx.received, given.get("base", ctx.base)
         self.stage, self.upload, self.report = stage, {}, {}
@@ -44,7 +43,7 @@ class LaneContext(Context):
         if "download" in given:
             self.download = Table("download", {**common, **given["download"]}, asked.entries)
         self.draws = Table("draws", given["draws"], asked.entries)  # type: ignore[assignment]
-        self._asked, self._lead, self._open = asked, lead, open_
+        self._asked, self._lead, self._open, self._apart = asked, lead, open_, lanes.apart
         self._client: Tensor = given["client"]
         self._frozen: dict[str, Mapping[str, nn.Module]] = {}
 
@@ -100,10 +99,12 @@ class LaneContext(Context):
 
     def leaf(self, inputs: Tensor) -> Tensor:
         """See `Context`."""
-        return across(lambda whole: whole.detach().requires_grad_(), inputs)
+        return super().leaf(inputs) if self._apart else across(lambda whole: whole.detach().requires_grad_(), inputs)
 
     def input_gradient(self, loss: Tensor, inputs: Tensor) -> Tensor:
         """See `Context`."""
+        if self._apart:
+            return super().input_gradient(loss, inputs)
 
         def compute(losses: Tensor, whole: Tensor) -> Tensor:
             (gradient,) = torch.autograd.grad(losses.sum(), whole, create_graph=True)
@@ -214,12 +215,12 @@ class LaneStep:
 
     @contextmanager
     def _context(self, given: Tensors, data: Tensor, counters: Tensor, tensors: Sequence[Tensor]) -> Iterator[Context]:
-        """Inside vmap: what hooks see. The networks and the vector are those of the lane."""
+        """Inside vmap, or alone: what hooks see. The networks and the vector are those of the lane."""
         with ExitStack() as stack:
             stack.enter_context(self.vector.standing_for(data, counters, tensors))
             generators = {lane.row: lane.generator for lane in self.active if lane.generator is not None}
-            stack.enter_context(InLanes(generators, given["client"], self.lanes.apart))
-            yield LaneContext(self.lanes.asked, self.active[0], self.stage, given, self._asked[1], stack)
+            stack.enter_context(ChannelsLast() if self.lanes.apart else InLanes(generators, given["client"]))
+            yield LaneContext(self.lanes, self.active[0], self.stage, given, self._asked[1], stack)
 
     # --- the loss ------------------------------------------------------------------------------------------------
     def forward(self, buffers: Sequence[Tensor] | None = None, again: bool = False) -> Tensors:
@@ -230,7 +231,9 @@ class LaneStep:
         lanes = self.lanes
         tensors = lanes.merged(lanes.leaves, self.buffers if buffers is None else buffers)
         cached = {} if again else self.cached
-        return vmap(self._objective)(self.given, self.batch, cached, tensors, lanes.data, lanes.counters)
+        objective = lanes.mapped(self._objective)
+        found: Tensors = objective(self.given, self.batch, cached, tensors, lanes.data, lanes.counters)
+        return found
 
     def _objective(
         self, given: Tensors, pair: list[Tensor], cached: Tensors, tensors: list[Tensor], data: Tensor, counters: Tensor
@@ -335,7 +338,8 @@ class LaneStep:
         lanes = self.lanes
         tensors = lanes.merged(lanes.leaves, self.buffers)
         with explained(lanes.count):
-            return vmap(self._correct)(self.given, parts, tensors, lanes.data, lanes.counters)
+            found: Tensors = lanes.mapped(self._correct)(self.given, parts, tensors, lanes.data, lanes.counters)
+            return found
 
     def _correct(
         self, given: Tensors, parts: list[Tensor], tensors: list[Tensor], data: Tensor, counters: Tensor
@@ -371,11 +375,13 @@ class LaneStep:
             given: Tensors, params: Tensor, grad: Tensor, tensors: list[Tensor], data: Tensor, counters: Tensor
         ) -> Tensor:
             with self._context(given, data, counters, tensors) as ctx:
-                found: Tensor = perturber.perturb(ctx, params, grad, lambda shift: across(self._gradient_at, shift))
+                gradient_at = partial(lanes.across, self._gradient_at)
+                found: Tensor = perturber.perturb(ctx, params, grad, gradient_at)
                 return found
 
         with explained(lanes.count):
-            return vmap(change)(self.given, params, flat, tensors, lanes.data, lanes.counters).detach()
+            found: Tensor = lanes.mapped(change)(self.given, params, flat, tensors, lanes.data, lanes.counters)
+            return found.detach()
 
     def _gradient_at(self, shift: Tensor) -> Tensor:
         """[K, n] at shifted parameters, from the state, statistics and draws that the first pass started from."""

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor, nn
+from torch.func import vmap
 
 from raysim.api.context import Stage
+from raysim.training.across import across, across_alone, alone
 from raysim.training.lane import Asked, Kind
 from raysim.training.tape import Tape
 from raysim.training.trainer import Trainer
@@ -35,12 +38,14 @@ def convolves(trainer: Trainer) -> bool:
 class Rows(ABC):
     """data [K, D], counters [K, C]: the vectors of so many clients. asked: what their steps have asked for.
 
-    apart: computed one by one, each as a client alone would be; else all at once.
+    apart: computed one by one, each as a client alone would be; else all at once, under `vmap`.
     """
 
     def __init__(self, trainer: Trainer, asked: Asked, data: Tensor, counters: Tensor, apart: bool):
         self.trainer, self.step, self.layout, self.asked = trainer, trainer.step, trainer.vector.layout, asked
         self.data, self.counters, self.count, self.apart = data, counters, len(data), apart
+        self.mapped: Callable[..., Callable[..., Any]] = alone if apart else vmap
+        self.across = across_alone if apart else across
         # .data: autograd must not mistake a step on its neighbours for one on it
         self.leaves = [self._view(e).data.requires_grad_() for e in self.layout.entries if e.parameter]
         # Whether nothing but the model decides what a step computes up to its gradient.
