@@ -33,15 +33,53 @@ def across_alone(compute: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
     return compute(*(tensor.unsqueeze(0) for tensor in tensors)).squeeze(0)
 
 
-class ChannelsLast(TorchFunctionMode):
-    """Convolutions of pictures on tensors in which the channels of a pixel lie together: kernels on a GPU want that."""
+_FEW = 32  # weights of one output of a convolution that is computed as a product
+
+
+class Convolutions(TorchFunctionMode):
+    """Convolutions of pictures as a GPU computes them fastest.
+
+    Those of few channels are a product of what each output sees: on an H100 kernels for convolutions took 130 us for 64
+    pictures of 28 x 28 with one channel. Others get tensors in which the channels of a pixel lie together, unless the
+    network has layers that would copy them back (GroupNorm).
+    """
+
+    def __init__(self, channels_last: bool):
+        super().__init__()
+        self.layout = torch.channels_last if channels_last else torch.contiguous_format
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """See above."""
-        if func is F.conv2d:
-            x, w, *others = args
-            args = (*(each.contiguous(memory_format=torch.channels_last) for each in (x, w)), *others)
+        if func is F.conv2d and not kwargs and args[0].ndim == 4:
+            return self._conv(*args)
         return func(*args, **(kwargs or {}))
+
+    def _conv(
+        self,
+        x: Tensor,
+        w: Tensor,
+        b: Tensor | None = None,
+        stride: Any = (1, 1),
+        padding: Any = (0, 0),
+        dilation: Any = (1, 1),
+        groups: int = 1,
+    ) -> Tensor:
+        plain = groups == 1 and dilation == (1, 1) and isinstance(stride, tuple) and isinstance(padding, tuple)
+        if plain and w[0].numel() <= _FEW:
+            return seen_times_weights(x, w, b, stride, padding)
+        x, w = x.contiguous(memory_format=self.layout), w.contiguous(memory_format=self.layout)
+        return F.conv2d(x, w, b, stride, padding, dilation, groups)
+
+
+def seen_times_weights(x: Tensor, w: Tensor, b: Tensor | None, stride: Any, padding: Any) -> Tensor:
+    """`F.conv2d` of x [B, C, H, W] with w [O, C, h, w] as one product for each picture."""
+    (high, wide), (down, right) = w.shape[2:], stride
+    x = F.pad(x, (padding[1], padding[1], padding[0], padding[0]))
+    seen = x.unfold(2, high, down).unfold(3, wide, right)  # [B, C, H', W', h, w]
+    rows, columns = seen.shape[2:4]
+    seen = seen.permute(0, 1, 4, 5, 2, 3).reshape(len(x), w[0].numel(), rows * columns)
+    found = torch.matmul(w.flatten(1), seen).view(len(x), len(w), rows, columns)
+    return found if b is None else found + b.view(-1, 1, 1)
 
 
 class _Across(torch.autograd.Function):

@@ -14,9 +14,9 @@ from torch.utils import _pytree as pytree
 from raysim.api.composition import blamed
 from raysim.api.context import Batch, Context, Stage
 from raysim.primitives.errors import first_line
-from raysim.training.across import ChannelsLast, InLanes, across
+from raysim.training.across import Convolutions, InLanes, across
 from raysim.training.lane import FACTS, TABLES, Lane, NotInLanes, Sizes, Table, Tensors, Wanted
-from raysim.training.rows import Rows
+from raysim.training.rows import Rows, on_border
 from raysim.training.step import gradients
 from raysim.training.tape import Tape
 
@@ -93,6 +93,7 @@ class LaneContext(Context):
             if values is None:
                 values = self._start["received"] if vector.layout.personal else self.base
             views = list(vector.named(values, vector.counters).values())
+            views = list(map(on_border, views)) if self._apart else views
             self._open.enter_context(vector.standing_for(values, vector.counters, views))
             self._frozen[name] = vector.networks
         return self._frozen[name]
@@ -219,7 +220,8 @@ class LaneStep:
         with ExitStack() as stack:
             stack.enter_context(self.vector.standing_for(data, counters, tensors))
             generators = {lane.row: lane.generator for lane in self.active if lane.generator is not None}
-            stack.enter_context(ChannelsLast() if self.lanes.apart else InLanes(generators, given["client"]))
+            usual = Convolutions(self.lanes.channels_last) if self.lanes.apart else InLanes(generators, given["client"])
+            stack.enter_context(usual)
             yield LaneContext(self.lanes, self.active[0], self.stage, given, self._asked[1], stack)
 
     # --- the loss ------------------------------------------------------------------------------------------------
@@ -229,7 +231,7 @@ class LaneStep:
         again: for a second pass, which computes all outputs anew.
         """
         lanes = self.lanes
-        tensors = lanes.merged(lanes.leaves, self.buffers if buffers is None else buffers)
+        tensors = lanes.merged(lanes.parameters(), self.buffers if buffers is None else buffers)
         cached = {} if again else self.cached
         objective = lanes.mapped(self._objective)
         found: Tensors = objective(self.given, self.batch, cached, tensors, lanes.data, lanes.counters)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,9 +30,29 @@ class LaneGroup:
     shared: tuple[slice, ...]
 
 
+BORDER = 64  # floats between which rows begin on a GPU
+_READ = 16  # bytes that its kernels read at once
+
+
 def convolves(trainer: Trainer) -> bool:
     """Whether one of the networks has convolutions of pictures."""
-    return any(isinstance(m, nn.Conv2d) for network in trainer.vector.networks.values() for m in network.modules())
+    return any(isinstance(module, nn.Conv2d) for module in _modules(trainer))
+
+
+def _modules(trainer: Trainer) -> Iterator[nn.Module]:
+    return (module for network in trainer.vector.networks.values() for module in network.modules())
+
+
+def stacked_rows(flat: Tensor, count: int) -> Tensor:
+    """[K, n] so many copies of flat [n]; on a GPU each begins on a border."""
+    border = BORDER if flat.device.type == "cuda" else 1
+    whole = flat.new_empty(count, -(-len(flat) // border) * border)[:, : len(flat)]
+    return whole.copy_(flat.detach().expand(count, -1))
+
+
+def on_border(tensor: Tensor) -> Tensor:
+    """The tensor, or a copy where on a GPU it begins where some kernels cannot read: they would end the process."""
+    return tensor if tensor.device.type != "cuda" or tensor.data_ptr() % _READ == 0 else tensor.clone()
 
 
 class Rows(ABC):
@@ -44,6 +64,7 @@ class Rows(ABC):
     def __init__(self, trainer: Trainer, asked: Asked, data: Tensor, counters: Tensor, apart: bool):
         self.trainer, self.step, self.layout, self.asked = trainer, trainer.step, trainer.vector.layout, asked
         self.data, self.counters, self.count, self.apart = data, counters, len(data), apart
+        self.channels_last = not any(isinstance(module, nn.GroupNorm) for module in _modules(trainer))
         self.mapped: Callable[..., Callable[..., Any]] = alone if apart else vmap
         self.across = across_alone if apart else across
         # .data: autograd must not mistake a step on its neighbours for one on it
@@ -73,6 +94,10 @@ class Rows(ABC):
             views = [self._view(entry) for entry in self.layout.within(trains)]
             group = self._groups[trains] = LaneGroup(places, views, parts.runs, parts.shared)
         return group
+
+    def parameters(self) -> list[Tensor]:
+        """The leaves as networks see them."""
+        return list(map(on_border, self.leaves)) if self.apart else self.leaves
 
     def tensors(self) -> list[Tensor]:
         """Views [K, ...] of all parameters and buffers, in the order of the layout."""
