@@ -37,7 +37,10 @@ DISCRIMINATOR = "dann.discriminator"
 
 def discriminator_loss(domain_logits: Tensor, domain: int | Tensor) -> Tensor:
     """Cross-entropy of ``domain_logits`` (B, N) with the one label ``domain`` in [0, N): the mean over the batch."""
-    return -F.log_softmax(domain_logits, dim=-1)[:, domain].mean()
+    scores = F.log_softmax(domain_logits, dim=-1)
+    if isinstance(domain, Tensor):  # as an index it would be waited for
+        return -scores.gather(1, domain.expand(len(scores), 1)).mean()
+    return -scores[:, domain].mean()
 
 
 def generator_loss(
