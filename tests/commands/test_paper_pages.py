@@ -12,6 +12,7 @@ from test_papers import MNIST, WIDE, line, make, rows
 
 from raysim.commands.papers import pages, results
 from raysim.commands.papers.comparison import compare
+from raysim.commands.papers.gains import gains
 from raysim.commands.papers.tables import PAPERS, tables
 from raysim.experiment.compose import compose, conf_folder, plain
 from raysim.primitives.errors import Refused
@@ -146,3 +147,57 @@ def test_every_printed_number_of_a_paper_is_on_its_page_with_a_command() -> None
         for table in tables(paper).values():
             for cell in table.cells:
                 assert f"{cell.label}, {cell.dataset}, {cell.column} ({cell.mean}, not run yet)" in text
+
+
+# --- beside FedAvg, seed by seed --------------------------------------------------------------------------------------
+def stored(method: str, seed: int, accuracy: float, words: str = "", entropy: float = 0.1) -> Run:
+    """What is kept of a run of one round."""
+    summary = {
+        "command": f"raysim run experiment=fedbr/x method={method} seed={seed} rounds=40{words} data.root=DIR",
+        "best5_mean": accuracy,
+        "split": {"label_entropy": entropy},
+    }
+    return Run("x", {"seed": seed}, [], summary, Path("x"))
+
+
+def test_a_method_is_compared_with_fedavg_on_the_seeds_that_both_have() -> None:
+    # 10, 20 and 30 points: mean 20, deviation 10, and t(0.975, 2) = 4.3027 gives 24.84 to each side.
+    gained = [stored("fedbr", seed, 0.6 + 0.1 * seed, " device=cuda runtime.graph=true") for seed in range(3)]
+    runs = [stored("fedavg", seed, 0.5, entropy=1 - seed) for seed in range(5)] + gained
+    text = "\n".join(gains(runs))
+    assert "## Over FedAvg, seed by seed: experiment=fedbr/x rounds=40\n" in text + "\n", "where it ran does not matter"
+    assert "| `method=fedbr` | 3 | +20.00 (-4.84 to +44.84) |" in text
+    rows_ = [row for row in text.splitlines() if "→" in row and row.startswith("| ")]
+    assert rows_ == [
+        "| 2 | -1.000 | 50.00 → 80.00 (+30.00) |",
+        "| 1 | 0.000 | 50.00 → 70.00 (+20.00) |",
+        "| 0 | 1.000 | 50.00 → 60.00 (+10.00) |",
+    ], "the most uneven split first"
+    assert "Spearman" not in text, "three splits have no correlation"
+
+
+def test_gains_say_how_they_go_with_how_uneven_a_split_is() -> None:
+    runs = [stored("fedavg", seed, 0.5, entropy=seed) for seed in range(4)]
+    runs += [stored("fedbr", seed, 0.9 - 0.1 * seed, entropy=seed) for seed in range(4)]
+    assert "with the label entropy, 4 splits: local mean -1.00 (p = 0.0000)." in "\n".join(gains(runs))
+
+
+def test_too_few_shared_seeds_and_other_settings_are_not_compared() -> None:
+    fedavg = [stored("fedavg", seed, 0.5) for seed in range(3)]
+    assert not list(gains([*fedavg, stored("fedbr", 0, 0.6), stored("fedbr", 1, 0.6)]))
+    assert not list(gains([*fedavg, *(stored("fedbr", seed, 0.6, " local.lr=0.1") for seed in range(3))]))
+    assert not list(gains([stored("fedbr", seed, 0.6) for seed in range(3)]))
+
+
+def test_a_run_on_a_gpu_is_kept_with_its_name_and_what_its_bits_depend_on(tmp_path: Path, store: Path) -> None:
+    words = [*reduced("fedbr"), "runtime=inprocess", "runtime.lanes=10", "runtime.graph=true"]
+    folder = finished(tmp_path / "a", words, scores(0.5))
+    summary = json.loads((folder / "summary.json").read_text())
+    write_json(summary | {"identity": IDENTITY | {"device": "NVIDIA H100"}}, folder / "summary.json")
+    config = (folder / "config.yaml").read_text()
+    (folder / "config.yaml").write_text(config.replace("device: auto", "device: cuda"))
+    results.keep(folder)
+    (kept,) = results.kept("fedbr")
+    assert kept.summary["hardware"] == "NVIDIA H100"
+    command = str(kept.summary["command"])
+    assert "device=cuda runtime.lanes=10 runtime.graph=true data.root=DIR" in command, command

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from raysim.commands.papers.comparison import Entry, matched
+from raysim.commands.papers.gains import gains
 from raysim.commands.papers.presets import PAPER_RUNS
 from raysim.commands.papers.results import kept
 from raysim.commands.papers.tables import PAPERS, Table, tables
@@ -44,6 +45,7 @@ def page(paper: str, runs: Sequence[Run]) -> str:
     ]
     if claims := known["claims"]:
         parts.append("\n".join(["**What we could not see.**", "", *(f"- {text}" for text in claims)]))
+    parts += gains(runs)
     for name, table in every.items():
         parts += _table(name, table, runs, known["causes"])
     return "\n\n".join(parts) + "\n"
@@ -160,7 +162,8 @@ def _machine(run: Run) -> str:
     versions = (
         ", ".join(f"{name} {version}" for name, version in libraries.items()) if isinstance(libraries, Mapping) else ""
     )
-    return f"{run.summary.get('hardware')}, {facts.get('device')}, {facts.get('threads')} thread ({versions})"
+    on = dict.fromkeys(str(each) for each in (run.summary.get("hardware"), facts.get("device")))
+    return f"{', '.join(on)}, {facts.get('threads')} thread ({versions})"
 
 
 # --- what makes it --------------------------------------------------------------------------------------------------

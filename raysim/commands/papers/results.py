@@ -13,6 +13,7 @@ import platform
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import cast
 
 from raysim.commands.papers.comparison import OPEN
 from raysim.experiment.compose import compose, plain
@@ -59,12 +60,13 @@ def keep(folder: Path) -> Path:
     if not run.finished or "/" not in experiment:
         what = f"is one of experiment={experiment}, no paper's" if run.finished else "has not finished"
         raise Refused(f"{folder} {what}: name finished runs of papers' presets")
+    identity = cast("Mapping[str, object]", run.summary.get("identity") or {})
     config = {key: value for key, value in run.config.items() if key not in PLACES} | {
         "data": _without_places(run.config)
     }
     content = {
         "command": command(run.config),
-        "hardware": hardware(),
+        "hardware": hardware(str(identity.get("device", "cpu"))),
         "facts": {key: run.summary.get(key) for key in FACTS},
         "config": config,
         "history": {name: _short(column(run.rows, name)) for name in _columns(run.rows)},
@@ -97,11 +99,22 @@ def command(config: Mapping[str, object]) -> str:
         if (key, before[key]) not in OPEN
     ]
     places = ["data.root=DIR"] if "data.root" in now else []
-    return " ".join(["raysim run", *words, *groups, *more, *places])
+    return " ".join(["raysim run", *words, *groups, *more, *_carried_out(config), *places])
 
 
-def hardware() -> str:
-    """This machine in a few words."""
+def _carried_out(config: Mapping[str, object]) -> list[str]:
+    """How, as far as bits depend on it and it is not as usual on a CPU."""
+    usual = {"lanes": 1, "graph": False, "precision": "float32"}
+    runtime = config.get("runtime") or {}
+    assert isinstance(runtime, Mapping)
+    words = [f"runtime.{key}={shown(runtime[key])}" for key, value in usual.items() if runtime.get(key, value) != value]
+    return words if config.get("device", "cpu") == "cpu" else [f"device={config['device']}", *words]
+
+
+def hardware(device: str = "cpu") -> str:
+    """What a run computed on, in a few words: its GPU by name, or this machine."""
+    if device != "cpu":
+        return device
     name = platform.processor() or platform.machine()
     info = Path("/proc/cpuinfo")
     models = [line for line in info.read_text().splitlines() if line.startswith("model name")] if info.is_file() else []
