@@ -153,8 +153,8 @@ def start(words: list[str], folder: Path, mark: str, size: int | None = None) ->
 def descendants(pid: int) -> list[int]:
     """All processes that it started, and theirs."""
     found = []
-    for task in Path(f"/proc/{pid}/task").glob("*/children"):
-        with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError):  # it may end while it is looked at
+        for task in Path(f"/proc/{pid}/task").glob("*/children"):
             for child in map(int, task.read_text().split()):
                 found += [child, *descendants(child)]
     return found

@@ -256,12 +256,8 @@ def _built(node: Node, allow: Sequence[str], objects: Given) -> Experiment:
             f"runtime.precision=tf32 is what GPUs of NVIDIA compute in, and device={device}: set "
             "runtime.precision=float32, or device=cuda"
         )
-    spec = replace(
-        spec,
-        lanes=runtime.lanes or usual_lanes(spec, networks, schedule.concurrency),
-        graph=uses_graph(spec, networks, runtime.graph),
-        precision=runtime.precision,
-    )
+    spec = replace(spec, graph=uses_graph(spec, networks, runtime.graph), precision=runtime.precision)
+    spec = replace(spec, lanes=runtime.lanes or usual_lanes(spec, networks, schedule.concurrency))
     node = {**node, "runtime": {**node["runtime"], "lanes": spec.lanes, "graph": spec.graph}}
     check_private_names(methods, layout)
     setup = Setup(spec.task, settings.local, networks, layout, methods, schedule.size, schedule.stale)

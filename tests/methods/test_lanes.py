@@ -29,7 +29,7 @@ from raysim.models.classifier import ModelRecipe, Shape
 from raysim.training.host import Host
 from raysim.training.lane import NotInLanes
 from raysim.training.lane_step import after
-from raysim.training.lanes import usual_lanes
+from raysim.training.lanes import uses_graph, usual_lanes
 from raysim.training.run_spec import build_networks
 from raysim.training.tape import Tape
 
@@ -222,6 +222,32 @@ def test_lanes_are_not_used_unasked_where_they_were_not_measured_to_pay() -> Non
     assert usual(model=Dropping()) == 1, "draws"
     assert usual(local=Local(batch=64)) == 1, "no full batches"
     assert usual(device="cuda") == 1
+
+
+def recorded(*methods: Method, asked: bool | None = None, **others: Any) -> bool:
+    spec = run_spec(*methods, **others)
+    return uses_graph(spec, build_networks(spec)[0], asked)
+
+
+def test_on_a_gpu_steps_are_recorded_unasked_and_as_many_lanes_as_there_are_clients_up_to_ten() -> None:
+    gpu = {"device": "cuda"}
+    assert recorded(**gpu) and recorded(TABLE["fedbr"].make(), **gpu) and not recorded()
+    assert not recorded(asked=False, **gpu) and recorded(asked=True)
+    assert [usual(concurrency=count, graph=True, **gpu) for count in (1, 4, 10, 1000)] == [1, 4, 10, 10]
+    assert usual(model=NORMED, graph=True, **gpu) == 10 and usual(TABLE["scaffold"].make(), graph=True, **gpu) == 10
+    assert usual(model=Mlp((20_000, 1000)), graph=True, **gpu) == 1, "a large network fills a GPU by itself"
+
+
+def test_what_others_wrote_and_what_draws_is_not_recorded_unasked() -> None:
+    assert not recorded(model=Dropping(), device="cuda"), "draws"
+    assert not recorded(Leaning(), device="cuda"), "a method of another package"
+    assert not recorded(loss=own_loss, device="cuda")
+    with pytest.raises(ValueError, match="draws random numbers"):
+        recorded(model=Dropping(), asked=True)
+
+
+def own_loss(outputs: Tensor, targets: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(outputs, targets, reduction="none")
 
 
 def test_modes_that_are_set_later_come_later() -> None:
