@@ -40,7 +40,7 @@ from raysim.runtime import preflight
 from raysim.runtime.placement import CLUSTERS, RayOptions, Size, amounts, demand, fitting, gib, share, total, within
 from raysim.simulation.coordinator import Coordinator
 from raysim.simulation.dispatcher import START
-from raysim.simulation.events import Event, ProcessLost, Round
+from raysim.simulation.events import Event, ProcessLost, Round, Started
 from raysim.simulation.fleet import Fleet
 from raysim.simulation.runtime import HostDied
 from raysim.simulation.schedule import Schedule
@@ -351,14 +351,21 @@ class RayCoordinator:
         content: Sequence[ray.ObjectRef[Any]] = (),
     ):
         here = replace(_here(spec, content), device="cpu")
-        self._coordinator = Coordinator(here, schedule, fleet, runtime, folder, resume)
+        self._events = Coordinator(here, schedule, fleet, runtime, folder, resume).run()
+
+    def begin(self) -> Iterator[list[Event]]:
+        """The run's events up to its start: whoever asks for those after it has made the run's folder."""
+        for event in self._events:
+            yield [event]
+            if isinstance(event, Started):
+                return
 
     def events(self) -> Iterator[list[Event]]:
-        """The run's events, as they happen; rounds that follow each other at once in one message."""
+        """The others, as they happen; rounds that follow each other at once in one message."""
         batch: list[Event] = []
         since = time.monotonic()
         try:
-            for event in self._coordinator.run():
+            for event in self._events:
                 batch.append(event)
                 if not isinstance(event, Round) or time.monotonic() - since > TOGETHER:
                     yield batch
@@ -503,9 +510,10 @@ def run(
     with placed(bundles(size), name, options, say) as group:
         runtime, coordinator = _start(spec, schedule, fleet, size, group, name, options, folder, resume)
         try:
-            messages = coordinator.events.options(num_returns="streaming").remote()
-            for ref in _in_time(messages, spec.settings.faults.timeout):
-                yield from ray.get(ref)
+            for part in (coordinator.begin, coordinator.events):
+                messages = part.options(num_returns="streaming").remote()
+                for ref in _in_time(messages, spec.settings.faults.timeout):
+                    yield from ray.get(ref)
         except ray.exceptions.RayTaskError as error:
             cause = error.cause
             raise (_lost(cause) if isinstance(cause, ray.exceptions.RayError) else cause) from None

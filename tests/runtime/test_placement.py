@@ -27,11 +27,15 @@ from raysim.experiment.instantiate import Refused
 from raysim.methods.scaffold import Scaffold
 from raysim.models import Mlp
 from raysim.results.progress import Progress
+from raysim.runtime.inprocess import InProcess
 from raysim.runtime.placement import GIB, RayOptions, Size, demand, fitting, gib, room, share, total, within
 from raysim.runtime.preflight import Need, hosts_per_gpu, measure, only
+from raysim.runtime.ray import RayCoordinator
 from raysim.simulation.coordinator import Finished, Round, Started, TooManyFailures
 from raysim.simulation.fleet import Ideal, Lognormal
 from raysim.simulation.schedule import Buffered, Synchronous
+from raysim.training.host import Host
+from raysim.training.run_spec import Checkpoint
 
 CLUSTER = [{"CPU": 4.0, "GPU": 1.0}, {"CPU": 2.0}, {"CPU": 2.0}]
 
@@ -600,3 +604,16 @@ def test_a_trial_uses_the_bundles_of_its_group_and_neither_makes_nor_removes_one
     assert bits == run(run_spec(model=NORMED), Synchronous(4), rounds=3).bits
     assert groups == kept == ["trial"]
     assert size == Size(1, {"CPU": 0.5})
+
+
+def test_nothing_is_written_before_whoever_began_the_run_asks_for_more(tmp_path: Path) -> None:
+    # The driver makes the run's folder at its start; on a busy machine the coordinator would be there first.
+    spec = run_spec()
+    spec = replace(spec, settings=replace(spec.settings, rounds=2, checkpoint=Checkpoint(every=1)))
+    runtime, folder = InProcess(Host(spec)), tmp_path / "run"
+    coordinator = RayCoordinator(spec, Synchronous(3), Ideal(), runtime, str(folder), "")  # type: ignore[arg-type]
+    begun = [event for batch in coordinator.begin() for event in batch]
+    assert isinstance(begun[-1], Started) and not folder.exists()
+    others = [event for batch in coordinator.events() for event in batch]
+    assert isinstance(others[-1], Finished) and folder.exists()
+    assert not any(isinstance(event, Started) for event in others)
