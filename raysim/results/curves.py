@@ -16,7 +16,7 @@ from raysim.primitives.checks import known
 from raysim.primitives.files import replace_file
 from raysim.results.history import Row, column, metric_of
 from raysim.results.significance import FEWEST, mean_deviation
-from raysim.results.theme import LIGHT, page_theme, svg, time_unit
+from raysim.results.theme import LIGHT, logarithmic, page_theme, svg, time_unit
 from raysim.simulation.fleet import FLOAT_BYTES
 
 if TYPE_CHECKING:
@@ -136,7 +136,7 @@ def panels(curves: Sequence[Curve], ylabel: str) -> list[str]:
             _panel(ax, curves, axis)
             ax.grid(True)
             if _falls_far(curves, ylabel):
-                ax.set_yscale("log")
+                logarithmic(ax)
 
         drawn.append(svg(draw, f"{ylabel} against {axis[0]}"))
     return drawn
@@ -160,7 +160,7 @@ def _draw(curves: Sequence[Curve], title: str, ylabel: str) -> bytes:
         for ax, axis in zip(axes, AXES, strict=True):
             _panel(ax, curves, axis)
         if _falls_far(curves, ylabel):
-            axes[0].set_yscale("log")
+            logarithmic(axes[0])
         axes[0].set_ylabel(ylabel)
         axes[2].set_ylabel(ylabel)
         figure.suptitle(textwrap.fill(title, 90), fontsize=13)

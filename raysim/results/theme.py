@@ -34,6 +34,13 @@ def page_theme(dark: bool) -> dict[Any, object]:
     return theme(ink) | dict.fromkeys(("figure.facecolor", "axes.facecolor", "savefig.facecolor"), paper)
 
 
+def logarithmic(ax: Axes) -> None:
+    """A logarithmic y axis with plain numbers: for powers text would be read as mathematics, which names are not."""
+    ax.set_yscale("log")
+    ax.yaxis.set_major_formatter("{x:g}")
+    ax.yaxis.set_minor_formatter(lambda _, place: "")
+
+
 def svg(draw: Callable[[Axes], object], about: str, size: tuple[float, float] = (4.4, 3.0)) -> str:
     """A drawing to stand in a page: text stays text, and the colours of `LIGHT` and `INK` are the page's variables.
 

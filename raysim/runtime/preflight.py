@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from raysim.api.declarations import Evaluation
 from raysim.data.federated import FederatedData
 from raysim.data.partition import CSR, Partition
 from raysim.primitives.memory import peak_memory
@@ -57,7 +56,8 @@ def measure(spec: RunSpec, read: Callable[[str], tuple[int, int]] = memory) -> N
     # Clients may fail, and private states stay in memory, where they are counted. What is recorded is so when a step of
     # its kind comes again, in the second round at last.
     rounds = 2 if spec.graph else 1
-    settings = replace(spec.settings, rounds=rounds, evaluate=Evaluation(), faults=Faults(1.0), state=State())
+    evaluate = replace(spec.settings.evaluate, every=1)
+    settings = replace(spec.settings, rounds=rounds, evaluate=evaluate, faults=Faults(1.0), state=State())
     alone = replace(spec, data=only(spec.data, clients, spec.score_batch), settings=settings)
     runtime = InProcess(Host(alone))
     coordinator = Coordinator(replace(alone, device="cpu"), Synchronous(len(clients)), Ideal(), runtime)

@@ -63,3 +63,10 @@ def test_numbers_that_are_none_are_at_the_start_of_an_axis() -> None:
     ]
     found = curves.mean_curve("x", [rows], "accuracy", 0)
     assert [row["virtual_seconds"] for row, _ in found.points] == [0, 0, 2]
+
+
+def test_a_loss_that_falls_far_has_plain_numbers_at_its_axis() -> None:
+    # Text is not read as mathematics, so powers of ten would be shown as they are written.
+    falling = [history([1.0, 0.1, 0.01, 0.001])]
+    drawn = curves.panels([curves.mean_curve("x", falling, "accuracy", 0)], "train loss")
+    assert drawn and all(">0.01<" in text and "mathdefault" not in text for text in drawn)

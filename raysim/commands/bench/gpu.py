@@ -406,6 +406,7 @@ def memory(options: Options, left: Callable[[], bool]) -> list[Found]:
             if not left():
                 return rows
             spec = way.of(spec_of(work, data_of(work), options.device))
+            spec = replace(spec, settings=replace(spec.settings, evaluate=Evaluation()))  # which takes memory, too
             try:
                 with _peak(options.device):
                     need = preflight.measure(spec)

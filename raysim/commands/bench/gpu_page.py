@@ -8,7 +8,7 @@ from typing import Any
 
 from raysim.commands.bench.gpu import PAGE, TOLERANCE
 from raysim.primitives.files import replace_file
-from raysim.results.theme import INK, LIGHT, theme
+from raysim.results.theme import INK, LIGHT, logarithmic, theme
 
 Rows = Sequence[Mapping[str, Any]]
 
@@ -141,7 +141,8 @@ def _draw_distances(rows: Rows, path: Path) -> None:
             x, y = [methods.index(row["method"]) for row in own], [max(row["distance"], 1e-17) for row in own]
             ax.scatter(x, y, s=14, color=LIGHT[place], label=dtype)
             ax.axhline(TOLERANCE[dtype], color=LIGHT[place], linewidth=0.8)
-        ax.set(yscale="log", ylabel="share of the largest change")
+        logarithmic(ax)
+        ax.set(ylabel="share of the largest change")
         ax.set_xticks(range(len(methods)), methods, rotation=90, fontsize=7)
         figure.legend(loc="outside upper right", ncols=2)
         figure.savefig(path, format="png", dpi=150)
