@@ -130,3 +130,10 @@ def test_a_published_vector_is_read_where_it_lies() -> None:
     vector = np.arange(4, dtype=np.float32)
     published = Published(0, vector, np.empty(0, np.int64))
     assert transfer.up(published.vector, torch.device("cpu")).data_ptr() == vector.ctypes.data
+
+
+def test_what_is_asked_for_while_scoring_may_be_trained_on_later() -> None:
+    # On a GPU what was received is kept on the device, whoever asked for it first.
+    with torch.inference_mode():
+        value = up(np.ones(2, np.float32), torch.device("cpu"))
+    assert not value.is_inference()

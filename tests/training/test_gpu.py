@@ -1,0 +1,23 @@
+"""What only a GPU can show of training: the numbers of the CPU, and the same bits again. `raysim bench gpu` has it all."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from raysim.commands.bench import gpu
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU")
+NAMES = ("fedavg", "dann", "fedbr", "fedmix", "fedsr", "fraug", "scaffold")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_gpu_ends_at_the_cpus_numbers_in_every_way(name: str) -> None:
+    rows = gpu.correctness(gpu.Options(methods=(name,)), lambda: True)
+    assert len(rows) >= 4 and not [row for row in rows if not row.get("distance", 1.0) <= row["allowed"]]
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "fedsr"])
+def test_a_gpu_ends_at_the_same_bits_again_and_on_two_hosts(name: str) -> None:
+    rows = gpu.bits(gpu.Options(methods=(name,)), lambda: True)
+    assert rows and all(row.get("again") and row.get("two hosts") for row in rows)
