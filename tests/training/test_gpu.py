@@ -1,4 +1,4 @@
-"""What only a GPU can show of training: the numbers of the CPU, and the same bits again. `raysim bench gpu` has it all."""
+"""What only a GPU can show of training: the numbers of the CPU, and the same bits again."""
 
 from __future__ import annotations
 

@@ -23,6 +23,7 @@ from raysim.methods.scaffold import Scaffold
 from raysim.training import trainer, transfer
 from raysim.training.host import Host
 from raysim.training.resident import Resident
+from raysim.training.transfer import up
 
 WAITS = {getattr(Tensor, name) for name in ("item", "tolist", "__float__", "__int__", "__bool__")}
 JOBS = [Job(number, client, 0, 0, -1, 1.0) for number, client in enumerate(range(4))]
