@@ -157,6 +157,14 @@ def test_a_folder_that_is_no_runs_is_not_resumed(capsys: pytest.CaptureFixture[s
     assert "not the folder of a run" in one_sentence(capsys.readouterr().err)
 
 
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir, lambda path: os.symlink("config.yaml", path)])
+def test_a_run_whose_configuration_is_no_file_is_refused(make: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("a").mkdir()
+    make("a/config.yaml")
+    run("out=a", "resume=latest", status=2)
+    assert "a/config.yaml is no regular file" in one_sentence(capsys.readouterr().err)
+
+
 @pytest.mark.parametrize("left", [[], [".held"], [".config.yaml.0a1b"], [".held", ".config.yaml.0a1b"]])
 def test_a_run_that_was_killed_before_its_first_file_had_its_name_begins_again(left: list[str]) -> None:
     Path("a").mkdir()

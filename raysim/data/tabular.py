@@ -102,7 +102,7 @@ def _arrays(path: Path) -> dict[str, NDArray[Any]]:
     try:
         with np.load(path, allow_pickle=False) as file:
             found = {key: file[key] for key in ("x", "y", "user") if key in file}
-    except (OSError, ValueError, EOFError) as error:
+    except Exception as error:  # a damaged archive fails in many ways
         raise ValueError(f"{path} is no readable NumPy archive ({error}): write it with numpy.savez.") from error
     for key in ("x", "y"):
         if key not in found:

@@ -103,10 +103,10 @@ def without_password(text: str) -> str:
 def regular(path: Path) -> Path:
     """The path of a file that can be read to its end: no folder, pipe or device, and no link to one.
 
-    Raises ValueError for any other.
+    Raises Refused for any other.
     """
     if not path.is_file():
-        raise ValueError(f"{path} is no regular file: remove it, or put the file there.")
+        raise Refused(f"{path} is no regular file: remove it, or put the file there.")
     return path
 
 

@@ -166,3 +166,11 @@ def test_the_x_rays_have_their_published_mean(shared: Path) -> None:
     assert built.class_names == ["normal", "pneumonia"]
     assert np.bincount(built.labels[:4708]).tolist() == [1214, 3494]
     assert abs(built.inputs[:4708].mean() / 255 - 0.5719) < 1e-4
+
+
+def test_labels_whose_header_breaks_off_in_the_middle_are_told(tmp_path: Path) -> None:
+    write_strips(tmp_path / "set")
+    file = tmp_path / "set/train-labels.npy"
+    file.write_bytes(file.read_bytes().replace(b"}", b" "))  # Python's tokenizer gives up, which is no ValueError
+    with pytest.raises(ValueError, match=r"train-labels.npy is no readable NumPy file"):
+        Strips(root=str(tmp_path / "set")).build()

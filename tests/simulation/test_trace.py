@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
 import pickle
 from collections import OrderedDict
 from collections.abc import Mapping
@@ -390,3 +391,11 @@ def test_a_wrong_number_of_files_is_refused(capsys: pytest.CaptureFixture[str]) 
     assert "fleet convert takes 2" in capsys.readouterr().err
     assert cli.call(["fleet", "check", "one", "two"]) == 2
     assert "fleet check takes 1" in capsys.readouterr().err
+
+
+def test_a_pipe_in_the_place_of_fedscales_files_is_not_waited_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    os.mkfifo(tmp_path / "capacity")
+    assert cli.call(["fleet", "convert", str(tmp_path / "capacity"), str(tmp_path / "capacity")]) == 2
+    assert "capacity is no regular file" in capsys.readouterr().err

@@ -23,7 +23,8 @@ from typing import Any
 
 import numpy as np
 
-from raysim.primitives.errors import first_line
+from raysim.primitives.errors import Refused, first_line
+from raysim.primitives.files import regular
 from raysim.simulation.trace import fault, write
 
 TRAINING = 3.0  # times inference
@@ -71,9 +72,10 @@ def convert(capacity: str, behaviour: str, out: Path) -> str:
 def _dictionary(file: str, needs: str) -> Mapping[Any, Mapping[str, Any]]:
     """A pickled dictionary of dictionaries that have the key `needs`."""
     try:
-        with open(file, "rb") as content:
+        path = Path(file)
+        with (regular(path) if path.exists() else path).open("rb") as content:
             found = _Plain(content).load()
-    except OSError:
+    except (OSError, Refused):
         raise
     except Exception as error:  # a damaged pickle fails in many ways
         raise ValueError(f"{file} is no pickle of FedScale ({first_line(error)})") from error
