@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -103,11 +103,11 @@ class Branches:
 
     @contextmanager
     def branch(self, place: int) -> Iterator[None]:
-        """What is done in here is done after all that was begun outside."""
+        """What is done in here is done after all that was begun outside. place: 0, 1, ... in this order."""
         if self.device.type != "cuda" or not torch.cuda.is_current_stream_capturing():  # each would keep its memory
             yield
             return
-        self._open += 1
+        self._open = place + 1
         while len(self._streams) <= place:
             self._streams.append(torch.cuda.Stream(self.device))
         self._streams[place].wait_stream(torch.cuda.current_stream(self.device))
@@ -163,7 +163,7 @@ class Recording:
         found = []
         for place, row in enumerate(self.rows):
             with self.branches.branch(place):
-                own = [_row({"all": tree[name]}, place)["all"] for name in ("batch", "given", "active")]
+                own = [_row(tree[name], place) for name in ("batch", "given", "active")]
                 found.append(self._iteration(lanes.row(row), *own))
         self.branches.join()
         return [torch.cat(parts) for parts in zip(*found, strict=True)]
@@ -193,9 +193,9 @@ class Recording:
         return [*losses, *changed.values()]
 
 
-def _row(tree: Tensors, place: int) -> Tensors:
+def _row(tree: Any, place: int) -> Any:
     """The tensors [1, ...] of one row of nested ones [K, ...]."""
-    return cast("Tensors", rebuilt(tree, {path: whole[place : place + 1] for path, whole in leaves(tree)}))
+    return rebuilt(tree, {path: whole[place : place + 1] for path, whole in leaves(tree)})
 
 
 def _standing_in(lead: Lane, own: Mapping[str, Any]) -> Lane:

@@ -1,5 +1,8 @@
 """Lanes: K clients of one version train at once, each in a row of a stack [K, D], under one `torch.func.vmap`.
 
+Where steps are recorded and a network has convolutions, rows are computed apart instead, each as a client alone would
+be: a GPU does so beside each other, and kernels for one client's convolutions are faster than those for groups of them.
+
 A batch of a usual size is stepped for all lanes that are at the same kind of iteration; other lanes wait, and lanes
 without a client compute on whatever lies there. A batch of another size is stepped by `Step`, for its client alone.
 
