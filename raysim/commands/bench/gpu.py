@@ -195,8 +195,7 @@ def _distances(name: str, make: Callable[[], Method] | None, options: Options) -
 
     A model that draws in its steps draws other numbers on another device: then it is the loop on that device.
     """
-    networks, _ = build_networks(_checked(make, torch.float32, "cpu", CHECKED[0]))
-    drawing = any(is_stochastic(network) for network in networks.values())
+    drawing = _draws(make)
     dtypes, device = (torch.float64, torch.float32), options.device if drawing else "cpu"
     expected, coordinator = zip(*(_ran(_checked(make, dtype, device, CHECKED[0]), 4) for dtype in dtypes), strict=True)
     start = coordinator[0].initial.shared.numpy()
@@ -215,6 +214,12 @@ def _distances(name: str, make: Callable[[], Method] | None, options: Options) -
             except Exception as error:  # what cannot be done in this way says so in its sentence
                 row["refused"] = f"{type(error).__name__}: {first_line(error)}"
             yield row
+
+
+def _draws(make: Callable[[], Method] | None) -> bool:
+    """Whether the model draws in its steps, which cannot be recorded then."""
+    networks, _ = build_networks(_checked(make, torch.float32, "cpu", CHECKED[0]))
+    return any(is_stochastic(network) for network in networks.values())
 
 
 def _makes(options: Options) -> dict[str, Callable[[], Method] | None]:
@@ -240,7 +245,7 @@ def bits(options: Options, left: Callable[[], bool]) -> list[Found]:
     """Whether one host and two in this process end at the same bits, and a second run at those of the first."""
     rows: list[Found] = []
     for name, make in _makes(options).items():
-        for way in (CHECKED[0], CHECKED[-1]):
+        for way in (CHECKED[0], CHECKED[1] if _draws(make) else CHECKED[-1]):
             if not left():
                 return rows
             spec = _checked(make, torch.float32, options.device, way)
