@@ -510,9 +510,9 @@ def run(
     with placed(bundles(size), name, options, say) as group:
         runtime, coordinator = _start(spec, schedule, fleet, size, group, name, options, folder, resume)
         try:
-            for part in (coordinator.begin, coordinator.events):
+            for part, more in ((coordinator.begin, START), (coordinator.events, REVIVAL)):
                 messages = part.options(num_returns="streaming").remote()
-                for ref in _in_time(messages, spec.settings.faults.timeout):
+                for ref in _in_time(messages, spec.settings.faults.timeout, more):
                     yield from ray.get(ref)
         except ray.exceptions.RayTaskError as error:
             cause = error.cause
@@ -524,9 +524,12 @@ def run(
             runtime.stop()
 
 
-def _in_time(messages: Any, timeout: float | None) -> Iterator[Any]:
-    """What a coordinator sends; it says every few seconds what it waits for, so one that is silent counts as dead."""
-    patience = None if timeout is None else timeout + START
+def _in_time(messages: Any, timeout: float | None, more: float) -> Iterator[Any]:
+    """What a coordinator sends; it says every few seconds what it waits for, so one that is silent counts as dead.
+
+    more: seconds beyond the timeout that the first of it may take.
+    """
+    patience = None if timeout is None else timeout + more
     while ray.wait([messages], timeout=patience, fetch_local=False)[0]:
         patience = None if timeout is None else timeout + REVIVAL
         try:
