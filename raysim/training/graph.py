@@ -174,13 +174,16 @@ class Recording:
         given, modes, cached = dict(given), self.before, dict[str, Any]()
         losses: list[Tensor] = []
         changed: dict[tuple[str, str], Tensor] = {}
+
+        def asked() -> tuple[Tensors, dict[str, Tensor]]:
+            return given, lead["common"]
+
         for stage in self.stages:
             modes = after(modes, stage.modes)
             if trainer.methods:
                 trainer.training(True)
                 set_modes(trainer.vector.networks, modes)
-            more, asked = stage is not self.stages[-1], (given, lead["common"])
-            work = LaneStep(on, [self._lead], stage, cached, more, batch, lambda asked=asked: asked)  # type: ignore[misc]
+            work = LaneStep(on, [self._lead], stage, cached, stage is not self.stages[-1], batch, asked)
             found, gradient = work.passes()
             work.commit(found)
             work.descend(gradient, self._tree["rate"], active)

@@ -81,8 +81,7 @@ class Host(Combiner):
         )
         lanes = None if spec.lanes == 1 and not spec.graph else Lanes(self.trainer, spec.lanes, spec.graph)
         self.loop = lanes or OneByOne(self.trainer)
-        together = lanes and pays(self.device) and not lanes.apart
-        self._scores = LaneScores(lanes, spec.score_batch) if lanes and together else None
+        self._scores = LaneScores(lanes, spec.score_batch) if lanes and pays(self.device) and not lanes.apart else None
         self._stateful = owners(spec.methods, "state")
         self._personalisers = owners(spec.methods, "personalise")
         self._predictor = owner(spec.methods, "predict")

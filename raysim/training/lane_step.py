@@ -180,7 +180,7 @@ def stacked_given(lanes: Lanes, rows: Sequence[int], active: Sequence[Lane]) -> 
 class LaneStep:
     """One stage of an iteration, for the lanes of a group.
 
-    batch, given: as `stacked_batch` and `stacked_given` return them; the latter may be a call, made when it is needed.
+    batch: as `stacked_batch` returns it; given: makes what `stacked_given` returns, when that is needed.
     changed: entries of tables that hooks have replaced, [K, ...] each.
     """
 

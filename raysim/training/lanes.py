@@ -33,7 +33,7 @@ from raysim.models.split import Foreign
 from raysim.training.graph import Graphs, Masks, recorder
 from raysim.training.lane import FACTS, TABLES, Asked, Kind, Lane, Wanted
 from raysim.training.lane_step import LaneStep, after, explained, stacked_batch, stacked_given
-from raysim.training.rows import OneRow, Rows, convolves, stacked_rows
+from raysim.training.rows import BORDER, OneRow, Rows, convolves, stacked_rows
 from raysim.training.run_spec import RunSpec
 from raysim.training.second_pass import generator_state, set_generator_state
 from raysim.training.step import set_modes
@@ -107,7 +107,8 @@ class Lanes(Rows):
         if graph and trainer.stochastic:
             raise ValueError(NO_GRAPH)
         vector = trainer.vector
-        data, counters = (stacked_rows(flat, count) for flat in (vector.data, vector.counters))
+        border = BORDER if vector.data.device.type == "cuda" else 1
+        data, counters = (stacked_rows(flat, count, border) for flat in (vector.data, vector.counters))
         super().__init__(trainer, Asked(trainer), data, counters, graph and convolves(trainer))
         self.home = vector.home(vector.data, vector.counters)
         device = vector.data.device

@@ -43,9 +43,8 @@ def _modules(trainer: Trainer) -> Iterator[nn.Module]:
     return (module for network in trainer.vector.networks.values() for module in network.modules())
 
 
-def stacked_rows(flat: Tensor, count: int) -> Tensor:
-    """[K, n] so many copies of flat [n]; on a GPU each begins on a border."""
-    border = BORDER if flat.device.type == "cuda" else 1
+def stacked_rows(flat: Tensor, count: int, border: int = 1) -> Tensor:
+    """[K, n] so many copies of flat [n], each of which begins at a multiple of `border` numbers."""
     whole = flat.new_empty(count, -(-len(flat) // border) * border)[:, : len(flat)]
     return whole.copy_(flat.detach().expand(count, -1))
 

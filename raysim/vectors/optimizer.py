@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
 from typing import Literal
 
@@ -139,9 +140,8 @@ class StackedOptimizer(LocalOptimizer):
         return single
 
     def part(self, row: int) -> StackedOptimizer:
-        """One row of these, stepped where it lies."""
-        own = slice(row, row + 1)
-        single = StackedOptimizer(self.settings, [self._made[own]])
+        """One row of these, stepped where it lies; who has made a step is still counted here."""
+        own, single = slice(row, row + 1), copy(self)
         single.first, single.second = [part[own] for part in self.first], [part[own] for part in self.second]
         single._made = self._made[own]
         return single

@@ -284,6 +284,10 @@ def test_weighting_is_by_samples_unless_a_method_or_the_user_asks_otherwise() ->
         (["model.norm=bach"], ["model.norm=bach", "did you mean batch?"]),
         (["device=gpu"], ["device=gpu"]),
         (["device=cuda:99"], ["device=cuda:99", "GPU"]),
+        (
+            ["device=cpu", "runtime.precision=tf32"],
+            ["runtime.precision=tf32", "device=cpu", "runtime.precision=float32"],
+        ),
         (["evaluate.clients=some"], ["evaluate.clients=some", "all"]),
         (["evaluate.every=0"], ["evaluate.every=0"]),
         (["faults.tolerate=2"], ["faults.tolerate=2"]),

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from raysim.training.across import Convolutions, across_alone, alone, seen_times_weights
 from raysim.training.graph import _no_collection
+from raysim.training.rows import stacked_rows
 
 EXACT = {"rtol": 1e-12, "atol": 1e-12}
 
@@ -93,3 +94,11 @@ def test_nothing_is_collected_while_a_graph_is_captured(on: bool) -> None:
         assert gc.isenabled() == on
     finally:
         (gc.enable if before else gc.disable)()
+
+
+def test_rows_begin_on_borders_and_are_copies() -> None:
+    flat = torch.arange(5.0)
+    rows = stacked_rows(flat, 3, border=4)
+    assert rows.tolist() == 3 * [flat.tolist()]
+    assert [rows[row].storage_offset() for row in range(3)] == [0, 8, 16]
+    assert stacked_rows(flat, 3).is_contiguous()
