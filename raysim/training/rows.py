@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,11 +36,7 @@ _READ = 16  # bytes that its kernels read at once
 
 def convolves(trainer: Trainer) -> bool:
     """Whether one of the networks has convolutions of pictures."""
-    return any(isinstance(module, nn.Conv2d) for module in _modules(trainer))
-
-
-def _modules(trainer: Trainer) -> Iterator[nn.Module]:
-    return (module for network in trainer.vector.networks.values() for module in network.modules())
+    return any(isinstance(module, nn.Conv2d) for module in trainer.modules)
 
 
 def stacked_rows(flat: Tensor, count: int, border: int = 1) -> Tensor:
@@ -63,7 +59,7 @@ class Rows(ABC):
     def __init__(self, trainer: Trainer, asked: Asked, data: Tensor, counters: Tensor, apart: bool):
         self.trainer, self.step, self.layout, self.asked = trainer, trainer.step, trainer.vector.layout, asked
         self.data, self.counters, self.count, self.apart = data, counters, len(data), apart
-        self.channels_last = not any(isinstance(module, nn.GroupNorm) for module in _modules(trainer))
+        self.channels_last = not any(isinstance(module, nn.GroupNorm) for module in trainer.modules)
         self.mapped: Callable[..., Callable[..., Any]] = alone if apart else vmap
         self.across = across_alone if apart else across
         # .data: autograd must not mistake a step on its neighbours for one on it

@@ -110,7 +110,7 @@ class Trainer:
         self.planners = owners(methods, "planned")
         self.finishers = owners(methods, "finish")
         self.keeps = local.keep_optimizer and not any(method.keep_optimizer for method in methods)
-        modules = [m for network in vector.networks.values() for m in network.modules()]
+        modules = self.modules = [m for network in vector.networks.values() for m in network.modules()]
         self.batchnorm = any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in modules)
         self.tracking: Sequence[nn.Module] = [m for m in modules if getattr(m, "track_running_stats", False)]
         self.stochastic = any(is_stochastic(network) for network in vector.networks.values())

@@ -13,6 +13,7 @@ from tiny_runs import FOLDERS
 
 from raysim import cli
 from raysim.commands.bench import gpu
+from raysim.commands.bench.gpu_page import write_page
 
 WITHOUT = """
 import sys
@@ -45,6 +46,13 @@ def test_the_command_measures_and_writes_a_page_without_ray_or_hydra(tmp_path: P
     assert cli.call([*words, "--parts", "memory"]) == 0
     later = json.loads((tmp_path / gpu.RESULTS).read_text())
     assert later["G1"] == found["G1"] and {row["workload"] for row in later["memory"]} == {"G1", "G2", "G3"}
+
+
+def test_the_page_that_is_kept_is_made_of_the_results_beside_it(tmp_path: Path) -> None:
+    kept = Path(__file__).parents[2] / "docs/gpu"
+    write_page(json.loads((kept / gpu.RESULTS).read_text()), tmp_path)
+    assert (tmp_path / gpu.PAGE).read_text() == (kept / gpu.PAGE).read_text()
+    assert {path.name for path in tmp_path.iterdir()} == {path.name for path in kept.iterdir()} - {gpu.RESULTS}
 
 
 def test_every_method_is_checked() -> None:

@@ -17,7 +17,7 @@ Runs = dict[str, dict[int, Run]]  # of one setting: by methods and their options
 HOW = ("device=", "runtime.", "data.root=")  # words of a command that say where and how, not what
 
 
-def settings(runs: Sequence[Run]) -> dict[str, Runs]:
+def by_setting(runs: Sequence[Run]) -> dict[str, Runs]:
     """The runs by all that their commands say besides methods and seed."""
     found: dict[str, Runs] = {}
     for run in runs:
@@ -31,7 +31,7 @@ def settings(runs: Sequence[Run]) -> dict[str, Runs]:
 
 def gains(runs: Sequence[Run]) -> Iterator[str]:
     """A section as Markdown, of every setting in which FedAvg and another method share enough seeds."""
-    for setting, by_method in settings(runs).items():
+    for setting, by_method in by_setting(runs).items():
         fedavg = by_method.pop(FEDAVG, {})
         others = {name: own for name, own in sorted(by_method.items()) if len(own.keys() & fedavg.keys()) >= FEWEST}
         if not others:
