@@ -4,8 +4,8 @@
                                     all kinds of input; the counts of each, and what broke; goes on where it stopped
 
 A case breaks the promise where something is raised that nobody catches, where a refusal is not one sentence, where
-nothing comes back (a minute of work, or a minute of waiting for nothing), or where a refused command leaves a file
-behind.
+nothing comes back (a minute of work, or a minute of waiting for nothing), where it takes a gigabyte more than any case
+before it, or where a refused command leaves a file behind.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import io
 import json
 import os
 import pickle
+import resource
 import shutil
 import signal
 import subprocess
@@ -42,6 +43,7 @@ from tiny import picture, write_mnist, write_parquet, write_picture, write_strip
 
 from raysim import cli
 from raysim.experiment.compose import compose, plain
+from raysim.primitives.memory import peak_memory
 from raysim.results.observers import Pictures
 from raysim.results.tracking import flatten
 
@@ -51,6 +53,8 @@ QUICK = (
 )
 PATIENCE = 60  # seconds of work, or of waiting
 LOOK = 6  # seconds between two looks at whether a case still works
+MEMORY = 1 << 30  # bytes by which a case may raise the peak of those before it
+LIMIT = 8 << 30  # bytes that this process may have, so that no case takes the machine with it
 BATCH = 50  # cases that are made from one seed, and are one line of the log
 SLOW = {"rounds", "local.epochs", "local.steps", "evaluate.finetune.epochs", "data.samples"}  # a large one is meant
 
@@ -121,7 +125,7 @@ def files(folder: Path) -> set[str]:
 
 def case(kind: str, words: list[str], folder: Path) -> None:
     """Carry out and judge one command in a folder of its own."""
-    before, here = files(folder), os.getcwd()
+    before, here, peak = files(folder), os.getcwd(), peak_memory()
     os.chdir(folder)
     try:
         found = outcome(words)
@@ -129,6 +133,8 @@ def case(kind: str, words: list[str], folder: Path) -> None:
         os.chdir(here)
     if found == "refused" and (left := files(folder) - before):
         found = f"leaves {sorted(left)[0]}"
+    if (more := peak_memory() - peak) > MEMORY:
+        found = f"takes {more / 2**30:.1f} GiB"
     good = found in ("run", "refused", "failed")
     FOUND.counts[kind, found if good else "broken"] += 1
     if not good:
@@ -441,6 +447,7 @@ def fuzz(target: str, cases: int, start: int = 0) -> None:
 def main(cases: int, targets: Sequence[str], log: Path) -> int:
     """So many cases of each kind, those that the log has left out; the status is 1 where something broke."""
     FOUND.strict = False
+    resource.setrlimit(resource.RLIMIT_DATA, (LIMIT, resource.getrlimit(resource.RLIMIT_DATA)[1]))
     Pictures.on_finish = lambda *_: None  # type: ignore[method-assign]  # they are half of the time
     lines = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
     done = {(line["target"], line["start"]) for line in lines}

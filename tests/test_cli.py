@@ -165,6 +165,17 @@ def test_a_run_whose_configuration_is_no_file_is_refused(make: Any, capsys: pyte
     assert "a/config.yaml is no regular file" in one_sentence(capsys.readouterr().err)
 
 
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir, lambda path: os.symlink("/dev/zero", path)])
+def test_a_run_whose_summary_cannot_be_read_to_its_end_is_refused(
+    make: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run("out=a", "rounds=1")
+    Path("a/summary.json").unlink()
+    make("a/summary.json")
+    run("out=a", "resume=latest", status=2)
+    assert "no regular file" in one_sentence(capsys.readouterr().err)
+
+
 @pytest.mark.parametrize("left", [[], [".held"], [".config.yaml.0a1b"], [".held", ".config.yaml.0a1b"]])
 def test_a_run_that_was_killed_before_its_first_file_had_its_name_begins_again(left: list[str]) -> None:
     Path("a").mkdir()
