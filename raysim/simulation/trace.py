@@ -98,6 +98,8 @@ def rows_of(seed: int, clients: int, rows: int) -> np.ndarray:
 # --- reading ----------------------------------------------------------------------------------------------------------
 def read(file: str) -> Recorded:
     """A trace, all of it checked. Raises ValueError that names file, client and row."""
+    if not Path(file).is_file() and Path(file).exists():
+        raise ValueError(f"{file} is no regular file: {HELP}")  # a pipe would be waited for, deaf to Ctrl-C
     try:
         with pq.ParquetFile(file, buffer_size=_BUFFER, pre_buffer=False) as parquet:
             by = _columns(file, parquet.schema_arrow)

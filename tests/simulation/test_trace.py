@@ -399,3 +399,9 @@ def test_a_pipe_in_the_place_of_fedscales_files_is_not_waited_for(
     os.mkfifo(tmp_path / "capacity")
     assert cli.call(["fleet", "convert", str(tmp_path / "capacity"), str(tmp_path / "capacity")]) == 2
     assert "capacity is no regular file" in capsys.readouterr().err
+
+
+def test_a_pipe_in_the_place_of_a_trace_is_not_waited_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    os.mkfifo(tmp_path / "trace.parquet")
+    assert cli.call(["fleet", "check", str(tmp_path / "trace.parquet")]) == 2
+    assert "trace.parquet is no regular file" in capsys.readouterr().err
