@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from raysim.results import markdown
 from raysim.simulation.combining import PART
 
 PAGE = Path(__file__).parent / "many_nodes.md"
@@ -108,17 +109,17 @@ def by_stage(floats: float, cluster: Cluster) -> str:
     """A row for each stage, a column for each way."""
     ways = [list(stages(cluster, floats, summation, combine)) for _, summation, combine in WAYS]
     names = list(dict.fromkeys(stage.name for way in ways for stage in way if stage.name != "server's step"))
-    lines = [f"| stage | {' | '.join(name for name, *_ in WAYS)} | one after another in |", "| --- |" + " --- |" * 4]
+    rows = []
     for name in (*names, "server's step"):
         found = [next((stage for stage in way if stage.name == name), None) for way in ways]
         cells = [_cell(stage) if stage else "" for stage in found]
         serial = next(stage.serial for stage in found if stage) or "no place"
-        lines.append(f"| {name} | {' | '.join(cells)} | {serial} |")
+        rows.append([name, *cells, serial])
     totals = [f"**{seconds(sum(stage.seconds for stage in way))} s**" for way in ways]
-    lines.append(f"| all of it | {' | '.join(totals)} | |")
+    rows.append(["all of it", *totals, ""])
     stores = [" and ".join(map(size, memory(cluster, floats, summation, combine))) for _, summation, combine in WAYS]
-    lines.append(f"| in the stores of the first and another node | {' | '.join(stores)} | |")
-    return "\n".join(lines)
+    rows.append(["in the stores of the first and another node", *stores, ""])
+    return markdown.table(["stage", *(name for name, *_ in WAYS), "one after another in"], rows)
 
 
 def _cell(stage: Stage) -> str:
@@ -129,12 +130,11 @@ def _cell(stage: Stage) -> str:
 def by_size() -> str:
     """Seconds of a round for other clusters and networks."""
     clusters = [Cluster(nodes, network=rate) for rate in (3.1e9, 12.5e9) for nodes in (2, 8, 32)]
-    head = [f"{c.nodes} nodes, {c.network * 8 / 1e9:.0f} Gbit/s" for c in clusters]
-    lines = [f"| parameters | {' | '.join(head)} |", "| --- |" + " --- |" * len(head)]
+    head = ["parameters", *(f"{c.nodes} nodes, {c.network * 8 / 1e9:.0f} Gbit/s" for c in clusters)]
+    rows = []
     for name, floats in (*MODELS, ("5 B", 5e9)):
-        cells = [f"{seconds(sum(s.seconds for s in stages(c, floats, 20, True)))} s" for c in clusters]
-        lines.append(f"| {name} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+        rows.append([name, *(f"{seconds(sum(s.seconds for s in stages(c, floats, 20, True)))} s" for c in clusters)])
+    return markdown.table(head, rows)
 
 
 def tables() -> dict[str, str]:

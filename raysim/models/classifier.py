@@ -76,12 +76,12 @@ def splits(model: nn.Module) -> bool:
     return bool(getattr(model, "splits", hasattr(model, "features") and hasattr(model, "head")))
 
 
-def is_stochastic(module: nn.Module) -> bool:
+def is_stochastic(*networks: nn.Module) -> bool:
     """Whether training may draw from torch's generator (dropout, stochastic depth), which then has to be seeded.
 
     Looks for a positive rate in any submodule, `p` or a name with "drop" in it. A false alarm costs a seed, a miss the
     repeatability.
     """
-    names = ((m, name) for m in module.modules() for name in ("p", "dropout", *vars(m)))
+    names = ((m, name) for network in networks for m in network.modules() for name in ("p", "dropout", *vars(m)))
     rates = (getattr(m, name, 0.0) for m, name in names if name == "p" or "drop" in name)
     return any(isinstance(rate, int | float) and rate > 0 for rate in rates)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import re
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -34,11 +34,12 @@ def page_theme(dark: bool) -> dict[Any, object]:
     return theme(ink) | dict.fromkeys(("figure.facecolor", "axes.facecolor", "savefig.facecolor"), paper)
 
 
-def logarithmic(ax: Axes) -> None:
-    """A logarithmic y axis with plain numbers: for powers text would be read as mathematics, which names are not."""
-    ax.set_yscale("log")
-    ax.yaxis.set_major_formatter("{x:g}")
-    ax.yaxis.set_minor_formatter(lambda _, place: "")
+def logarithmic(ax: Axes, which: Literal["x", "y"] = "y") -> None:
+    """A logarithmic axis with plain numbers: for powers text would be read as mathematics, which names are not."""
+    ax.set(**{f"{which}scale": "log"})
+    axis = ax.xaxis if which == "x" else ax.yaxis
+    axis.set_major_formatter("{x:g}")
+    axis.set_minor_formatter(lambda _, place: "")
 
 
 def svg(draw: Callable[[Axes], object], about: str, size: tuple[float, float] = (4.4, 3.0)) -> str:

@@ -74,7 +74,7 @@ def usual_lanes(spec: RunSpec, networks: Mapping[str, nn.Module], concurrency: i
     hooks = any(overrides(method, hook) for method in spec.methods for hook in _IN_STEP)
     counts = spec.data.partition.train.counts
     full = bool(np.median(counts[counts > 0]) >= 4 * spec.settings.local.batch) if counts.any() else False
-    drawing = any(is_stochastic(network) for network in networks.values())
+    drawing = is_stochastic(*networks.values())
     if spec.device != "cpu" or not (linear and size <= _LARGEST and full) or hooks or drawing:
         return 1
     return next((lanes for least, lanes in _BUSY if concurrency >= least), 1)
@@ -86,7 +86,7 @@ def uses_graph(spec: RunSpec, networks: Mapping[str, nn.Module], asked: bool | N
     Of networks, losses and methods that others wrote nobody knows whether they can be. Raises ValueError where a
     recorded step would be wrong.
     """
-    drawing = any(is_stochastic(network) for network in networks.values())
+    drawing = is_stochastic(*networks.values())
     if asked and drawing:
         raise ValueError(NO_GRAPH)
     if asked is not None:

@@ -113,7 +113,7 @@ class Trainer:
         modules = self.modules = [m for network in vector.networks.values() for m in network.modules()]
         self.batchnorm = any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in modules)
         self.tracking: Sequence[nn.Module] = [m for m in modules if getattr(m, "track_running_stats", False)]
-        self.stochastic = any(is_stochastic(network) for network in vector.networks.values())
+        self.stochastic = is_stochastic(*vector.networks.values())
         self._ahead: dict[int, tuple[Plan, list[Batch]]] = {}  # by job
         self._frozen: dict[str, tuple[Vector, Context | None]] = {}
         self._row = int(np.prod(task.shape))

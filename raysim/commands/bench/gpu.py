@@ -219,7 +219,7 @@ def _distances(name: str, make: Callable[[], Method] | None, options: Options) -
 def _draws(make: Callable[[], Method] | None) -> bool:
     """Whether the model draws in its steps, which cannot be recorded then."""
     networks, _ = build_networks(_checked(make, torch.float32, "cpu", CHECKED[0]))
-    return any(is_stochastic(network) for network in networks.values())
+    return is_stochastic(*networks.values())
 
 
 def _makes(options: Options) -> dict[str, Callable[[], Method] | None]:

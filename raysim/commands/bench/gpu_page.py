@@ -8,6 +8,7 @@ from typing import Any
 
 from raysim.commands.bench.gpu import PAGE, TOLERANCE
 from raysim.primitives.files import replace_file
+from raysim.results import markdown
 from raysim.results.theme import INK, LIGHT, logarithmic, theme
 
 Rows = Sequence[Mapping[str, Any]]
@@ -104,13 +105,11 @@ def _speed(name: str, work: Mapping[str, Any], rows: Rows, folder: Path) -> Iter
 
 def _table(columns: Sequence[str], rows: Rows) -> Iterator[str]:
     """Rows that were refused say why in their last cell."""
-    yield "| " + " | ".join(columns) + " |"
-    yield "|" + " --- |" * len(columns)
-    for row in rows:
-        cells = [str(row.get(column, "")) for column in columns]
+    every = [[str(row.get(column, "")) for column in columns] for row in rows]
+    for row, cells in zip(rows, every, strict=True):
         if "refused" in row:
             cells[-1] = str(row["refused"]).replace("|", "/")
-        yield "| " + " | ".join(cells) + " |"
+    yield markdown.table(columns, every)
     yield ""
 
 

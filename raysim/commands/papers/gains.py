@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
+from raysim.results.markdown import table
 from raysim.results.report import Run
 from raysim.results.significance import FEWEST, paired
 
@@ -44,7 +45,7 @@ def gains(runs: Sequence[Run]) -> Iterator[str]:
             "both have, 95 % interval (Student)."
         )
         head = ("methods", "seeds", *scores.values())
-        yield _table(head, [_gain(name, own, fedavg, scores) for name, own in others.items()])
+        yield table(head, [_gain(name, own, fedavg, scores) for name, own in others.items()])
         name, own = max(others.items(), key=lambda each: len(each[1].keys() & fedavg.keys()))
         yield from _by_split(name, own, fedavg, scores)
 
@@ -67,7 +68,7 @@ def _by_split(name: str, own: Own, fedavg: Own, scores: Mapping[str, str]) -> It
         "method's):"
     )
     facts = [f"{seed}" for seed in seeds], [f"{entropy:.3f}" for entropy in entropies]
-    yield _table(("seed", "label entropy", *scores.values()), list(zip(*facts, *columns, strict=True)))
+    yield table(("seed", "label entropy", *scores.values()), list(zip(*facts, *columns, strict=True)))
     if said:
         yield f"Rank correlation (Spearman) of the gain with the label entropy, {len(seeds)} splits: {'; '.join(said)}."
 
@@ -90,7 +91,3 @@ def _entropy(run: Run) -> float:
     split = run.summary["split"]
     assert isinstance(split, Mapping), "a stored run says how uneven its split is"
     return float(split["label_entropy"])
-
-
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    return "\n".join(f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *rows))

@@ -18,6 +18,7 @@ from raysim.commands.papers.presets import PAPER_RUNS
 from raysim.commands.papers.results import kept
 from raysim.commands.papers.tables import PAPERS, Table, tables
 from raysim.data.heterogeneity import SCALES
+from raysim.results import markdown
 from raysim.results.report import NOTHING, Run
 
 NOT_RUN = "not run yet"
@@ -69,10 +70,10 @@ def _index() -> str:
         entries = [entry for name in every for entry in matched(name, runs)[0]]
         found = sum(bool(entry.values) for entry in entries)
         title = next(iter(every.values())).title.rpartition(",")[0]
-        rows.append(f"| [{title}]({paper}.md) | {len(every)} | {len(entries)} | {found} |")
-    table = ["| paper | tables | printed numbers | with a result of ours |", "| --- | --- | --- | --- |", *rows]
+        rows.append((f"[{title}]({paper}.md)", f"{len(every)}", f"{len(entries)}", f"{found}"))
+    table = markdown.table(("paper", "tables", "printed numbers", "with a result of ours"), rows)
     toctree = ["```{toctree}", ":maxdepth: 1", ":hidden:", *PAPERS, "```"]
-    return "\n\n".join([*lines, "\n".join(table), "\n".join(toctree)]) + "\n"
+    return "\n\n".join([*lines, table, "\n".join(toctree)]) + "\n"
 
 
 def _table(name: str, table: Table, runs: Sequence[Run], causes: Mapping[str, str]) -> Iterator[str]:
@@ -114,7 +115,7 @@ def _results(short: str, entries: Sequence[Entry], setting: str, causes: Mapping
         "why",
     ]
     rows = [_row(short, entry, list(titles), bool(setting), causes) for entry in shown]
-    yield "\n".join(f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *rows))
+    yield markdown.table(head, rows)
 
 
 def _row(short: str, entry: Entry, titles: Sequence[str], elsewhere: bool, causes: Mapping[str, str]) -> list[str]:

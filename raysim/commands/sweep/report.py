@@ -22,7 +22,7 @@ from raysim.results.history import write_json
 from raysim.results.page import Section, compare
 from raysim.results.progress import duration
 from raysim.results.report import Column, Group, aligned, load_run
-from raysim.results.theme import DARK, LIGHT
+from raysim.results.theme import DARK, LIGHT, logarithmic
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -253,8 +253,6 @@ def _scale(ax: Axes, x: float, ticks: Sequence[tuple[float, str]]) -> None:
 
 def draw_slices(records: Records, path: Path | io.BytesIO, *, dark: bool = False) -> None:
     """Write the score against each key alone, with its deviation over seeds; open circles were stopped early."""
-    from matplotlib.ticker import NullFormatter
-
     axes, trials, hues = _axes(records), _scored(records), DARK if dark else LIGHT
     across = min(4, len(axes))
     down = -(-len(axes) // across)
@@ -275,9 +273,7 @@ def draw_slices(records: Records, path: Path | io.BytesIO, *, dark: bool = False
                     markerfacecolor="none" if stopped else None, elinewidth=1.2, capsize=2,
                 )  # fmt: skip
             if axis.log:
-                ax.set_xscale("log")
-                ax.xaxis.set_major_formatter(lambda number, _: f"{number:g}")
-                ax.xaxis.set_minor_formatter(NullFormatter())
+                logarithmic(ax, "x")
             if axis.numeric and isinstance(axis.found, Choice):
                 ax.set_xticks(
                     [axis.number(value) for value in axis.values], [value_label(value) for value in axis.values]
