@@ -13,7 +13,7 @@ from raysim.experiment.many_runs import check_free, dated_folder
 from raysim.experiment.settings import Experiment
 from raysim.primitives.errors import Refused
 from raysim.primitives.files import HELD, regular, user_path, without_password
-from raysim.primitives.stores import Store, is_remote, parted, store
+from raysim.primitives.stores import LocalStore, Store, is_remote, parted, store
 from raysim.results.tracking import flatten
 from raysim.simulation import checkpoint
 from raysim.training.attack import Attack
@@ -69,7 +69,7 @@ def place(experiment: Experiment) -> Place:
     if options.resume is None:
         folder = user_path(options.out) if options.out else dated_folder(Path("runs"), experiment.title)
         check_free(folder)
-        _check_writable(folder)
+        _check_writable(folder, kept)
         if kept.folder and store(kept.folder).names():
             raise Refused(
                 f"checkpoint.folder={without_password(kept.folder)} holds something already: choose another one, or "
@@ -83,7 +83,7 @@ def place(experiment: Experiment) -> Place:
     folder = user_path(options.out)
     if folder.exists() and not (folder / CONFIG).is_file() and not _just_begun(folder):
         raise Refused(f"out={folder} is not the folder of a run: choose another one, or leave resume out")
-    _check_writable(folder)
+    _check_writable(folder, kept)
     for where in (str(folder), kept.folder):
         _check_run_in(where, experiment.config)
     if (done := _rounds_done(folder)) >= rounds:
@@ -131,7 +131,7 @@ def _continued(experiment: Experiment, address: str) -> Place:
         raise Refused(
             f"out={folder} exists already, and {address} does not belong to it: choose another out, or leave it out"
         )
-    _check_writable(folder)
+    _check_writable(folder, experiment.spec.settings.checkpoint)
     return _from(address, Place(folder, folder.exists()), experiment.spec.settings.rounds)
 
 
@@ -143,14 +143,18 @@ def _from(address: str, where: Place, rounds: int) -> Place:
     return replace(where, resume=address, note=f"continuing from {shown}")
 
 
-def _check_writable(folder: Path) -> None:
-    parent = folder.absolute()
-    while not parent.exists():
-        parent = parent.parent
-    if not parent.is_dir():
-        raise Refused(f"out={folder} cannot be made because {parent} is a file: choose another folder")
-    if not os.access(parent, os.W_OK | os.X_OK):
-        raise Refused(f"out={folder} cannot be written because {parent} is read-only: choose another folder")
+def _check_writable(folder: Path, kept: Checkpoint) -> None:
+    places = {"out": folder}
+    if kept.folder and isinstance(apart := store(kept.folder), LocalStore):
+        places["checkpoint.folder"] = apart.path
+    for name, place in places.items():
+        parent = place.absolute()
+        while not parent.exists():
+            parent = parent.parent
+        if not parent.is_dir():
+            raise Refused(f"{name}={place} cannot be made because {parent} is a file: choose another folder")
+        if not os.access(parent, os.W_OK | os.X_OK):
+            raise Refused(f"{name}={place} cannot be written because {parent} is read-only: choose another folder")
 
 
 def _check_run_in(where: str | None, config: Node) -> None:

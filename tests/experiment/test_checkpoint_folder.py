@@ -57,6 +57,18 @@ def test_a_run_may_change_where_its_checkpoints_go() -> None:
     assert [row["round"] for row in raysim.load("a").rows] == [1, 2, 3, 4]
 
 
+@pytest.mark.parametrize(
+    ("where", "place"), [("/dev/null", "/dev/null"), ("letter/a", "letter"), ("file://letter", "letter")]
+)
+def test_checkpoints_where_no_folder_can_be_are_refused_before_anything_is_written(where: str, place: str) -> None:
+    Path("letter").touch()
+    with pytest.raises(Refused, match=rf"checkpoint.folder=.* cannot be made because .*{place} is a file"):
+        run(where, out="a", rounds=2)
+    assert not Path("a").exists()
+    with pytest.raises(Refused, match="^out=letter/a cannot be made because .*letter is a file"):
+        run(out="letter/a", rounds=2)
+
+
 def test_two_runs_never_keep_their_checkpoints_in_one_place() -> None:
     run(where := "memory://runs/a", out="a", rounds=2)
     before = store(where).names()
