@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TypeAlias
@@ -167,6 +168,14 @@ def _plain(value: object) -> object:
     return value if value is None or isinstance(value, (bool, int, float)) else without_password(str(value))
 
 
+_FLAT = re.compile(r"\[\n *([^][{}]*?)\n *\]")  # a list of numbers or words; in a string a newline has two characters
+
+
 def write_json(obj: object, path: Path) -> None:
-    """Write indented JSON atomically, without passwords; nan and infinities become null, what JSON cannot say text."""
-    replace_file(Path(path), (json.dumps(_plain(obj), indent=2, allow_nan=False) + "\n").encode())
+    """Write indented JSON atomically, without passwords; nan and infinities become null, what JSON cannot say text.
+
+    A list of numbers or words is one line: a column of a hundred rounds would be a hundred.
+    """
+    text = json.dumps(_plain(obj), indent=2, allow_nan=False)
+    text = _FLAT.sub(lambda found: "[" + re.sub(r",\n *", ", ", found[1]) + "]", text)
+    replace_file(Path(path), f"{text}\n".encode())

@@ -125,6 +125,14 @@ def test_json_is_strict_whatever_is_in_it(tmp_path: Path) -> None:
     assert "NaN" not in text
 
 
+def test_a_list_in_a_json_file_is_one_line_and_says_the_same(tmp_path: Path) -> None:
+    content = {"numbers": [1, 2.5, None], "words": ["a,\n  b", "[", "{", "\\n"], "deep": [[1, 2], [{"a": [3, 4]}], []]}
+    metrics.write_json(content, tmp_path / "s.json")
+    text = (tmp_path / "s.json").read_text()
+    assert json.loads(text) == content
+    assert '  "numbers": [1, 2.5, null],\n' in text and '"a": [3, 4]' in text
+
+
 def test_peak_memory_is_in_bytes_and_holds_what_was_once_resident() -> None:
     before = memory.peak_memory()
     held = np.ones(before // 8 + 1_000_000)  # more than all that was resident until now
