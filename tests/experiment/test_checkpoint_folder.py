@@ -65,7 +65,7 @@ def test_checkpoints_where_no_folder_can_be_are_refused_before_anything_is_writt
     with pytest.raises(Refused, match=rf"checkpoint.folder=.* cannot be made because .*{place} is a file"):
         run(where, out="a", rounds=2)
     assert not Path("a").exists()
-    with pytest.raises(Refused, match="^out=letter/a cannot be made because .*letter is a file"):
+    with pytest.raises(Refused, match=r"^out=letter/a cannot be made because .*letter is a file"):
         run(out="letter/a", rounds=2)
 
 
