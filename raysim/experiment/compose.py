@@ -6,8 +6,9 @@ key with `+` creates a new one) and its messages speak of its internals.
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias, cast
@@ -79,7 +80,7 @@ def groups(folders: Sequence[Path] = ()) -> Groups:
     for root in (roots := _roots(folders)):
         if not root.is_dir():
             raise Refused(f"the configuration folder {root} does not exist: name one that does, or leave it out")
-        for path in sorted(root.glob("*/**/*.yaml")):
+        for path in sorted(_files(root)):
             group, *rest = path.relative_to(root).with_suffix("").parts
             if root in folders and not load_yaml(path) and group in LISTS:
                 raise Refused(f"{path} is empty: name a class in it, or remove it")
@@ -92,6 +93,14 @@ def groups(folders: Sequence[Path] = ()) -> Groups:
                 raise Refused(f"{path} has the name of {options[name]}: rename it, or uninstall the package it is in")
             options[name] = path
     return Groups(files)
+
+
+def _files(root: Path) -> Iterator[Path]:
+    """All YAML files in its folders; those that vanish meanwhile, or cannot be looked into, are passed by."""
+    _, groups, _ = next(os.walk(root), ("", [], []))
+    for group in groups:
+        for folder, _, names in os.walk(root / group):
+            yield from (Path(folder, name) for name in names if name.endswith(".yaml"))
 
 
 def _roots(folders: Sequence[Path]) -> list[Path]:

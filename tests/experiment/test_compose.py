@@ -336,6 +336,25 @@ def test_a_wrong_word_is_answered_in_one_sentence(words: list[str], parts: list[
         assert part in text
 
 
+def test_folders_that_vanish_while_options_are_looked_for_are_passed_by(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("method/deep/mine.yaml", "method/fleeting/other.yaml", "gone/any.yaml"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("mine: {_target_: raysim.methods.fedprox.FedProx}\n")
+    scandir = os.scandir
+
+    def vanishing(path: Any) -> Any:
+        if Path(path).name in ("fleeting", "gone"):
+            raise FileNotFoundError(path)
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", vanishing)
+    found = groups([tmp_path]).files
+    assert found["method"]["deep/mine"] == tmp_path / "method/deep/mine.yaml"
+    assert "fleeting/other" not in found["method"] and "gone" not in found
+
+
 @pytest.mark.parametrize("path", ["~nosuchuser", "~nosuchuser/x", "a\0b", "/dev/full", "loop", "a/b"])
 def test_what_is_no_folder_or_file_of_configuration_is_refused(
     path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
