@@ -87,7 +87,8 @@ def split(net: nn.Module, num_classes: int, inputs: Tensor, head: str | None = N
     if head is not None and head not in linear:
         raise ValueError(f"model.head={head} is no linear layer of {type(net).__name__}; it has {_last(linear)}")
     name = head or next(reversed(linear), None)
-    model: Classifier | None = Split(net, name) if name is not None else None
+    ends = name is not None and _ends_with(net, name, inputs)
+    model: Classifier | None = Split(net, name) if name is not None and ends else None
     if isinstance(model, Split) and not _same(model, inputs, outputs):
         net, model = model.whole(), None
     if head is not None and model is None:
@@ -113,6 +114,31 @@ def _outputs(net: nn.Module, inputs: Tensor) -> Tensor:
             "that it returns one"
         )
     return outputs
+
+
+def _ends_with(net: nn.Module, name: str, inputs: Tensor) -> bool:
+    """Whether the very tensor that this layer makes, once, is what comes out, in training as in evaluation.
+
+    Equal numbers would not do: a scale that starts at 1, or dropout, would act on features once the layer is away.
+    """
+    made: list[object] = []
+    hook = net.get_submodule(name).register_forward_hook(lambda layer, args, out: made.append(out))
+    before = [(buffer, buffer.clone()) for buffer in net.buffers()]  # BatchNorm's statistics
+    try:
+        for training in (True, False):
+            made.clear()
+            with torch.no_grad(), torch.random.fork_rng(devices=[]):
+                outputs = net.train(training)(inputs)
+            if len(made) != 1 or made[0] is not outputs:
+                return False
+        return True
+    except Exception:  # a foreign network may not take two rows in training: it will say so there
+        return False
+    finally:
+        hook.remove()
+        net.eval()
+        for buffer, value in before:
+            buffer.copy_(value)
 
 
 def _same(model: Split, inputs: Tensor, outputs: Tensor) -> bool:

@@ -76,6 +76,37 @@ def test_what_does_not_fit_is_refused_in_one_sentence(net: Callable[[], nn.Modul
         split(net(), 5, inputs(), head)
 
 
+class Scaled(nn.Module):
+    """Behind its last linear layer comes what changes nothing before it is trained, or in evaluation."""
+
+    def __init__(self, after: nn.Module | None = None):
+        super().__init__()
+        self.body, self.fc = nn.Sequential(nn.Flatten(), nn.Linear(64, 7), nn.BatchNorm1d(7)), nn.Linear(7, 5)
+        self.scale, self.after = nn.Parameter(torch.ones(1)), after
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.fc(self.body(x))
+        return self.after(out) if self.after else out * self.scale
+
+
+@pytest.mark.parametrize(
+    "after", [None, nn.Dropout(0.5), nn.Sequential(nn.Identity(), nn.Dropout(0.1)), nn.PReLU(init=1.0)]
+)
+def test_a_network_with_what_seems_to_do_nothing_behind_its_last_layer_stays_whole(after: nn.Module | None) -> None:
+    net, x, drawn = Scaled(after), inputs(), torch.get_rng_state()
+    statistics = net.body[2].running_mean.clone()
+    model = split(net, 5, x)
+    assert isinstance(model, Whole) and model.training
+    assert torch.equal(torch.get_rng_state(), drawn) and torch.equal(net.body[2].running_mean, statistics)
+    assert int(net.body[2].num_batches_tracked) == 0
+    with pytest.raises(ValueError, match="fc is not the last step of Scaled"):
+        split(Scaled(after), 5, x, head="fc")
+
+
+def test_what_is_no_more_than_a_name_behind_the_last_layer_does_not_matter() -> None:
+    assert isinstance(split(Scaled(nn.Sequential(nn.Identity(), nn.Dropout(0.0))), 5, inputs()), Split)
+
+
 def test_a_function_gets_what_the_data_say_and_the_seed_decides_its_values() -> None:
     def make(num_classes: int, input_shape: tuple[int, ...], width: int) -> nn.Module:
         assert input_shape == SHAPE
