@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import importlib.metadata
 import platform
-import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -184,20 +182,6 @@ def identity(experiment: Experiment) -> dict[str, object]:
         # A folder that was sent to a cluster is installed nowhere: raysim's own version is in its code.
         "libraries": {"raysim": __version__} | {name: found for name in LIBRARIES if (found := _version(name))},
     }
-
-
-@functools.cache
-def source() -> dict[str, str]:
-    """The commit that is checked out where the run was started, and whether files differ from it; {} without git."""
-
-    def git(*words: str) -> str:
-        return subprocess.run(["git", *words], capture_output=True, text=True, check=True, timeout=10).stdout.strip()
-
-    try:
-        found = {"commit": git("rev-parse", "HEAD")}
-        return found | {"dirty": str(bool(git("status", "--porcelain", "--untracked-files=no"))).lower()}
-    except (OSError, subprocess.SubprocessError):
-        return {}
 
 
 def _version(name: str) -> str:

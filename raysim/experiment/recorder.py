@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from raysim.api.composition import owners
-from raysim.experiment.describe import identity, source, split
+from raysim.experiment.describe import identity, split
 from raysim.experiment.result import Result
 from raysim.experiment.run_folder import last_checkpoint
 from raysim.experiment.settings import Experiment, Interrupted
+from raysim.primitives.commit import source
 from raysim.primitives.errors import Refused
 from raysim.results.history import read_history
 from raysim.results.observers import (
@@ -213,7 +214,6 @@ def _tracking(experiment: Experiment, folder: Path, console: Console) -> list[Ob
         **({"study": study.name} if study else {}),
         **{key: value for key, value in flatten(identity(experiment)).items() if key != "seed"},
         **origin(),
-        **{f"mlflow.source.git.{key}": value for key, value in source().items()},
     }
     return [Tracking(tracker, experiment.config, tags, spec, tell, study)]
 

@@ -25,6 +25,7 @@ from numbers import Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
+from raysim.primitives.commit import source
 from raysim.primitives.errors import Refused
 from raysim.primitives.files import alone, from_json, regular, without_password
 from raysim.results.history import Row, read_history, write_json
@@ -95,8 +96,9 @@ def reason(problem: BaseException) -> str:
 
 
 def origin() -> dict[str, str]:
-    """Tags that MLflow shows in columns of their own: who ran what."""
+    """Tags that MLflow shows in columns of their own: who ran what, at which commit of the files in this folder."""
     tags = {"mlflow.source.name": "raysim", "mlflow.source.type": "LOCAL"}
+    tags |= {f"mlflow.source.git.{key}": value for key, value in source().items()}
     with contextlib.suppress(OSError, KeyError, ImportError):  # a container may know no name for its user
         tags["mlflow.user"] = getpass.getuser()
     return tags

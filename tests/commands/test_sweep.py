@@ -208,6 +208,10 @@ def test_a_search_is_one_tracked_run_with_a_child_for_each_trial(grid: tuple[Pat
     (parent,) = [run for run in runs if run.data.tags.get("kind") == "sweep"]
     children = [run for run in runs if run.data.tags.get("mlflow.parentRunId") == parent.info.run_id]
     assert len(children) == 6
+    told = {(run.data.tags["method"], run.data.tags["data"]) for run in children}
+    assert told == {("fedavg", "synthetic"), ("fedprox", "synthetic")}
+    files = {item.path for item in client.list_artifacts(parent.info.run_id)}
+    assert {"report.html", "trials.csv", "best.yaml", "summary.json"} <= files
     whole = [run for run in children if run.info.status == "FINISHED"]
     assert [run.data.params["local.lr"] for run in children if run not in whole] == 2 * ["1e+30"]
     assert {run.data.params["local.lr"] for run in whole} == {"0.01", "0.1"}

@@ -119,7 +119,8 @@ class Records:
             tracker = Tracker(self.path(number), self._uri, name=f"{self.folder.resolve().name} {number}", say=_quiet)
             node = self.search.node(point)
             tags = {"kind": "trial", "sweep": self.search.options.name, "setting": self.label(record), **origin()}
-            tags |= {"method": value_label(node["choices"]["method"]), "seed": node["seed"]}
+            chosen = {group: value_label(node["choices"][group]) for group in ("method", "data")}
+            tags |= {**chosen, "seed": node["seed"]}
             tracker.start(node, tags, parent=self.folder)
             self._trackers[number] = tracker
 

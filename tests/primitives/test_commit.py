@@ -1,0 +1,45 @@
+"""Which commit a run was started at, as its summary and MLflow say it."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from raysim.primitives.commit import source
+from raysim.results.tracking import origin
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+    source.cache_clear()
+    yield
+    source.cache_clear()
+
+
+def git(*words: str) -> str:
+    named = ("git", "-c", "user.name=a", "-c", "user.email=a@b", *words)
+    return subprocess.run(named, capture_output=True, text=True, check=True).stdout.strip()
+
+
+def test_runs_studies_and_searches_are_tagged_with_the_commit_and_whether_files_differ_from_it() -> None:
+    git("init", "-q")
+    Path("a.py").write_text("1\n")
+    git("add", "a.py")
+    git("commit", "-q", "-m", "a")
+    commit = git("rev-parse", "HEAD")
+    assert len(commit) == 40
+    assert source() == {"commit": commit, "dirty": "false"}
+    assert {"mlflow.source.git.commit": commit, "mlflow.source.git.dirty": "false"}.items() <= origin().items()
+    Path("a.py").write_text("2\n")
+    source.cache_clear()
+    assert origin()["mlflow.source.git.dirty"] == "true"
+
+
+def test_outside_of_git_nothing_is_said_of_it() -> None:
+    assert source() == {}
+    assert not any("git" in key for key in origin())
