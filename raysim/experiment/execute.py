@@ -75,6 +75,7 @@ __all__ = [
 
 # Words as on the command line, in one text or several; or a whole configuration.
 TRIES = 3  # at going on where a process was lost, without a new checkpoint in between
+Values: TypeAlias = Mapping[Any, object]  # of an option, by their keys
 Config: TypeAlias = DictConfig | Mapping[str, Any] | Sequence[str]
 T = TypeVar("T")
 
@@ -205,10 +206,10 @@ def build(
     methods: Sequence[Method | str] | None = None,
     model: object = None,
     data: object = None,
-    partition: Partitioner | str | None = None,
-    schedule: Schedule | str | None = None,
-    fleet: Fleet | str | None = None,
-    loss: RowLoss | str | None = None,
+    partition: Partitioner | Values | Sequence[object] | str | None = None,
+    schedule: Schedule | Values | str | None = None,
+    fleet: Fleet | Values | str | None = None,
+    loss: RowLoss | Values | str | None = None,
     **settings: object,
 ) -> Experiment:
     """Build and check all objects of a run; downloads and caches its data if need be, writes nothing else.
@@ -295,10 +296,10 @@ def run(
     methods: Sequence[Method | str] | None = None,
     model: object = None,
     data: object = None,
-    partition: Partitioner | str | None = None,
-    schedule: Schedule | str | None = None,
-    fleet: Fleet | str | None = None,
-    loss: RowLoss | str | None = None,
+    partition: Partitioner | Values | Sequence[object] | str | None = None,
+    schedule: Schedule | Values | str | None = None,
+    fleet: Fleet | Values | str | None = None,
+    loss: RowLoss | Values | str | None = None,
     on_round: OnRound | None = None,
     observers: Sequence[Observer] = (),
     quiet: bool = False,
