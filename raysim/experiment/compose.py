@@ -36,7 +36,7 @@ Node: TypeAlias = dict[str, Any]
 
 LISTS = ("method", "observer")  # groups of which any number of options is chosen
 NONE = {"method": "fedavg"}  # what a list without any is called
-COMPLETE = ("method", "schedule", "fleet", "data", "partition", "model")  # groups without which nothing runs
+COMPLETE = ("method", "schedule", "fleet", "data", "partition", "model", "runtime")  # groups without which nothing runs
 SWEEP = "sweep"  # the group that no run has
 ALTERNATIVES = (("local.epochs", "local.steps"),)  # setting one empties the other, unless it is set too
 _SPAN = re.compile(r"(?<![^=,])(-?\d{1,18})\.\.(-?\d{1,18})(?![^,])")  # 0..4

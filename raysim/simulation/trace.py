@@ -30,7 +30,7 @@ import pyarrow.parquet as pq
 
 from raysim.primitives.checks import above
 from raysim.primitives.errors import first_line
-from raysim.primitives.files import whole
+from raysim.primitives.files import user_path, whole
 from raysim.primitives.streams import key, stream
 from raysim.simulation.availability import Intervals
 from raysim.simulation.fleet import Devices, Fate, Fixed, Fleet, Speeds
@@ -74,7 +74,7 @@ class Trace(Fleet):
         """See `Fleet`. Raises ValueError with one sentence for whatever the file has wrong."""
         if self.file is None:
             raise ValueError("fleet.file=null names no trace: set it to a Parquet file")
-        trace = read(str(Path(self.file).expanduser()))
+        trace = read(str(user_path(self.file)))
         speed = trace.rate
         if trace.by == "flops":
             speed = speed / above("fleet=trace: FLOPs of the model", sample_flops(), 0, "give the file a column speed")

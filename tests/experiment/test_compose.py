@@ -326,6 +326,7 @@ def test_weighting_is_by_samples_unless_a_method_or_the_user_asks_otherwise() ->
         (["partition=shards", f"partition.shards_per_client={10**12}"], ["partition.shards_per_client=10 or less"]),
         (["data=parquet", "data.root='~nosuchuser/x'"], ["~nosuchuser/x names a user"]),
         (["data.cache='~nosuchuser/x'"], ["~nosuchuser/x names a user"]),
+        (["fleet=trace", "fleet.file='~nosuchuser/x'"], ["~nosuchuser/x names a user"]),
         (["experiment=fedbr/rotatedmnist"], ["did you mean fedbr/rotated_mnist?"]),
     ],
     ids=lambda value: " ".join(value)[:40] if isinstance(value, list) and "=" in " ".join(value) else "",
@@ -446,7 +447,9 @@ def test_a_path_that_is_too_long_is_refused(tmp_path: Path) -> None:
             compose([], **given)
 
 
-@pytest.mark.parametrize("key", ["method", "data", "seed", "choices", "schedule", "model", "local", "partition"])
+@pytest.mark.parametrize(
+    "key", ["method", "data", "seed", "choices", "schedule", "model", "local", "partition", "runtime"]
+)
 @pytest.mark.parametrize("value", ["null", "[]", "[1, {a: 2}]", "{1: 2}", "{a: {b: [c]}}", "x", "1.5", None])
 def test_a_stored_configuration_with_another_value_runs_or_is_refused(
     key: str, value: str | None, tmp_path: Path
