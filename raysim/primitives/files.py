@@ -94,10 +94,15 @@ def user_path(text: str | Path) -> Path:
         raise Refused(f"{text} names a user whose home folder is not known: write the path in full") from None
 
 
+# A slash may stand in a password, though it should not; host:5000/a@b has a port and no password.
+_USER = re.compile(r"://(?:[^/@\s\"]*:(?!\d+/)[^\s\"]*@|[^/\s\"]*@)")
+_SECRET = re.compile(r"([?&;][\w-]*(?:user|passw|pwd|token|secret|key|sig|credential)[\w-]*=)[^&;\s\"]*", re.IGNORECASE)
+
+
 def without_password(text: str) -> str:
     """The same text with users, passwords and tokens taken out of every address in it."""
-    bare = re.sub(r"://[^/\s\"']*@", "://", text)
-    return re.sub(r"([?&](?:user|password|passwd|pwd|token)=)[^&\s\"']*", r"\1", bare)
+    bare = _USER.sub("://", text)
+    return _SECRET.sub(r"\1", bare)
 
 
 def regular(path: Path) -> Path:

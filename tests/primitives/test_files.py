@@ -1,0 +1,40 @@
+"""Paths and texts as users write them."""
+
+from __future__ import annotations
+
+import pytest
+
+from raysim.primitives.files import without_password
+
+
+@pytest.mark.parametrize(
+    ("text", "bare"),
+    [
+        ("http://me:s3cret@host:5000", "http://host:5000"),
+        ("http://me:s3'cret@host", "http://host"),
+        ("http://me:s3/cret@host/a", "http://host/a"),
+        ("postgresql://me:s@3:cret@host/db?sslmode=require", "postgresql://host/db?sslmode=require"),
+        ("http://s3cret@host", "http://host"),
+        ("memory://host/y?api_key=s3cret&x=1&secret=s3cret", "memory://host/y?api_key=&x=1&secret="),
+        ("http://host?access_token=s3cret&Password=s3cret", "http://host?access_token=&Password="),
+        ("mssql://host;UID=a;PWD=s3cret;x=1", "mssql://host;UID=a;PWD=;x=1"),
+        ("pg://host/db?sslpassword=s3cret'x&X-Amz-Signature=s3cret", "pg://host/db?sslpassword=&X-Amz-Signature="),
+    ],
+)
+def test_no_secret_of_an_address_is_left(text: str, bare: str) -> None:
+    assert without_password(text) == bare
+    assert without_password(f"uri: {text} and more") == f"uri: {bare} and more"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "http://host:5000/runs/a@b",
+        "s3://bucket/runs@1/a?versionId=3",
+        "sqlite:///home/me/runs/mlflow.db",
+        "a key=3 and token=4",
+        "mail a@b.c",
+    ],
+)
+def test_what_is_no_secret_stays(text: str) -> None:
+    assert without_password(text) == text
