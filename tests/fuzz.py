@@ -51,6 +51,7 @@ QUICK = (
     *("runtime=inprocess", "tracking=none", "data=synthetic", "data.samples=60", "data.test_samples=10"),
     *("partition=iid", "partition.clients=5", "schedule.cohort=2", "local.epochs=1", "model=mlp", "rounds=1"),
 )
+STATEFUL = ("method=scaffold", "schedule.cohort=5")  # every client keeps something, so that checkpoints have a log
 PATIENCE = 60  # seconds of work, or of waiting
 LOOK = 6  # seconds between two looks at whether a case still works
 MEMORY = 1 << 30  # bytes by which a case may raise the peak of those before it
@@ -262,7 +263,7 @@ def other_commands(data: Any) -> None:
 
 
 def stored_configurations(data: Any) -> None:
-    """The configuration of another run in which one value is another one, or a few characters are."""
+    """The configuration of another run in which one value is another one or missing, or a few characters are."""
     config: Any = plain(compose([*QUICK, "out=out"]))
     if data.draw(st.booleans()):
         path = data.draw(st.sampled_from(sorted(flatten(config)))).split(".")
@@ -270,8 +271,11 @@ def stored_configurations(data: Any) -> None:
         node = config
         for part in path[:-1]:
             node = node[part]
-        value = data.draw(NODES)
-        node[path[-1]] = 2 if ".".join(path) in SLOW and isinstance(value, int) else value
+        if data.draw(st.integers(0, 3)):
+            value = data.draw(NODES)
+            node[path[-1]] = 2 if ".".join(path) in SLOW and isinstance(value, int) else value
+        else:
+            del node[path[-1]]
         text = yaml.safe_dump(config).encode()
     else:
         text = mutated(data, yaml.safe_dump(config).encode())
@@ -361,7 +365,7 @@ def prepared(kind: str) -> Path:
         os.environ["RAYSIM_CACHE"] = str(root / "cache")
         here = os.getcwd()
         os.chdir(root)
-        assert outcome(["run", *QUICK, "rounds=2", "checkpoint.every=1", "out=out", "--quiet"]) == "run"
+        assert outcome(["run", *QUICK, *STATEFUL, "rounds=2", "checkpoint.every=1", "out=out", "--quiet"]) == "run"
         os.chdir(here)
     return root
 
@@ -385,7 +389,7 @@ def _reading(*words: str) -> list[str]:
     return ["run", *(word for word in QUICK if not word.startswith("data")), *words, "data.root=data", "out=new"]
 
 
-GO_ON = ["run", *QUICK, "out=out", "resume=latest", "rounds=3"]
+GO_ON = ["run", *QUICK, *STATEFUL, "out=out", "resume=latest", "rounds=3"]
 READERS: Mapping[str, tuple[str, list[str]]] = {  # which of the prepared files is damaged, and what reads it
     "parquet": ("data/*.parquet", _reading("data=parquet")),
     "strips": ("data/*", _reading("data=strips")),
@@ -417,11 +421,35 @@ def damaged_files(data: Any) -> None:
         case(kind, words, folder)
 
 
+LABELS = st.one_of(
+    st.integers(-2, 3), st.sampled_from((200, 10**6, 10**12, -(2**63))), st.floats(width=32), st.text(max_size=3),
+    st.binary(max_size=3), st.booleans(), st.dates(), st.none(),
+)  # fmt: skip
+
+
+def odd_labels(data: Any) -> None:
+    """Labels of every type that a Parquet file can hold, also lists of them, another one in the test file at times."""
+    kinds = st.sampled_from([LABELS, st.lists(LABELS, max_size=2), st.lists(st.lists(LABELS, max_size=1), max_size=2)])
+    with somewhere() as folder:
+        usual = pa.array([0, 1] * 10)
+        for split in ("train", "test"):
+            rows = [data.draw(data.draw(kinds))] * data.draw(st.sampled_from([0, 1, 20]))
+            good = data.draw(st.sampled_from([[0, 1], ["a", "b"], [[0], [1]], [["a"], ["b", "a"]]]))
+            try:
+                labels = pa.array([*rows, *good * 10][:20])
+            except (pa.ArrowInvalid, pa.ArrowTypeError, OverflowError):  # of two types, which no column can have
+                labels = usual
+            pixels = [picture() for _ in range(20)]
+            write_parquet(folder / f"data/{split}.parquet", pixels, labels)
+        case("labels", _reading("data=parquet"), folder)
+
+
 TARGETS: Mapping[str, Callable[[Any], None]] = {
     "command_lines": command_lines,
     "other_commands": other_commands,
     "stored_configurations": stored_configurations,
     "damaged_files": damaged_files,
+    "odd_labels": odd_labels,
 }
 
 
