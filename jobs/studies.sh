@@ -25,43 +25,43 @@ asked=${1:-}
 
 # 1. RotatedMNIST at 14 x 14 pixels. Each test image at one angle (spread): ten times cheaper than all at all angles.
 ROTATED=(experiment=fedbr/rotated_mnist data.pool=2 data.rotation.test=spread local.steps=20 local.lr=0.01 rounds=40)
-study rotated_mnist 5.0 "${ROTATED[@]}" 'method=[],[fedprox],[moon],[fedntd],[fedbr]' 'seed=range(5)'
-study rotated_mnist-no_max_step 1.4 "${ROTATED[@]}" 'method=[fedbr]' method.fedbr.max_step=false 'seed=range(5)'
-study rotated_mnist-component_1 1.4 "${ROTATED[@]}" 'method=[fedbr]' method.fedbr.mu=0 'seed=range(5)'
-study rotated_mnist-component_2 1.4 "${ROTATED[@]}" 'method=[fedbr]' method.fedbr.lam=0 'seed=range(5)'
-study rotated_mnist-no_projection 1.4 "${ROTATED[@]}" 'method=[fedbr]' method.fedbr.projection=none 'seed=range(5)'
+study rotated_mnist 5.0 "${ROTATED[@]}" method=fedavg,fedprox,moon,fedntd,fedbr seed=0..4
+study rotated_mnist-no_max_step 1.4 "${ROTATED[@]}" method=fedbr method.fedbr.max_step=false seed=0..4
+study rotated_mnist-component_1 1.4 "${ROTATED[@]}" method=fedbr method.fedbr.mu=0 seed=0..4
+study rotated_mnist-component_2 1.4 "${ROTATED[@]}" method=fedbr method.fedbr.lam=0 seed=0..4
+study rotated_mnist-no_projection 1.4 "${ROTATED[@]}" method=fedbr method.fedbr.projection=none seed=0..4
 # Seeds are splits too. Mean label entropy of a client over seeds 0 to 39: 0.35 (0.15 to 0.65) nats.
-study rotated_mnist-entropy_low 1.3 "${ROTATED[@]}" 'method=[],[fedbr]' seed=13,39,7 # 0.15 0.17 0.18
-study rotated_mnist-entropy_middle 1.3 "${ROTATED[@]}" 'method=[],[fedbr]' seed=17,29,23 # 0.35 0.35 0.35
-study rotated_mnist-entropy_high 1.3 "${ROTATED[@]}" 'method=[],[fedbr]' seed=0,28,15 # 0.65 0.52 0.50
+study rotated_mnist-entropy_low 1.3 "${ROTATED[@]}" method=fedavg,fedbr seed=13,39,7 # 0.15 0.17 0.18
+study rotated_mnist-entropy_middle 1.3 "${ROTATED[@]}" method=fedavg,fedbr seed=17,29,23 # 0.35 0.35 0.35
+study rotated_mnist-entropy_high 1.3 "${ROTATED[@]}" method=fedavg,fedbr seed=0,28,15 # 0.65 0.52 0.50
 
 # 2. FedBSS on Fashion-MNIST at alpha 0.1: 14 x 14 pixels, a small network and a fifth of the data allow all 200 rounds.
 FASHION=(experiment=fedbss/fashion_mnist partition.alpha=0.1)
 study fedbss-small 1.4 "${FASHION[@]}" data.pool=2 model=small_cnn partition.fraction=0.2 \
-    'method=[],[fedlc],[fedbss]' method.fedbss.kind=cosine,linear,filter 'seed=range(5)'
+    method=fedavg,fedlc,fedbss method.fedbss.kind=cosine,linear,filter seed=0..4
 # The paper's network on all data; interrupted, it goes on later.
-study fedbss-paper 2.7 "${FASHION[@]}" evaluate.every=2 'method=[],[fedbss]' seed=0
+study fedbss-paper 2.7 "${FASHION[@]}" evaluate.every=2 method=fedavg,fedbss seed=0
 # What would give the printed deviations of 0.16: more clients a round, or a milder split.
 study fedbss-deviation 1.8 experiment=fedbss/fashion_mnist data.pool=2 model=small_cnn partition.fraction=0.2 \
-    'method=[]' rounds=100 schedule.cohort=10,100 partition.alpha=0.1,100.0 'seed=range(3)'
+    method=fedavg rounds=100 schedule.cohort=10,100 partition.alpha=0.1,100.0 seed=0..2
 
 # 3. FRAug on Digits with scikit-learn's digits in the place of SVHN. The ramps are those of 300 rounds.
 DIGITS=(experiment=fraug/digits 'data.domains=[mnist,mnist_m,usps,digits]' rounds=100 evaluate.every=5)
-study fraug 11 "${DIGITS[@]}" 'method=[],[fedbn],[fraug]' method.fraug.ramp_rounds=300 \
-    method.fraug.rtnet_lam=0.1,1.0,10.0 'seed=range(3)'
+study fraug 11 "${DIGITS[@]}" method=fedavg,fedbn,fraug method.fraug.ramp_rounds=300 \
+    method.fraug.rtnet_lam=0.1,1.0,10.0 seed=0..2
 
 # 4. FedLD on chest X-rays and on a made-up shift of domains; the terms that its two parts claim to lower must fall.
-PARTS='method=[],[fedprox],[fedld_margin],[fedld_principal],[fedld]'
+PARTS=method=fedavg,fedprox,fedld_margin,fedld_principal,fedld
 study fedld-chest 1.3 experiment=fedld/retina data=pneumonia_mnist model=small_cnn partition.alpha=0.5 rounds=100 \
-    evaluate.decompose=5 "$PARTS" 'seed=range(5)'
+    evaluate.decompose=5 $PARTS seed=0..4
 study fedld-shift 0.2 experiment=fedld/retina data=synthetic data.domains=5 data.shift=1.0 data.noise=3.0 \
     data.samples=2500 data.test_samples=1000 partition=domain partition.test_fraction=0.0 model=small_cnn rounds=60 \
-    evaluate.decompose=5 "$PARTS" 'seed=range(5)'
+    evaluate.decompose=5 $PARTS seed=0..4
 
 # 5. The combination tables at one setting each; not InCo, which needs the equal blocks of a ResNet.
 with() { # a method: the list of it alone and beside the others
-    echo "method=[],[$1],[fedcm],[$1,fedcm],[feddecorr],[$1,feddecorr],[mixup],[$1,mixup],[fedexp],[$1,fedexp]"
+    echo "method=fedavg,$1,fedcm,$1+fedcm,feddecorr,$1+feddecorr,mixup,$1+mixup,fedexp,$1+fedexp"
 }
-study combinations-fedbr 11 "${ROTATED[@]}" "$(with fedbr)" 'seed=range(5)'
+study combinations-fedbr 11 "${ROTATED[@]}" "$(with fedbr)" seed=0..4
 study combinations-fedbss 2.8 "${FASHION[@]}" data.pool=2 model=small_cnn partition.fraction=0.2 "$(with fedbss)" \
-    'seed=range(5)'
+    seed=0..4
