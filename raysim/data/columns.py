@@ -14,6 +14,7 @@ from raysim.data.pictures import numbered, spread_test, train_first
 from raysim.data.raw import Raw, numbered_domains
 from raysim.primitives.extras import optional
 from raysim.primitives.kinds import Kind, Tokens
+from raysim.primitives.memory import must_fit
 
 BYTES = Tokens(257)  # of text in UTF-8: 0 is padding, byte b is b + 1
 Labels = tuple[NDArray[Any], list[str], Kind]
@@ -48,7 +49,7 @@ def inputs_of(
         return padded(column.to_pylist(), length, padding)
     if not pa.types.is_floating(kind.value_type):
         raise ValueError(f"{place}: column {name} holds {kind}: its lists must be of integers (tokens) or of numbers.")
-    return _vectors(column.to_pylist(), f"{place}: column {name}"), None
+    return _vectors(column.to_pylist(), f"{place}: column {name}").astype(np.float32), None
 
 
 def padded(rows: Sequence[Sequence[int]], length: int, padding: int = 0) -> tuple[Ints, Tokens]:
@@ -74,12 +75,12 @@ def _text(rows: Sequence[str], length: int, tokenizer: str | None) -> tuple[Ints
     return padded(rows_of_tokens, length, padding)[0], Tokens(max(len(made), padding + 1), padding)
 
 
-def _vectors(rows: Sequence[Sequence[float]], place: str) -> NDArray[np.float32]:
+def _vectors(rows: Sequence[Sequence[Any]], place: str) -> NDArray[Any]:
     if len({len(row) for row in rows}) > 1:
         raise ValueError(
             f"{place} has lists of {min(map(len, rows))} to {max(map(len, rows))} numbers: make them equal."
         )
-    return np.array(rows, np.float32)
+    return np.array(rows)
 
 
 # ---- labels --------------------------------------------------------------------------------------------------------
@@ -90,13 +91,21 @@ def column_of(table: pa.Table, name: str, place: str) -> Any:
     kind = plain_type(column.type)
     if column.null_count:
         raise ValueError(f"{place}: column {name} has empty values: remove these rows.")
-    if pa.types.is_fixed_size_list(kind):
-        return np.array(column.to_pylist())
-    if _is_list(kind):
-        return column.to_pylist()
-    if not (_is_number(kind) or is_text(kind)):
+    values, inner = (column.flatten(), _of_lists(kind)) if _is_list(kind) else (column, kind)
+    if not (_is_number(inner) or is_text(inner) or (inner != kind and pa.types.is_null(inner))):
         raise ValueError(f"{place}: column {name} holds {kind}: it must hold numbers, text, or lists of them.")
-    return column.cast(kind).to_numpy(zero_copy_only=False)
+    if values.null_count:
+        raise ValueError(f"{place}: column {name} has lists with empty values: remove these rows.")
+    if pa.types.is_uint64(inner):  # beside signed ones NumPy would make floats of them
+        highest = int(values.cast(inner).to_numpy(zero_copy_only=False).max(initial=0))
+        if highest >= 2**63:
+            raise ValueError(
+                f"{place}: column {name} has the label {highest}, and labels are below {2**63}: correct it."
+            )
+        values, inner = values.cast(pa.int64()), pa.int64()
+    if pa.types.is_fixed_size_list(kind):
+        return np.array(column.to_pylist()).reshape(len(column), kind.list_size)
+    return column.to_pylist() if _is_list(kind) else values.cast(inner).to_numpy(zero_copy_only=False)
 
 
 def integers_or_text(table: pa.Table, name: str, place: str) -> NDArray[Any]:
@@ -106,6 +115,19 @@ def integers_or_text(table: pa.Table, name: str, place: str) -> NDArray[Any]:
         raise ValueError(f"{place}: column {name} holds {kind}: domains and users must be integers or text.")
     values: NDArray[Any] = table[name].cast(kind).to_numpy()
     return values
+
+
+def go_together(one: pa.DataType, other: pa.DataType, floats: bool) -> bool:
+    """Whether two columns of labels are both of lists, or neither, and both of text, or neither.
+
+    floats: whether floats must be no integers.
+    """
+    if _is_list(one) and _is_list(other):
+        one, other = _of_lists(one), _of_lists(other)
+        if pa.types.is_null(one) or pa.types.is_null(other):  # all of these lists are empty
+            return True
+    alike = (_is_list, is_text, pa.types.is_floating) if floats else (_is_list, is_text)
+    return all(bool(each(one)) == bool(each(other)) for each in alike)
 
 
 def plain_type(kind: pa.DataType) -> pa.DataType:
@@ -132,7 +154,7 @@ def labels_of(values: Any, kind: Kind | None, names: list[str] | None, place: st
         return *numbered(values, names, place), kind
     if lists:
         if kind == "multilabel":
-            return *_indicators(values, names), kind
+            return *_indicators(values, names, place), kind
         values = _vectors(values, place)
     if values.dtype.kind not in "iufb":
         raise ValueError(f"{place} has labels of type {values.dtype}, and data.kind={kind} needs numbers.")
@@ -141,18 +163,22 @@ def labels_of(values: Any, kind: Kind | None, names: list[str] | None, place: st
     return values.astype(np.float32), names or usual, kind
 
 
-def _indicators(sets: Sequence[Sequence[Any]], names: list[str] | None) -> tuple[NDArray[np.float32], list[str]]:
-    """Whether each label is in each set. Labels are texts, or numbers of `names` (without names: of all up to the
-    largest)."""
-    present = sorted({label for each in sets for label in each})
-    if names is None:
-        numbers = all(isinstance(label, int) for label in present)
-        names = [str(number) for number in range(max(present, default=0) + 1)] if numbers else present
-    place = {name: index for index, name in enumerate(names)}
+def _indicators(
+    sets: Sequence[Sequence[Any]], names: list[str] | None, place: str
+) -> tuple[NDArray[np.float32], list[str]]:
+    """Whether each label is in each set. Labels are `numbered` as classes are."""
+    flat = [label for each in sets for label in each]
+    if odd := [label for label in flat if type(label) not in (int, str)]:
+        raise ValueError(
+            f"{place} has the label {odd[0]} in a list, and lists of labels are of integers or of text: convert them, "
+            "or set data.kind=regression."
+        )
+    values = np.array(flat, np.int64 if all(type(label) is int for label in flat) else object)
+    numbers, names = numbered(values, names, place, len(sets))
+    names = names or ["0"]
+    must_fit(f"{place}: {len(names)} labels of each of {len(sets)} images", 4 * len(names) * len(sets))
     whole = np.zeros((len(sets), len(names)), np.float32)
-    for row, labels in enumerate(sets):
-        for label in labels:
-            whole[row, label if isinstance(label, int) else place[label]] = 1
+    whole[np.repeat(np.arange(len(sets)), [len(each) for each in sets]), numbers] = 1
     return whole, names
 
 
@@ -196,6 +222,10 @@ def _is_number(kind: pa.DataType) -> bool:
 def is_text(kind: pa.DataType) -> bool:
     """Whether a column holds text."""
     return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind))
+
+
+def _of_lists(kind: pa.DataType) -> pa.DataType:
+    return plain_type(kind.value_type)
 
 
 def _is_list(kind: pa.DataType) -> bool:

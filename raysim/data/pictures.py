@@ -105,11 +105,14 @@ def are_names(value: object) -> bool:
     return isinstance(value, list) and all(isinstance(name, str) for name in value) and len({*value}) == len(value) > 0
 
 
-def numbered(values: NDArray[np.generic], names: list[str] | None, place: str) -> tuple[Ints, list[str]]:
+def numbered(
+    values: NDArray[np.generic], names: list[str] | None, place: str, images: int | None = None
+) -> tuple[Ints, list[str]]:
     """Labels as numbers 0..C-1 and the names of the C classes; text is numbered by `names`, or alphabetically.
 
-    Without names there are as many classes as the largest label says, but no more than samples.
+    Without names there are as many classes as the largest label says, but no more than `images`; None: as labels.
     """
+    images = len(values) if images is None else images
     if values.dtype.kind in "OU":
         present = sorted(set(values.tolist()))
         names = names or present
@@ -124,9 +127,9 @@ def numbered(values: NDArray[np.generic], names: list[str] | None, place: str) -
     if not len(values):
         return values.astype(np.int64), names or []
     lowest, highest = int(values.min()), int(values.max())
-    if not names and highest >= len(values) and lowest >= 0:
+    if not names and highest >= images and lowest >= 0:
         raise ValueError(
-            f"{place} has the label {highest}, and {len(values)} images: labels without names count the classes from "
+            f"{place} has the label {highest}, and {images} images: labels without names count the classes from "
             "0, so number them without gaps, or give all classes their names."
         )
     classes = len(names) if names else highest + 1

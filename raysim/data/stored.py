@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -19,9 +20,9 @@ from raysim.data.columns import (
     Labels,
     assembled,
     column_of,
+    go_together,
     inputs_of,
     integers_or_text,
-    is_text,
     labels_of,
     plain_type,
     spread,
@@ -107,15 +108,15 @@ class Parquet(Source):
 
     def _labels(self, paths: list[Path], place: str) -> Labels:
         """The labels of all files."""
-        _same_kind(paths, self.label_column)
+        _same_kind(paths, self.label_column, self.kind)
         tables = []
         for path in paths:
             with _readable(path):
                 tables.append(pq.read_table(path, columns=[self.label_column]))
         parts = [column_of(table, self.label_column, str(path)) for table, path in zip(tables, paths, strict=True)]
-        lists = isinstance(parts[0], list)
-        values = list(itertools.chain(*parts)) if lists else np.concatenate(parts)
-        return labels_of(values, self.kind, _class_names(paths, self.label_column), place)
+        return labels_of(
+            _joined(paths, parts, self.label_column), self.kind, _class_names(paths, self.label_column), place
+        )
 
     def _folders(self) -> list[Path]:
         if not self.root:
@@ -374,14 +375,35 @@ def _schema(path: Path) -> pa.Schema:
         return pq.read_schema(path)
 
 
-def _same_kind(paths: list[Path], name: str) -> None:
-    """Refuse text in one file and numbers in another."""
-    first, *others = [plain_type(_schema(path).field(name).type) for path in paths]
-    for path, kind in zip(paths[1:], others, strict=True):
-        if is_text(kind) != is_text(first):
+def _same_kind(paths: list[Path], name: str, learnt: Kind | None) -> None:
+    """Refuse text in one file and numbers in another, lists in one and single labels in another.
+
+    learnt: where it is not said, or classes, floats do not go with integers: of these, silently, values would be made.
+    """
+    first: dict[pa.DataType, Path] = {}
+    for path in paths:
+        first.setdefault(plain_type(_schema(path).field(name).type), path)
+    for (one, earlier), (other, path) in itertools.combinations(first.items(), 2):
+        if not go_together(one, other, learnt in (None, "classification")):
+            hint = ", or set data.kind=regression" if go_together(one, other, False) else ""
             raise ValueError(
-                f"{path}: column {name} holds {kind}, but {paths[0]} holds {first}: use one for all files."
+                f"{path}: column {name} holds {other}, but {earlier} holds {one}: use one for all files{hint}."
             )
+
+
+def _joined(paths: list[Path], parts: list[Any], name: str) -> Any:
+    """The labels of all files in the form of the first one's: numbers or texts, sets, or rows of 0 and 1."""
+    if isinstance(parts[0], list):
+        return [row for part in parts for row in (part if isinstance(part, list) else part.tolist())]
+    if parts[0].ndim == 1:
+        return np.concatenate(parts)
+    width = parts[0].shape[1]
+    for path, part in zip(paths, parts, strict=True):
+        if (odd := next((len(row) for row in part if len(row) != width), None)) is not None:
+            raise ValueError(
+                f"{path}: column {name} has a list of {odd} labels, and {paths[0]} lists of {width}: make them equal."
+            )
+    return np.concatenate([np.array(part).reshape(len(part), width) for part in parts])
 
 
 def _class_names(paths: list[Path], label_column: str) -> list[str] | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import replace
 from datetime import date
 from pathlib import Path
 
@@ -233,6 +234,123 @@ def test_a_domain_without_training_rows_comes_last(tmp_path: Path) -> None:
     write_parquet(hospitals / "test.parquet", [picture()], [0])
     built = Parquet(root=str(hospitals)).build()
     assert built.domain_names == ["x", "y", "hospitals"] and built.domains.tolist() == [0, 1, 2]
+
+
+# ---- labels in lists -------------------------------------------------------------------------------------------------
+
+
+def write_labels(folder: Path, train: object, test: object = None, names: list[str] | None = None) -> Parquet:
+    """A set without other inputs than a column of numbers, of these labels."""
+    for split, labels in (("train", train), ("test", train if test is None else test)):
+        table = pa.table({"x": np.arange(float(len(labels))), "label": labels})
+        metadata = {"class_names": json.dumps(names)} if names else None
+        pq.write_table(table.replace_schema_metadata(metadata), folder / f"{split}.parquet")
+    return Parquet(root=str(folder), columns=["x"])
+
+
+SETS = [[0], [1]] * 3
+INTS, FLOATS, TEXTS = [0, 1], [0.0, 1.0], ["a", "b"]
+
+
+@pytest.mark.parametrize("label", [6, 10**6, 10**12, 2**63 - 1])
+def test_a_label_in_a_list_beyond_the_number_of_images_makes_no_classes(label: int, tmp_path: Path) -> None:
+    source = write_labels(tmp_path, SETS[:3], [*SETS[:2], [1, label]])
+    with pytest.raises(ValueError, match=rf"has the label {label}, and 6 images: labels without names count the class"):
+        source.build()
+
+
+@pytest.mark.parametrize(
+    ("labels", "names", "sentence"),
+    [
+        ([[0], [1], [-1]], None, r"has the label -1, its classes are 0 to 1: correct it\.$"),
+        ([[0], [1], [-100]], None, r"has the label -100, its classes are 0 to 1: correct it\.$"),
+        ([[0], [7], [1]], ["a", "b"], r"has the label 7, its classes are 0 to 1: correct it\.$"),
+        ([[0], [1], [-1]], ["a", "b"], r"has the label -1, its classes are 0 to 1: correct it\.$"),
+        ([["a"], ["z"]], ["a", "b"], r"has the label z, its class names are a, b: correct one\.$"),
+        ([[0], [None]], None, r"train.parquet: column label has lists with empty values: remove these rows\.$"),
+        ([["a"], [None]], None, r"train.parquet: column label has lists with empty values: remove these rows\.$"),
+        ([[[0]], [[1]]], None, r"train.parquet: column label holds list<.*list<.*: it must hold numbers, text, or l"),
+        ([[{"a": 1}]], None, r"train.parquet: column label holds list<.*struct<.*: it must hold numbers, text, or l"),
+        ([[b"a"], [b"b"]], None, r"train.parquet: column label holds list<.*binary>: it must hold numbers, text, or"),
+        ([[date(2020, 1, 1)]], None, r"train.parquet: column label holds list<.*date32.*>: it must hold numbers, tex"),
+        ([[0.5], [1.0]], None, r"has the label 0.5 in a list, and lists of labels .* set data\.kind=regression"),
+        ([[True], [False]], None, r"has the label True in a list, and lists of labels are of integers or of text"),
+    ],
+)
+def test_what_a_list_of_labels_may_not_hold_is_named(
+    labels: list, names: list[str] | None, sentence: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        write_labels(tmp_path, labels, names=names).build()
+
+
+@pytest.mark.parametrize(
+    ("train", "test", "kinds"),
+    [
+        (SETS, [["a"], ["b"]], r"list<.*: string>, but .*train.parquet holds list<.*: int64>"),
+        ([["a"], ["b"]], SETS, r"list<.*: int64>, but .*train.parquet holds list<.*: string>"),
+        (SETS, INTS, r"int64, but .*train.parquet holds list<.*: int64>"),
+        (INTS, SETS, r"list<.*: int64>, but .*train.parquet holds int64"),
+        (TEXTS, [["a"]], r"list<.*: string>, but .*train.parquet holds string"),
+        (INTS, FLOATS, r"double, but .*train.parquet holds int64: use one for all files, or set data\.kind=regression"),
+        (FLOATS, INTS, r"int64, but .*train.parquet holds double: use one for all files, or set data\.kind=regression"),
+        (SETS, [[0.5]], r"list<.*: double>, but .*train.parquet holds list<.*: int64>"),
+    ],
+)
+def test_labels_of_one_file_that_are_not_as_the_others_are_named(
+    train: list, test: list, kinds: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match=rf"test.parquet: column label holds {kinds}"):
+        write_labels(tmp_path, train, test).build()
+
+
+@pytest.mark.parametrize("other", [pa.list_(pa.int64(), 1), pa.large_list(pa.uint64()), pa.list_(pa.int8())])
+def test_lists_of_labels_may_be_stored_in_several_ways(other: pa.DataType, tmp_path: Path) -> None:
+    built = write_labels(tmp_path, [[0], [0, 2], []], pa.array([[2], [1]], other)).build()
+    assert built.kind == "multilabel" and built.class_names == ["0", "1", "2"]
+    assert built.labels.tolist() == [[1, 0, 0], [1, 0, 1], [0, 0, 0], [0, 0, 1], [0, 1, 0]]
+
+
+def test_a_file_in_which_no_image_has_a_label_goes_with_any_lists(tmp_path: Path) -> None:
+    for labels, names in (([["b"], ["a"]], ["a", "b"]), ([[1], [0]], ["0", "1"])):
+        built = write_labels(tmp_path, [[], []], labels).build()
+        assert built.class_names == names and built.labels.tolist() == [[0, 0], [0, 0], [0, 1], [1, 0]]
+
+
+def test_three_files_of_which_one_has_no_label_are_still_of_one_kind(tmp_path: Path) -> None:
+    source = write_labels(tmp_path, [[], []], SETS)
+    (tmp_path / "test.parquet").rename(tmp_path / "test-0.parquet")
+    pq.write_table(pa.table({"x": [0.0], "label": [["a"]]}), tmp_path / "test-1.parquet")
+    with pytest.raises(
+        ValueError, match=r"test-1.parquet: column label holds .*string>, but .*test-0.parquet holds li"
+    ):
+        source.build()
+
+
+def test_lists_of_a_fixed_size_hold_0_or_1_for_each_label_and_are_as_long_in_every_file(tmp_path: Path) -> None:
+    train = pa.array([[0, 1, 1]], pa.list_(pa.int64(), 3))
+    assert write_labels(tmp_path, train, [[1, 0, 0]]).build().labels.tolist() == [[0, 1, 1], [1, 0, 0]]
+    for test in ([[1, 0]], pa.array([[1, 0]], pa.list_(pa.int64(), 2)), [[1, 0, 0], [1]], [[]]):
+        with pytest.raises(
+            ValueError, match=r"test.parquet: column label has a list of \d labels, and .*train.* of 3: m"
+        ):
+            write_labels(tmp_path, train, test).build()
+
+
+def test_unsigned_labels_go_with_signed_ones(tmp_path: Path) -> None:
+    built = write_labels(tmp_path, INTS, pa.array([1], pa.uint64())).build()
+    assert built.kind == "classification" and built.labels.tolist() == [0, 1, 1]
+    with pytest.raises(ValueError, match=rf"test.parquet: column label has the label {2**63}, and .* below {2**63}"):
+        write_labels(tmp_path, SETS, pa.array([[2**63]], pa.list_(pa.uint64()))).build()
+
+
+def test_values_may_be_integers_in_one_file_where_the_kind_is_said(tmp_path: Path) -> None:
+    source = replace(write_labels(tmp_path, INTS, FLOATS), kind="regression")
+    assert source.build().labels.tolist() == [[0.0], [1.0], [0.0], [1.0]]
+    with pytest.raises(ValueError, match=r"has labels of type <U1, and data\.kind=regression needs numbers"):
+        replace(write_labels(tmp_path, [["a"], ["b"]]), kind="regression").build()
+    with pytest.raises(ValueError, match=r"has lists of 1 to 2 numbers: make them equal"):
+        replace(write_labels(tmp_path, [[0.5], [1.5, 2.5]]), kind="regression").build()
 
 
 # ---- folders of pictures -------------------------------------------------------------------------------------------
