@@ -12,7 +12,7 @@ from raysim.data.partition import Ints
 from raysim.data.pictures import Picture, are_names, numbered
 from raysim.data.raw import Raw, Source
 from raysim.primitives.checks import require
-from raysim.primitives.files import from_json, user_path
+from raysim.primitives.files import from_json, if_there, user_path
 
 
 @dataclass(frozen=True)
@@ -28,8 +28,10 @@ class Strips(Source):
 
     def files(self) -> list[Path]:
         folder = self.folder()
-        meta = [folder / "meta.json"] if (folder / "meta.json").is_file() else []
-        return [*meta, *(path for split in ("train", "test") for path in _files(folder, split))]
+        return [
+            *if_there(folder / "meta.json"),
+            *(path for split in ("train", "test") for path in _files(folder, split)),
+        ]
 
     def read(self) -> Raw:
         folder = self.folder()
@@ -68,8 +70,9 @@ def _files(folder: Path, split: str) -> list[Path]:
 
 def _meta(path: Path) -> tuple[int | None, list[str] | None]:
     """Height of one image, and the names of the classes, as far as the file says."""
+    there = if_there(path)
     try:
-        meta = from_json(path.read_bytes()) if path.is_file() else {}
+        meta = from_json(path.read_bytes()) if there else {}
         height, names = meta.get("height"), meta.get("classes")
     except (OSError, ValueError, AttributeError) as error:
         raise ValueError(f"{path} is no readable JSON mapping ({error}): fetch it again.") from error

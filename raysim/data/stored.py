@@ -31,7 +31,7 @@ from raysim.data.packed import Strips, are_strips
 from raysim.data.pictures import Picture, are_names, numbered, spread_test, train_first
 from raysim.data.raw import Raw, Source, numbered_domains
 from raysim.primitives.checks import at_least, in_range, require
-from raysim.primitives.files import from_json, regular, user_path
+from raysim.primitives.files import from_json, if_there, regular, user_path
 from raysim.primitives.kinds import Kind
 
 PICTURES = frozenset((".jpg", ".jpeg", ".png", ".bmp", ".webp", ".gif", ".tif", ".tiff", ".ppm", ".pgm"))
@@ -202,8 +202,7 @@ class ImageFolder(Source):
         in_range("data.test_fraction", self.test_fraction, least=0, below=1)
 
     def files(self) -> list[Path]:
-        listed = [self._root() / "split.csv"] if (self._root() / "split.csv").is_file() else []
-        return listed + [self._root() / path for path, *_ in self._rows()]
+        return if_there(self._root() / "split.csv") + [self._root() / path for path, *_ in self._rows()]
 
     def read(self) -> Raw:
         rows = self._rows()
@@ -230,7 +229,8 @@ class ImageFolder(Source):
     def _rows(self) -> list[tuple[str, str, str, str]]:
         """(path below root, domain, class, split or "") of every picture, sorted by path."""
         root = self._root()
-        rows = _listed(root / "split.csv") if (root / "split.csv").is_file() else _found(root)
+        table = if_there(root / "split.csv")
+        rows = _listed(table[0]) if table else _found(root)
         if not rows:
             raise ValueError(
                 f"data.root={root} holds no pictures: looked for class/*.jpg and domain/class/*.jpg there."
@@ -358,8 +358,8 @@ def _below(root: Path, only_domain: str) -> list[tuple[str, str, str]]:
 
 
 def _parts(folder: Path, split: str) -> list[Path]:
-    whole = folder / f"{split}.parquet"
-    return [whole] if whole.is_file() else [regular(path) for path in sorted(folder.glob(f"{split}-*.parquet"))]
+    whole = if_there(folder / f"{split}.parquet")
+    return whole or [regular(path) for path in sorted(folder.glob(f"{split}-*.parquet"))]
 
 
 @contextlib.contextmanager

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from raysim.data.columns import assembled, labels_of, spread
 from raysim.data.raw import Raw, Source
 from raysim.primitives.checks import in_range, one_of
-from raysim.primitives.files import regular, user_path
+from raysim.primitives.files import if_there, user_path
 from raysim.primitives.kinds import Kind, Tokens
 
 TABLES = ("breast_cancer", "wine", "diabetes")
@@ -76,7 +76,7 @@ class NumPy(Source):
             raise ValueError(
                 f"data.root={self.root} holds no train.npz: name a folder that has it, with x and y in it."
             )
-        return [regular(root / name) for name in ("train.npz", "test.npz") if (root / name).is_file()]
+        return [root / "train.npz", *if_there(root / "test.npz")]
 
     def read(self) -> Raw:
         parts = [_arrays(path) for path in self.files()]

@@ -115,6 +115,11 @@ def regular(path: Path) -> Path:
     return path
 
 
+def if_there(path: Path) -> list[Path]:
+    """The path of a file that need not be there, or nothing. Raises Refused for what is there and not `regular`."""
+    return [regular(path)] if os.path.lexists(path) else []
+
+
 def from_json(text: str | bytes) -> Any:
     """What JSON says. Raises ValueError, also for what Python cannot nest so deeply."""
     try:

@@ -125,6 +125,14 @@ def test_arrays_that_do_not_fit_are_refused(tmp_path: Path) -> None:
         NumPy(str(tmp_path / "none")).build()
 
 
+@pytest.mark.parametrize("make", [lambda path: path.symlink_to(path.name), os.mkfifo], ids=["link", "pipe"])
+def test_a_file_for_tests_that_cannot_be_read_is_not_passed_by(make: Any, tmp_path: Path) -> None:
+    source = NumPy(saved(tmp_path, x=np.zeros((4, 2)), y=np.arange(4) % 2))
+    make(tmp_path / "test.npz")
+    with pytest.raises(ValueError, match=r"test\.npz is no regular file"):
+        source.build()
+
+
 # --- users as clients -----------------------------------------------------------------------------------------------
 def test_a_column_of_users_makes_the_clients(tmp_path: Path) -> None:
     users = [7, 3, 7, 3, 3, 9]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -111,6 +112,15 @@ def test_what_a_description_may_not_say_is_named(meta: object, tmp_path: Path) -
     write_strips(tmp_path)
     (tmp_path / "meta.json").write_text(json.dumps(meta))
     with pytest.raises(ValueError, match=rf"^{tmp_path / 'meta.json'}|no multiple of 1000"):
+        Strips(root=str(tmp_path)).build()
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to(path), lambda path: path.mkdir()])
+def test_a_description_that_is_no_file_is_not_passed_by(make: Any, tmp_path: Path) -> None:
+    write_strips(tmp_path)
+    (tmp_path / "meta.json").unlink()
+    make(tmp_path / "meta.json")
+    with pytest.raises(ValueError, match=rf"^{tmp_path / 'meta.json'} is no regular file: remove it, or put the file"):
         Strips(root=str(tmp_path)).build()
 
 

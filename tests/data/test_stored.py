@@ -7,6 +7,7 @@ import os
 from dataclasses import replace
 from datetime import date
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -176,6 +177,20 @@ def test_a_file_that_never_ends_is_not_opened(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=rf"{fifo} is no regular file"):
             ImageFolder(root=str(tmp_path / "folder")).build()
         fifo.unlink()
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to(path), lambda path: path.mkdir()])
+@pytest.mark.parametrize("name", ["split.csv", "test.parquet"])
+def test_a_file_that_need_not_be_there_is_not_passed_by_where_it_cannot_be_read(
+    name: str, make: Any, tmp_path: Path
+) -> None:
+    for number in range(2):
+        write_picture(tmp_path / f"a/{number}.png", picture())
+    write_parquet(tmp_path / "train.parquet", [picture(), picture()], [0, 1])
+    make(tmp_path / name)
+    source = ImageFolder(str(tmp_path)) if name == "split.csv" else Parquet(str(tmp_path), test_fraction=0.5)
+    with pytest.raises(ValueError, match=rf"^{tmp_path / name} is no regular file: remove it, or put the file there"):
+        source.build()
 
 
 def test_folders_that_contain_themselves_end(tmp_path: Path) -> None:
