@@ -45,7 +45,12 @@ def inputs_of(
         return _text(column.to_pylist(), length, tokenizer)
     if not _is_list(kind):
         raise ValueError(f"{place}: column {name} holds {kind}: it must hold numbers, lists of numbers or text.")
+    if column.flatten().null_count:
+        raise ValueError(f"{place}: column {name} has lists with empty values: remove or fill these rows.")
     if pa.types.is_integer(kind.value_type):
+        highest = int(column.flatten().to_numpy(zero_copy_only=False).max(initial=0))
+        # gru, the smallest network for tokens, learns 16 numbers for each
+        must_fit(f"{place}: column {name} has the token {highest}, and the weights of so many", 64 * highest)
         return padded(column.to_pylist(), length, padding)
     if not pa.types.is_floating(kind.value_type):
         raise ValueError(f"{place}: column {name} holds {kind}: its lists must be of integers (tokens) or of numbers.")

@@ -162,6 +162,21 @@ def test_text_and_lists_in_parquet_become_tokens(tmp_path: Path) -> None:
     assert ids.inputs.tolist() == [[5, 6, 7], [9, 1, 1], [1, 1, 1]] and ids.tokens == (10, 1)
 
 
+@pytest.mark.parametrize("token", [10**15, 2**63 - 1, 2**64 - 1])
+def test_a_token_of_more_than_any_vocabulary_is_named(token: int, tmp_path: Path) -> None:
+    ids = pa.array([[1, 2], [token]], pa.list_(pa.uint64() if token >= 2**63 else pa.int64()))
+    pq.write_table(pa.table({"ids": ids, "label": [0, 1]}), tmp_path / "train.parquet")
+    with pytest.raises(ValueError, match=rf"{tmp_path}: column ids has the token {token}, and .* GiB of memory"):
+        Parquet(str(tmp_path), columns=["ids"], test_fraction=0.0).build()
+
+
+@pytest.mark.parametrize("row", [[None], [1, None], [0.5, None]])
+def test_lists_with_empty_values_are_no_inputs(row: list, tmp_path: Path) -> None:
+    pq.write_table(pa.table({"ids": [row, row], "label": [0, 1]}), tmp_path / "train.parquet")
+    with pytest.raises(ValueError, match=rf"{tmp_path}: column ids h.*(lists with empty values|must be of integers)"):
+        Parquet(str(tmp_path), columns=["ids"], test_fraction=0.0).build()
+
+
 def test_lists_of_labels_are_several_labels(tmp_path: Path) -> None:
     table = pa.table({"x": [0.0, 1.0, 2.0], "label": [["b", "a"], [], ["c"]]})
     pq.write_table(table, tmp_path / "train.parquet")
