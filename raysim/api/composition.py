@@ -58,11 +58,21 @@ _DOES = {
 }
 
 
-def check_composition(methods: Sequence[Method]) -> None:
-    """Refuse a list in which two methods own one slot, exclude each other, or appear twice.
+def check_name(method: Method) -> None:
+    """Refuse a method without a name, by which messages, options and what it sends are told apart."""
+    name = getattr(method, "name", None)
+    if not (isinstance(name, str) and name):
+        what = "has no name" if name is None else f"has the name {name!r}, which is no text"
+        raise ValueError(f'method {type(method).__name__} {what}: give its class one, as in name = "mine"')
 
-    Raises ValueError with a sentence that names both.
+
+def check_composition(methods: Sequence[Method]) -> None:
+    """Refuse a list with a method without a name, and one where two own one slot, exclude each other, or are the same.
+
+    Raises ValueError with a sentence that names them.
     """
+    for method in methods:
+        check_name(method)
     names = [method.name for method in methods]
     for name in names:
         if names.count(name) > 1:

@@ -44,7 +44,8 @@ class Method:
     needs: ClassVar[frozenset[Need]] = frozenset()
 
     def __repr__(self) -> str:
-        return f"{self.name}({', '.join(f'{key}={value!r}' for key, value in parameters(self).items())})"
+        name = getattr(self, "name", type(self).__name__)  # a class without one is refused in a sentence that shows it
+        return f"{name}({', '.join(f'{key}={value!r}' for key, value in parameters(self).items())})"
 
     @property
     def idle(self) -> frozenset[str]:

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 from torch import nn
 
+from raysim.api.composition import check_name
 from raysim.api.method import Method
 from raysim.data.arrays import arrays
 from raysim.data.listed import is_listed, listed
@@ -88,6 +89,7 @@ def given(parts: Mapping[str, object], methods: Sequence[object] | None = None) 
     for method in methods or ():
         if not isinstance(method, str):
             _check("methods", method, isinstance(method, Method), "it is no raysim.Method")
+            check_name(method)  # type: ignore[arg-type]
             if (place := f"method.{method.name}") in found:  # type: ignore[attr-defined]
                 raise Refused(f"methods holds {place.partition('.')[2]} twice: keep one of them")
             found[place] = method

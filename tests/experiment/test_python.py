@@ -15,6 +15,7 @@ from tiny_runs import NormedMlp
 from torch import nn
 
 import raysim
+from raysim.api.method import Method
 from raysim.data.arrays import Arrays
 from raysim.data.partition import IID
 from raysim.data.sources import Synthetic
@@ -56,6 +57,16 @@ class Twice(FedProx):
 
     def __init__(self, mu: float = 0.1):
         super().__init__(2 * mu)
+
+
+class Nameless(Method):
+    """Nobody can tell it from another."""
+
+
+class Numbered(Method):
+    """Has no text for a name."""
+
+    name = 7  # type: ignore[assignment]
 
 
 # --- objects and the stored configuration ---------------------------------------------------------------------------
@@ -160,6 +171,9 @@ def test_methods_that_no_file_can_hold_are_given_again_to_load() -> None:
         ({"methods": [FedProx(), "fedprox"]}, "methods holds fedprox twice"),
         ({"methods": [FedProx(), FedProx()]}, "methods holds fedprox twice"),
         ({"methods": [IID(clients=2)]}, "it is no raysim.Method"),
+        ({"methods": [Nameless()]}, r'method Nameless has no name: give its class one, as in name = "mine"'),
+        ({"methods": Nameless()}, r"methods=Nameless\(\) is no list"),
+        ({"methods": [Numbered()]}, "method Numbered has the name 7, which is no text: give its class one"),
         ({"methods": [], "method": "fedprox"}, "method is given twice"),
         ({"schedule": IID(clients=2)}, "schedule=.* does not fit there: it has no method 'decide'"),
         ({"partition": [[0], [0]]}, "partition gives row 0 to client 0 and to client 1"),
