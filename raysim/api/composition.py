@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import difflib
+import inspect
+from collections.abc import Iterator, Sequence
 
 from raysim.api.declarations import Task
 from raysim.api.method import Method, Need
@@ -66,13 +68,57 @@ def check_name(method: Method) -> None:
         raise ValueError(f'method {type(method).__name__} {what}: give its class one, as in name = "mine"')
 
 
+def _check_hooks(method: Method) -> None:
+    """Refuse a hook that cannot be called as it will be, which otherwise every client would find in the first round."""
+    for slot in SLOTS:
+        if getattr(type(method), slot) is getattr(Method, slot):
+            continue
+        if not callable(hook := getattr(method, slot)):
+            raise ValueError(f"method '{method.name}' has {slot}={hook!r}, the name of a hook: rename it")
+        wanted = [*inspect.signature(getattr(Method, slot)).parameters]
+        try:
+            given = inspect.signature(hook)
+        except ValueError:  # of what is compiled nobody knows
+            continue
+        try:
+            given.bind(*wanted[1:])
+        except TypeError:
+            raise ValueError(
+                f"method '{method.name}' has the hook {slot}({', '.join(given.parameters)}), which is called with "
+                f"({', '.join(wanted[1:])}): write def {slot}({', '.join(wanted)})"
+            ) from None
+
+
+def doubts(methods: Sequence[Method]) -> Iterator[str]:
+    """Sentences to warn with of methods whose hooks are perhaps misspelt, and so are never called."""
+    for method in methods:
+        open_ = [slot for slot in SLOTS if getattr(type(method), slot) is getattr(Method, slot)]
+        for name in _idle_functions(type(method)):
+            if near := next(iter(difflib.get_close_matches(name, open_, 1, 0.75)), ""):
+                yield f"method '{method.name}' has a function '{name}' that nothing calls: is the hook '{near}' meant?"
+        if len(open_) == len(SLOTS) and all(getattr(method, fact) == getattr(Method, fact) for fact in _SETTLING):
+            yield f"method '{method.name}' fills no hook and does nothing: help(raysim.Method) lists the hooks"
+
+
+_SETTLING = ("weighting", "pools", "needs_single_updates", "keep_optimizer")  # what a method decides without a hook
+
+
+def _idle_functions(cls: type[Method]) -> list[str]:
+    """Public functions of a user's own class that are no hooks, and that no function of the class calls."""
+    own = [each for each in cls.__mro__ if issubclass(each, Method) and not each.__module__.startswith("raysim.")]
+    functions = {name: value for each in own for name, value in vars(each).items() if inspect.isfunction(value)}
+    called = {name for function in functions.values() for name in function.__code__.co_names}
+    return [name for name in functions if not (name.startswith("_") or name in SLOTS or name in called)]
+
+
 def check_composition(methods: Sequence[Method]) -> None:
-    """Refuse a list with a method without a name, and one where two own one slot, exclude each other, or are the same.
+    """Refuse methods without a name or with hooks of other arguments, and two that own one slot or exclude each other.
 
     Raises ValueError with a sentence that names them.
     """
     for method in methods:
         check_name(method)
+        _check_hooks(method)
     names = [method.name for method in methods]
     for name in names:
         if names.count(name) > 1:

@@ -21,7 +21,7 @@ from omegaconf import DictConfig
 from safetensors import SafetensorError
 from torch import nn
 
-from raysim.api.composition import blamed, check_composition, check_private_names
+from raysim.api.composition import blamed, check_composition, check_private_names, doubts
 from raysim.api.declarations import Local
 from raysim.api.losses import RowLoss
 from raysim.api.method import Method, Setup
@@ -263,7 +263,8 @@ def _built(node: Node, allow: Sequence[str], objects: Given) -> Experiment:
     check_private_names(methods, layout)
     setup = Setup(spec.task, settings.local, networks, layout, methods, schedule.size, schedule.stale)
     warnings = tuple(text for method in methods for text in method.check(setup))
-    return Experiment(node, spec, schedule, fleet, execution, (*warnings, *objects.warnings()), observers)
+    warnings = (*doubts(methods), *warnings, *objects.warnings())
+    return Experiment(node, spec, schedule, fleet, execution, warnings, observers)
 
 
 def _absolute(kept: Checkpoint) -> Checkpoint:

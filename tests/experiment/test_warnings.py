@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 
+from raysim.api.method import Method
 from raysim.experiment.execute import build
 from raysim.primitives.errors import Refused
 
@@ -99,3 +100,59 @@ def test_krum_warns_below_the_number_of_updates_that_its_promise_needs() -> None
     (sentence,) = of(4)
     assert "withstands method.krum.byzantine=1 from 5 updates on, and an aggregation has at most 4" in sentence
     assert of(5) == ()
+
+
+# --- hooks of a user's own methods ------------------------------------------------------------------------------------
+def own(name: str = "mine", **attributes: Any) -> Method:
+    """A method of a class of the user's own."""
+    return cast(Method, type("Mine", (Method,), {"__module__": __name__, "name": name, **attributes})())
+
+
+@pytest.mark.parametrize(
+    ("method", "sentence"),
+    [
+        (
+            own(gradient=lambda self, ctx, grad: None),
+            r"^method 'mine' has the hook gradient\(ctx, grad\), which is called with \(ctx, grad, part\): "
+            r"write def gradient\(self, ctx, grad, part\)$",
+        ),
+        (
+            own(finish=lambda self, ctx, more: None),
+            r"finish\(ctx, more\), .* called with \(ctx\): write",
+        ),
+        (
+            own(watch=lambda self, *, row: ""),
+            r"watch\(row\), .*: write def watch\(self, row\)",
+        ),
+        (own(loss=0.5), "method 'mine' has loss=0.5, the name of a hook: rename it"),
+    ],
+)
+def test_a_hook_that_cannot_be_called_is_refused_before_anything_starts(method: Method, sentence: str) -> None:
+    with pytest.raises(Refused, match=sentence):
+        build([*DATA, *ROUNDS], methods=[method])
+
+
+def test_a_hook_may_take_more_than_it_is_given() -> None:
+    fine = own(gradient=lambda self, ctx, grad, part, scale=2.0: None, finish=lambda *given: None)
+    assert not [text for text in build([*DATA, *ROUNDS], methods=[fine]).warnings if "'mine'" in text]
+
+
+def test_a_function_with_nearly_the_name_of_a_hook_is_pointed_at() -> None:
+    def finish(self: Any, ctx: Any) -> None:
+        self.gradients(ctx)
+
+    helped = own("helped", finish=finish, gradients=lambda self, ctx: None, _terms=lambda self: None)
+    misspelt = own("misspelt", gradiant=lambda self, ctx, grad, part: None, norm=lambda self: 0.0)
+    found = [
+        text
+        for text in build([*DATA, *ROUNDS], methods=[helped, misspelt, own("empty")]).warnings
+        if "method '" in text
+    ]
+    assert found == [
+        "method 'misspelt' has a function 'gradiant' that nothing calls: is the hook 'gradient' meant?",
+        "method 'misspelt' fills no hook and does nothing: help(raysim.Method) lists the hooks",
+        "method 'empty' fills no hook and does nothing: help(raysim.Method) lists the hooks",
+    ]
+    assert not [
+        text for text in build([*DATA, *ROUNDS], methods=[own(weighting="uniform")]).warnings if "does nothing" in text
+    ]
