@@ -48,6 +48,14 @@ def gradients(loss: Tensor, params: Sequence[Tensor]) -> list[Tensor]:
     return [torch.zeros_like(p) if g is None else g for g, p in zip(found, params, strict=True)]
 
 
+def _scalar(value: Tensor, method: Method, hook: str) -> Tensor:
+    """What a hook returned, if it is one number; a shape is known without waiting for the device."""
+    if value is None or (isinstance(value, Tensor) and value.numel() != 1):
+        what = "nothing" if value is None else f"a tensor of shape {list(value.shape)}"
+        raise ValueError(f"method '{method.name}' returns {what} from {hook}: return a scalar, such as its mean()")
+    return value
+
+
 _KINDS = {"add": 0, "shift": 1, "mix": 2}
 
 
@@ -123,13 +131,13 @@ class Step:
         else:
             loss = task = self.task_loss(ctx, out, batch)
             for method in self.terms:
-                loss = loss + method.term(ctx, out, batch)
+                loss = loss + _scalar(method.term(ctx, out, batch), method, "term")
         return -loss if stage.ascend else loss, task
 
     def task_loss(self, ctx: Context, out: Outputs, batch: Batch) -> Tensor:
         """The task's, mean over the batch, unless a method replaces it. The one place that sees changed logits."""
         if self.loss is not None:
-            return self.loss.loss(ctx, out, batch)
+            return _scalar(self.loss.loss(ctx, out, batch), self.loss, "loss")
         logits = out.logits if self.logits is None else self.logits.logits(ctx, out.logits, batch)
         return self.usual_loss(logits, batch.targets)
 

@@ -224,6 +224,21 @@ def test_terms_of_methods_join_the_task_loss_only_and_the_report_leaves_them_out
     assert torch.allclose(ctx.model.head.bias, model.head.bias - 0.1 * (grad + model.head.bias), atol=1e-7)
 
 
+@pytest.mark.parametrize(
+    ("hook", "returned", "sentence"),
+    [
+        ("term", torch.ones(4), r"method 'mine' returns a tensor of shape \[4\] from term: return a scalar"),
+        ("loss", torch.ones(4, 2), r"method 'mine' returns a tensor of shape \[4, 2\] from loss: return a scalar"),
+        ("term", None, "method 'mine' returns nothing from term: return a scalar"),
+    ],
+)
+def test_what_is_no_scalar_is_refused_with_the_name_of_its_method(hook: str, returned: Any, sentence: str) -> None:
+    method = type("Mine", (Method,), {"name": "mine", hook: lambda self, ctx, out, batch: returned})()
+    step, ctx = at_work([method], Optimizer())
+    with pytest.raises(ValueError, match=sentence):
+        step(ctx, BATCH, (Stage(),))
+
+
 def test_a_stage_that_has_nothing_to_train_is_refused() -> None:
     step, ctx = at_work([], Optimizer())
     with pytest.raises(ValueError, match=r"nothing to train in \['ghost'\]"):
