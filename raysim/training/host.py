@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from raysim.api.composition import blamed, owner, owners
+from raysim.api.composition import blamed, overrides, owner, owners
 from raysim.api.context import Context, Own
 from raysim.api.declarations import Finetune
 from raysim.api.messages import (
@@ -30,6 +30,7 @@ from raysim.api.messages import (
     Task as Score,
     Trained,
 )
+from raysim.api.method import Method
 from raysim.api.private_state import PrivateState, StoredState
 from raysim.models import Classifier
 from raysim.primitives.spans import Spans
@@ -349,7 +350,12 @@ class Host(Combiner):
             if bad
             else "the parameters are not finite"
         )
-        return f"{at} (learning rate {rate:g}); lower local.lr or set local.clip"
+        if bad and bad[0] == 0 and job.version == 0:  # nothing has moved yet, so that no rate is to blame
+            parts = ["the loss", "the data", *_named(self.spec.methods, *_IN_A_STEP)]
+            return f"{at}, before anything was learnt: look at {', '.join(parts[:-1])} or {parts[-1]}"
+        own = [method for method in self.spec.methods if not type(method).__module__.startswith("raysim.")]
+        look = "".join(f", or look at {name}, which writes gradients" for name in _named(own, "gradient", "perturb"))
+        return f"{at} (learning rate {rate:g}); lower local.lr or set local.clip{look}"
 
     # --- scoring -------------------------------------------------------------------------------------------------
     def evaluate(self, tasks: Sequence[Score], published: Published, *states: StoredState | None) -> list[Report]:
@@ -477,6 +483,14 @@ class _Sums:
             self.totals[group].add_(delta, alpha=self._weights[number])
         else:
             self.totals[group] = delta * self._weights[number]
+
+
+_IN_A_STEP = ("transform", "rows", "logits", "loss", "term", "perturb", "gradient")
+
+
+def _named(methods: Sequence[Method], *slots: str) -> list[str]:
+    """The methods that fill one of the slots, as a sentence names them."""
+    return [f"method '{method.name}'" for method in methods if any(overrides(method, slot) for slot in slots)]
 
 
 class NotFinite(FloatingPointError):
