@@ -25,9 +25,11 @@ if TYPE_CHECKING:
     from raysim.data.raw import Raw, Source
     from raysim.experiment.execute import build, load, run
     from raysim.experiment.result import Result
+    from raysim.experiment.settings import Interrupted
     from raysim.models.classifier import Classifier, ModelRecipe
     from raysim.primitives.errors import Refused
-    from raysim.results.observers import Observer
+    from raysim.results.observers import Observer, ObserverFailed
+    from raysim.simulation.events import TooManyFailures
     from raysim.simulation.fleet import Fleet
     from raysim.simulation.schedule import Schedule
 
@@ -35,9 +37,11 @@ __all__ = [
     "CSR",
     "Classifier",
     "Fleet",
+    "Interrupted",
     "Method",
     "ModelRecipe",
     "Observer",
+    "ObserverFailed",
     "Partition",
     "Partitioner",
     "Raw",
@@ -45,6 +49,7 @@ __all__ = [
     "Result",
     "Schedule",
     "Source",
+    "TooManyFailures",
     "__version__",
     "build",
     "load",
@@ -59,9 +64,11 @@ _PLACES = {
     "raysim.data.raw": ("Raw", "Source"),
     "raysim.experiment.execute": ("build", "load", "run"),
     "raysim.experiment.result": ("Result",),
+    "raysim.experiment.settings": ("Interrupted",),
     "raysim.models.classifier": ("Classifier", "ModelRecipe"),
     "raysim.primitives.errors": ("Refused",),
-    "raysim.results.observers": ("Observer",),
+    "raysim.results.observers": ("Observer", "ObserverFailed"),
+    "raysim.simulation.events": ("TooManyFailures",),
     "raysim.simulation.fleet": ("Fleet",),
     "raysim.simulation.schedule": ("Schedule",),
 }
@@ -74,3 +81,8 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'raysim' has no attribute {name!r}")
     found = globals()[name] = getattr(importlib.import_module(_MODULES[name]), name)
     return found
+
+
+def __dir__() -> list[str]:
+    """What can be asked for too, as completion and `dir` want to know."""
+    return sorted({*globals(), *__all__})

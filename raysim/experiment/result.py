@@ -39,6 +39,12 @@ class Predictions(NamedTuple):
     scores: np.ndarray  # [n, outputs], as evaluation ranks them: logits, unless a method makes something else of them
     rows: np.ndarray  # [n] their places in the data set, training rows first
 
+    def __repr__(self) -> str:
+        right = ""
+        if len(self.labels) and self.labels.ndim == 1 and self.labels.dtype.kind in "iu":  # labels are classes
+            right = f", {float((self.classes == self.labels).mean()):.4f} of them right"
+        return f"Predictions({len(self.labels)} rows, scores {list(self.scores.shape)}{right})"
+
     @property
     def classes(self) -> np.ndarray:
         """[n] the class with the highest score."""

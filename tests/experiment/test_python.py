@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,7 @@ from raysim.data.partition import IID
 from raysim.data.sources import Synthetic
 from raysim.experiment.compose import load_yaml
 from raysim.experiment.objects import OBJECT, written
+from raysim.experiment.result import Predictions
 from raysim.methods.fedbn import FedBN
 from raysim.methods.fedexp import FedExP
 from raysim.methods.fedprox import FedProx
@@ -335,6 +338,13 @@ def test_predictions_score_what_the_history_says(methods: list[Any]) -> None:
     assert np.mean(means) == pytest.approx(found.rows[-1]["accuracy"], abs=1e-12)
 
 
+def test_predictions_are_shown_by_their_shapes() -> None:
+    scores = np.array([[0.9, 0.1], [0.2, 0.8], [0.6, 0.4]])
+    shown = repr(Predictions(np.array([0, 1, 1]), scores, np.arange(3)))
+    assert shown == "Predictions(3 rows, scores [3, 2], 0.6667 of them right)"
+    assert repr(Predictions(np.zeros((3, 1)), scores, np.arange(3))) == "Predictions(3 rows, scores [3, 2])"
+
+
 def test_the_model_of_a_result_has_the_final_weights_and_predicts() -> None:
     found = ran()
     model = found.model()
@@ -386,6 +396,9 @@ def test_looking_at_a_result_leaves_torch_as_it_was() -> None:
 
 # --- the package ------------------------------------------------------------------------------------------------------
 def test_every_name_of_the_package_is_there_and_says_what_it_is() -> None:
+    code = "import raysim; print(*sorted({*raysim.__all__} - {*dir(raysim)}))"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "\n"
+    assert {"TooManyFailures", "ObserverFailed", "Interrupted"} <= {*raysim.__all__}, "what `run` says that it raises"
     for name in set(raysim.__all__) - {"__version__"}:
         found = getattr(raysim, name)
         assert found.__doc__, name
