@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from raysim.api.composition import SLOTS
-from raysim.api.messages import SingleUpdate
+from raysim.api.messages import SingleUpdate, Trained
 from raysim.api.method import Method, parameters
 from raysim.api.private_state import flat
 from raysim.conformance import agreement
@@ -57,7 +57,7 @@ class Seen:
     spy: Spy
     uploads: set[str]  # names of what is sent beside the update
     personal: set[str]  # names of the networks' tensors that stay
-    secrets: list[bytes]  # what clients keep, and never send by its own name
+    secrets: list[tuple[str, bytes]]  # what clients keep, with its name, and never send by its own name
 
 
 def travels(make: Make, schedule: Schedule, fleet: Fleet | None = None) -> Seen:
@@ -77,9 +77,12 @@ def _watched(make: Make, schedule: Schedule, fleet: Fleet | None) -> Seen:
     layout = found.coordinator.layout
     personal = {entry.name for entry in (*layout.entries, *layout.counters) if entry.personal}
     uploads = {name for update in spy.updates for name in update.extras}
-    kept = [_bytes(value) for state in spy.states for key, value in flat(state).items() if key not in uploads]
+    kept = [(key, _bytes(value)) for state in spy.states for key, value in flat(state).items() if key not in uploads]
     sent = {_bytes(array) for update in spy.updates for array in update.extras.values()}  # on purpose
-    secrets = [secret for secret in kept if len(set(secret)) > LEAST and secret not in sent]
+    moved = [_bytes(update.delta) for update in spy.updates if isinstance(update, SingleUpdate)]  # as every run sends
+    moved += [_bytes(part.total) for trained in spy.trained for part in trained.sums]
+    secrets = [(key, value) for key, value in kept if len(set(value)) > LEAST and value not in sent]
+    secrets = [(key, value) for key, value in secrets if not any(value in update for update in moved)]
     return Seen(found, spy, uploads, personal, secrets)
 
 
@@ -94,9 +97,23 @@ def _keeps(seen: Seen, names: set[str]) -> None:
         assert not isinstance(update, SingleUpdate) or update.delta.shape == (layout.shared,)
         assert update.counters.shape == (layout.shared_counters,)
     assert all(part.total.shape == (layout.shared,) for trained in seen.spy.trained for part in trained.sums)
-    messages = [pickle.dumps(trained) for trained in seen.spy.trained]
-    leaked = any(secret in message for secret in seen.secrets for message in messages)
-    assert not leaked, "what a client keeps is in a message, byte for byte"
+    for trained in seen.spy.trained:
+        message = pickle.dumps(trained)
+        if key := next((key for key, secret in seen.secrets if secret in message), ""):
+            secrets = [secret for name, secret in seen.secrets if name == key]
+            raise AssertionError(
+                f"{key!r}, which a client keeps, is in {_place(trained, secrets)} of a message, byte for byte: keep it "
+                "out of there, or send it by its name with `ctx.upload`"
+            )
+
+
+def _place(trained: Trained, secrets: list[bytes]) -> str:
+    """The part of a message that holds one of the secrets."""
+    for part in (*trained.outcomes, *trained.sums):
+        for name, value in vars(part).items():
+            if any(secret in pickle.dumps(value) for secret in secrets):
+                return f"`{name}`"
+    return "a part"
 
 
 def _bytes(array: np.ndarray) -> bytes:

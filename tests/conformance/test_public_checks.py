@@ -105,6 +105,42 @@ def test_a_method_that_sends_what_it_does_not_declare_is_told_how_much() -> None
     assert "'other.mean' must begin with its method's name" in said
 
 
+class Remembering(FedProx):
+    """Keeps its last update, which it sends as every method does."""
+
+    name = "remembering"
+
+    def state(self, layout: Any, samples: int) -> dict[str, torch.Tensor]:
+        return {"remembering.last": torch.zeros(layout.trained)}
+
+    def finish(self, ctx: Any) -> None:
+        size = len(ctx.state["remembering.last"])
+        ctx.state["remembering.last"] = (ctx.vector.data[:size] - ctx.received[:size]).clone()
+
+
+class Telling(FedProx):
+    """Sends what it keeps, beside what it declares."""
+
+    name = "telling"
+
+    def state(self, layout: Any, samples: int) -> dict[str, torch.Tensor]:
+        return {"telling.secret": torch.zeros(8)}
+
+    def finish(self, ctx: Any) -> None:
+        secret = torch.linspace(0.1, 0.9, 8) * (1 + ctx.client)
+        ctx.state["telling.secret"] = secret
+        ctx.report["telling.hint"] = secret.clone().numpy()
+
+
+TRAVELS = "what travels is declared and is not what clients keep, under "
+
+
+def test_the_update_that_is_sent_anyway_may_be_kept_and_other_state_that_travels_is_named() -> None:
+    assert failed(Remembering(), Study(schedules=(Synchronous(4), Buffered(4, 1)))) == {}
+    said = failed(Telling(), ROUNDS)[f"{TRAVELS}synchronous"]
+    assert "'telling.secret', which a client keeps, is in `report` of a message, byte for byte" in said
+
+
 def test_an_argument_with_the_name_of_a_hook_is_named() -> None:
     check = next(check for check in checks(Hooked()) if "arguments of its own" in str(check))
     with pytest.raises(AssertionError, match="an argument with the name of a hook: weigh"):
