@@ -82,7 +82,7 @@ def _watched(make: Make, schedule: Schedule, fleet: Fleet | None) -> Seen:
     moved = [_bytes(update.delta) for update in spy.updates if isinstance(update, SingleUpdate)]  # as every run sends
     moved += [_bytes(part.total) for trained in spy.trained for part in trained.sums]
     secrets = [(key, value) for key, value in kept if len(set(value)) > LEAST and value not in sent]
-    secrets = [(key, value) for key, value in secrets if not any(value in update for update in moved)]
+    secrets = [(key, value) for key, value in secrets if not any(_is_most_of(value, update) for update in moved)]
     return Seen(found, spy, uploads, personal, secrets)
 
 
@@ -114,6 +114,11 @@ def _place(trained: Trained, secrets: list[bytes]) -> str:
             if any(secret in pickle.dumps(value) for secret in secrets):
                 return f"`{name}`"
     return "a part"
+
+
+def _is_most_of(kept: bytes, update: bytes) -> bool:
+    """Whether this is the update itself, perhaps without its last tensors: a short part of it would be a leak."""
+    return update.startswith(kept) and 2 * len(kept) > len(update)
 
 
 def _bytes(array: np.ndarray) -> bytes:
