@@ -76,8 +76,19 @@ def _columns(part: object, name: str) -> tuple[np.ndarray, np.ndarray]:
         part = tuple(zip(*(part[row] for row in range(len(part))), strict=True))  # type: ignore[arg-type]
     if not isinstance(part, (tuple, list)) or len(part) != 2:
         raise ValueError(f"data: what is for {name} must be a pair (inputs, labels), not {type(part).__name__}.")
-    inputs, labels = (_array(column) for column in part)
-    if len(inputs) != len(labels) or not len(labels) or labels.ndim not in (1, 2):
+    inputs, labels = (_array(column, f"the {what} for {name}") for column, what in zip(part, COLUMNS, strict=True))
+    if not (inputs.size and labels.size):
+        raise ValueError(
+            f"data: {name} has inputs of shape {inputs.shape} and labels of shape {labels.shape}, and so no samples: "
+            "give it some."
+        )
+    column = labels.ndim == 2 and labels.shape[1] == 1 and labels.dtype.kind in "iu"
+    if column and not ((labels >= 0) & (labels <= 1)).all():
+        raise ValueError(
+            f"data: {name} has whole numbers as labels of shape {labels.shape}: give classes flat, of shape "
+            f"({len(labels)},), as labels[:, 0] is, and values as floats."
+        )
+    if len(inputs) != len(labels) or labels.ndim not in (1, 2):
         raise ValueError(
             f"data: {name} has inputs of shape {inputs.shape} and labels of shape {labels.shape}: give each input one "
             "label."
@@ -85,12 +96,18 @@ def _columns(part: object, name: str) -> tuple[np.ndarray, np.ndarray]:
     return _channels_first(inputs), labels
 
 
-def _array(column: Any) -> np.ndarray:
+COLUMNS = ("inputs", "labels")
+
+
+def _array(column: Any, what: str) -> np.ndarray:
     if isinstance(column, torch.Tensor):
         return column.detach().cpu().numpy()
-    if isinstance(column, (tuple, list)) and isinstance(column[0], torch.Tensor):
-        return torch.stack(list(column)).numpy()
-    return np.asarray(column)
+    try:
+        if isinstance(column, (tuple, list)) and column and isinstance(column[0], torch.Tensor):
+            return torch.stack(list(column)).numpy()
+        return np.asarray(column)
+    except (ValueError, RuntimeError) as error:  # lists of unequal lengths, tensors of unequal shapes
+        raise ValueError(f"data: {what} are not all of one shape: fill short ones up, or cut long ones.") from error
 
 
 def _channels_first(inputs: np.ndarray) -> np.ndarray:

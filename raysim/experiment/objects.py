@@ -81,7 +81,9 @@ def given(parts: Mapping[str, object], methods: Sequence[object] | None = None) 
     if "model" in found and _makes_module(found["model"]):
         found["model"] = Own(found["model"])  # type: ignore[arg-type]
     for group, part in found.items():
-        _check(group, part, hasattr(part, PARTS[group]), f"it has no method '{PARTS[group]}'")
+        why = "give a torch.nn.Module, its class or a function that makes one, a raysim.ModelRecipe, or a name"
+        why = why if group == "model" else f"it has no method '{PARTS[group]}'"
+        _check(group, part, hasattr(part, PARTS[group]), why)
     if isinstance(methods, (str, Method)) or not isinstance(methods, (Iterable, NoneType)):
         raise Refused(f"methods={methods!r} is no list: write methods=[...]")
     if methods is not None:
