@@ -210,7 +210,9 @@ def _parsed(words: Sequence[str]) -> argparse.Namespace:
             parser.exit(2, f"raysim: there is no option {word}: {ours}\n")
     given, unknown = parser.parse_known_args(words)
     if dashed := [word for word in unknown if word.startswith("-")]:
-        parser.error(f"there is no option {dashed[0]}")
+        command = f"{parser.prog} {given.command}" if given.command else parser.prog
+        meant = f"did you mean {setting}? " if (setting := _meant(given, words, dashed[0])) else ""
+        parser.exit(2, f"raysim: there is no option {dashed[0].partition('=')[0]}: {meant}see {command} -h\n")
     for words_of in ("overrides", "runs"):  # argparse stops collecting them at the first option
         if unknown and hasattr(given, words_of):
             getattr(given, words_of).extend(unknown)
@@ -218,6 +220,23 @@ def _parsed(words: Sequence[str]) -> argparse.Namespace:
     if unknown:
         parser.error(f"'{unknown[0]}' has no meaning here")
     return given
+
+
+def _meant(given: argparse.Namespace, words: Sequence[str], option: str) -> str:
+    """The setting that an option is called like, with the value that was given to it: rounds=5 of --round 5, or ""."""
+    if not hasattr(given, "overrides"):
+        return ""
+    import difflib
+
+    from raysim.experiment.completion import completions
+
+    keys = [word.removesuffix("=") for word in completions("", given.overrides, given.conf)]
+    names = {key.rpartition(".")[2]: key for key in reversed(keys)} | {key: key for key in keys}  # lr is local.lr, too
+    name, _, value = option.lstrip("-").partition("=")
+    near = difflib.get_close_matches(name.replace("-", "_"), names, 1, 0.8)
+    following = [*words[words.index(option) + 1 :], ""][0]
+    value = value or ("" if following.startswith("-") or "=" in following else following)
+    return f"{names[near[0]]}={value or 'VALUE'}" if near else ""
 
 
 def _allowed(given: argparse.Namespace) -> argparse.Namespace:

@@ -143,6 +143,26 @@ def test_a_refusal_is_one_sentence_with_status_2_and_leaves_nothing(
     assert list(Path().iterdir()) == []
 
 
+@pytest.mark.parametrize(
+    ("words", "meant"),
+    [
+        (["--round", "5"], "did you mean rounds=5? "),
+        (["--rounds=5"], "did you mean rounds=5? "),
+        (["--lr", "--show"], "did you mean local.lr=VALUE? "),
+        (["--method", "fedprox"], "did you mean method=fedprox? "),
+        (["--verbose"], ""),
+    ],
+)
+def test_a_setting_written_as_an_option_is_named(
+    words: list[str], meant: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as error:
+        cli.call(["run", *words])
+    option = words[0].partition("=")[0]
+    assert error.value.code == 2
+    assert capsys.readouterr().err == f"raysim: there is no option {option}: {meant}see raysim run -h\n"
+
+
 def test_an_existing_folder_is_refused_and_stays_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
     Path("a").mkdir()
     run("out=a", status=2)
