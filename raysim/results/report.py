@@ -286,7 +286,10 @@ def table(runs: Sequence[Run], width: int = 0) -> str:
     shown = [c for c in columns if c not in shared and c not in empty]
     above = [" · ".join(f"{c.title} {c.texts[0]}" for c in shared)] if shared else []
     below = [f"* best of its column; of accuracies, {MARKED} over the last ten rounds"]
-    return "\n".join([*above, aligned(shown, width), *(below if any(c.best() for c in shown) else [])])
+    below = below if any(c.best() for c in shown) else []
+    if any(c.title == "last 10" and "±" in "".join(c.texts) for c in shown):
+        below.append("last 10: mean ± deviation over these rounds")
+    return "\n".join([*above, aligned(shown, width), *below])
 
 
 def aligned(columns: Sequence[Column], width: int = 0) -> str:
