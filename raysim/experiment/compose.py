@@ -29,7 +29,7 @@ from omegaconf.errors import OmegaConfBaseException
 from raysim.experiment.instantiate import shown
 from raysim.experiment.plugins import brought, installed
 from raysim.primitives.errors import Refused, first_line, instead, nearest
-from raysim.primitives.files import regular, user_path, without_password
+from raysim.primitives.files import conf_folder, regular, user_path, without_password
 from raysim.primitives.stores import is_remote, parted, store
 
 Node: TypeAlias = dict[str, Any]
@@ -58,13 +58,6 @@ TUNES = {  # what Ray Tune's functions are here
 }
 _FUNCTION = re.compile(r"([^=]+)=(?:tune\.)?(\w+)\(")
 _QUOTE = "put a value with special characters into quotes, such as 'out=\"a=b\"'"
-
-
-def conf_folder() -> Path:
-    """Where the configuration files lie: inside an installed package, or beside it in a checkout."""
-    package = Path(__file__).resolve().parents[1]
-    inside = package / "conf"
-    return inside if inside.is_dir() else package.parent / "conf"
 
 
 @dataclass(frozen=True)

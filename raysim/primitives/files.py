@@ -80,6 +80,13 @@ def is_full(error: BaseException) -> bool:
     return known or any(text in str(error) for text in _FULL)
 
 
+def conf_folder() -> Path:
+    """Where the configuration files lie: inside an installed package, or beside it in a checkout."""
+    package = Path(__file__).resolve().parents[1]
+    inside = package / "conf"
+    return inside if inside.is_dir() else package.parent / "conf"
+
+
 def user_path(text: str | Path) -> Path:
     """The path that a user wrote, ~ being the home folder. Raises Refused for what cannot be a path."""
     if "\0" in str(text):

@@ -23,7 +23,7 @@ from raysim.results.clients import CLIENTS, SPLIT, Split, read_clients, read_spl
 from raysim.results.curves import draw_comparison, mean_curve, panels
 from raysim.results.history import metric_of
 from raysim.results.jobs import read_jobs
-from raysim.results.report import MARKED, NOTHING, Column, Group, differences, results, settings
+from raysim.results.report import MARKED, NOTHING, Column, Group, results, settings, telling
 from raysim.results.theme import DARK, LIGHT, svg
 from raysim.results.timeline import eventful, timeline_png
 
@@ -401,14 +401,15 @@ def _errors(path: Path) -> list[str]:
 # --- settings and how to repeat -------------------------------------------------------------------------------------
 def _differences(groups: Sequence[Group]) -> Part | None:
     """What the settings do not share: each key's values, and who has them."""
-    different = differences([group.runs[0] for group in groups]) if len(groups) > 1 else {}
+    different, left = telling([group.runs[0] for group in groups]) if len(groups) > 1 else ({}, 0)
     rows = []
     for key, values in different.items():
         owners: dict[str, list[Shown]] = {}
         for index, value in enumerate(values):
             owners.setdefault(without_password(value), []).append(_swatch(index, groups[index].label))
         rows.append({"key": key, "values": list(owners.items())})
-    return Part("What differs", tables=[{"differences": rows}]) if rows else None
+    text = f"Left out: {left} defaults of options that not all have chosen; Settings (below) has them." if left else ""
+    return Part("What differs", text, tables=[{"differences": rows}]) if rows else None
 
 
 def _configurations(groups: Sequence[Group]) -> list[Shown]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from raysim.primitives.checks import known
-from raysim.primitives.files import from_json
+from raysim.primitives.files import conf_folder, from_json
 from raysim.primitives.kinds import LOWER_IS_BETTER
 from raysim.results.history import metric_of, read_history, summarise
 from raysim.results.significance import mean_deviation
@@ -154,6 +154,34 @@ def differences(runs: Sequence[Run]) -> dict[str, list[str]]:
     keys = dict.fromkeys(key for one in flat for key in one)
     columns = {key: [one.get(key, NOTHING) for one in flat] for key in keys}
     return {key: values for key, values in columns.items() if len(set(values)) > 1}
+
+
+def telling(runs: Sequence[Run]) -> tuple[dict[str, list[str]], int]:
+    """What differs, without the defaults of options that not all runs chose; and how many keys these are.
+
+    That the options differ is listed itself, and a key that some runs do not have says no more, unless it was set. The
+    values of a method stay: a study is about them.
+    """
+    different = differences(runs)
+    found = {key: values for key, values in different.items() if not _default_alone(runs, key, values, different)}
+    return found, len(different) - len(found)
+
+
+def _default_alone(runs: Sequence[Run], key: str, values: Sequence[str], different: Mapping[str, object]) -> bool:
+    """Whether a key is one that only some runs have, by an option that is listed, all of them with its default."""
+    group, _, inside = key.partition(".")
+    if NOTHING not in values or not inside or group == "method" or not {group, f"{group}.name"} & different.keys():
+        return False
+    having = [(run, value) for run, value in zip(runs, values, strict=True) if value != NOTHING]
+    return all(_defaults(group, choice(run.config, group)).get(inside) == value for run, value in having)
+
+
+def _defaults(group: str, option: str) -> dict[str, str]:
+    """The values that an option of raysim's own is written with; {} of any other."""
+    path = conf_folder() / group / f"{option}.yaml"
+    if not re.fullmatch(r"\w+", option) or not path.is_file():
+        return {}
+    return settings(_mapping(_yaml(path.read_text(encoding="utf-8"))))
 
 
 def labels(runs: Sequence[Run]) -> list[str]:

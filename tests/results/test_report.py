@@ -122,6 +122,27 @@ def test_the_table_puts_the_best_run_first_and_marks_the_best_values(tmp_path: P
     assert "3 k*" not in lines[4]  # of fewer rounds
 
 
+def test_the_table_says_what_its_deviation_is_over(tmp_path: Path) -> None:
+    note = "last 10: mean ± deviation over these rounds"
+    assert report.table([make(tmp_path / "one", [0.25, 0.5])]).splitlines()[-1] == note
+    assert note not in report.table([make(tmp_path / "none", [None])])
+
+
+def test_defaults_of_an_option_that_not_all_chose_tell_nothing(tmp_path: Path) -> None:
+    def runtime(name: str, more: str = "") -> report.Run:
+        config = f"{{choices: {{runtime: {name}}}, runtime: {{name: {name}, threads: 1{more}}}}}"
+        return make(tmp_path / f"{name}{len(list(tmp_path.iterdir()))}", [0.5], config)
+
+    alone, usual = runtime("inprocess"), runtime("local", ", hosts: null, strategy: PACK, wait: null")
+    assert report.telling([alone, usual]) == ({"runtime.name": ["inprocess", "local"]}, 3)
+    chosen = runtime("local", ", hosts: 4, strategy: PACK")
+    found, left = report.telling([alone, chosen])
+    assert (found.get("runtime.hosts"), left) == (["–", "4"], 1), "what was set is told"
+    assert report.telling([usual, chosen])[0]["runtime.hosts"] == ["None", "4"], "what both have is told"
+    own = runtime("mine", ", hosts: null")
+    assert "runtime.hosts" in report.telling([alone, own])[0], "nobody knows the defaults of another's option"
+
+
 def test_nobody_wins_where_runs_cannot_be_compared(tmp_path: Path) -> None:
     """Neither over other data, nor in what a run costs after fewer rounds."""
     scores: list[float | None] = [0.2, 0.5]

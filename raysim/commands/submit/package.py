@@ -20,10 +20,10 @@ from typing import Any
 
 import yaml
 
-from raysim.experiment.compose import compose, conf_folder, config_folders, groups
+from raysim.experiment.compose import compose, config_folders, groups
 from raysim.experiment.plugins import brought, installed
 from raysim.primitives.errors import Refused, refusing
-from raysim.primitives.files import user_path
+from raysim.primitives.files import conf_folder, user_path
 
 COMMANDS = ("run", "study", "sweep")
 PROJECT = ("pyproject.toml", "README.md", "LICENSE")  # what building the package takes
