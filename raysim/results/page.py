@@ -282,7 +282,10 @@ def _split_columns(names: Sequence[str], splits: Sequence[tuple[Split, Mapping[s
 
 
 def _class_map(split: Split) -> str:
-    """Clients x classes; the colour is the share of a class in a client's samples."""
+    """Clients x classes; the deeper the colour, the larger the share of a class in a client's samples.
+
+    By the square root of the share, or what is spread over many classes could not be told from nothing.
+    """
     shown = np.unique(np.linspace(0, max(0, split.clients - 1), min(split.clients, SHOWN_CLIENTS)).astype(int))
     inside = np.isin(split.client, shown)
     shares = np.zeros((len(split.classes), len(shown)))
@@ -295,7 +298,7 @@ def _class_map(split: Split) -> str:
 
         image = np.empty((*shares.shape, 4))
         image[..., :3] = to_rgb(LIGHT[0])
-        image[..., 3] = shares
+        image[..., 3] = np.sqrt(shares)
         ax.imshow(
             image, aspect="auto", interpolation="nearest", extent=(-0.5, len(shown) - 0.5, len(shares) - 0.5, -0.5)
         )
