@@ -87,7 +87,8 @@ def test_a_run_leaves_its_results_in_its_folder(capsys: pytest.CaptureFixture[st
     assert {"best5_mean", "last10_mean", "last10_std", "rounds_to", "peak_memory_bytes", "identity"} <= set(content)
     printed = capsys.readouterr()
     assert "scaffold" in printed.out
-    assert "10 with 80 to 80 training samples, 0 without; 20 to 20 test samples of their own" in printed.out
+    assert "10 with 80 training samples each, 0 without; 20 test samples of their own each" in printed.out
+    assert "\n          drawing pictures\n" in printed.out, "after the last round, which would be silent otherwise"
     assert printed.out.splitlines()[-1] == "raysim report a makes a page of them"
     assert printed.err == ""
 

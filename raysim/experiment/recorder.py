@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,6 +22,7 @@ from raysim.results.observers import (
     ClientFiles,
     ClosingLine,
     CurrentRun,
+    Doing,
     FailureFile,
     HistoryFile,
     HostDeaths,
@@ -37,6 +38,7 @@ from raysim.results.observers import (
     Tracking,
     UserObserver,
 )
+from raysim.results.progress import doing
 from raysim.results.tracking import Tracker, flatten, origin, read_record, replay
 from raysim.simulation.events import Event, Finished, Profiled, Round, Row, Saved, Started, Waiting
 
@@ -179,6 +181,9 @@ def _observers(experiment: Experiment, folder: Path, console: Console, quiet: bo
         if not quiet:
             say(console, text)
 
+    def says(text: str) -> AbstractContextManager[None]:
+        return nullcontext() if quiet else doing(console, text)
+
     return [
         ProgressLine(console, quiet),
         HistoryFile(),
@@ -188,15 +193,15 @@ def _observers(experiment: Experiment, folder: Path, console: Console, quiet: bo
         HostDeaths(note),
         MethodWarnings(owners(experiment.spec.methods, "watch"), note),
         ProbeFiles(),
-        Pictures(),
+        Pictures(says),
         ProfileFiles(lambda table: None if quiet else console.print(table)),
         SummaryFile(),  # after all other files
-        *_tracking(experiment, folder, console),  # sends these files
+        *_tracking(experiment, folder, console, says),  # sends these files
         ClosingLine(lambda text: say(console, text)),
     ]
 
 
-def _tracking(experiment: Experiment, folder: Path, console: Console) -> list[Observer]:
+def _tracking(experiment: Experiment, folder: Path, console: Console, says: Doing) -> list[Observer]:
     options = experiment.execution.tracking
     if options.name == "none":
         return []
@@ -215,7 +220,7 @@ def _tracking(experiment: Experiment, folder: Path, console: Console) -> list[Ob
         **{key: value for key, value in flatten(identity(experiment)).items() if key != "seed"},
         **origin(),
     }
-    return [Tracking(tracker, experiment.config, tags, spec, tell, study)]
+    return [Tracking(tracker, experiment.config, tags, spec, tell, says, study)]
 
 
 def _study_of(folder: Path) -> Path | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -44,6 +44,7 @@ HISTORY, FAILURES, SUMMARY = "history.parquet", "failures.jsonl", "summary.json"
 PROBES = "probes"  # folder of what was seen of the local models
 _ENDING = ("model_sha256", "state_sha256", "peak_memory_bytes")  # what the summary says of the end
 Note: TypeAlias = Callable[[str], None]  # prints one line
+Doing: TypeAlias = Callable[[str], AbstractContextManager[None]]  # says what goes on inside
 
 
 @dataclass
@@ -315,8 +316,15 @@ class ProbeFiles(Observer):
 class Pictures(Observer):
     """The plots of the history, of the jobs, of the methods' reports and of the probes."""
 
+    def __init__(self, doing: Doing):
+        self._doing = doing
+
     def on_finish(self, run: CurrentRun, event: Finished) -> None:
         """Draw those that there are numbers for."""
+        with self._doing("drawing pictures"):
+            self._draw(run)
+
+    def _draw(self, run: CurrentRun) -> None:
         run.pictures += [*draw_run(run.rows, run.folder, run.title), *self._probes(run)]
         jobs = read_jobs(run.folder)
         if jobs is not None and draw_timeline(jobs, run.rows, path := run.folder / "timeline.png", run.title):
@@ -373,9 +381,10 @@ class Tracking(Observer):
         tags: Mapping[str, object],
         spec: RunSpec,
         note: Note,
+        doing: Doing,
         study: Path | None = None,
     ):
-        self._tracker, self._config, self._tags = tracker, config, tags
+        self._tracker, self._config, self._tags, self._doing = tracker, config, tags, doing
         self._spec, self._note, self._study = spec, note, study
 
     def on_start(self, run: CurrentRun) -> None:
@@ -391,6 +400,10 @@ class Tracking(Observer):
 
     def on_finish(self, run: CurrentRun, event: Finished) -> None:
         """Send the rest, the summary and the files."""
+        with self._doing("sending the rest to MLflow"):
+            self._send(run)
+
+    def _send(self, run: CurrentRun) -> None:
         files = [run.folder / name for name in self.FILES if (run.folder / name).exists()]
         try:
             if (model := served(self._spec, run.folder / "model.safetensors")) is not None:

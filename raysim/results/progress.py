@@ -38,6 +38,14 @@ def waiting(console: Console) -> Iterator[Callable[[str], None]]:
         yield lambda text: status.update(f"[default]{text} ...")
 
 
+@contextmanager
+def doing(console: Console, text: str) -> Iterator[None]:
+    """Says what goes on after the last round, as `waiting` does before the first."""
+    with waiting(console) as says:
+        says(text)
+        yield
+
+
 class Progress:
     """Shows round, scores, seconds per round, time left and failures; `done` rounds were made by an earlier run."""
 

@@ -6,7 +6,7 @@ import io
 
 from rich.console import Console
 
-from raysim.results.progress import Progress, waiting
+from raysim.results.progress import Progress, doing, waiting
 
 
 def seen(terminal: bool) -> str:
@@ -34,6 +34,12 @@ def test_a_quiet_console_says_nothing() -> None:
     with waiting(console) as waits_for:
         waits_for("waiting for Ray")
     assert out.getvalue() == ""
+
+
+def test_what_goes_on_after_the_last_round_is_said() -> None:
+    console = Console(file=(out := io.StringIO()), force_terminal=False, width=80)
+    with doing(console, "drawing pictures"):
+        assert out.getvalue() == f"{'':<10}drawing pictures\n", "before it is done"
 
 
 def test_the_line_names_whom_everyone_waits_for_until_the_next_round() -> None:
