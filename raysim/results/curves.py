@@ -102,12 +102,18 @@ def _panel(ax: Axes, curves: Sequence[Curve], axis: Axis) -> None:
     if unit == "seconds":
         size, name = time_unit(max(xs))
         ax.set_xlabel(f"{title} ({name})")
+    drawn: list[set[tuple[float, float]]] = []
     for curve in moving:
         x, y = [read(row) / size for row, _ in curve.points], [value for _, value in curve.points]
         # Few points are seen as points; a line alone would show nothing for one, and hide where two were measured.
         marker = "o" if len(x) <= 12 else None
         colour = LIGHT[curve.colour]
-        ax.plot(x, y, DASHES[curve.dash], color=colour, marker=marker, markersize=4, label=curve.label)
+        # One that lies on another has gaps in which the other is seen.
+        points = set(zip(x, y, strict=True))
+        above = sum(points <= other or other <= points for other in drawn)
+        drawn.append(points)
+        style = (0.0, (6 / above, 6.0)) if above else DASHES[curve.dash]
+        ax.plot(x, y, color=colour, linestyle=style, marker=marker, markersize=4, label=curve.label)
         if curve.deviations:
             low, high = np.array(y) - curve.deviations, np.array(y) + curve.deviations
             ax.fill_between(x, low, high, color=colour, alpha=0.16, linewidth=0)

@@ -70,3 +70,11 @@ def test_a_loss_that_falls_far_has_plain_numbers_at_its_axis() -> None:
     falling = [history([1.0, 0.1, 0.01, 0.001])]
     drawn = curves.panels([curves.mean_curve("x", falling, "accuracy", 0)], "train loss")
     assert drawn and all(">0.01<" in text and "mathdefault" not in text for text in drawn)
+
+
+def test_a_curve_that_lies_on_another_is_dashed() -> None:
+    """So is one that is the first part of another."""
+    for second, dashed in (([0.5, 0.75, 0.7], True), ([0.5, 0.75], True), ([0.5, 0.7, 0.7], False)):
+        each = [history([0.5, 0.75, 0.7]), history(list(second))]
+        drawn = curves.panels([curves.mean_curve("x", [h], "accuracy", n) for n, h in enumerate(each)], "accuracy")
+        assert all(("stroke-dasharray: 10.8,10.8" in text) == dashed for text in drawn)
