@@ -352,17 +352,23 @@ def _draw_heat_map(axes: Axes, counts: Ints, names: list[str]) -> None:
     axes.figure.colorbar(image, ax=axes, format=PercentFormatter(1), pad=0.02)
 
 
+def size_edges(sizes: Ints) -> list[float]:
+    """Between the bars of a histogram of clients' sizes."""
+    low, high = (int(sizes.min()), int(sizes.max())) if len(sizes) else (0, 0)
+    width = (high - low) // BINS + 1  # whole numbers of samples, or bins would hold unequal counts of them
+    edges = np.arange(low, high + width + 1, width) - 0.5
+    if high == low:
+        edges = low + np.arange(-4.5, 5) * max(1, low // 40)  # one bar in the middle
+    return [float(edge) for edge in edges]
+
+
 def _draw_sizes(axes: Axes, sizes: Ints) -> None:
     from matplotlib.ticker import MaxNLocator
 
     low, high = int(sizes.min()), int(sizes.max())
     empty = f", {int((sizes == 0).sum())} empty" if low == 0 else ""
     title = f"sizes {low} to {high}, median {np.median(sizes):g}{empty}"
-    width = (high - low) // BINS + 1  # whole numbers of samples, or bins would hold unequal counts of them
-    edges = np.arange(low, high + width + 1, width) - 0.5
-    if high == low:
-        edges = low + np.arange(-4.5, 5) * max(1, low // 40)  # one bar in the middle
-    axes.hist(sizes, bins=edges.tolist(), color="tab:blue", rwidth=0.92)
+    axes.hist(sizes, bins=size_edges(sizes), color="tab:blue", rwidth=0.92)
     if high > low:
         axes.axvline(float(np.median(sizes)), color="0.25", linestyle="--", linewidth=1.2)
     axes.set(xlabel="training samples", ylabel="clients", title=title if high > low else f"every client has {high}")

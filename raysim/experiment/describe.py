@@ -48,8 +48,8 @@ def overview(experiment: Experiment, folder: Path) -> str:
         "methods": ", ".join(f"{m!r} [{', '.join(slots(type(m)))}]" for m in spec.methods) or "fedavg",
         "model": f"{choices['model']}: {_parameters(networks)}; {layout.total:,} floats{stays}",
         "data": spec.data.title,
-        "clients": f"{numbers['clients']} with {sizes['min']} to {sizes['max']} training samples, "
-        f"{numbers['empty_clients']} without; {tests.min()} to {tests.max()} test samples of their own; "
+        "clients": f"{numbers['clients']} with {_span(sizes['min'], sizes['max'], 'training samples')}, "
+        f"{numbers['empty_clients']} without; {_span(tests.min(), tests.max(), 'test samples of their own')}; "
         f"{numbers['central_test']} central test samples",
         "split": described(numbers["heterogeneity"]) if numbers["counts"].shape[1] > 1 else "",  # only classes differ
         "attackers": _attackers(experiment),
@@ -139,6 +139,11 @@ def _local(local: Local) -> str:
 
 def _several(count: int, thing: str) -> str:
     return f"{count} {thing}{'s' if count != 1 else ''}"
+
+
+def _span(low: int, high: int, things: str) -> str:
+    """What each of some clients has, between the least and the most."""
+    return f"{low} {things} each" if low == high else f"{low} to {high} {things}"
 
 
 def _batchnorm(networks: Mapping[str, nn.Module], personal: set[str]) -> str:

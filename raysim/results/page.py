@@ -16,7 +16,9 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
+from raysim.data.federated import size_edges
 from raysim.data.heterogeneity import SCALES
+from raysim.data.partition import Ints
 from raysim.primitives.checks import known
 from raysim.primitives.files import replace_file, without_password
 from raysim.results.clients import CLIENTS, SPLIT, Split, read_clients, read_split
@@ -266,10 +268,7 @@ def _split_columns(names: Sequence[str], splits: Sequence[tuple[Split, Mapping[s
     columns = {
         "clients": [f"{len(each):,}" for each in sizes],
         "samples": [f"{each.sum():,}" for each in sizes],
-        "sizes (least / median / most)": [
-            " / ".join(f"{at(each):,.10g}" for at in (np.min, np.median, np.max)) if len(each) else NOTHING
-            for each in sizes
-        ],
+        "sizes (least / median / most)": [_sizes(each) for each in sizes],
         "clients without": [f"{(each == 0).sum():,}" for each in sizes],
     }
     for name in SCALES:
@@ -279,6 +278,14 @@ def _split_columns(names: Sequence[str], splits: Sequence[tuple[Split, Mapping[s
         Column("split", list(names)),
         *(Column(title, texts, [0.0] * len(texts)) for title, texts in columns.items()),
     ]
+
+
+def _sizes(sizes: Ints) -> str:
+    if not len(sizes):
+        return NOTHING
+    if sizes.min() == sizes.max():
+        return f"{sizes[0]:,} each"
+    return " / ".join(f"{at(sizes):,.10g}" for at in (np.min, np.median, np.max))
 
 
 def _class_map(split: Split) -> str:
@@ -315,10 +322,13 @@ def _class_map(split: Split) -> str:
 
 def _size_bars(split: Split) -> str:
     def draw(ax: Axes) -> None:
-        from matplotlib.ticker import MaxNLocator
+        from matplotlib.ticker import FixedLocator, MaxNLocator
 
-        ax.hist(split.sizes, bins=min(30, max(1, int(np.ptp(split.sizes)) + 1)), color=LIGHT[0], rwidth=0.92)
+        ax.hist(split.sizes, bins=size_edges(split.sizes), color=LIGHT[0], rwidth=0.92)
         ax.set(xlabel="training samples", ylabel="clients")
+        ax.ticklabel_format(axis="x", useOffset=False)
+        same = len(set(split.sizes.tolist())) == 1
+        ax.xaxis.set_major_locator(FixedLocator(split.sizes[:1].tolist()) if same else MaxNLocator(6, integer=True))
         ax.yaxis.set_major_locator(MaxNLocator(6, integer=True))
 
     return svg(draw, "clients by their number of training samples")

@@ -134,6 +134,25 @@ def test_a_split_is_shown_once_for_all_who_have_it(tmp_path: Path) -> None:
     assert "cat" in text
 
 
+@pytest.mark.pictures
+def test_clients_of_one_size_are_one_bar_on_an_axis_of_whole_numbers(tmp_path: Path) -> None:
+    run = make(tmp_path / "a", [0.5])
+    write_split(Split(np.arange(20), np.arange(20) % 2, np.full(20, 51), 20, ["cat", "dog"]), run.folder)
+    text = section(written([run], tmp_path), "Split of the data")
+    assert ">51 each<" in text and "51 / 51" not in text
+    assert ">51</text>" in text and not re.findall(r">\d+\.\d+</text>", text)
+
+
+@pytest.mark.pictures
+def test_the_colour_of_a_map_of_classes_is_the_pages_own(tmp_path: Path) -> None:
+    """What is drawn for a light page can hardly be seen on a dark one."""
+    run = make(tmp_path / "a", [0.5])
+    write_split(Split(np.arange(2), np.arange(2), np.full(2, 3), 2, ["cat", "dog"]), run.folder)
+    text = written([run], tmp_path)
+    assert "<image" in section(text, "Split of the data")
+    assert ".plot image { filter: url(#tint); }" in text and "flood-color: var(--c0)" in text
+
+
 def test_a_page_shows_runs_on_virtual_time_where_that_says_something(tmp_path: Path) -> None:
     run, other = make(tmp_path / "late", [0.5, 0.75]), make(tmp_path / "even", [0.5, 0.75])
     for folder, stale in ((run.folder, 1), (other.folder, 0)):
