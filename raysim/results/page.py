@@ -42,6 +42,8 @@ CURVES = {
 TIMELINES, SPLITS, ERRORS = 6, 4, 20  # most of each on a page
 SHOWN_CLIENTS = 1000  # columns of a picture of a split
 LINE = 300  # characters of an error
+DIGITS = 12  # of a checksum
+CHECKSUMS = ("model_sha256", "state_sha256")  # of a summary
 Shown: TypeAlias = dict[str, Any]  # what the template is given
 
 
@@ -126,7 +128,7 @@ def _swatch(index: int, label: str) -> Shown:
 def _table(columns: Sequence[Column], swatches: bool = False) -> Shown:
     """Rows of cells; swatches: the first column has the colours of the groups."""
     rows = [
-        [{"text": c.texts[row], "number": bool(c.scores), "best": row in c.best()} for c in columns]
+        [{"text": c.texts[row], "number": bool(c.scores), "best": row in c.best(), "whole": ""} for c in columns]
         for row in range(len(columns[0].texts))
     ]
     head = [{"text": c.title, "number": bool(c.scores)} for c in columns]
@@ -446,9 +448,16 @@ def _repeat(groups: Sequence[Group]) -> Part:
         Column("", [label for label, _ in runs]),
         Column("seed", [str(run.config.get("seed", NOTHING)) for _, run in runs]),
         Column("command", commands),
-        *(Column(key.replace("_", " "), [str(run.summary.get(key) or NOTHING) for _, run in runs])
-          for key in ("model_sha256", "state_sha256")),
-    ]  # fmt: skip
+        *(
+            Column(key.replace("_", " "), [str(run.summary.get(key) or NOTHING) for _, run in runs])
+            for key in CHECKSUMS
+        ),
+    ]
+    table = _table(columns)
+    for row in table["rows"]:
+        for cell in row[-len(CHECKSUMS) :]:
+            if len(cell["text"]) > DIGITS:
+                cell |= {"text": cell["text"][:DIGITS], "whole": cell["text"]}
     versions: dict[str, list[str]] = {}
     for _, run in runs:
         identity = run.summary.get("identity")
@@ -457,5 +466,6 @@ def _repeat(groups: Sequence[Group]) -> Part:
                 versions.setdefault(key, []).append(value)
     shown = [Column("made with", list(versions)), Column("", [", ".join(dict.fromkeys(v)) for v in versions.values()])]
     text = "The same command gives the same checksums on the same kind of device with the same versions. Without the "
-    text += "run's folder, save its configuration (below) as config.yaml and name that."
-    return Part("How to repeat it", text, [_table(columns), *([_table(shown)] if versions else [])])
+    text += "run's folder, save its configuration (below) as config.yaml and name that. Of a checksum the first "
+    text += f"{DIGITS} digits are shown; all of them are in the run's summary.json."
+    return Part("How to repeat it", text, [table, *([_table(shown)] if versions else [])])

@@ -100,6 +100,20 @@ def test_what_differs_is_listed_by_key_with_those_who_have_each_value(tmp_path: 
     assert "batch" not in different
 
 
+def test_checksums_are_short_and_whole_where_one_points(tmp_path: Path) -> None:
+    run = make(tmp_path / "one", [0.5])
+    run.summary.update(model_sha256="0123456789abcdef" * 4)
+    text = section(written([run], tmp_path), "How to repeat it")
+    assert f'<td title="{"0123456789abcdef" * 4}">0123456789ab</td>' in text
+    assert "all of them are in the run&#39;s summary.json" in text
+
+
+def test_a_number_with_its_deviation_may_take_two_lines(tmp_path: Path) -> None:
+    """Or the last columns of a study's results are off the page."""
+    text = section(written(seeded(tmp_path, "fedprox", [0.5, 0.75]), tmp_path), "Results")
+    assert '<td class="number pair">0.6250 ± 0.1768</td>' in text and '<td class="number">2</td>' in text
+
+
 def test_failures_are_counted_over_rounds_and_their_errors_listed(tmp_path: Path) -> None:
     run, other = make(tmp_path / "bad", [0.5, 0.75]), make(tmp_path / "good", [0.5, 0.75])
     for row in run.rows:
