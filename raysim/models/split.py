@@ -79,9 +79,11 @@ def split(net: nn.Module, num_classes: int, inputs: Tensor, head: str | None = N
     net.eval()  # BatchNorm keeps its statistics, dropout draws nothing
     outputs = _outputs(net, inputs)
     if outputs.shape != (len(inputs), num_classes):
+        flat = num_classes == 1 and outputs.shape == (len(inputs),)
+        do = "leave out what squeezes them" if flat else f"set its number of outputs to {num_classes}"
         raise ValueError(
             f"the model {type(net).__name__} makes outputs of shape {list(outputs.shape)} of {len(inputs)} inputs; "
-            f"they must be [{len(inputs)}, {num_classes}]: set its number of outputs to {num_classes}"
+            f"they must be [{len(inputs)}, {num_classes}]: {do}"
         )
     linear = [name for name, module in net.named_modules() if isinstance(module, nn.Linear) and name]
     if head is not None and head not in linear:
@@ -104,9 +106,13 @@ def _outputs(net: nn.Module, inputs: Tensor) -> Tensor:
         with torch.no_grad():
             outputs = net(inputs)
     except Exception as error:  # whatever a foreign network makes of inputs that it cannot take
+        double = any(parameter.dtype == torch.float64 for parameter in net.parameters())
+        do = (
+            "give it in float32, by model.float()" if double else "choose another model, or bring the data to its shape"
+        )
         raise ValueError(
             f"the model {type(net).__name__} cannot take inputs of shape {list(inputs.shape[1:])} and type "
-            f"{inputs.dtype} ({first_line(error).rstrip('.')}): choose another model, or bring the data to its shape"
+            f"{inputs.dtype} ({first_line(error).rstrip('.')}): {do}"
         ) from error
     if not isinstance(outputs, Tensor):
         raise ValueError(

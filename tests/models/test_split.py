@@ -69,11 +69,20 @@ def test_a_network_with_something_behind_its_last_layer_stays_whole() -> None:
         (Two, "body", r"model\.head=body is no linear layer of Two; it has body\.1, fc, unused"),
         (lambda: Two(4), None, r"makes outputs of shape \[3, 4\] of 3 inputs; they must be \[3, 5\]"),
         (lambda: nn.Linear(9, 5), None, r"cannot take inputs of shape \[1, 8, 8\] and type torch\.float32"),
+        (lambda: Two().double(), None, r"cannot take inputs of .*: give it in float32, by model\.float\(\)$"),
     ],
 )
 def test_what_does_not_fit_is_refused_in_one_sentence(net: Callable[[], nn.Module], head: str | None, sentence: str):
     with pytest.raises(ValueError, match=sentence):
         split(net(), 5, inputs(), head)
+
+
+def test_values_that_are_squeezed_are_told_so() -> None:
+    net = nn.Sequential(nn.Flatten(), nn.Linear(64, 1), nn.Flatten(0))
+    with pytest.raises(
+        ValueError, match=r"of shape \[3\] of 3 inputs; they must be \[3, 1\]: leave out what squeezes them"
+    ):
+        split(net, 1, inputs())
 
 
 class Scaled(nn.Module):
