@@ -22,7 +22,12 @@ SLOTS = tuple(name for name, value in vars(Method).items() if callable(value) an
 
 def overrides(method: Method, slot: str) -> bool:
     """Whether the method fills the slot."""
-    return getattr(type(method), slot) is not getattr(Method, slot) and slot not in method.idle
+    return _writes(method, slot) and slot not in method.idle
+
+
+def _writes(method: Method, slot: str) -> bool:
+    """Whether its class has a hook of its own there, be it idle with these parameters."""
+    return getattr(type(method), slot) is not getattr(Method, slot)
 
 
 def owners(methods: Sequence[Method], slot: str) -> list[Method]:
@@ -71,7 +76,7 @@ def check_name(method: Method) -> None:
 def _check_hooks(method: Method) -> None:
     """Refuse a hook that cannot be called as it will be, which otherwise every client would find in the first round."""
     for slot in SLOTS:
-        if getattr(type(method), slot) is getattr(Method, slot):
+        if not _writes(method, slot):
             continue
         if not callable(hook := getattr(method, slot)):
             raise ValueError(f"method '{method.name}' has {slot}={hook!r}, the name of a hook: rename it")
@@ -92,7 +97,7 @@ def _check_hooks(method: Method) -> None:
 def doubts(methods: Sequence[Method]) -> Iterator[str]:
     """Sentences to warn with of methods whose hooks are perhaps misspelt, and so are never called."""
     for method in methods:
-        open_ = [slot for slot in SLOTS if getattr(type(method), slot) is getattr(Method, slot)]
+        open_ = [slot for slot in SLOTS if not _writes(method, slot)]
         for name in _idle_functions(type(method)):
             if near := next(iter(difflib.get_close_matches(name, open_, 1, 0.75)), ""):
                 yield f"method '{method.name}' has a function '{name}' that nothing calls: is the hook '{near}' meant?"

@@ -73,9 +73,9 @@ __all__ = [
 ]
 
 
-# Words as on the command line, in one text or several; or a whole configuration.
 TRIES = 3  # at going on where a process was lost, without a new checkpoint in between
 Values: TypeAlias = Mapping[Any, object]  # of an option, by their keys
+# Words as on the command line, in one text or several; or a whole configuration.
 Config: TypeAlias = DictConfig | Mapping[str, Any] | Sequence[str]
 T = TypeVar("T")
 

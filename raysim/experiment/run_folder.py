@@ -12,7 +12,7 @@ from raysim.experiment.instantiate import shown
 from raysim.experiment.many_runs import check_free, dated_folder
 from raysim.experiment.settings import Experiment
 from raysim.primitives.errors import Refused
-from raysim.primitives.files import HELD, regular, user_path, without_password
+from raysim.primitives.files import HELD, if_there, user_path, without_password
 from raysim.primitives.stores import LocalStore, Store, is_remote, parted, store
 from raysim.results.tracking import flatten
 from raysim.simulation import checkpoint
@@ -185,10 +185,9 @@ def _as_stored(value: object) -> object:
 
 def _rounds_done(folder: Path) -> int:
     """Rounds of a run that has finished; 0 for any other."""
-    if not os.path.lexists(path := folder / "summary.json"):
+    if not (there := if_there(folder / "summary.json")):
         return 0
-    regular(path)
     try:
-        return int(json.loads(path.read_text())["rounds"])
+        return int(json.loads(there[0].read_text())["rounds"])
     except (OSError, ValueError, KeyError, TypeError):
         return 0

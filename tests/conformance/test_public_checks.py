@@ -132,11 +132,26 @@ class Telling(FedProx):
         ctx.report["telling.hint"] = secret.clone().numpy()
 
 
+class Hoarding(Remembering):
+    """Keeps a small part of its update by itself, which nobody could tell from a secret in it."""
+
+    name = "hoarding"
+
+    def state(self, layout: Any, samples: int) -> dict[str, torch.Tensor]:
+        return {"hoarding.part": torch.zeros(layout.trained // 4)}
+
+    def finish(self, ctx: Any) -> None:
+        size = len(ctx.state["hoarding.part"])
+        ctx.state["hoarding.part"] = (ctx.vector.data[:size] - ctx.received[:size]).clone()
+
+
 TRAVELS = "what travels is declared and is not what clients keep, under "
 
 
 def test_the_update_that_is_sent_anyway_may_be_kept_and_other_state_that_travels_is_named() -> None:
     assert failed(Remembering(), Study(schedules=(Synchronous(4), Buffered(4, 1)))) == {}
+    found = failed(Hoarding(), Study(schedules=(Buffered(4, 1),)))
+    assert any("'hoarding.part', which a client keeps, is in `delta`" in said for said in found.values())
     said = failed(Telling(), ROUNDS)[f"{TRAVELS}synchronous"]
     assert "'telling.secret', which a client keeps, is in `report` of a message, byte for byte" in said
 
