@@ -6,10 +6,13 @@ key with `+` creates a new one) and its messages speak of its internals.
 
 from __future__ import annotations
 
+import copy
+import functools
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias, cast
 
@@ -62,18 +65,26 @@ _QUOTE = "put a value with special characters into quotes, such as 'out=\"a=b\"'
 
 @dataclass(frozen=True)
 class Groups:
-    """The options of every group, and the files they are in; a folder given later wins."""
+    """The options of every group, and the files they are in; a folder given later wins.
 
-    files: Mapping[str, Mapping[str, Path]]
+    state: all files there, options or not, with the time of their last change and their size: while it is the same,
+    what they compose is too.
+    """
+
+    files: Mapping[str, Mapping[str, Path]] = field(compare=False)
+    state: tuple[tuple[str, int, int], ...]
 
 
 def groups(folders: Sequence[Path] = ()) -> Groups:
     """All groups of `conf`, of the installed packages that bring options, and of the user's own folders."""
     files: dict[str, dict[str, Path]] = {group: {} for group in LISTS}
+    state = []
     for root in (roots := _roots(folders)):
         if not root.is_dir():
             raise Refused(f"the configuration folder {root} does not exist: name one that does, or leave it out")
-        for path in sorted(_files(root)):
+        paths = sorted(_files(root))
+        state += [_as_it_is(path) for path in (root / "config.yaml", *paths)]
+        for path in paths:
             group, *rest = path.relative_to(root).with_suffix("").parts
             if root in folders and not load_yaml(path) and group in LISTS:
                 raise Refused(f"{path} is empty: name a class in it, or remove it")
@@ -85,7 +96,14 @@ def groups(folders: Sequence[Path] = ()) -> Groups:
             if name in options and root not in (*folders, roots[0]):
                 raise Refused(f"{path} has the name of {options[name]}: rename it, or uninstall the package it is in")
             options[name] = path
-    return Groups(files)
+    return Groups(files, tuple(state))
+
+
+def _as_it_is(path: Path) -> tuple[str, int, int]:
+    with suppress(OSError):
+        now = path.stat()
+        return str(path), now.st_mtime_ns, now.st_size
+    return str(path), 0, 0
 
 
 def _files(root: Path) -> Iterator[Path]:
@@ -153,7 +171,8 @@ def _drafted(
             chosen[key] = _names(key, value, known)
         else:
             values[key] = value, f"{key}={shown(value)}"
-    config = _composed(_chosen_before(stored, known) | chosen, known, roots)
+    options = tuple((group, tuple(names)) for group, names in (_chosen_before(stored, known) | chosen).items())
+    config = copy.deepcopy(_composed(options, known, tuple(roots)))
     for key, (value, text) in values.items():
         _check_key(config, key, known)
         _refuse_plus(text)
@@ -391,12 +410,15 @@ def _names(group: str, value: object, known: Groups) -> list[str]:
     return names
 
 
-def _composed(chosen: Mapping[str, list[str]], known: Groups, roots: Sequence[Path]) -> DictConfig:
-    """The files put together. What a preset says about options that were not chosen is dropped.
+@functools.lru_cache(maxsize=64)
+def _composed(options: tuple[tuple[str, tuple[str, ...]], ...], known: Groups, roots: tuple[Path, ...]) -> DictConfig:
+    """The files put together, with these options of these groups: kept, since a study composes the same many times.
 
-    So a preset may hold a paper's values for all methods of its tables, whichever of them a run takes, and of what it
-    says about a group whose option the user chose, the common keys remain; of what the default study says, none.
+    What a preset says about options that were not chosen is dropped. So a preset may hold a paper's values for all
+    methods of its tables, whichever of them a run takes, and of what it says about a group whose option the user
+    chose, the common keys remain; of what the default study says, none.
     """
+    chosen = {group: list(names) for group, names in options}
     words = {group: f"{group}=[{','.join(names)}]" for group, names in chosen.items()}
     words |= {group: f"{group}={names[0]}" for group, names in chosen.items() if group not in LISTS}
     try:

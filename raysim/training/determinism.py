@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import os
 import sys
 from collections.abc import Iterator
@@ -39,6 +40,7 @@ def coarser(allowed: bool) -> Iterator[None]:
         torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = before
 
 
+@functools.cache
 def openblas() -> Any:
     """The threads of the library in which NumPy multiplies; torch's own are not among them."""
     return ThreadpoolController().select(internal_api="openblas")
