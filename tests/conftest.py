@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import gc
 import os
 import shutil
 import tempfile
@@ -57,6 +58,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if uses(item, "ray_session", "cluster", "driver"):
             item.add_marker(pytest.mark.slow)
     items.sort(key=lambda item: uses(item, "ray_session"))  # Rays of a test's own end before it begins
+
+
+@pytest.fixture(scope="module", autouse=True)
+def little_to_look_through() -> None:
+    """What is there by now, mostly libraries, stays: collections of garbage look at what comes after it."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_sessionfinish() -> None:
+    """The last collection frees all, in an order that the libraries expect."""
+    gc.unfreeze()
 
 
 @pytest.fixture(scope="session")

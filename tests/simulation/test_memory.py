@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import tracemalloc
 from dataclasses import replace
@@ -31,9 +32,14 @@ def held_bytes() -> int:
     gc.collect()
     found: dict[int, int] = {}
     for thing in gc.get_objects():
-        if isinstance(thing, torch.Tensor) and not isinstance(thing, FakeTensor):  # a tracer's holds nothing
+        if _holds(type(thing)):
             found[thing.untyped_storage().data_ptr()] = thing.untyped_storage().nbytes()
     return sum(found.values())
+
+
+@functools.cache  # of a million things, a dozen kinds
+def _holds(kind: type) -> bool:
+    return issubclass(kind, torch.Tensor) and not issubclass(kind, FakeTensor)  # a tracer's holds nothing
 
 
 def held_after(coordinator: Coordinator, rounds: tuple[int, ...]) -> list[int]:
