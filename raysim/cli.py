@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from raysim.primitives.errors import Refused, instead, on_one_line, refusing
-from raysim.primitives.files import held, is_full
+from raysim.primitives.files import folder_at, held, is_full, user_path
 
 if TYPE_CHECKING:
     from raysim.results.report import Run
@@ -464,7 +464,7 @@ def _study(given: argparse.Namespace) -> int:
     campaign = check(campaign, given.allow, given.parallel)
     print(campaign, flush=True)
     with refusing():
-        campaign.folder.mkdir(parents=True, exist_ok=True)
+        folder_at(campaign.folder)
     with held(campaign.folder):
         with refusing():
             store(campaign)
@@ -538,7 +538,7 @@ def _partition(given: argparse.Namespace) -> int:
     from raysim.experiment.execute import partition
 
     data = partition(config, given.allow)
-    picture = Path(given.out)
+    picture = user_path(given.out)
     numbers = statistics(data)
     if numbers.pop("counts").shape[1] == 1:  # type: ignore[attr-defined]
         numbers = {key: numbers[key] for key in numbers if key not in OF_CLASSES}
@@ -548,7 +548,7 @@ def _partition(given: argparse.Namespace) -> int:
         text = ", ".join(f"{name.replace('_', ' ')} {number:.4g}".strip() for name, number in parts)
         print(f"  {key.replace('_', ' '):<20}{text}")
     with refusing():
-        picture.parent.mkdir(parents=True, exist_ok=True)
+        folder_at(picture.parent)
         draw_partition(data, picture)
     print(f"drawn in {picture}")
     return 0
@@ -562,7 +562,7 @@ def _fleet(given: argparse.Namespace) -> int:
 
     with refusing():
         file, *more = given.files
-        print(convert(file, more[0], Path(given.out)) if more else summary(file))
+        print(convert(file, more[0], user_path(given.out)) if more else summary(file))
     return 0
 
 
@@ -590,7 +590,7 @@ def _report(given: argparse.Namespace) -> int:
             print(as_csv(grouped(runs)) if given.form == "csv" else latex(results(grouped(runs))))
             return 0
         print(table(runs, _width()))
-        page = compare(grouped(runs), Path(given.out or "report"))
+        page = compare(grouped(runs), user_path(given.out or "report"))
     print(f"\ncurves and table: {page}")
     return 0
 
@@ -645,9 +645,9 @@ def _bench(given: argparse.Namespace) -> int:
             return apart[given.runs[0]](given)
         from raysim.commands.bench import loops as bench
 
-        folder = Path(given.out).absolute().parent if given.profile else None
+        folder = user_path(given.out).absolute().parent if given.profile else None
         options = bench.Options(hosts, given.lanes, given.floor, given.clients, folder)
-        bench.main(given.runs or list(bench.WORKLOADS), given.data, Path(given.out), given.blocks, options)
+        bench.main(given.runs or list(bench.WORKLOADS), given.data, user_path(given.out), given.blocks, options)
     return 0
 
 
@@ -658,7 +658,7 @@ def _bench_cluster(given: argparse.Namespace) -> int:
     from raysim.commands.bench import cluster
 
     options = cluster.Options(given.address, given.nodes, given.hosts, given.floats or cluster.FLOATS)
-    cluster.main(options, Path(given.out), given.blocks, print)
+    cluster.main(options, user_path(given.out), given.blocks, print)
     return 0
 
 
@@ -667,7 +667,7 @@ def _bench_gpu(given: argparse.Namespace) -> int:
 
     parts = tuple(given.parts.split(",")) if given.parts else gpu.PARTS
     options = gpu.Options(given.device, given.minutes, parts=parts)
-    folder = Path("bench-gpu" if given.out == _BENCH_OUT else given.out)
+    folder = user_path("bench-gpu" if given.out == _BENCH_OUT else given.out)
     gpu.main(folder, gpu.tried_out(options) if given.tiny else options)
     print(f"{folder / gpu.PAGE} says what was found")
     return 0

@@ -469,6 +469,19 @@ def test_a_report_compares_runs(capsys: pytest.CaptureFixture[str]) -> None:
     printed = capsys.readouterr().out
     assert "fedprox" in printed
     assert "<html" in Path("page/report.html").read_text().lower()
+    for form in ("--csv", "--latex"):
+        assert cli.call(["report", "a", "b", form]) == 0
+        assert "fedprox" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("out", ["/dev/full", "~nosuchuser/x"])
+def test_where_nothing_can_be_written_is_one_sentence(out: str, capsys: pytest.CaptureFixture[str]) -> None:
+    run("out=a")
+    for words in (["report", "a", "--out", out], ["partition", "data=synthetic", "--out", f"{out}/x.png"]):
+        capsys.readouterr()
+        assert cli.call(words) == 2
+        assert out in one_sentence(capsys.readouterr().err)
+    assert sorted(path.name for path in Path().iterdir()) == ["a"]
 
 
 @pytest.mark.parametrize(

@@ -83,6 +83,11 @@ class NumPy(Source):
         place = str(user_path(self.root or ""))
         whole: dict[str, NDArray[Any]] = {}
         for key in parts[0]:
+            types = [part[key].dtype for part in parts if key in part]
+            if len({_meaning(key, each) for each in types}) > 1:
+                raise ValueError(
+                    f"{place}: {key} of train.npz is {types[0]} and of test.npz {types[1]}: write both in one type."
+                )
             try:
                 whole[key] = np.concatenate([part[key] for part in parts])
             except (KeyError, ValueError) as error:
@@ -96,6 +101,13 @@ class NumPy(Source):
         if inputs.dtype.kind in "iu" and inputs.dtype != np.uint8 and inputs.size:
             tokens = Tokens(max(int(inputs.max()), self.padding) + 1, self.padding)
         return assembled(inputs, labels, users, test, tokens)
+
+
+def _meaning(key: str, dtype: np.dtype[Any]) -> str:
+    """What a type stands for: levels, numbers of classes or tokens, values, or texts."""
+    if key == "x" and dtype == np.uint8:
+        return "levels"
+    return "integers" if dtype.kind in "iub" else dtype.kind
 
 
 def _arrays(path: Path) -> dict[str, NDArray[Any]]:

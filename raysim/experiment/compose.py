@@ -108,7 +108,10 @@ def _as_it_is(path: Path) -> tuple[str, int, int]:
 
 def _files(root: Path) -> Iterator[Path]:
     """All YAML files in its folders; those that vanish meanwhile, or cannot be looked into, are passed by."""
-    _, groups, _ = next(os.walk(root), ("", [], []))
+    _, groups, others = next(os.walk(root), ("", [], []))
+    for path in (root / name for name in others):
+        if path.is_symlink() and not path.exists():
+            raise Refused(f"{path} is a link to nothing: mend it, or remove it")
     for group in groups:
         for folder, _, names in os.walk(root / group):
             yield from (Path(folder, name) for name in names if name.endswith(".yaml"))

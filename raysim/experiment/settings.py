@@ -9,6 +9,7 @@ from raysim.experiment.compose import Node
 from raysim.primitives.checks import between
 from raysim.results.history import THRESHOLDS
 from raysim.results.observers import Observer
+from raysim.results.tracking import located
 from raysim.runtime.placement import RayOptions
 from raysim.simulation.fleet import Fleet
 from raysim.simulation.schedule import Schedule
@@ -46,6 +47,9 @@ class Tracking:
 
     name: Literal["mlflow", "none"] = "mlflow"
     uri: str | None = None
+
+    def __post_init__(self) -> None:
+        located(self.uri or "")  # refused before anything starts
 
 
 @dataclass(frozen=True)

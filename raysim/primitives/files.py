@@ -101,6 +101,14 @@ def user_path(text: str | Path) -> Path:
         raise Refused(f"{text} names a user whose home folder is not known: write the path in full") from None
 
 
+def folder_at(path: Path) -> Path:
+    """The folder at a path, made if need be. Raises Refused where something else is there."""
+    if path.exists() and not path.is_dir():
+        raise Refused(f"{path} is no folder: choose another place")
+    path.mkdir(parents=True, exist_ok=True)
+    return path
+
+
 # A slash may stand in a password, though it should not; host:5000/a@b has a port and no password.
 _USER = re.compile(r"://(?:[^/@\s\"]*:(?!\d+/)[^\s\"]*@|[^/\s\"]*@)")
 _SECRET = re.compile(r"([?&;][\w-]*(?:user|passw|pwd|token|secret|key|sig|credential)[\w-]*=)[^&;\s\"]*", re.IGNORECASE)

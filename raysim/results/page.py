@@ -20,7 +20,7 @@ from raysim.data.federated import size_edges
 from raysim.data.heterogeneity import SCALES
 from raysim.data.partition import Ints
 from raysim.primitives.checks import known
-from raysim.primitives.files import replace_file, without_password
+from raysim.primitives.files import folder_at, replace_file, without_password
 from raysim.results.clients import CLIENTS, SPLIT, Split, read_clients, read_split
 from raysim.results.curves import draw_comparison, mean_curve, panels
 from raysim.results.history import metric_of
@@ -93,8 +93,7 @@ def compare(
         _differences(groups),
         _repeat(groups),
     ]
-    out_folder = Path(out_folder)
-    out_folder.mkdir(parents=True, exist_ok=True)
+    out_folder = folder_at(Path(out_folder))
     parts[1 + len(sections)] = _curves(groups, out_folder)
     runs = [run for group in groups for run in group.runs]
     environment = Environment(

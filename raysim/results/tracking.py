@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 from raysim.primitives.commit import source
 from raysim.primitives.errors import Refused
-from raysim.primitives.files import alone, from_json, regular, without_password
+from raysim.primitives.files import alone, from_json, regular, user_path, without_password
 from raysim.results.history import Row, read_history, write_json
 
 if TYPE_CHECKING:
@@ -61,6 +61,12 @@ KEY_LENGTH, PARAM_LENGTH, TAG_LENGTH = 250, 6000, 5000
 def default_uri(root: Path) -> str:
     """The SQLite file that all runs under one root share."""
     return f"sqlite:///{Path(root).resolve() / 'mlflow.db'}"
+
+
+def located(uri: str) -> str:
+    """The same address, ~ in it being the home folder. Raises Refused for what cannot be a path."""
+    path = uri.removeprefix("sqlite:///")
+    return f"{uri.removesuffix(path)}{user_path(path)}" if path.startswith("~") else uri
 
 
 def flatten(nested: Mapping[str, object], prefix: str = "") -> dict[str, object]:
@@ -153,6 +159,7 @@ class Mlflow:
     def __init__(self, uri: str) -> None:
         from mlflow.tracking import MlflowClient
 
+        uri = located(uri)
         path = uri.removeprefix("sqlite:///")
         self._database = Path(path).resolve() if path != uri else None
         with self._alone():

@@ -5,15 +5,19 @@ several files), `index.safetensors` and `manifest.json`. What checkpoints share 
 `states-00000017.safetensors`, where the index says which file has whose (`state_log`), and of a long history thousands
 of rows at a time in `rows-00000009.json`. The manifest has the SHA-256 of every file that the checkpoint needs, and of
 what it says itself. It comes last: before it, there is no checkpoint. No file is ever changed, and those that no
-manifest names are removed.
+manifest names are removed. `writer` says which process writes here: the last that began. Another one that still runs,
+on a machine that no lock reaches, finds that before it writes or removes anything more, and stops.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
+import secrets
 import shutil
+import socket
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -29,7 +33,7 @@ from raysim.primitives.files import drafted, from_json, room_for, without_passwo
 from raysim.primitives.stores import Store, is_remote, parted, store
 from raysim.simulation.state_log import CLIENT, FILE, MOST, ByClient, Index
 
-MANIFEST = "manifest.json"
+MANIFEST, WRITER = "manifest.json", "writer"
 _RUN, _INDEX = "run.json", "index.safetensors"
 _NEEDED = {_RUN, "server.safetensors", _INDEX}
 _EARLIER = {_RUN, "server.safetensors", "clients.safetensors"}  # of versions without a log
@@ -102,6 +106,7 @@ class Checkpoints:
     def __init__(self, where: str | Path, keep: int = 2, resume: str = ""):
         self.where, self.keep, self._resume = str(where), keep, resume
         self._store: Store | None = None
+        self._me = f"process {os.getpid()} on {socket.gethostname()} ({secrets.token_hex(8)})"
         self._manifests: dict[int, Mapping[str, str]] = {}  # by version: of those that are there
         self._last = -1  # the version that was written last, or gone on from
         self._log: dict[str, str] = {}  # checksums by name of the log's files that this version needs
@@ -112,8 +117,10 @@ class Checkpoints:
 
         Those of later rounds go as well: the run has left their course when it went on from an earlier one. The version
         that was written last is there already: between two aggregations nothing changes that a result depends on.
+        Raises OSError where another process has begun to write.
         """
         there = self._opened()
+        self._check_writer(there)
         if version != self._last:
             self._remove([version])
             try:
@@ -171,10 +178,17 @@ class Checkpoints:
         """The place; before anything is written there, what a killed run had begun is removed."""
         if self._store is None:
             self._store = there = store(self.where)
+            with room_for(there.draft_folder() / WRITER, len(self._me)), there.new(WRITER) as draft:
+                draft.write_text(self._me)
             self._manifests = {version: _named_files(there, version) for version in _versions(there)}
             self._go_on(there)
             self._clear()
         return self._store
+
+    def _check_writer(self, there: Store) -> None:
+        with there.local(WRITER) as path:
+            if (now := path.read_text()) != self._me:
+                raise OSError(f"{now.partition(' (')[0]} writes its checkpoints to {there} too, and began later")
 
     def _go_on(self, there: Store) -> None:
         """Let the log of the checkpoint that the run goes on from be this run's, if it lies here."""

@@ -121,6 +121,11 @@ def test_arrays_that_do_not_fit_are_refused(tmp_path: Path) -> None:
         NumPy(saved(tmp_path, x=np.zeros((3, 2)))).build()
     with pytest.raises(ValueError, match="labels for multilabel that are not all 0 or 1"):
         NumPy(saved(tmp_path, x=np.zeros((3, 2)), y=np.full((3, 2), 2))).build()
+    np.savez(tmp_path / "test.npz", x=np.zeros((3, 2)), y=np.zeros(3))
+    with pytest.raises(ValueError, match=r"y of train\.npz is int64 and of test\.npz float64: write both in one type"):
+        NumPy(saved(tmp_path, x=np.zeros((3, 2)), y=np.arange(3))).build()
+    with pytest.raises(ValueError, match=r"x of train\.npz is uint8 and of test\.npz float64"):
+        NumPy(saved(tmp_path, x=np.zeros((3, 2), np.uint8), y=np.zeros(3))).build()
     with pytest.raises(ValueError, match=r"holds no train\.npz"):
         NumPy(str(tmp_path / "none")).build()
 

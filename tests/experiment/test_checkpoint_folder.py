@@ -42,7 +42,7 @@ def test_a_run_whose_folder_is_gone_goes_on_from_where_its_checkpoints_are(where
     straight = run(out="straight", rounds=6)
     run(where, out="a", rounds=4)
     assert not Path("a/checkpoints").exists()
-    assert store(where).names() == ["config.yaml", "log", "round-000002", "round-000004"]
+    assert store(where).names() == ["config.yaml", "log", "round-000002", "round-000004", "writer"]
     shutil.rmtree("a")  # the machine it was on
     address = {"resume": f"{where}/round-000004"} if where == "apart" else {"resume": "latest"}
     assert run(where, out="b", rounds=6, **address) == straight

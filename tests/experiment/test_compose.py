@@ -327,6 +327,8 @@ def test_weighting_is_by_samples_unless_a_method_or_the_user_asks_otherwise() ->
         (["data=parquet", "data.root='~nosuchuser/x'"], ["~nosuchuser/x names a user"]),
         (["data.cache='~nosuchuser/x'"], ["~nosuchuser/x names a user"]),
         (["fleet=trace", "fleet.file='~nosuchuser/x'"], ["~nosuchuser/x names a user"]),
+        (["tracking=mlflow", "tracking.uri='~nosuchuser/x'"], ["~nosuchuser/x names a user"]),
+        (["tracking=mlflow", "tracking.uri='sqlite:///~nosuchuser/x.db'"], ["~nosuchuser/x.db names a user"]),
         (["experiment=fedbr/rotatedmnist"], ["did you mean fedbr/rotated_mnist?"]),
     ],
     ids=lambda value: " ".join(value)[:40] if isinstance(value, list) and "=" in " ".join(value) else "",
@@ -389,6 +391,22 @@ def test_a_folder_or_a_pipe_called_like_an_option_is_refused(tmp_path: Path) -> 
     for word in ("data=mine", "method=[pipe]", "model=loop"):
         with pytest.raises(Refused):
             compose([word], [tmp_path])
+
+
+def test_a_group_that_is_a_link_to_nothing_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "method").symlink_to("method")
+    with pytest.raises(Refused, match=f"{tmp_path}/method is a link to nothing"):
+        compose([], [tmp_path])
+
+
+def test_what_composes_is_kept_only_while_its_files_are_as_they_were(tmp_path: Path) -> None:
+    (path := tmp_path / "method/mine.yaml").parent.mkdir()
+    for value in (0.5, 0.25):
+        path.write_text(f"mine: {{_target_: raysim.methods.fedprox.FedProx, mu: {value}}}\n")
+        found = compose(["method=mine"], [tmp_path])
+        assert found.method.mine.mu == value
+        found.method.mine.mu = 7.0  # does not reach what is kept
+        assert compose(["method=mine"], [tmp_path]).method.mine.mu == value
 
 
 @pytest.mark.parametrize(

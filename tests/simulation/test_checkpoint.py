@@ -54,11 +54,13 @@ def same_states(one: Mapping[int, Arrays], other: Mapping[int, Arrays]) -> bool:
 
 
 def names(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir())
+    """What is there, but for who wrote it."""
+    return sorted(path.name for path in folder.iterdir() if path.name != checkpoint.WRITER)
 
 
 def content(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    files = (path for path in folder.rglob("*") if path.is_file() and path.name != checkpoint.WRITER)
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
 
 
 def test_what_was_written_is_read_back_with_the_same_bits(tmp_path: Path) -> None:
@@ -639,6 +641,20 @@ def test_a_run_that_goes_on_where_its_checkpoints_are_writes_no_state_again(remo
     before = [name for name in there.names("log") if name.startswith("states")]
     Checkpoints(where, 3, f"{where}/round-000004").write(8, snapshot())
     assert before and [name for name in there.names("log") if name.startswith("states")] == before
+
+
+@pytest.mark.parametrize("remote", [False, True])
+def test_of_two_processes_that_write_in_one_place_the_earlier_stops_and_harms_nothing(
+    remote: bool, tmp_path: Path
+) -> None:
+    where: Any = f"memory://{tmp_path.name}-two" if remote else tmp_path
+    earlier, later = Checkpoints(where), Checkpoints(where)
+    earlier.write(1, snapshot())
+    path = later.write(2, snapshot(2.0))
+    with pytest.raises(OSError, match=rf"^process {os.getpid()} on \S+ writes its checkpoints to .* too"):
+        earlier.write(3, snapshot(3.0))
+    assert checkpoint.latest(where) == path and not checkpoint.damage(path)
+    later.write(3, snapshot(3.0))
 
 
 def test_a_manifest_may_be_in_any_order_and_names_nothing_outside(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from raysim.primitives.errors import Refused, first_line
-from raysim.primitives.files import regular
+from raysim.primitives.files import folder_at, regular
 from raysim.simulation.trace import fault, write
 
 TRAINING = 3.0  # times inference
@@ -63,7 +63,7 @@ def convert(capacity: str, behaviour: str, out: Path) -> str:
             rows.append(row)
     if not rows:
         raise ValueError(f"{behaviour} has no client that a trace could hold; the first: {wrong}")
-    out.parent.mkdir(parents=True, exist_ok=True)
+    folder_at(out.parent)
     write(out, rows)
     left = f"; {len(times) - len(rows):,} were left out, the first of them {wrong}" if wrong else ""
     return f"{len(rows):,} clients in {out}{left}"
