@@ -112,8 +112,7 @@ DATABASE = {"lock": _lock, "delete": _delete, "overwrite": _overwrite}
 def cases(count: int, seed: int, runtime: str) -> Iterator[Case]:
     """So many, always the same ones for a seed."""
     rng = random.Random(seed)
-    files = ["disk", "disk"] if runtime == "inprocess" else []  # Ray's own files would meet the limit, too
-    faults = [*SIGNALS, *SIGNALS, *files, *DATABASE]
+    faults = [*SIGNALS, *SIGNALS, "disk", "disk", *DATABASE]
     victims = list(VICTIMS) if runtime == "local" else ["driver"]
     for _ in range(count):
         method = rng.choice(list(METHODS))
@@ -129,23 +128,21 @@ FORKS = multiprocessing.get_context("forkserver")  # a process that has imported
 FORKS.set_forkserver_preload(["raysim.cli", "raysim.experiment.execute", "raysim.runtime.inprocess"])
 
 
-def _command(words: list[str], folder: str, size: int | None, mark: str) -> None:
-    """`raysim` with these words; size: the largest file that it may write, in bytes."""
+def _command(words: list[str], folder: str, mark: str) -> None:
+    """`raysim` with these words."""
     os.setsid()
     os.chdir(folder)
     os.environ.update(PATIENT, **{MARK: mark})
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     os.dup2(os.open("err", os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
-    if size is not None:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
     from raysim.cli import main
 
     main(words)
 
 
-def start(words: list[str], folder: Path, mark: str, size: int | None = None) -> ForkServerProcess:
+def start(words: list[str], folder: Path, mark: str) -> ForkServerProcess:
     """A run in a session of its own, with a mark in its environment by which its processes are known."""
-    run = FORKS.Process(target=_command, args=(words, str(folder), size, mark))
+    run = FORKS.Process(target=_command, args=(words, str(folder), mark))
     run.start()
     return run
 
@@ -202,6 +199,14 @@ def disturb(run: ForkServerProcess, case: Case, rng: random.Random) -> None:
         time.sleep(1)
         with contextlib.suppress(ProcessLookupError):
             os.kill(victim, signal.SIGKILL)
+
+
+def fill(run: ForkServerProcess, size: int) -> None:
+    """From now on those that write results can write no file beyond a size, in bytes."""
+    assert run.pid is not None
+    for pid in [run.pid, *(pid for pid in descendants(run.pid) if VICTIMS["coordinator"] in named(pid)[:200])]:
+        with contextlib.suppress(ProcessLookupError):
+            resource.prlimit(pid, resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
 
 
 def finish(run: ForkServerProcess) -> int:
@@ -289,11 +294,12 @@ def carry_out(case: Case, seed: int) -> str:
         folder, reached = Path(text), True
         if case.fault in DATABASE:
             (folder / "mlflow.db").write_bytes(_database())
-        run = start(case.words, folder, mark, int(expected.largest * case.moment) if case.fault == "disk" else None)
+        run = start(case.words, folder, mark)
         with contextlib.ExitStack() as stack:
-            if case.fault != "disk":
-                reached = await_moment(run, expected.seconds * case.moment)
-            if case.fault in DATABASE:
+            reached = await_moment(run, expected.seconds * case.moment)
+            if case.fault == "disk" and reached:
+                fill(run, int(expected.largest * rng.random()))
+            elif case.fault in DATABASE:
                 stack.enter_context(DATABASE[case.fault](folder / "mlflow.db"))
             elif case.fault in SIGNALS and reached:
                 disturb(run, case, rng)
