@@ -4,6 +4,7 @@
                                                 in process; goes on where it stopped
     uv run python tests/faults.py --count 60 --runtime local --log faults.jsonl
                                                 on Ray: driver, coordinator, hosts, raylet and GCS
+    uv run python tests/faults.py --cost 5      what a killed host costs: so many pairs of a run with two hosts
 
 A seeded case starts a run, does something to it at a seeded moment (a signal to one of its processes, a file size that
 the system refuses, a database of MLflow that is locked, deleted or overwritten), and goes on with resume=latest until
@@ -24,6 +25,7 @@ import random
 import resource
 import signal
 import sqlite3
+import statistics
 import sys
 import tempfile
 import time
@@ -327,6 +329,38 @@ def wrong(case: Case, folder: Path, statuses: list[int], mark: str, expected: Un
     return ""
 
 
+# --- what a dead host costs -----------------------------------------------------------------------------------------
+LONG = (
+    *("run", "data=synthetic", "data.samples=5000", "partition=iid", "partition.clients=50", "schedule.cohort=10"),
+    *("local.epochs=2", "rounds=150", "checkpoint.every=0", "tracking=none", "runtime.hosts=2", "out=out"),
+)
+
+
+def cost(pairs: int) -> None:
+    """Print the wall seconds of runs in which a host is killed after five seconds, and of undisturbed ones.
+
+    The two of a pair come one after the other, first one, then the other of them.
+    """
+    more = []
+    for pair in range(pairs):
+        seconds = {}
+        for kills in (False, True) if pair % 2 else (True, False):
+            with tempfile.TemporaryDirectory(prefix="raysim-faults-") as text:
+                run = start(list(LONG), Path(text), uuid.uuid4().hex)
+                if kills:
+                    while not Path(text, "out").is_dir():  # it appears once the hosts are ready
+                        time.sleep(0.1)
+                    time.sleep(5)
+                    disturb(run, Case("fedavg", "rounds", "local", "KILL", "host", 0.5), random.Random(pair))
+                assert finish(run) == 0, Path(text, "err").read_text()
+                rows = read_history(Path(text, "out/history.parquet"))
+                assert sum(row["host_deaths"] for row in rows) == kills, "one host died, or none"
+                seconds[kills] = rows[-1]["wall_seconds"]
+        more.append(seconds[True] - seconds[False])
+        print(f"killed {seconds[True]:.2f} s, undisturbed {seconds[False]:.2f} s: {more[-1]:+.2f} s", flush=True)
+    print(f"a killed host costs {statistics.median(more):.2f} s (median of {pairs})")
+
+
 def main(count: int, seed: int, runtime: str, log: Path) -> int:
     """Cases that the log has left out; the status is 1 where a run did not end as the undisturbed one."""
     lines = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
@@ -356,5 +390,8 @@ if __name__ == "__main__":
     parser.add_argument(
         "--log", type=Path, default=Path("faults.jsonl"), help="what became of the cases, a line for each"
     )
+    parser.add_argument("--cost", type=int, default=0, metavar="PAIRS", help="measure what a killed host costs instead")
     parsed = parser.parse_args()
+    if parsed.cost:
+        sys.exit(cost(parsed.cost))
     sys.exit(main(parsed.count, parsed.seed, parsed.runtime, parsed.log))

@@ -284,11 +284,11 @@ def test_a_folder_in_which_another_process_works_is_refused(capsys: pytest.Captu
 
     experiment.run([*QUICK, "out=a"], quiet=True, on_round=second)
     assert set(refused) == {
-        f"out=a is in use by process {os.getpid()} on {socket.gethostname()}: wait for its end, or choose another out"
+        f"a is in use by process {os.getpid()} on {socket.gethostname()}: wait for its end, or choose another folder"
     }
     with held(Path("a")):
         run("out=a", "resume=latest", "rounds=6", status=2)
-    assert "out=a is in use by" in one_sentence(capsys.readouterr().err)
+    assert "a is in use by" in one_sentence(capsys.readouterr().err)
     run("out=a", "resume=latest", "rounds=6")
 
 
@@ -297,7 +297,7 @@ def test_a_study_that_another_process_carries_out_is_refused(capsys: pytest.Capt
     assert cli.call(words) == 0
     with held(Path("s")):
         assert cli.call(["study", "out=s", "resume=latest"]) == 2
-    assert "out=s is in use by" in capsys.readouterr().err
+    assert "s is in use by" in capsys.readouterr().err
 
 
 def samples() -> Samples:

@@ -35,12 +35,12 @@ from raysim.experiment.objects import PARTS, Given, given, refuse_missing
 from raysim.experiment.plugins import brought
 from raysim.experiment.recorder import OnRound, finished, record, say, users_observers
 from raysim.experiment.result import Result
-from raysim.experiment.run_folder import CONFIG, Place, config_drafts, last_checkpoint, place
+from raysim.experiment.run_folder import CONFIG, Place, apart, config_drafts, last_checkpoint, place
 from raysim.experiment.settings import ExecutionOptions, Experiment, Interrupted
 from raysim.models import ModelRecipe
 from raysim.models.split import FILLED_IN, Foreign, Own
 from raysim.primitives.errors import Refused, instead, refusing
-from raysim.primitives.files import held, is_full, replace_file, user_path
+from raysim.primitives.files import folder_at, held, is_full, replace_file, user_path
 from raysim.primitives.stores import store
 from raysim.results.observers import Note, Observer, ObserverFailed
 from raysim.results.progress import waiting
@@ -373,6 +373,8 @@ def _tried(experiment: Experiment, where: Place, console: Console, quiet: bool, 
         with waiting(console) as waits_for, refusing():
             events = stack.enter_context(closing(_events(experiment, where, console, waits_for)))
             started = next(events)  # only now hosts are known to fit
+            for folder in apart(experiment.spec.settings.checkpoint, where.folder):
+                stack.enter_context(held(folder_at(folder)))
             _make_folder(experiment, where)
         if not where.exists:
             stack.enter_context(held(where.folder))

@@ -70,7 +70,7 @@ def place(experiment: Experiment) -> Place:
         folder = user_path(options.out) if options.out else dated_folder(Path("runs"), experiment.title)
         check_free(folder)
         _check_writable(folder, kept)
-        if kept.folder and store(kept.folder).names():
+        if kept.folder and {*store(kept.folder).names()} - {HELD}:
             raise Refused(
                 f"checkpoint.folder={without_password(kept.folder)} holds something already: choose another one, or "
                 "continue its run with resume=latest"
@@ -144,10 +144,7 @@ def _from(address: str, where: Place, rounds: int) -> Place:
 
 
 def _check_writable(folder: Path, kept: Checkpoint) -> None:
-    places = {"out": folder}
-    if kept.folder and isinstance(apart := store(kept.folder), LocalStore):
-        places["checkpoint.folder"] = apart.path
-    for name, place in places.items():
+    for name, place in [("out", folder), *(("checkpoint.folder", path) for path in apart(kept, folder))]:
         parent = place.absolute()
         while not parent.exists():
             parent = parent.parent
@@ -155,6 +152,12 @@ def _check_writable(folder: Path, kept: Checkpoint) -> None:
             raise Refused(f"{name}={place} cannot be made because {parent} is a file: choose another folder")
         if not os.access(parent, os.W_OK | os.X_OK):
             raise Refused(f"{name}={place} cannot be written because {parent} is read-only: choose another folder")
+
+
+def apart(kept: Checkpoint, folder: Path) -> list[Path]:
+    """Where on this machine's disks a run's checkpoints are kept, if that is neither in its folder nor behind a URL."""
+    found = [there.path] if kept.folder and isinstance(there := store(kept.folder), LocalStore) else []
+    return [path for path in found if path.resolve() != folder.resolve()]
 
 
 def _check_run_in(where: str | None, config: Node) -> None:

@@ -164,13 +164,13 @@ def alone(folder: Path, setting: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def held(folder: Path) -> Iterator[None]:
-    """The folder of a run for this process alone, as long as it works there. Raises Refused where another one does."""
+    """A folder of a run for this process alone, as long as it works there. Raises Refused where another one does."""
     path = folder / HELD
     if path.exists() and not path.is_file():
         raise Refused(f"{path} is no file that can be locked: remove it")
     with path.open("a+") as handle:
         if not _locked(handle):
-            raise Refused(f"out={folder} is in use by {_owner(handle)}: wait for its end, or choose another out")
+            raise Refused(f"{folder} is in use by {_owner(handle)}: wait for its end, or choose another folder")
         _sign(handle)
         yield
 

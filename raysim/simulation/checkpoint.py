@@ -5,8 +5,10 @@ several files), `index.safetensors` and `manifest.json`. What checkpoints share 
 `states-00000017.safetensors`, where the index says which file has whose (`state_log`), and of a long history thousands
 of rows at a time in `rows-00000009.json`. The manifest has the SHA-256 of every file that the checkpoint needs, and of
 what it says itself. It comes last: before it, there is no checkpoint. No file is ever changed, and those that no
-manifest names are removed. `writer` says which process writes here: the last that began. Another one that still runs,
-on a machine that no lock reaches, finds that before it writes or removes anything more, and stops.
+manifest names are removed.
+
+A folder is locked as long as a run writes there (`files.held`). Behind a URL there are no locks: `writer` says which
+process writes there, the last that began; an earlier one finds that before it writes or removes more, and stops.
 """
 
 from __future__ import annotations
@@ -120,7 +122,8 @@ class Checkpoints:
         Raises OSError where another process has begun to write.
         """
         there = self._opened()
-        self._check_writer(there)
+        if is_remote(self.where):
+            self._check_writer(there)
         if version != self._last:
             self._remove([version])
             try:
@@ -178,8 +181,9 @@ class Checkpoints:
         """The place; before anything is written there, what a killed run had begun is removed."""
         if self._store is None:
             self._store = there = store(self.where)
-            with room_for(there.draft_folder() / WRITER, len(self._me)), there.new(WRITER) as draft:
-                draft.write_text(self._me)
+            if is_remote(self.where):
+                with room_for(there.draft_folder() / WRITER, len(self._me)), there.new(WRITER) as draft:
+                    draft.write_text(self._me)
             self._manifests = {version: _named_files(there, version) for version in _versions(there)}
             self._go_on(there)
             self._clear()
