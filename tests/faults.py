@@ -203,10 +203,14 @@ def disturb(run: ForkServerProcess, case: Case, rng: random.Random) -> None:
             os.kill(victim, signal.SIGKILL)
 
 
-def fill(run: ForkServerProcess, size: int) -> None:
-    """From now on those that write results can write no file beyond a size, in bytes."""
+def fill(run: ForkServerProcess, runtime: str, size: int) -> None:
+    """From now on those that write results can write no file beyond a size, in bytes; on Ray, once Ray has started."""
     assert run.pid is not None
-    for pid in [run.pid, *(pid for pid in descendants(run.pid) if VICTIMS["coordinator"] in named(pid)[:200])]:
+    coordinators: list[int] = []
+    while runtime == "local" and run.is_alive() and not coordinators:
+        coordinators = [pid for pid in descendants(run.pid) if VICTIMS["coordinator"] in named(pid)[:200]]
+        time.sleep(0.05)
+    for pid in [run.pid, *coordinators]:
         with contextlib.suppress(ProcessLookupError):
             resource.prlimit(pid, resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
 
@@ -300,7 +304,7 @@ def carry_out(case: Case, seed: int) -> str:
         with contextlib.ExitStack() as stack:
             reached = await_moment(run, expected.seconds * case.moment)
             if case.fault == "disk" and reached:
-                fill(run, int(expected.largest * rng.random()))
+                fill(run, case.runtime, int(expected.largest * rng.random()))
             elif case.fault in DATABASE:
                 stack.enter_context(DATABASE[case.fault](folder / "mlflow.db"))
             elif case.fault in SIGNALS and reached:

@@ -5,6 +5,7 @@ The only file besides the sweep that imports Ray.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import logging
 import math
@@ -17,8 +18,9 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -84,12 +86,13 @@ def connect(options: RayOptions) -> bool:
         host, _, port = address.rpartition(":")
         if host and port.isdigit():  # Ray would try for minutes
             socket.create_connection((host, int(port)), timeout=5).close()
-        ray.init(
-            address=address,
-            log_to_driver=False,
-            logging_level=logging.ERROR,
-            include_dashboard=False if address == "local" else None,
-        )
+        with _nothing_besides() if address == "local" else nullcontext():
+            ray.init(
+                address=address,
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+                include_dashboard=False if address == "local" else None,
+            )
     except Exception as error:  # Ray raises a bare one where its processes do not start in time
         raise ValueError(
             f"runtime.address={address}: no Ray cluster could be reached or started there ({first_line(error)}); "
@@ -99,6 +102,29 @@ def connect(options: RayOptions) -> bool:
         # `ray job stop` is a Ctrl-C: Ray's own handler prints its stack and may abort.
         signal.signal(signal.SIGTERM, signal.default_int_handler)
     return True
+
+
+@contextmanager
+def _nothing_besides() -> Iterator[None]:
+    """Let Ray start without the processes that watch clusters: two of six seconds on two cores.
+
+    They are its autoscaler, the one that forwards what workers print, and what is left of its dashboard when that is
+    off. `ray start` has options against the first two, `ray.init` has none. Where Ray's insides are others than in the
+    versions that this was written for, all of them are started.
+    """
+    parameter: Any = import_module("ray._private.parameter")
+    node: Any = import_module("ray._private.node").Node
+    options, serve = parameter.RayParams, getattr(node, "start_api_server", None)
+    without = {"no_monitor": True, "include_log_monitor": False}
+    if serve is None or not without.keys() <= inspect.signature(options).parameters.keys():
+        yield
+        return
+    parameter.RayParams = functools.partial(options, **without)
+    node.start_api_server = lambda *_, **__: None
+    try:
+        yield
+    finally:
+        parameter.RayParams, node.start_api_server = options, serve
 
 
 @contextmanager

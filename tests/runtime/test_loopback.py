@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -24,6 +25,8 @@ def descendants(pid):
 
 def look(row):
     inodes = set()
+    for pid in descendants(os.getpid()):
+        print("runs", Path(f"/proc/{pid}/cmdline").read_text().replace("\\0", " "), flush=True)
     for pid in [str(os.getpid()), *descendants(os.getpid())]:
         for descriptor in Path(f"/proc/{pid}/fd").glob("*"):
             try:
@@ -49,6 +52,7 @@ def test_no_process_of_a_local_run_listens_beyond_loopback(tmp_path: Path) -> No
     assert ended.returncode == 0, ended.stderr
     places = [line.split()[1] for line in ended.stdout.splitlines() if line.startswith("listens ")]
     assert len(places) > 3 and set(places) <= LOOPBACK
+    assert "raylet" in ended.stdout and not {*re.findall(r"dashboard\.py|monitor\.py", ended.stdout)}
 
 
 STOPPED = """
