@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import textwrap
+from collections.abc import Iterator
 from dataclasses import MISSING, asdict, dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -49,6 +50,18 @@ class FederatedData:
     def open(self) -> Dataset:
         """The memory-mapped data set, opened once per process."""
         return _opened(self.dataset_path)
+
+
+def doubts_of_labels(data: FederatedData) -> Iterator[str]:
+    """Sentences to warn with of labels that are perhaps not meant as they stand: most of their classes do not occur."""
+    dataset = data.open()
+    if dataset.kind == "classification":
+        absent = int(np.count_nonzero(np.bincount(dataset.labels, minlength=dataset.num_classes) == 0))
+        if 2 * absent > dataset.num_classes:
+            yield (
+                f"{absent} of {dataset.num_classes} classes have no sample, and each is an output of the model: number "
+                "the classes from 0 on, or give texts as labels"
+            )
 
 
 def pooled(data: FederatedData) -> FederatedData:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, cast
 
+import numpy as np
 import pytest
 import torch
 
@@ -135,6 +136,14 @@ def test_a_hook_that_cannot_be_called_is_refused_before_anything_starts(method: 
 def test_a_hook_may_take_more_than_it_is_given() -> None:
     fine = own(gradient=lambda self, ctx, grad, part, scale=2.0: None, finish=lambda *given: None)
     assert not [text for text in build([*DATA, *ROUNDS], methods=[fine]).warnings if "'mine'" in text]
+
+
+@pytest.mark.parametrize(("step", "sentences"), [(1, 0), (2, 0), (10, 1)])
+def test_labels_most_of_whose_classes_do_not_occur_are_pointed_at(step: int, sentences: int) -> None:
+    data = (np.zeros((80, 3), np.float32), np.arange(80) % 4 * step)
+    found = [text for text in build([*DATA[:2], *DATA[3:], *ROUNDS], data=data).warnings if "have no sample" in text]
+    assert len(found) == sentences
+    assert not found or found[0].startswith("27 of 31 classes have no sample, and each is an output of the model")
 
 
 def test_a_function_with_nearly_the_name_of_a_hook_is_pointed_at() -> None:
