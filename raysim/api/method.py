@@ -28,20 +28,29 @@ Need: TypeAlias = Literal["classes", "features", "images", "numbers"]
 
 
 class Method:
-    """One part of a federated algorithm. `ctx` is the job at work, `server` the coordinator's side."""
+    """One part of a federated algorithm. `ctx` is the job at work, `server` the coordinator's side.
+
+    Besides hooks a class may say of itself:
+    name, paper: what it is called, and where it is from; every class has both.
+    weighting: the raw weights that it asks for, unless the configuration names others.
+    needs: what it can do nothing without: "classes" as labels, "features" that a head turns into outputs, "images", or
+    "numbers", inputs that can be added up and have a gradient.
+    targets: "soft" if it makes labels soft, "integer" if it needs them whole.
+    excludes: other methods, and why the two do not combine.
+    needs_single_updates: whether its `absorb` reads deltas, and `moves` of updates.
+    keep_optimizer: whether it keeps the optimisers of a client itself, as `local.keep_optimizer` does.
+    pools: whether it trains one model on the clients' pooled data.
+    """
 
     name: ClassVar[str]
     paper: ClassVar[str]
-    weighting: ClassVar[str] = "samples"  # the raw weights it asks for, unless the configuration names others
-    excludes: ClassVar[Mapping[str, str]] = {}  # other method -> why the two do not combine
-    targets: ClassVar[Literal["any", "soft", "integer"]] = "any"  # "soft": makes them soft; "integer": needs labels
-    pools: ClassVar[bool] = False  # whether it trains one model on the clients' pooled data
-    needs_single_updates: ClassVar[bool] = False  # whether its `absorb` reads deltas, and `moves` of updates
-    keep_optimizer: bool = False  # whether it keeps the optimisers of a client itself, as `local.keep_optimizer` does
-
-    # What it can do nothing without: "classes" as labels, "features" that a head turns into outputs, "images", or
-    # "numbers", inputs that can be added up and have a gradient.
+    weighting: ClassVar[str] = "samples"
     needs: ClassVar[frozenset[Need]] = frozenset()
+    targets: ClassVar[Literal["any", "soft", "integer"]] = "any"
+    excludes: ClassVar[Mapping[str, str]] = {}
+    needs_single_updates: ClassVar[bool] = False
+    keep_optimizer: bool = False
+    pools: ClassVar[bool] = False
 
     def __repr__(self) -> str:
         name = getattr(self, "name", type(self).__name__)  # a class without one is refused in a sentence that shows it
