@@ -196,7 +196,10 @@ def _importable(cls: Any) -> bool:
     """Whether another process finds the class or function by its name."""
     if cls.__module__ == "__main__" or "." in cls.__qualname__:
         return False
-    return getattr(importlib.import_module(cls.__module__), cls.__name__, None) is cls
+    try:
+        return getattr(importlib.import_module(cls.__module__), cls.__name__, None) is cls
+    except ImportError:  # a module that was made, not found
+        return False
 
 
 def _equal(one: object, other: object) -> bool:

@@ -139,7 +139,8 @@ def test_a_part_that_no_file_can_hold_is_told_from_one_that_it_can() -> None:
 
     changed = FedProx(0.1)
     changed.more = 1  # type: ignore[attr-defined]
-    for part in (Local(0.1), Holding(what=lambda: 0), Holding(what=torch.ones(2)), Twice(0.1), changed):
+    unfound = type("Unfound", (FedProx,), {"__module__": "nowhere"})  # as a notebook's magic may make it
+    for part in (Local(0.1), Holding(what=lambda: 0), Holding(what=torch.ones(2)), Twice(0.1), changed, unfound(0.1)):
         assert OBJECT in written(part), part
 
 
