@@ -288,7 +288,9 @@ def test_a_folder_in_which_another_process_works_is_refused(capsys: pytest.Captu
     }
     with held(Path("a")):
         run("out=a", "resume=latest", "rounds=6", status=2)
-    assert "a is in use by" in one_sentence(capsys.readouterr().err)
+        assert "a is in use by" in one_sentence(capsys.readouterr().err)
+        run("out=a", status=2)  # nor as a new one: whoever is told to go on with it would have to wait
+        assert "a is in use by" in one_sentence(capsys.readouterr().err)
     run("out=a", "resume=latest", "rounds=6")
 
 

@@ -7,6 +7,7 @@ A single run names and checks its folder in the same way (`run_folder`), and eve
 from __future__ import annotations
 
 import math
+import os
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -16,6 +17,7 @@ from raysim.experiment.compose import joined
 from raysim.experiment.instantiate import shown
 from raysim.primitives.checks import known
 from raysim.primitives.errors import Refused, refusing
+from raysim.primitives.files import HELD, held
 from raysim.results.history import Row, last_measured
 from raysim.results.significance import mean_deviation
 from raysim.runtime.placement import RayOptions, listen_on_loopback
@@ -56,7 +58,10 @@ def dated_folder(root: Path, title: str = "") -> Path:
 
 
 def check_free(folder: Path) -> None:
-    """Refuse a folder that exists, where something new is to be written."""
+    """Refuse a folder that exists, where something new is to be written; says so if another process writes there."""
+    if (folder / HELD).is_file() and os.access(folder / HELD, os.W_OK):
+        with held(folder):
+            pass
     if folder.exists() or folder.is_symlink():
         raise Refused(f"out={folder} exists already: choose another folder, or continue it with resume=latest")
 

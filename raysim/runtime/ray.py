@@ -70,6 +70,7 @@ INLINE = 1 << 16  # bytes that cost less to send with every call than to store o
 GRACE = 2  # seconds in which a group that fits is there; longer means that others hold what it needs
 TOGETHER = 0.1  # seconds in which finished rounds are collected for one message to the driver
 REVIVAL = 300  # seconds for a new host in the place of a dead one
+SILENCE = 60.0  # seconds after which somebody may wonder
 
 
 # --- the cluster ----------------------------------------------------------------------------------------------------
@@ -538,7 +539,7 @@ def run(
         try:
             for part, more in ((coordinator.begin, START), (coordinator.events, REVIVAL)):
                 messages = part.options(num_returns="streaming").remote()
-                for ref in _in_time(messages, spec.settings.faults.timeout, more):
+                for ref in _in_time(messages, spec.settings.faults.timeout, more, say):
                     yield from ray.get(ref)
         except ray.exceptions.RayTaskError as error:
             cause = error.cause
@@ -550,18 +551,25 @@ def run(
             runtime.stop()
 
 
-def _in_time(messages: Any, timeout: float | None, more: float) -> Iterator[Any]:
+def _in_time(messages: Any, timeout: float | None, more: float, say: Say) -> Iterator[Any]:
     """What a coordinator sends; it says every few seconds what it waits for, so one that is silent counts as dead.
 
-    more: seconds beyond the timeout that the first of it may take.
+    It cannot where it waits for Ray to start a host, which is said for it. more: seconds beyond the timeout that the
+    first of its messages may take.
     """
-    patience = None if timeout is None else timeout + more
-    while ray.wait([messages], timeout=patience, fetch_local=False)[0]:
-        patience = None if timeout is None else timeout + REVIVAL
-        try:
-            yield next(messages)
-        except StopIteration:
-            return
+    patience, silent = math.inf if timeout is None else timeout + more, 0.0
+    while silent < patience:
+        if ray.wait([messages], timeout=(step := min(SILENCE, patience - silent)), fetch_local=False)[0]:
+            patience, silent = math.inf if timeout is None else timeout + REVIVAL, 0.0
+            try:
+                yield next(messages)
+            except StopIteration:
+                return
+        elif (silent := silent + step) < patience:
+            say(
+                f"nothing was heard for {silent:g} s: hosts start, or Ray has no room for one in the place of one that "
+                f"died; after {REVIVAL} s without it the run goes back to its last checkpoint"
+            )
     raise ProcessLost(
         f"the coordinator has said nothing for {patience:g} s (faults.timeout, and what a new host may take): it may "
         "have been stopped; resume=latest goes on from its last checkpoint"

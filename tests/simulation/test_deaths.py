@@ -276,11 +276,17 @@ def test_a_coordinator_that_is_stopped_is_lost(ray_session: None, monkeypatch: p
     from raysim.runtime import ray as on_ray
 
     monkeypatch.setattr(on_ray, "REVIVAL", 1)
+    monkeypatch.setattr(on_ray, "SILENCE", 4.0)
     study = changed(run_spec(Halting(), data=tiny(clients=6)), faults=Faults(timeout=10.0))
     size = on_ray.fit(RayOptions(hosts=1), study, 3, lambda _: None)
+    said: list[str] = []
     with pytest.raises(ProcessLost, match=r"said nothing for 11 s"):
-        for _ in on_ray.run(study, SCHEDULES["rounds"], Lognormal(), size, say=lambda _: None):
+        for _ in on_ray.run(study, SCHEDULES["rounds"], Lognormal(), size, say=said.append):
             pass
+    assert [text.partition(":")[0] for text in said if "nothing was heard" in text][-2:] == [
+        "nothing was heard for 4 s",
+        "nothing was heard for 8 s",
+    ]
 
 
 NODE = """
