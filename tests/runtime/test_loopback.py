@@ -55,6 +55,23 @@ def test_no_process_of_a_local_run_listens_beyond_loopback(tmp_path: Path) -> No
     assert "raylet" in ended.stdout and not {*re.findall(r"dashboard\.py|monitor\.py", ended.stdout)}
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("lacks", ["options", "server"])
+def test_a_ray_of_other_insides_starts_as_it_would(lacks: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from ray._private import node, parameter
+
+    from raysim.runtime.ray import _nothing_besides
+
+    if lacks == "options":
+        monkeypatch.setattr(parameter, "RayParams", lambda redirect_output=None: None)
+    else:
+        monkeypatch.delattr(node.Node, "start_api_server")
+    before = parameter.RayParams, getattr(node.Node, "start_api_server", None)
+    with _nothing_besides():
+        assert (parameter.RayParams, getattr(node.Node, "start_api_server", None)) == before
+    assert (parameter.RayParams, getattr(node.Node, "start_api_server", None)) == before
+
+
 STOPPED = """
 import os, signal
 from pathlib import Path
