@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 from fuzz import TARGETS, fuzz
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_random_input_gives_a_run_or_one_sentence(target: str) -> None:

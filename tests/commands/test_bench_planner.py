@@ -6,6 +6,8 @@ import pytest
 
 from raysim.commands.bench import planner
 
+pytestmark = pytest.mark.slow
+
 
 def test_every_schedule_over_every_fleet_has_a_rate(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(planner, "CLIENTS", 3_000)

@@ -19,6 +19,8 @@ from raysim.primitives.errors import Refused
 from raysim.results.history import Row, write_json
 from raysim.results.report import Run, load_run, settings
 
+pytestmark = pytest.mark.slow
+
 SPLIT = {"label_entropy": 0.33, "largest_share": 0.9, "divergence": 0.61}
 IDENTITY = {"device": "cpu", "threads": 1, "libraries": {"torch": "2.9"}}
 

@@ -19,6 +19,8 @@ from raysim.experiment.execute import build, partition
 from raysim.experiment.instantiate import TARGET, build as build_object, resolve
 from raysim.primitives.errors import Refused
 
+pytestmark = pytest.mark.slow
+
 FEDBR = tables("fedbr")
 MODELS = {
     "four-layer CNN": "mnist_cnn",
