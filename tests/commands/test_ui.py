@@ -16,6 +16,8 @@ from raysim.commands import ui
 from raysim.primitives.errors import Refused
 from raysim.results.tracking import Tracker, default_uri
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:

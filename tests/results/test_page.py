@@ -17,6 +17,8 @@ from raysim.results.clients import Split, write_split
 from raysim.results.jobs import JobWriter
 from raysim.simulation.events import JobEnd
 
+pytestmark = pytest.mark.slow
+
 EVIL = "<script>alert(1)</script>"
 
 
