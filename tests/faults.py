@@ -176,6 +176,14 @@ def worked(pid: int) -> float:
     return seconds
 
 
+def processes(run: ForkServerProcess, victim: str) -> list[int]:
+    """Those of a run that are of a kind."""
+    assert run.pid is not None
+    if not (place := VICTIMS[victim]):
+        return [run.pid]
+    return [pid for pid in descendants(run.pid) if place in named(pid)[:200]]
+
+
 def await_moment(run: ForkServerProcess, seconds: float) -> bool:
     """Until a run has worked for so long; whether it still goes on then."""
     assert run.pid is not None
@@ -188,10 +196,7 @@ def await_moment(run: ForkServerProcess, seconds: float) -> bool:
 
 def disturb(run: ForkServerProcess, case: Case, rng: random.Random) -> None:
     """Send the signals. Who was stopped is killed a little later, for nobody goes on with it; a host is replaced."""
-    assert run.pid is not None
-    place = VICTIMS[case.victim]
-    found = [run.pid] if not place else [pid for pid in descendants(run.pid) if place in named(pid)[:200]]
-    if not found:
+    if not (found := processes(run, case.victim)):
         return
     victim = rng.choice(found)
     for each in SIGNALS[case.fault]:
@@ -205,12 +210,11 @@ def disturb(run: ForkServerProcess, case: Case, rng: random.Random) -> None:
 
 def fill(run: ForkServerProcess, runtime: str, size: int) -> None:
     """From now on those that write results can write no file beyond a size, in bytes; on Ray, once Ray has started."""
-    assert run.pid is not None
     coordinators: list[int] = []
     while runtime == "local" and run.is_alive() and not coordinators:
-        coordinators = [pid for pid in descendants(run.pid) if VICTIMS["coordinator"] in named(pid)[:200]]
+        coordinators = processes(run, "coordinator")
         time.sleep(0.05)
-    for pid in [run.pid, *coordinators]:
+    for pid in [*processes(run, "driver"), *coordinators]:
         with contextlib.suppress(ProcessLookupError):
             resource.prlimit(pid, resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
 
@@ -352,7 +356,7 @@ def cost(pairs: int) -> None:
             with tempfile.TemporaryDirectory(prefix="raysim-faults-") as text:
                 run = start(list(LONG), Path(text), uuid.uuid4().hex)
                 if kills:
-                    while not Path(text, "out").is_dir():  # it appears once the hosts are ready
+                    while run.is_alive() and not Path(text, "out").is_dir():  # it appears once the hosts are ready
                         time.sleep(0.1)
                     time.sleep(5)
                     disturb(run, Case("fedavg", "rounds", "local", "KILL", "host", 0.5), random.Random(pair))
@@ -365,12 +369,12 @@ def cost(pairs: int) -> None:
     print(f"a killed host costs {statistics.median(more):.2f} s (median of {pairs})")
 
 
-def main(count: int, seed: int, runtime: str, log: Path) -> int:
-    """Cases that the log has left out; the status is 1 where a run did not end as the undisturbed one."""
+def main(count: int, seed: int, runtime: str, log: Path, only: str = "") -> int:
+    """Cases that the log has left out, of one fault or all; the status is 1 where one did not end as undisturbed."""
     lines = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
     done = {(line["seed"], line["case"]["runtime"], line["number"]) for line in lines}
     for number, case in enumerate(cases(count, seed, runtime)):
-        if (seed, runtime, number) in done:
+        if (seed, runtime, number) in done or (only and case.fault != only):
             continue
         lines.append({"seed": seed, "number": number, "case": asdict(case), "found": carry_out(case, number)})
         with log.open("a") as file:
@@ -394,8 +398,9 @@ if __name__ == "__main__":
     parser.add_argument(
         "--log", type=Path, default=Path("faults.jsonl"), help="what became of the cases, a line for each"
     )
+    parser.add_argument("--fault", choices=[*SIGNALS, "disk", *DATABASE], default="", help="only cases of this one")
     parser.add_argument("--cost", type=int, default=0, metavar="PAIRS", help="measure what a killed host costs instead")
     parsed = parser.parse_args()
     if parsed.cost:
         sys.exit(cost(parsed.cost))
-    sys.exit(main(parsed.count, parsed.seed, parsed.runtime, parsed.log))
+    sys.exit(main(parsed.count, parsed.seed, parsed.runtime, parsed.log, parsed.fault))

@@ -188,11 +188,16 @@ def _locked(handle: TextIO, wait: bool = False) -> bool:
     return True
 
 
+def this_process() -> str:
+    """How a sentence names it to somebody who finds what it left."""
+    return f"process {os.getpid()} on {socket.gethostname()}"
+
+
 def _sign(handle: TextIO) -> None:
     """Leave in a locked file who has it."""
     with contextlib.suppress(OSError):  # a full disk is the next one's to tell
         handle.truncate(0)
-        handle.write(f"process {os.getpid()} on {socket.gethostname()}")
+        handle.write(this_process())
         handle.flush()
 
 

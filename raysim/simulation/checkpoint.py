@@ -15,11 +15,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
 import secrets
 import shutil
-import socket
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -31,7 +29,7 @@ from safetensors.numpy import save_file
 from safetensors.torch import load_file as map_file
 
 from raysim.api.messages import Arrays
-from raysim.primitives.files import drafted, from_json, room_for, without_password
+from raysim.primitives.files import drafted, from_json, room_for, this_process, without_password
 from raysim.primitives.stores import Store, is_remote, parted, store
 from raysim.simulation.state_log import CLIENT, FILE, MOST, ByClient, Index
 
@@ -108,7 +106,7 @@ class Checkpoints:
     def __init__(self, where: str | Path, keep: int = 2, resume: str = ""):
         self.where, self.keep, self._resume = str(where), keep, resume
         self._store: Store | None = None
-        self._me = f"process {os.getpid()} on {socket.gethostname()} ({secrets.token_hex(8)})"
+        self._me = f"{this_process()} ({secrets.token_hex(8)})"
         self._manifests: dict[int, Mapping[str, str]] = {}  # by version: of those that are there
         self._last = -1  # the version that was written last, or gone on from
         self._log: dict[str, str] = {}  # checksums by name of the log's files that this version needs
@@ -182,8 +180,7 @@ class Checkpoints:
         if self._store is None:
             self._store = there = store(self.where)
             if is_remote(self.where):
-                with room_for(there.draft_folder() / WRITER, len(self._me)), there.new(WRITER) as draft:
-                    draft.write_text(self._me)
+                _put_text(there, WRITER, self._me.encode())
             self._manifests = {version: _named_files(there, version) for version in _versions(there)}
             self._go_on(there)
             self._clear()
@@ -243,7 +240,10 @@ def _put(there: Store, name: str, tensors: Arrays) -> str:
 
 
 def _put_json(there: Store, name: str, content: object) -> str:
-    text = json.dumps(content).encode()
+    return _put_text(there, name, json.dumps(content).encode())
+
+
+def _put_text(there: Store, name: str, text: bytes) -> str:
     with room_for(there.draft_folder() / name, len(text)), there.new(name) as draft:
         draft.write_bytes(text)
     return hashlib.sha256(text).hexdigest()
