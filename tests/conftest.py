@@ -13,11 +13,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-import torch
-from matplotlib.figure import Figure
 
 if TYPE_CHECKING:
     from cluster import Hosts
+    from matplotlib.figure import Figure
 
 
 # Ray gives its own processes up after seconds, which a busy machine needs for starting them.
@@ -38,6 +37,8 @@ def pytest_configure() -> None:
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     os.environ["RAYSIM_CACHE"] = tempfile.mkdtemp(prefix="raysim-tests-")  # some modules make data when imported
     if "PYTEST_XDIST_WORKER" in os.environ:
+        import torch  # who only hands tests out needs none of it
+
         torch.set_num_threads(1)  # the other worker has the other core
 
 
@@ -67,9 +68,12 @@ def little_to_look_through() -> None:
     gc.freeze()
 
 
-def pytest_sessionfinish() -> None:
-    """The last collection frees all, in an order that the libraries expect."""
-    gc.unfreeze()
+@pytest.hookimpl(trylast=True)
+def pytest_unconfigure() -> None:
+    """A worker has told everything, and leaves without collecting for seconds what goes with it."""
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        os._exit(0)
+    gc.unfreeze()  # the last collection frees all, in an order that the libraries expect
 
 
 @pytest.fixture(scope="session")
@@ -92,6 +96,8 @@ def own_cache() -> Iterator[Path]:
 @pytest.fixture(autouse=True)
 def torch_as_it_was() -> Iterator[None]:
     """A host pins torch's global settings; the next test finds them as they were."""
+    import torch
+
     threads, deterministic = torch.get_num_threads(), torch.get_deterministic_debug_mode()
     filling = torch.utils.deterministic.fill_uninitialized_memory
     yield
@@ -113,6 +119,7 @@ def quick_pictures(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPat
     """A run's end is mostly drawing: a picture is a point, except where a test is marked `pictures`."""
     if request.node.get_closest_marker("pictures"):
         return
+    from matplotlib.figure import Figure
 
     def savefig(figure: Figure, file: Any, format: str, **_: object) -> None:
         with nullcontext(file) if hasattr(file, "write") else open(file, "wb") as stream:

@@ -44,7 +44,7 @@ class NormedMlp(ModelRecipe):
 
 
 SEED = 3
-LOCAL = Local(lr=0.05, momentum=0.9, weight_decay=1e-3, batch=8)
+LOCAL = Local(lr=0.05, momentum=0.9, weight_decay=1e-3, batch=12)
 MLP = Mlp((12,))
 NORMED_MLP = NormedMlp()
 ROUNDS = Synchronous(4)

@@ -6,6 +6,7 @@ import importlib
 import math
 import pkgutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -87,7 +88,7 @@ from raysim.models import ModelRecipe
 from raysim.simulation.fleet import Ideal, Lognormal
 from raysim.simulation.schedule import Buffered, Synchronous
 
-EPOCHS = Local(lr=0.05, momentum=0.9, batch=8, epochs=2)
+EPOCHS = Local(lr=0.05, momentum=0.9, batch=12, epochs=2)
 
 
 class Frozen(Scaffold):
@@ -495,19 +496,14 @@ def clash(first: Method, second: Method) -> bool:
     return slots or second.name in first.excludes or first.name in second.excludes
 
 
-PAIRS = [pytest.param(first, second, id=f"{first}-{second}") for first, second in pairs(list(TABLE))]
-
-
-@pytest.mark.parametrize(("first", "second"), PAIRS)
-def test_two_methods_form_a_list_unless_they_own_one_slot(first: str, second: str) -> None:
-    methods = [TABLE[first].make(), TABLE[second].make()]
-    if clash(*methods):
-        with pytest.raises(
-            ValueError, match=f"method '{first}' .*method '{second}'|method '{second}' .*method '{first}'"
-        ):
+@pytest.mark.parametrize("first", TABLE)
+def test_a_method_forms_a_list_with_each_later_one_unless_they_own_one_slot(first: str) -> None:
+    names = list(TABLE)
+    for second in names[names.index(first) + 1 :]:
+        methods = [TABLE[first].make(), TABLE[second].make()]
+        both = f"method '{first}' .*method '{second}'|method '{second}' .*method '{first}'"
+        with pytest.raises(ValueError, match=both) if clash(*methods) else nullcontext():
             check_composition(methods)
-        return
-    check_composition(methods)
 
 
 def legal() -> set[frozenset[str]]:

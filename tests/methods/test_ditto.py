@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 from test_perturb import Dropping
-from tiny_runs import BUFFER, NORMED, NORMED_MLP, ROUNDS, Spy, coordinate, ran, run, run_spec, same
+from tiny_runs import BUFFER, LOCAL, NORMED, NORMED_MLP, ROUNDS, Spy, coordinate, ran, run, run_spec, same
 
 from raysim.api.method import Method
 from raysim.methods.ditto import Ditto
@@ -47,7 +48,7 @@ def test_without_a_pull_a_personal_model_is_trained_by_its_client_alone() -> Non
 
 def test_a_strong_pull_keeps_the_personal_model_at_the_shared_one() -> None:
     def distance(lam: float) -> float:
-        found = run(run_spec(Ditto(lam), model=NORMED_MLP), rounds=4)
+        found = run(run_spec(Ditto(lam), model=NORMED_MLP, local=replace(LOCAL, batch=8)), rounds=4)
         size = found.coordinator.layout.trained  # of the shared model; its copy begins each personal part
         shared = found.coordinator.server.vector.numpy()[:size]
         models = [state.personal[:size] for _, state in found.coordinator.private.accepted()]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -186,11 +187,12 @@ def test_it_measures_the_mean_update_before_another_method_mixes_it() -> None:
         def mix(self, direction: Tensor, aggregation: Aggregation, server: Any) -> Tensor:
             return 2 * direction
 
-    (_, plain), (_, mixed) = watched(FedExP(), rounds=1), watched(FedExP(), Doubled(), rounds=1)
+    given: Any = {"rounds": 1, "local": replace(LOCAL, batch=8)}
+    (_, plain), (_, mixed) = watched(FedExP(), **given), watched(FedExP(), Doubled(), **given)
     eta = plain.steps[0][2]
     assert mixed.steps[0][2] == eta > 1
     assert torch.equal(mixed.directions[0], 2 * plain.directions[0])
-    _, before = watched(Doubled(), FedExP(), rounds=1)
+    _, before = watched(Doubled(), FedExP(), **given)
     assert before.steps[0][2] == eta, "wherever it stands in the list"
 
 

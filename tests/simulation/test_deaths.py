@@ -38,7 +38,7 @@ from raysim.training.run_spec import Faults, RunSpec
 SCHEDULES = {"rounds": Synchronous(3), "buffer": Buffered(concurrency=4, size=2)}
 METHODS: dict[str, Callable[[], list[Method]]] = {
     "sums on hosts": lambda: [],
-    "images for all": lambda: [Vhl(batch=4), FedMix()],  # contribute, and keep
+    "images for all": lambda: [Vhl(batch=4, virtual=20), FedMix(means=4, samples_per_mean=3)],  # contribute, and keep
     "upload and state": lambda: [Scaffold()],
     "state and personal models": lambda: [FedBN(), FedBSS(warmup_rounds=1, refresh=2)],
 }
@@ -46,7 +46,7 @@ ASKED: dict[str, Any] = {"rounds": 6, "summation": 2, "evaluate": Evaluation(eve
 
 
 def study(name: str) -> RunSpec:
-    return run_spec(*METHODS[name](), model=NORMED, local=Local(lr=0.05, batch=8, epochs=2), data=tiny(clients=6))
+    return run_spec(*METHODS[name](), model=NORMED, local=Local(lr=0.05, batch=12, epochs=2), data=tiny(clients=6))
 
 
 # --- hosts in this process that die on command ----------------------------------------------------------------------

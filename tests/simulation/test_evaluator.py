@@ -252,7 +252,7 @@ def test_each_client_is_scored_in_its_best_round_by_validation(methods: tuple[Me
 
 
 def test_a_round_that_validation_likes_less_leaves_the_best_ones() -> None:
-    rows = run(run_spec(Drift(), data=validated()), rounds=3).rows
+    rows = run(run_spec(Drift(), data=validated(), local=replace(LOCAL, batch=8)), rounds=3).rows
     assert rows[2]["accuracy_validation"] < rows[1]["accuracy_validation"]  # type: ignore[operator]
     assert rows[2]["best_round"] == rows[1]["best_round"] < 3
     assert rows[2]["accuracy_global_best"] == rows[1]["accuracy_global_best"] != rows[2]["accuracy_global"]

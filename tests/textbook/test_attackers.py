@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tiny_runs import NORMED_MLP, SEED, changed, coordinate, ran, run, run_spec, several, tiny
+from tiny_runs import LOCAL, NORMED_MLP, SEED, changed, coordinate, ran, run, run_spec, several, tiny
 
 from raysim.api.method import Method
 from raysim.data.federated import federate
@@ -82,7 +82,8 @@ def test_attackers_are_the_same_on_two_hosts_and_after_a_stop(tmp_path: Any) -> 
 )
 def test_robust_rules_withstand_what_averaging_does_not(rule: Method) -> None:
     def length(*methods: Method) -> float:
-        spec = changed(run_spec(*methods, data=DATA), attack=Attack("scaled", 0.3, scale=1e6))
+        spec = run_spec(*methods, data=DATA, local=replace(LOCAL, batch=8))
+        spec = changed(spec, attack=Attack("scaled", 0.3, scale=1e6))
         return float(run(spec, Synchronous(7), rounds=1).coordinator.server.vector.norm())
 
     assert length(rule) < 1e2 < 1e4 < length()
