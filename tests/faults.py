@@ -127,7 +127,12 @@ SCHEDULES["one"] = ["schedule=buffered", "schedule.concurrency=3", "schedule.siz
 
 # --- processes ------------------------------------------------------------------------------------------------------
 FORKS = multiprocessing.get_context("forkserver")  # a process that has imported raysim makes those of the runs
-FORKS.set_forkserver_preload(["raysim.cli", "raysim.experiment.execute", "raysim.runtime.inprocess"])
+FORKS.set_forkserver_preload(
+    [
+        *("raysim.cli", "raysim.experiment.execute", "raysim.runtime.inprocess", "matplotlib.figure"),
+        *("mlflow.pytorch", "mlflow.store.tracking.sqlalchemy_store", "torch.export._trace"),  # seconds each
+    ]
+)
 
 
 def _command(words: list[str], folder: str, mark: str) -> None:

@@ -2,21 +2,35 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 NOTEBOOKS = sorted((Path(__file__).parent.parent / "notebooks").glob("*.ipynb"))
 
 
+@pytest.fixture(scope="module")
+def kernel() -> Iterator[Any]:
+    """One process for all of them: each begins without a name, but what they import is read once."""
+    from jupyter_client.manager import KernelManager
+
+    manager = KernelManager(kernel_name="python3")
+    manager.start_kernel()
+    yield manager
+    manager.shutdown_kernel(now=True)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_a_notebook_runs_shows_pictures_and_its_last_cell_is_true(path: Path) -> None:
+def test_a_notebook_runs_shows_pictures_and_its_last_cell_is_true(path: Path, kernel: Any) -> None:
     import nbformat
     from nbclient import NotebookClient
 
     notebook = nbformat.read(path, as_version=4)
-    NotebookClient(notebook, timeout=None, kernel_name="python3").execute()
+    notebook.cells.insert(0, nbformat.v4.new_code_cell("%reset -f"))
+    NotebookClient(notebook, km=kernel, timeout=None).execute()
     assert notebook.cells[-1].outputs[0]["data"]["text/plain"] == "True"
     shown = [output for cell in notebook.cells for output in cell.get("outputs", ()) if "data" in output]
     assert any(kind.startswith("image/") for output in shown for kind in output["data"])
