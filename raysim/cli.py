@@ -430,13 +430,17 @@ def _completions(prefix: str, parsed_args: argparse.Namespace, **_: object) -> l
 # --- commands -------------------------------------------------------------------------------------------------------
 def _run(given: argparse.Namespace) -> int:
     from raysim.experiment.compose import compose, plain, to_yaml
+    from raysim.experiment.many_runs import check_free
 
-    # before torch is imported: a typing mistake is answered at once
+    # before torch is imported: a typing mistake, and a folder that is taken, are answered at once
     words = _going_on(given.overrides) if given.auto_resume else given.overrides
     config = compose(words, given.conf, given.config)
     if given.show:
         print(to_yaml(plain(config)), end="")
         return 0
+    if isinstance(config["out"], str) and config["resume"] is None:
+        with refusing():
+            check_free(user_path(config["out"]))
     from raysim.experiment.execute import run
 
     run(config, quiet=given.quiet, allow=given.allow)

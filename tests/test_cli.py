@@ -164,8 +164,11 @@ def test_a_setting_written_as_an_option_is_named(
     assert capsys.readouterr().err == f"raysim: there is no option {option}: {meant}see raysim run -h\n"
 
 
-def test_an_existing_folder_is_refused_and_stays_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_existing_folder_is_refused_at_once_and_stays_as_it_is(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     Path("a").mkdir()
+    monkeypatch.setitem(sys.modules, "raysim.experiment.execute", None)  # before torch is read and data are made
     run("out=a", status=2)
     assert "resume=latest" in one_sentence(capsys.readouterr().err)
     assert list(Path("a").iterdir()) == []

@@ -283,7 +283,7 @@ TABLE: dict[str, Row] = {
     ),
     "ca2fl": Row(CA2FL),
     "ace": Row(lambda: ACE(0.5, max_staleness=3)),
-    "fadas": Row(lambda: FADAS(0.05, bias_correction=True)),
+    "fadas": Row(lambda: FADAS(0.05, eps=1e-6, bias_correction=True)),
     "coordinate_median": Row(
         CoordinateMedian, {"with one client": Plain(CoordinateMedian, run=UNIFORM | {"schedule": Synchronous(1)})}
     ),
