@@ -23,7 +23,8 @@ fi
 # The environment that has raysim: .venv of the folder where the job was submitted, unless RAYSIM_HOME names another.
 source "${RAYSIM_HOME:-$SLURM_SUBMIT_DIR}/.venv/bin/activate"
 
-# A token for this job's cluster alone, in a file that only you can read and that all nodes see.
+# A token for this job's cluster alone, in a file that only you can read and that all nodes see; what a killed job leaves
+# opens nothing.
 token="$(mktemp "$SLURM_SUBMIT_DIR/.ray-token-XXXXXX")"
 trap 'rm -f "$token"' EXIT
 python -c "import secrets; print(secrets.token_hex(32))" > "$token"

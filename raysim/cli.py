@@ -525,6 +525,8 @@ def _methods(given: argparse.Namespace) -> int:
 
     from raysim.experiment.instantiate import shown
 
+    print("fedavg  (McMahan et al., AISTATS 2017)")
+    print("    What a list without a method is: the weighted mean of what the clients trained")
     for entry in entries:
         values = "  ".join(f"{key}={shown(value)}" for key, value in entry["parameters"].items())
         print(f"{entry['name']}  ({entry['paper']})")

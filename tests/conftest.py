@@ -35,7 +35,8 @@ def pytest_configure() -> None:
     os.environ.update(PATIENCE)
     # Where byte code is not kept, each process compiles torch and Ray anew: half of the time of a slow test.
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
-    os.environ["RAYSIM_CACHE"] = tempfile.mkdtemp(prefix="raysim-tests-")  # some modules make data when imported
+    # Data sets that the tests make, some of them when a module is imported, for subprocesses and Ray's workers too.
+    os.environ["RAYSIM_CACHE"] = tempfile.mkdtemp(prefix="raysim-tests-")
     if "PYTEST_XDIST_WORKER" in os.environ:
         import torch  # who only hands tests out needs none of it
 
@@ -71,6 +72,7 @@ def little_to_look_through() -> None:
 @pytest.hookimpl(trylast=True)
 def pytest_unconfigure() -> None:
     """A worker has told everything, and leaves without collecting for seconds what goes with it."""
+    shutil.rmtree(os.environ["RAYSIM_CACHE"], ignore_errors=True)
     if "PYTEST_XDIST_WORKER" in os.environ:
         os._exit(0)
     gc.unfreeze()  # the last collection frees all, in an order that the libraries expect
@@ -83,14 +85,6 @@ def shared() -> Path:
     if not folder or not Path(folder).is_dir():
         pytest.skip("RAYSIM_SHARED does not name a folder with the real data and the vectors")
     return Path(folder).resolve()
-
-
-@pytest.fixture(scope="session", autouse=True)
-def own_cache() -> Iterator[Path]:
-    """Data sets that the tests make go into a folder of their own, for subprocesses and Ray's workers too."""
-    folder = Path(os.environ["RAYSIM_CACHE"])
-    yield folder
-    shutil.rmtree(folder, ignore_errors=True)
 
 
 @pytest.fixture(autouse=True)

@@ -454,6 +454,7 @@ def test_methods_are_listed_with_paper_slots_and_parameters(capsys: pytest.Captu
     assert all(entry["paper"] and entry["about"] for entry in entries.values())
     assert cli.call(["methods"]) == 0
     printed = capsys.readouterr().out
+    assert printed.startswith("fedavg  (McMahan et al., AISTATS 2017)\n")
     assert "\nscaffold  (Karimireddy et al., ICML 2020)\n" in printed
     assert {"mu=0.01", "max_staleness=null", "bias_correction=false"} <= set(printed.split())  # as one types them
 

@@ -400,6 +400,7 @@ def _options(override: Override, known: Groups) -> list[str]:
 def _names(group: str, value: object, known: Groups) -> list[str]:
     """The options of a group that a value names."""
     options = known.files[group]
+    valid = [*([NONE[group]] if group in NONE else []), *options]
     found = option_names(value, group) if group in LISTS else [value]
     names = [name for name in found if isinstance(name, str)]
     for name in found:
@@ -407,7 +408,7 @@ def _names(group: str, value: object, known: Groups) -> list[str]:
             raise Refused(f"{group}={joined(found)}: {name} means that there is no other {group}, leave it out")
         if not isinstance(name, str) or name not in options:
             said = "null" if name is None else str(name)
-            raise Refused(f"{group}={said} does not exist: {instead(str(name), options)}")
+            raise Refused(f"{group}={said} does not exist: {instead(str(name), valid)}")
         if names.count(name) > 1:
             raise Refused(f"{group}={joined(names)} names {name} {names.count(name)} times: keep one of them")
     return names
@@ -539,7 +540,9 @@ def _anywhere(config: DictConfig, key: str, known: Groups) -> str:
     top = [str(name) for name in config if name != "choices"] + ["experiment"]
     if near := nearest(head, top):
         return f"did you mean {near}{'.' + rest if rest else ''}?"
-    inner = [f"{name!s}.{leaf!s}" for name in config if isinstance(config[name], DictConfig) for leaf in config[name]]
+    nodes = {str(name): config[name] for name in config}
+    nodes |= {f"{group}.{part!s}": node for group in LISTS for part, node in config[group].items()}
+    inner = [f"{name}.{leaf!s}" for name, node in nodes.items() if isinstance(node, DictConfig) for leaf in node]
     matches = [name for name in inner if name.endswith(f".{key}")]
     return f"did you mean {' or '.join(matches)}?" if matches else f"the valid ones are {', '.join(top)}"
 

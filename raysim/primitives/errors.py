@@ -44,14 +44,18 @@ def _text(error: BaseException) -> str:
     return str(cause if isinstance(cause, Exception) else error)
 
 
+MANY = 20  # names that hide the one that is meant
+
+
 def nearest(name: str, valid: Iterable[str]) -> str:
     """The most similar valid name, or ""."""
     return next(iter(difflib.get_close_matches(name, list(valid), 1, 0.5)), "")
 
 
 def instead(name: str, valid: Iterable[str], what: str = "the valid ones are") -> str:
-    """The end of a sentence about a wrong name: the nearest one if any is similar, and all of them."""
+    """The end of a sentence about a wrong name: the nearest one if any is similar, and all if they do not hide it."""
     names = list(valid)
-    near = nearest(name, names)
-    meant = f"did you mean {near}? " if near else ""
-    return f"{meant}({what} {', '.join(names)})" if meant else f"{what} {', '.join(names)}"
+    everything = f"{what} {', '.join(names)}"
+    if not (near := nearest(name, names)):
+        return everything
+    return f"did you mean {near}?" + (f" ({everything})" if len(names) <= MANY else "")

@@ -6,6 +6,7 @@ import csv
 import itertools
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -129,8 +130,11 @@ def test_a_study_runs_reports_and_takes_more_seeds(capsys: pytest.CaptureFixture
     study("method=[],[fedprox]", "seed=0,1", "method.fedprox.mu=1", *QUICK, "out=s")
     printed = capsys.readouterr().out
     assert printed.startswith("4 runs (2 of method x 2 of seed) in s")
-    assert "run 4/4 fedprox_seed-1: accuracy" in printed
+    assert re.search(
+        r"run 4/4 fedprox_seed-1: accuracy 0\.\d+ after 2 rounds in .* \(.* with its start and end\)", printed
+    )
     assert "n too small" in printed
+    assert "last 10" in printed and "best 5" not in printed, "there were two"
 
     run_alone([*QUICK, "method=[fedprox]", "method.fedprox.mu=1", "seed=1", "out=alone"], quiet=True)
     assert bits("s/runs/fedprox_seed-1") == bits("alone")
@@ -237,13 +241,14 @@ def test_all_runs_share_one_ray_which_a_failed_run_takes_along(monkeypatch: pyte
     monkeypatch.setattr(ray, "address", str)
     monkeypatch.setattr(ray, "disconnect", lambda: did.append("end"))
     monkeypatch.setattr("raysim.commands.study.runner.attempt", attempt)
-    monkeypatch.setattr("raysim.commands.study.runner._outcome", lambda folder: "accuracy 1")
+    monkeypatch.setattr("raysim.commands.study.runner._outcome", lambda folder, seconds: "accuracy 1")
     assert carry_out(plan(["seed=range(4)", "out=s"])) == {"fedavg_seed-1": "it failed"}
     assert did == ["start", "run 0", "run 1", "end", "start", "run 2", "run 3", "end"]
 
 
 DYING = """
 import os
+import re
 from raysim.api.method import Method
 
 class Dying(Method):

@@ -257,31 +257,36 @@ def carry_out(campaign: Campaign, *, parallel: int = 1, allow: Sequence[str] = (
     runs = _side_by_side(campaign, todo, allow, parallel) if parallel > 1 else _one_by_one(campaign, todo, allow)
     try:
         with closing(runs):
-            for number, (cell, sentence) in enumerate(runs, 1):
+            for number, (cell, sentence, seconds) in enumerate(runs, 1):
                 if sentence:
                     failed[cell.name] = sentence
                 left = (time.monotonic() - started) / number * (len(todo) - number)
                 rest = f" · {duration(left)} left" if number < len(todo) else ""
-                say(f"run {done + number}/{total} {cell.name}: {sentence or _outcome(campaign.results(cell))}{rest}")
+                outcome = sentence or _outcome(campaign.results(cell), seconds)
+                say(f"run {done + number}/{total} {cell.name}: {outcome}{rest}")
     except KeyboardInterrupt:
         again = how_to_go_on("study", campaign.folder)
         raise Interrupted(f"stopped before all {total} runs were made: {again}") from None
     return failed
 
 
-def _outcome(folder: Path) -> str:
+def _outcome(folder: Path, seconds: float) -> str:
+    """What a run reached, and how long it took."""
     summary = json.loads((folder / "summary.json").read_text())
     final = score(summary, "final")
     text = f"{summary.get('metric', 'accuracy')} {'unknown' if final is None else f'{final:.4f}'}"
-    return f"{text} after {summary['rounds']} rounds, {duration(summary.get('wall_seconds') or 0.0)}"
+    rounds = f"{summary['rounds']} rounds in {duration(summary.get('wall_seconds') or 0.0)}"
+    return f"{text} after {rounds} ({duration(seconds)} with its start and end)"
 
 
-def _one_by_one(campaign: Campaign, todo: Sequence[Cell], allow: Sequence[str]) -> Generator[tuple[Cell, str]]:
-    """In this process, on one Ray."""
+def _one_by_one(campaign: Campaign, todo: Sequence[Cell], allow: Sequence[str]) -> Generator[tuple[Cell, str, float]]:
+    """In this process, on one Ray; each with its sentence and seconds."""
     with ExitStack() as session:
         for cell in todo:
+            began = time.monotonic()
             _join(cell.config["runtime"], session)
-            yield cell, (sentence := attempt(cell.config, campaign.log(cell), allow))
+            sentence = attempt(cell.config, campaign.log(cell), allow)
+            yield cell, sentence, time.monotonic() - began
             if sentence:
                 session.close()  # what a failed run has left goes with its Ray
 
@@ -314,22 +319,22 @@ def attempt(config: Node, log: Path, allow: Sequence[str] = ()) -> str:
 
 def _side_by_side(
     campaign: Campaign, todo: Sequence[Cell], allow: Sequence[str], count: int
-) -> Generator[tuple[Cell, str]]:
+) -> Generator[tuple[Cell, str, float]]:
     """Each run in a process of its own, `count` at a time, on one Ray; in the order in which they end."""
-    waiting, running = list(todo), {}  # type: list[Cell], dict[int, tuple[subprocess.Popen[str], Cell]]
+    waiting, running = list(todo), {}  # type: list[Cell], dict[int, tuple[subprocess.Popen[str], Cell, float]]
     with ExitStack() as session:
         try:
             while waiting or running:
                 while waiting and len(running) < count:
-                    cell = waiting.pop(0)
+                    cell, began = waiting.pop(0), time.monotonic()
                     address = _join(cell.config["runtime"], session)
                     child = _start(cell, campaign.log(cell), address, allow)
-                    running[_pipe(child)] = (child, cell)
+                    running[_pipe(child)] = (child, cell, began)
                 for ready in multiprocessing.connection.wait([*running]):
-                    child, cell = running.pop(cast(int, ready))
-                    yield cell, _answer(child, campaign.log(cell))
+                    child, cell, began = running.pop(cast(int, ready))
+                    yield cell, _answer(child, campaign.log(cell)), time.monotonic() - began
         finally:
-            _stop([child for child, _ in running.values()])  # before their Ray
+            _stop([child for child, *_ in running.values()])  # before their Ray
 
 
 def _stop(children: Sequence[subprocess.Popen[str]]) -> None:
