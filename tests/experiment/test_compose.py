@@ -355,8 +355,9 @@ def test_folders_that_vanish_while_options_are_looked_for_are_passed_by(
             raise FileNotFoundError(path)
         return scandir(path)
 
-    monkeypatch.setattr(os, "scandir", vanishing)
-    found = groups([tmp_path]).files
+    with monkeypatch.context() as while_looking:
+        while_looking.setattr(os, "scandir", vanishing)
+        found = groups([tmp_path]).files
     assert found["method"]["deep/mine"] == tmp_path / "method/deep/mine.yaml"
     assert "fleeting/other" not in found["method"] and "gone" not in found
 

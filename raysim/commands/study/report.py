@@ -79,7 +79,7 @@ def gather(campaign: Campaign, metrics: Sequence[str]) -> tuple[list[str], list[
         {n for n, v in each.items() if v is not None} for s in there if isinstance(each := s.get("rounds_to"), dict)
     ]
     highest = max(set.intersection(*reached) if reached else (), key=float, default=None)
-    usual = METRICS if any((each.get("rounds") or 0) > BEST for each in there) else [METRICS[0], METRICS[2]]
+    usual = METRICS if any((score(each, "rounds") or 0) > BEST for each in there) else [METRICS[0], METRICS[2]]
     names = list(metrics) or [*usual, *([f"rounds_to.{highest}"] if highest else [])]
     return names, [
         Scores(cell, run, {name: score(run.summary, name) if run else None for name in names})
