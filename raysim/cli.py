@@ -438,9 +438,14 @@ def _run(given: argparse.Namespace) -> int:
     if given.show:
         print(to_yaml(plain(config)), end="")
         return 0
-    if isinstance(config["out"], str) and config["resume"] is None:
+    if isinstance(config["out"], str):
         with refusing():
-            check_free(user_path(config["out"]))
+            folder = user_path(config["out"])
+            if config["resume"] is None:
+                check_free(folder)
+            said = {word.partition("=")[0] for word in words} > {"out", "resume"} or given.config
+            if config["resume"] == "latest" and not said and not folder.exists():
+                raise Refused(f"out={folder} does not exist, and no word says what to train: give those of the run")
     from raysim.experiment.execute import run
 
     run(config, quiet=given.quiet, allow=given.allow)

@@ -174,6 +174,12 @@ def test_an_existing_folder_is_refused_at_once_and_stays_as_it_is(
     assert list(Path("a").iterdir()) == []
 
 
+def test_a_folder_that_is_not_there_is_not_continued_as_a_run_of_defaults(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.call(["run", "out=a", "resume=latest"]) == 2
+    assert "out=a does not exist, and no word says what to train" in one_sentence(capsys.readouterr().err)
+    assert list(Path().iterdir()) == []
+
+
 def test_a_folder_that_is_no_runs_is_not_resumed(capsys: pytest.CaptureFixture[str]) -> None:
     Path("a").mkdir()
     Path("a/letter.txt").write_text("dear")
