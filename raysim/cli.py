@@ -430,9 +430,8 @@ def _completions(prefix: str, parsed_args: argparse.Namespace, **_: object) -> l
 # --- commands -------------------------------------------------------------------------------------------------------
 def _run(given: argparse.Namespace) -> int:
     from raysim.experiment.compose import compose, plain, to_yaml
-    from raysim.experiment.many_runs import check_free
 
-    # before torch is imported: a typing mistake, and a folder that is taken, are answered at once
+    # before torch is imported: a typing mistake, and a folder of which nothing can come, are answered at once
     words = _going_on(given.overrides) if given.auto_resume else given.overrides
     config = compose(words, given.conf, given.config)
     if given.show:
@@ -440,16 +439,22 @@ def _run(given: argparse.Namespace) -> int:
         return 0
     if isinstance(config["out"], str):
         with refusing():
-            folder = user_path(config["out"])
-            if config["resume"] is None:
-                check_free(folder)
-            said = {word.partition("=")[0] for word in words} > {"out", "resume"} or given.config
-            if config["resume"] == "latest" and not said and not folder.exists():
-                raise Refused(f"out={folder} does not exist, and no word says what to train: give those of the run")
+            _check_folder(user_path(config["out"]), config["resume"], given)
     from raysim.experiment.execute import run
 
     run(config, quiet=given.quiet, allow=given.allow)
     return 0
+
+
+def _check_folder(folder: Path, resume: object, given: argparse.Namespace) -> None:
+    """Refuse a folder that is taken, and to continue one that is not there, as a run of nothing but defaults."""
+    from raysim.experiment.many_runs import check_free
+
+    if resume is None:
+        check_free(folder)
+    said = given.auto_resume or given.config or {word.partition("=")[0] for word in given.overrides} > {"out", "resume"}
+    if resume == "latest" and not said and not folder.exists():
+        raise Refused(f"out={folder} does not exist, and no word says what to train: give those of the run")
 
 
 def _going_on(words: Sequence[str]) -> list[str]:

@@ -180,6 +180,13 @@ def test_a_folder_that_is_not_there_is_not_continued_as_a_run_of_defaults(capsys
     assert list(Path().iterdir()) == []
 
 
+def test_a_run_that_goes_on_by_itself_may_begin_with_the_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun: list[Any] = []
+    monkeypatch.setattr("raysim.experiment.execute.run", lambda config, **_: begun.append(config["out"]))
+    assert cli.call(["run", "--auto-resume", "out=a"]) == 0
+    assert begun == ["a"]
+
+
 def test_a_folder_that_is_no_runs_is_not_resumed(capsys: pytest.CaptureFixture[str]) -> None:
     Path("a").mkdir()
     Path("a/letter.txt").write_text("dear")

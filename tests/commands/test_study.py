@@ -241,14 +241,16 @@ def test_all_runs_share_one_ray_which_a_failed_run_takes_along(monkeypatch: pyte
     monkeypatch.setattr(ray, "address", str)
     monkeypatch.setattr(ray, "disconnect", lambda: did.append("end"))
     monkeypatch.setattr("raysim.commands.study.runner.attempt", attempt)
-    monkeypatch.setattr("raysim.commands.study.runner._outcome", lambda folder, seconds: "accuracy 1")
+    took: list[float] = []
+    outcome = "raysim.commands.study.runner._outcome"
+    monkeypatch.setattr(outcome, lambda folder, seconds: took.append(seconds) or "accuracy 1")
     assert carry_out(plan(["seed=range(4)", "out=s"])) == {"fedavg_seed-1": "it failed"}
     assert did == ["start", "run 0", "run 1", "end", "start", "run 2", "run 3", "end"]
+    assert len(took) == 3 and min(took) >= 0
 
 
 DYING = """
 import os
-import re
 from raysim.api.method import Method
 
 class Dying(Method):

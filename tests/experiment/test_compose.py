@@ -375,7 +375,7 @@ def test_what_is_no_folder_or_file_of_configuration_is_refused(
 
 @pytest.mark.parametrize(
     "content",
-    [b"", b"3", b"[1, 2]", b"- fedprox", b"1: 2", b"\xff\xfe", b"a\0b", b"a: [", b"a: " + b"[" * 2_000, b"&a [*a]"],
+    [b"", b"3", b"[1, 2]", b"- fedprox", b"1: 2", b"\xff\xfe", b"a\0b", b"a: [", b"a: " + b"[" * 20_000, b"&a [*a]"],
 )
 def test_options_of_ones_own_that_cannot_be_read_are_refused(content: bytes, tmp_path: Path) -> None:
     for group in ("method", "data", "schedule"):

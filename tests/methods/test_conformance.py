@@ -496,7 +496,7 @@ def clash(first: Method, second: Method) -> bool:
     return slots or second.name in first.excludes or first.name in second.excludes
 
 
-@pytest.mark.parametrize("first", TABLE)
+@pytest.mark.parametrize("first", list(TABLE)[:-1])
 def test_a_method_forms_a_list_with_each_later_one_unless_they_own_one_slot(first: str) -> None:
     names = list(TABLE)
     for second in names[names.index(first) + 1 :]:

@@ -332,8 +332,8 @@ def test_clients_without_samples_leave_a_smaller_pool() -> None:
     train = data.partition.train
     some = CSR(train.indices[: train.offsets[2]], np.concatenate([train.offsets[:3], [train.offsets[2]] * 4]))
     data = replace(data, partition=replace(data.partition, train=some))
-    with pytest.raises(TooManyFailures, match=r"pool of 6 mean pairs from 2 clients: set method\.fedmix\.means=6"):
-        run(run_spec(FedMix(means=3), data=data), replace(ROUNDS, cohort=2))
+    with pytest.raises(TooManyFailures, match=r"pool of 6 mean pairs from 2 clients: set method\.fedmix\.means=4"):
+        run(run_spec(FedMix(means=3), data=data, local=replace(LOCAL, batch=8)), replace(ROUNDS, cohort=2))
 
 
 # --- in a run -------------------------------------------------------------------------------------------------------

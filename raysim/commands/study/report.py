@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 METRICS = ("final", "best5_mean", "last10_mean")
-BEST = 5  # rounds that the best ones are chosen from, if there are more
+FEW = 5  # rounds, of which the best five are all
 TITLES = {"final": "final", "best5_mean": "best 5", "last10_mean": "last 10"}
 HOW = (
     "Paired over seeds: with one seed, methods have the same split, starting model and cohorts. The interval is that "
@@ -79,7 +79,8 @@ def gather(campaign: Campaign, metrics: Sequence[str]) -> tuple[list[str], list[
         {n for n, v in each.items() if v is not None} for s in there if isinstance(each := s.get("rounds_to"), dict)
     ]
     highest = max(set.intersection(*reached) if reached else (), key=float, default=None)
-    usual = METRICS if any((score(each, "rounds") or 0) > BEST for each in there) else [METRICS[0], METRICS[2]]
+    many = any((score(each, "rounds") or 0) > FEW for each in there)
+    usual = [name for name in METRICS if many or name != "best5_mean"]
     names = list(metrics) or [*usual, *([f"rounds_to.{highest}"] if highest else [])]
     return names, [
         Scores(cell, run, {name: score(run.summary, name) if run else None for name in names})
