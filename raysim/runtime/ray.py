@@ -6,6 +6,7 @@ The only file besides the sweep that imports Ray.
 from __future__ import annotations
 
 import functools
+import gc
 import inspect
 import logging
 import math
@@ -18,8 +19,8 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import replace
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ if "ray" not in sys.modules:
 
 import numpy as np
 import ray
+import torch
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -61,6 +63,7 @@ __all__ = [
     "fit",
     "run",
     "start_hosts",
+    "staying",
 ]
 
 Say = Callable[[str], None]
@@ -226,6 +229,8 @@ def _measured(
     options: RayOptions, spec: RunSpec, each: Mapping[str, float], say: Say, measure: Measure
 ) -> preflight.Need:
     """One job's memory, seen in a process that is given what a host is given, and a whole GPU."""
+    if _stay is not None:  # a whole GPU is asked for
+        _stay.leave()
     with placed([dict(each)], "raysim-preflight", options, say) as group:
         task = ray.remote(max_retries=0)(_measure).options(**_within(group, 0, each))
         try:
@@ -349,19 +354,35 @@ class RayHost(Host):
         super().__init__(_here(spec, content), name)
 
 
-def _actor_class(kind: type, spec: RunSpec) -> type:
-    """What an actor is made of. Ray calls a class's functions, and would pass by what a profile puts on a host."""
-    if not spec.profile:
-        return kind
+@functools.cache
+def _actor_class(kind: type) -> Any:
+    """A process that holds such an object, until it holds another; what the object offers is what the actor does.
 
-    def start(self: Any, *args: Any) -> None:
-        self.host = kind(*args)
+    Ray calls the functions of a class, and would pass by what a profile puts on an object.
+    """
+
+    def __init__(self: Any, *args: Any) -> None:
+        self.held = kind(*args)
+
+    def become(self: Any, *args: Any) -> None:
+        """Hold one that is made of this; nothing of the one before is left, on a GPU neither."""
+        self.held = None
+        gc.collect()
+        if torch.cuda.is_initialized():
+            torch.cuda.empty_cache()
+        self.held = kind(*args)
 
     def through(name: str) -> Callable[..., Any]:
-        return lambda self, *args: getattr(self.host, name)(*args)
+        def generate(self: Any, *args: Any) -> Iterator[Any]:
+            yield from getattr(self.held, name)(*args)
 
-    names = [name for name, value in inspect.getmembers(kind, callable) if not name.startswith("_")]
-    return type(kind.__name__, (), {"__init__": start} | {name: through(name) for name in names})
+        if inspect.isgeneratorfunction(getattr(kind, name)):  # Ray wants to see that
+            return generate
+        return lambda self, *args: getattr(self.held, name)(*args)
+
+    offered = [name for name, value in inspect.getmembers(kind, callable) if not name.startswith("_")]
+    content = {"__init__": __init__, "become": become} | {name: through(name) for name in offered}
+    return ray.remote(type(kind.__name__, (), content))
 
 
 class RayCoordinator:
@@ -405,17 +426,23 @@ class RayCoordinator:
 class RayRuntime:
     """Hosts as actors of class `Host`, calls as actor tasks, values in the object store.
 
-    start: makes the actor of a host, given its number. nodes, combine_from: see `Runtime`.
+    start: makes the actor of a host, given its number. nodes, combine_from: see `Runtime`. actors: those of the hosts,
+    where they are there already.
     """
 
     at_once = False
 
     def __init__(
-        self, hosts: int, start: Callable[[int], Any], nodes: Sequence[int] = (), combine_from: float = math.inf
+        self,
+        hosts: int,
+        start: Callable[[int], Any],
+        nodes: Sequence[int] = (),
+        combine_from: float = math.inf,
+        actors: Sequence[Any] = (),
     ):
         self.hosts, self._make, self.combine_from = hosts, start, combine_from
         self.nodes = nodes or (0,) * hosts
-        self._actors = [start(host) for host in range(hosts)]
+        self.actors = list(actors) or [start(host) for host in range(hosts)]
         self._methods: dict[tuple[int, str, int], Any] = {}  # what is called, by host, name and number of results
 
     def put(self, value: object) -> object:
@@ -425,7 +452,7 @@ class RayRuntime:
     def call(self, host: int, method: str, *args: object, returns: int = 1) -> list[Any]:
         """An actor task; its results belong to the caller."""
         if (task := self._methods.get((host, method, returns))) is None:
-            task = getattr(self._actors[host], method).options(num_returns=returns)
+            task = getattr(self.actors[host], method).options(num_returns=returns)
             self._methods[host, method, returns] = task
         refs = task.remote(*args)
         return [refs] if returns == 1 else list(refs)
@@ -447,10 +474,10 @@ class RayRuntime:
 
     def revive(self, host: int) -> None:
         """Another actor in the same bundle; Ray moves the bundle where its node is gone and another one has room."""
-        ray.kill(self._actors[host])  # it may only have been out of reach
-        self._actors[host] = self._make(host)
+        ray.kill(self.actors[host])  # it may only have been out of reach
+        self.actors[host] = self._make(host)
         self._methods.clear()
-        if not ray.wait([self._actors[host].ready.remote()], timeout=REVIVAL)[0]:
+        if not ray.wait([self.actors[host].ready.remote()], timeout=REVIVAL)[0]:
             raise ProcessLost(
                 f"host {host} died and no other one started within {REVIVAL} s: its node may be gone; resume=latest "
                 "goes on from the last checkpoint"
@@ -458,15 +485,17 @@ class RayRuntime:
 
     def stop(self) -> None:
         """End the hosts."""
-        for actor in self._actors:
+        for actor in self.actors:
             ray.kill(actor)
 
 
-def start_hosts(spec: RunSpec, hosts: int, kind: type = RayHost) -> RayRuntime:
-    """Hosts of one CPU each outside any placement group, starting side by side."""
-    actor: Any = ray.remote(num_cpus=1)(_actor_class(kind, spec))
-    shared = ray.put(spec)
-    return RayRuntime(hosts, lambda index: actor.remote(shared, f"host-{index}"))
+def start_hosts(
+    spec: RunSpec, hosts: int, kind: type = RayHost, actors: Sequence[Any] = (), cpus: float = 1
+) -> RayRuntime:
+    """Hosts outside any placement group, starting side by side; or these actors, which become them."""
+    actor, shared = _actor_class(kind).options(num_cpus=cpus), ray.put(spec)
+    _become(actors, [(shared, f"host-{index}") for index in range(hosts)])
+    return RayRuntime(hosts, lambda index: actor.remote(shared, f"host-{index}"), actors=actors)
 
 
 def hosts_in(
@@ -477,19 +506,26 @@ def hosts_in(
     kind: type,
     spec: RunSpec | ray.ObjectRef[RunSpec],
     content: Sequence[ray.ObjectRef[Any]] = (),
+    actors: Sequence[Any] = (),
 ) -> RayRuntime:
-    """Hosts of a class in the bundles of a group, starting side by side.
+    """Hosts of a class in the bundles of a group, starting side by side; or actors that are there and become them.
 
     What they are built from stays in the object store, for hosts that take the place of dead ones.
     """
     shared = spec if isinstance(spec, ray.ObjectRef) else ray.put(spec)
-    actor: Any = ray.remote(_actor_class(kind, ray.get(spec) if isinstance(spec, ray.ObjectRef) else spec))
+    actor = _actor_class(kind)
+    _become(actors, [(shared, f"host-{index}", content) for index in range(size.hosts)])
 
     def start(index: int) -> Any:
         place = _within(group, index + 1, size.each)
         return actor.options(name=f"{name}/host-{index}", **place).remote(shared, f"host-{index}", content)
 
-    return RayRuntime(size.hosts, start, _nodes(group)[1 : size.hosts + 1], options.combine_from)
+    return RayRuntime(size.hosts, start, _nodes(group)[1 : size.hosts + 1], options.combine_from, actors)
+
+
+def _become(actors: Sequence[Any], parts: Sequence[tuple[Any, ...]]) -> None:
+    """Have actors that are there hold something else, side by side. Raises what went wrong with the first."""
+    ray.get([actor.become.remote(*each) for actor, each in zip(actors, parts, strict=False)], timeout=START)
 
 
 def _nodes(group: PlacementGroup) -> list[int]:
@@ -499,22 +535,70 @@ def _nodes(group: PlacementGroup) -> list[int]:
     return [numbers.setdefault(places[index], len(numbers)) for index in range(len(places))]
 
 
-def _start(
-    spec: RunSpec,
-    schedule: Schedule,
-    fleet: Fleet,
-    size: Size,
-    group: PlacementGroup,
-    name: str,
-    options: RayOptions,
-    folder: str,
-    resume: str,
-) -> tuple[RayRuntime, Any]:
-    """Hosts and coordinator, starting side by side in their bundles; Ray's dashboard shows them by name."""
-    shared, content = ray.put(spec), _content(spec, group)
-    runtime = hosts_in(group, size, name, options, RayHost, shared, content)
-    first = ray.remote(RayCoordinator).options(name=f"{name}/coordinator", **_within(group, 0, {}))
-    return runtime, first.remote(shared, schedule, fleet, runtime, folder, resume, content)
+@dataclass(frozen=True)
+class _Team:
+    """The processes of a run, and the bundles that they are in. end: ends them."""
+
+    asked: tuple[list[dict[str, float]], str]
+    group: PlacementGroup
+    hosts: Sequence[Any]
+    coordinator: Any
+    end: Callable[[], None]
+
+
+@dataclass
+class _Stay:
+    """Where the processes of a run wait for the next one."""
+
+    name: str
+    team: _Team | None = None
+
+    def leave(self) -> None:
+        """End those that wait."""
+        team, self.team = self.team, None
+        if team is not None:
+            team.end()
+
+
+_stay: _Stay | None = None
+
+
+@contextmanager
+def staying(name: str) -> Iterator[None]:
+    """Runs of this process that follow each other work in the same processes, which start once: seconds for each run.
+
+    A run whose hosts are others in number or size gets new ones, and so does the one after a run that failed. name: of
+    all the runs together, by which Ray's dashboard shows their processes. Inside another one it changes nothing.
+    """
+    global _stay
+    if _stay is not None:
+        yield
+        return
+    _stay = stay = _Stay(name)
+    try:
+        yield
+    finally:
+        _stay = None
+        stay.leave()
+
+
+def _taken_over(asked: tuple[list[dict[str, float]], str]) -> _Team | None:
+    """Processes that wait for a run of this size; others end."""
+    if _stay is None or _stay.team is None:
+        return None
+    if _stay.team.asked != asked or ray.util.get_current_placement_group() is not None:
+        _stay.leave()
+        return None
+    team, _stay.team = _stay.team, None
+    return team
+
+
+def _free(team: _Team) -> bool:
+    """Whether all processes are there and have nothing left to do, such as jobs that no aggregation has taken."""
+    answers = [host.ready.remote() for host in team.hosts]
+    with suppress(ray.exceptions.RayError):
+        return bool(ray.get(answers, timeout=GRACE))
+    return False
 
 
 # --- the run --------------------------------------------------------------------------------------------------------
@@ -532,23 +616,62 @@ def run(
 
     folder, resume: see `Coordinator`.
     """
-    name = f"{Path(folder).name or 'raysim'}-{uuid.uuid4().hex[:6]}"
     options = options or RayOptions()
-    with placed(bundles(size), name, options, say) as group:
-        runtime, coordinator = _start(spec, schedule, fleet, size, group, name, options, folder, resume)
+    team = _team(spec, (schedule, fleet), size, options, say, (folder, resume))
+    well = False
+    try:
+        for part, more in ((team.coordinator.begin, START), (team.coordinator.events, REVIVAL)):
+            messages = part.options(num_returns="streaming").remote()
+            for ref in _in_time(messages, spec.settings.faults.timeout, more, say):
+                yield from ray.get(ref)
+        well = True
+    except ray.exceptions.RayTaskError as error:
+        cause = error.cause
+        raise (_lost(cause) if isinstance(cause, ray.exceptions.RayError) else cause) from None
+    except ray.exceptions.RayActorError as error:
+        raise _lost(error) from None
+    finally:
+        if well and _stay is not None and _stay.team is None and _free(team):
+            _stay.team = team
+        else:
+            team.end()
+
+
+def _team(
+    spec: RunSpec,
+    parts: tuple[Schedule, Fleet],
+    size: Size,
+    options: RayOptions,
+    say: Say,
+    places: tuple[str, str],
+) -> _Team:
+    """Hosts and coordinator of a run: those that wait for one, or new ones, which start side by side."""
+    asked, shared = (bundles(size), options.strategy), ray.put(spec)
+    name = f"{(_stay.name if _stay else Path(places[0]).name) or 'raysim'}-{uuid.uuid4().hex[:6]}"
+
+    def hosts(group: PlacementGroup, actors: Sequence[Any] = ()) -> tuple[RayRuntime, tuple[Any, ...]]:
+        content = _content(spec, group)
+        runtime = hosts_in(group, size, name, options, RayHost, shared, content, actors)
+        return runtime, (shared, *parts, runtime, *places, content)
+
+    if (team := _taken_over(asked)) is not None:
         try:
-            for part, more in ((coordinator.begin, START), (coordinator.events, REVIVAL)):
-                messages = part.options(num_returns="streaming").remote()
-                for ref in _in_time(messages, spec.settings.faults.timeout, more, say):
-                    yield from ray.get(ref)
-        except ray.exceptions.RayTaskError as error:
-            cause = error.cause
-            raise (_lost(cause) if isinstance(cause, ray.exceptions.RayError) else cause) from None
-        except ray.exceptions.RayActorError as error:
-            raise _lost(error) from None
-        finally:
-            ray.kill(coordinator)
-            runtime.stop()
+            runtime, needs = hosts(team.group, team.hosts)
+            _become([team.coordinator], [needs])
+            return team
+        except ray.exceptions.RayError:  # new ones say why, if it was not these
+            team.end()
+        except BaseException:
+            team.end()
+            raise
+    with ExitStack() as stack:
+        group = stack.enter_context(placed(asked[0], name, options, say))
+        runtime, needs = hosts(group)
+        stack.callback(runtime.stop)
+        first = _actor_class(RayCoordinator).options(name=f"{name}/coordinator", **_within(group, 0, {}))
+        coordinator = first.remote(*needs)
+        stack.callback(ray.kill, coordinator)
+        return _Team(asked, group, runtime.actors, coordinator, stack.pop_all().close)
 
 
 def _in_time(messages: Any, timeout: float | None, more: float, say: Say) -> Iterator[Any]:

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path, PosixPath
 from typing import Any
@@ -35,7 +36,7 @@ from raysim.simulation.coordinator import Finished, Round, Started, TooManyFailu
 from raysim.simulation.fleet import Ideal, Lognormal
 from raysim.simulation.schedule import Buffered, Synchronous
 from raysim.training.host import Host
-from raysim.training.run_spec import Checkpoint
+from raysim.training.run_spec import Checkpoint, RunSpec
 
 CLUSTER = [{"CPU": 4.0, "GPU": 1.0}, {"CPU": 2.0}, {"CPU": 2.0}]
 
@@ -345,10 +346,11 @@ def _on_both_nodes() -> tuple[tuple[str, str], list[dict[str, Any]], dict[str, A
     return (last.model_sha256, last.state_sha256), rows, seen
 
 
-def _where(host: Any) -> tuple[str, str, int]:
+def _where(actor: Any) -> tuple[str, str, int]:
     """A host's node, its data, how often it worked."""
     import ray
 
+    host = actor.held
     return ray.get_runtime_context().get_node_id(), str(host.spec.data.dataset_path), len(host._resident)
 
 
@@ -574,6 +576,44 @@ def test_on_cpus_a_job_is_measured_when_asked_and_its_memory_reserved(driver: Ca
     assert driver(_fits, asked, _small_job, 2, "cpu")[0] == Size(2, {"CPU": 1.0, "memory": GIB * 13 // 10})
     refused, _ = driver(_fits, asked, _monstrous_job, 2, "cpu")
     assert "too little memory" in refused and refused.endswith("or find larger nodes")
+
+
+# --- one run after another ------------------------------------------------------------------------------------------
+WHOLE = Mlp((20,))
+
+
+def _four_runs() -> tuple[list[tuple[str, str]], list[dict[str, Any]]]:
+    """Bits of three runs that follow each other, and who lives after each; the last two have fewer hosts."""
+    from raysim.runtime import ray as on_ray
+
+    bits, living = [], []
+
+    def after(study: RunSpec, hosts: int) -> None:
+        events = on_ray.run(study, Synchronous(4), Ideal(), Size(hosts, {"CPU": 0.5}), RayOptions(), _silent)
+        try:
+            *_, last = events
+            bits.append((last.model_sha256, last.state_sha256))
+        finally:
+            living.append({name: actor._actor_id.hex() for name, actor in _actors("together-").items()})
+
+    with on_ray.staying("together"):
+        after(run_spec(Scaffold(), model=WHOLE), 2)
+        after(run_spec(model=NORMED), 2)
+        after(run_spec(model=NORMED), 1)
+        with suppress(TooManyFailures):
+            after(changed(run_spec(Failing(), model=NORMED), tolerate=0.0), 1)
+    living.append({} if _gone(lambda: [*_groups(), *_actors("together-")]) else {"somebody": "lives"})
+    return bits, living
+
+
+def test_the_processes_of_a_run_stay_for_the_next_one_of_its_size_and_leave_after_a_failure(driver: Call) -> None:
+    scaffold = run(run_spec(Scaffold(), model=WHOLE), Synchronous(4), Ideal(), rounds=3).bits
+    plain = run(run_spec(model=NORMED), Synchronous(4), Ideal(), rounds=3).bits
+    bits, (first, second, fewer, failed, end) = driver(_four_runs)
+    assert bits == [scaffold, plain, plain], "nothing of an earlier run is left"
+    assert sorted(first) == ["coordinator", "host-0", "host-1"] and second == first
+    assert sorted(fewer) == ["coordinator", "host-0"] and not set(fewer.values()) & set(first.values())
+    assert not failed and not end
 
 
 # --- inside a search ------------------------------------------------------------------------------------------------

@@ -280,11 +280,14 @@ def _outcome(folder: Path, seconds: float) -> str:
 
 
 def _one_by_one(campaign: Campaign, todo: Sequence[Cell], allow: Sequence[str]) -> Generator[tuple[Cell, str, float]]:
-    """In this process, on one Ray; each with its sentence and seconds."""
+    """In this process, on one Ray and in the same hosts; each with its sentence and seconds."""
     with ExitStack() as session:
         for cell in todo:
             began = time.monotonic()
-            _join(cell.config["runtime"], session)
+            if _join(cell.config["runtime"], session):
+                from raysim.runtime import ray
+
+                session.enter_context(ray.staying(campaign.folder.name))
             sentence = attempt(cell.config, campaign.log(cell), allow)
             yield cell, sentence, time.monotonic() - began
             if sentence:
