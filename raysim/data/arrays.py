@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset, TensorDataset
 
-from raysim.data.columns import labels_of
+from raysim.data.columns import assembled, labels_of
 from raysim.data.raw import Raw, Source
 
 _given: dict[str, Raw] = {}  # by checksum, while they are stored
@@ -38,14 +38,18 @@ def arrays(data: object) -> Arrays:
     data: (inputs, labels), of which no row is for central tests; ((inputs, labels), (inputs, labels)), the second for
     tests, or {"train": ..., "test": ...}. Arrays, tensors, lists; or a `torch.utils.data.Dataset` in place of a pair.
     Inputs [n, ...], images [n, h, w], [n, c, h, w] or [n, h, w, c]; labels [n] classes 0, 1, ..., names of
-    classes, or values (floats); [n, labels] several labels (0 or 1) or several values.
+    classes, or values (floats); [n, labels] several labels (0 or 1) or several values. A third column, users [n]
+    (integers or text), says whose sample each is, for `partition=natural`.
     """
     train, test = _halves(data)
     parts = [_columns(part, name) for part, name in ((train, "train"), (test, "test")) if part is not None]
-    inputs, labels = (_joined(columns) for columns in zip(*parts, strict=True))
-    numbers, names, kind = labels_of(labels, None, None, "data")
-    raw = Raw(inputs, numbers, len(parts[0][1]), names, kind=kind)
-    source = Arrays(digest=_digest(inputs, labels, raw.train_rows))
+    if len({len(columns) for columns in parts}) > 1:
+        raise ValueError("data: users are given for training or for tests alone: give them for both.")
+    columns = [_joined(halves, what) for halves, what in zip(zip(*parts, strict=True), COLUMNS, strict=False)]
+    inputs, labels, *users = columns
+    test = np.arange(len(labels)) >= len(parts[0][1])
+    raw = assembled(inputs, labels_of(labels, None, None, "data"), users[0] if users else None, test, None)
+    source = Arrays(digest=_digest(columns, raw.train_rows))
     _given[source.digest] = raw
     try:
         source.build()
@@ -60,23 +64,29 @@ def _halves(data: object) -> tuple[object, object]:
         return data["train"], data.get("test")
     if isinstance(data, Dataset):
         return data, None
-    if isinstance(data, (tuple, list)) and len(data) == 2:
-        return (data[0], data[1]) if isinstance(data[0], (tuple, Dataset)) else (data, None)
+    if isinstance(data, (tuple, list)) and len(data) in (2, 3):
+        halves = len(data) == 2 and isinstance(data[0], (tuple, Dataset))
+        return (data[0], data[1]) if halves else (data, None)
+    many = f" of {len(data)}" if isinstance(data, (tuple, list)) else ""
     raise ValueError(
-        f"data={type(data).__name__} has no samples: give (inputs, labels), a pair of such for training and test, or a "
-        "torch Dataset."
+        f"data={type(data).__name__}{many} is not understood: give (inputs, labels) or (inputs, labels, users), a pair "
+        "of such for training and test, or a torch Dataset."
     )
 
 
-def _columns(part: object, name: str) -> tuple[np.ndarray, np.ndarray]:
-    """Inputs and labels of one half."""
+def _columns(part: object, name: str) -> tuple[np.ndarray, ...]:
+    """Inputs, labels and perhaps users of one half."""
     if isinstance(part, TensorDataset):
         part = part.tensors
     if isinstance(part, Dataset):
         part = tuple(zip(*(part[row] for row in range(len(part))), strict=True))  # type: ignore[arg-type]
-    if not isinstance(part, (tuple, list)) or len(part) != 2:
-        raise ValueError(f"data: what is for {name} must be a pair (inputs, labels), not {type(part).__name__}.")
-    inputs, labels = (_array(column, f"the {what} for {name}") for column, what in zip(part, COLUMNS, strict=True))
+    if not isinstance(part, (tuple, list)) or len(part) not in (2, 3):
+        raise ValueError(
+            f"data: what is for {name} must be (inputs, labels) or (inputs, labels, users), not {type(part).__name__}."
+        )
+    inputs, labels, *users = (
+        _array(column, f"the {what} for {name}") for column, what in zip(part, COLUMNS, strict=False)
+    )
     if not (inputs.size and labels.size):
         raise ValueError(
             f"data: {name} has inputs of shape {inputs.shape} and labels of shape {labels.shape}, and so no samples: "
@@ -93,10 +103,16 @@ def _columns(part: object, name: str) -> tuple[np.ndarray, np.ndarray]:
             f"data: {name} has inputs of shape {inputs.shape} and labels of shape {labels.shape}: give each input one "
             "label."
         )
-    return _channels_first(inputs), labels
+    for column in users:
+        if column.shape != (len(labels),) or column.dtype.kind not in "iuUS":
+            raise ValueError(
+                f"data: {name} has users of shape {column.shape} ({column.dtype}) for {len(labels)} samples: give each "
+                "sample one, an integer or text."
+            )
+    return _channels_first(inputs), labels, *users
 
 
-COLUMNS = ("inputs", "labels")
+COLUMNS = ("inputs", "labels", "users")
 
 
 def _array(column: Any, what: str) -> np.ndarray:
@@ -119,16 +135,16 @@ def _channels_first(inputs: np.ndarray) -> np.ndarray:
     return inputs.transpose(0, 3, 1, 2) if inputs.shape[1] not in (1, 3) and inputs.shape[3] in (1, 3) else inputs
 
 
-def _joined(columns: tuple[np.ndarray, ...]) -> np.ndarray:
+def _joined(columns: tuple[np.ndarray, ...], what: str) -> np.ndarray:
     if len({column.shape[1:] for column in columns}) > 1:
         shapes = " and ".join(str(column.shape[1:]) for column in columns)
-        raise ValueError(f"data: inputs for training and for tests have the shapes {shapes}: make them alike.")
+        raise ValueError(f"data: {what} for training and for tests have the shapes {shapes}: make them alike.")
     return np.concatenate(columns)
 
 
-def _digest(inputs: np.ndarray, labels: np.ndarray, train_rows: int) -> str:
+def _digest(columns: Sequence[np.ndarray], train_rows: int) -> str:
     digest = hashlib.blake2b(str(train_rows).encode(), digest_size=8)
-    for array in (inputs, labels):
+    for array in columns:
         digest.update(f"{array.dtype} {array.shape}".encode())
         digest.update(np.ascontiguousarray(array).tobytes())
     return digest.hexdigest()

@@ -596,6 +596,12 @@ class Natural(Partitioner):
             _clients("partition.clients", self.clients)
 
     def assign(self, draws: Draws) -> CSR:
+        if not draws.domains.any():
+            raise ValueError(
+                "partition=natural makes a client of each user, and all samples are of one: name the column that tells "
+                "users apart (partition.column, data.user), give (inputs, labels, users) from Python, or choose "
+                "partition=iid, dirichlet or another."
+            )
         order, users = draws.order(), np.flatnonzero(np.bincount(draws.domains) >= self.minimum)
         if len(users) < (wanted := self.clients or 1):
             raise ValueError(

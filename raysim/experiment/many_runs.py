@@ -79,9 +79,10 @@ def not_a_folder_of(what: str, folder: Path, file: str) -> Refused:
     return Refused(f"out={folder} is not the folder of a {what}, it has no {file}: name another, or leave resume out")
 
 
-def how_to_go_on(command: str, folder: Path) -> str:
-    """The end of a sentence about an interrupt."""
-    return f"raysim {command} out={folder} resume=latest goes on where it stopped"
+def how_to_go_on(command: str, folder: Path, allow: Sequence[str] = ()) -> str:
+    """The end of a sentence about an interrupt. allow: packages that the command was given."""
+    given = "".join(f" --allow {package}" for package in allow)
+    return f"raysim {command} out={folder} resume=latest{given} goes on where it stopped"
 
 
 def join_ray(options: RayOptions, session: ExitStack) -> None:

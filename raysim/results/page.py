@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import base64
 import json
-import shlex
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -25,6 +24,7 @@ from raysim.results.clients import CLIENTS, SPLIT, Split, read_clients, read_spl
 from raysim.results.curves import draw_comparison, mean_curve, panels
 from raysim.results.history import metric_of
 from raysim.results.jobs import read_jobs
+from raysim.results.repeating import run_again
 from raysim.results.report import MARKED, NOTHING, Column, Group, results, settings, telling
 from raysim.results.theme import DARK, LIGHT, svg
 from raysim.results.timeline import eventful, timeline_png
@@ -442,7 +442,7 @@ def _configurations(groups: Sequence[Group]) -> list[Shown]:
 def _repeat(groups: Sequence[Group]) -> Part:
     """A command and the checksums of each run, and the versions of what made them."""
     runs = [(group.label, run) for group in groups for run in group.runs]
-    commands = [f"raysim run --config {shlex.quote(str(run.folder / 'config.yaml'))} out=again" for _, run in runs]
+    commands = [run_again(run.config, run.folder / "config.yaml", "out=again") for _, run in runs]
     columns = [
         Column("", [label for label, _ in runs]),
         Column("seed", [str(run.config.get("seed", NOTHING)) for _, run in runs]),

@@ -184,7 +184,12 @@ def test_methods_that_no_file_can_hold_are_given_again_to_load() -> None:
         ({"partition": "idd"}, "partition=idd does not exist: did you mean iid"),
         ({"roundz": 3}, "roundz does not exist: did you mean rounds"),
         ({"rounds": "many"}, "rounds=many must be an integer"),
-        ({"data": 3}, "data=int has no samples"),
+        ({"data": 3}, "data=int is not understood"),
+        ({"data": (IMAGES, LABELS, LABELS, LABELS)}, "data=tuple of 4 is not understood"),
+        ({"data": (IMAGES, LABELS, LABELS[:3])}, r"users of shape \(3,\) .* for 60 samples: give each sample one"),
+        ({"data": (IMAGES, LABELS, LABELS / 2)}, "float64.* give each sample one, an integer or text"),
+        ({"data": ((IMAGES, LABELS, LABELS), (IMAGES, LABELS))}, "users are given .* alone: give them for both"),
+        ({"data": (IMAGES, LABELS), "partition": "natural"}, "makes a client of each user, and all samples are of one"),
         ({"data": (IMAGES, LABELS[:3])}, "give each input one label"),
         ({"data": (IMAGES, LABELS - 5)}, "data has the label -5"),
         ({"data": (IMAGES, LABELS[:, None])}, r"labels of shape \(60, 1\): give classes flat, of shape \(60,\)"),
@@ -233,6 +238,18 @@ def test_arrays_tensors_and_torch_data_sets_are_the_same_data() -> None:
         raysim.build(**(_without(SMALL, "quiet") | PARTS | {"data": data})).config["data"]["digest"] for data in given
     }
     assert len(digests) == 1
+
+
+@pytest.mark.parametrize("kind", [str, int])
+def test_users_beside_the_samples_are_clients(kind: type) -> None:
+    users = np.array([kind(f"{100 + 7 * row % 5}") for row in range(60)])
+    data = {"train": (IMAGES, LABELS, users), "test": (*TESTS, users[:12])}
+    built = raysim.build(**(_without(SMALL, "quiet") | PARTS | {"data": data, "partition": "natural"}))
+    split = built.spec.data.partition
+    for client, user in enumerate(sorted({*users.tolist()})):
+        rows = np.concatenate([split.train.rows(client), split.test.rows(client)])
+        assert sorted(rows) == np.flatnonzero(users == user).tolist()
+    assert split.train.counts.sum() + split.test.counts.sum() == 60
 
 
 def test_arrays_are_known_by_their_content_when_a_run_goes_on_and_read_from_the_cache() -> None:

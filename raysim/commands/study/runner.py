@@ -265,7 +265,7 @@ def carry_out(campaign: Campaign, *, parallel: int = 1, allow: Sequence[str] = (
                 outcome = sentence or _outcome(campaign.results(cell), seconds)
                 say(f"run {done + number}/{total} {cell.name}: {outcome}{rest}")
     except KeyboardInterrupt:
-        again = how_to_go_on("study", campaign.folder)
+        again = how_to_go_on("study", campaign.folder, allow)
         raise Interrupted(f"stopped before all {total} runs were made: {again}") from None
     return failed
 

@@ -21,6 +21,7 @@ from raysim.results.figures import figure_file
 from raysim.results.history import write_json
 from raysim.results.page import Section, compare
 from raysim.results.progress import duration
+from raysim.results.repeating import run_again
 from raysim.results.report import Column, Group, aligned, load_run
 from raysim.results.theme import DARK, LIGHT, logarithmic
 
@@ -125,7 +126,7 @@ def _page(records: Records) -> Path | None:
 def _best(records: Records, best: Record) -> str:
     node = {**records.search.node(best.point), "out": None, "resume": None}
     what = f"{records.metric} {plus_minus(best.score, best.deviation)} after {best.rounds} rounds"
-    return f"# {records.label(best)}: {what}. Use: raysim run --config {BEST}\n{to_yaml(node)}"
+    return f"# {records.label(best)}: {what}. Use: {run_again(node, Path(BEST))}\n{to_yaml(node)}"
 
 
 # --- pictures -------------------------------------------------------------------------------------------------------

@@ -39,6 +39,7 @@ from raysim.primitives.errors import Refused, first_line, refusing
 from raysim.primitives.files import held
 from raysim.primitives.streams import stream
 from raysim.results.progress import duration
+from raysim.results.repeating import run_again
 from raysim.runtime.placement import Resources, Size, amounts, demand, total
 from raysim.simulation import checkpoint
 from raysim.simulation.events import Event
@@ -449,7 +450,7 @@ def _search(
     except KeyboardInterrupt:
         raise Interrupted(
             f"stopped after {sum(record.status != 'running' for record in records.all.values())} of {count} trials: "
-            f"{how_to_go_on('sweep', folder)}"
+            f"{how_to_go_on('sweep', folder, allow)}"
         ) from None
     finally:
         work, wall = sum(record.seconds for record in records.all.values()), time.monotonic() - since
@@ -551,7 +552,8 @@ def _closing(records: Records, work: float, wall: float, slots: int) -> str:
     best = records.best()
     if best is None:
         return f"no trial has a score: the reasons are in {records.folder / 'trials.csv'}"
+    again = run_again(records.search.node(best.point), records.folder / "best.yaml")
     return (
         f"{duration(work)} of work in {duration(wall)}, {slots} trial{'s' if slots > 1 else ''} at once; "
-        f"raysim run --config {records.folder / 'best.yaml'} trains the best; results are in {records.folder}"
+        f"{again} trains the best; results are in {records.folder}"
     )
