@@ -110,6 +110,16 @@ class Result:
             tensors = host.own_tensors(task, published, state)
         return _filled(self.experiment.spec, tensors)
 
+    def client_state(self, client: int) -> dict[str, np.ndarray]:
+        """What this client keeps to itself, by full name: personal tensors, and what methods declare (`Method.state`).
+
+        Of a client that never trained what it would start from; empty where clients keep nothing. Raises Refused as
+        `client_model` does.
+        """
+        with self._at_the_end() as end:
+            host, task, _, state = end.asked(self._client(client))
+            return {name: value.copy() for name, value in host.kept(task, state).items()}
+
     def predictions(self, client: int | None = None) -> Predictions:
         """Labels and scores on the central test set by the shared model, or on a client's own tests by its own model.
 

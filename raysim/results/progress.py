@@ -30,12 +30,16 @@ def duration(seconds: float) -> str:
 
 @contextmanager
 def waiting(console: Console) -> Iterator[Callable[[str], None]]:
-    """Takes what a run waits for before its first round: in a terminal a line that moves, in a log a line for each."""
+    """Takes what a run waits for before its first round: in a log a line for each; in a terminal one, with seconds."""
     if not console.is_terminal:
         yield lambda text: console.print(f"{'':<10}{text}", markup=False, highlight=False, soft_wrap=True)
         return
-    with console.status("") as status:
-        yield lambda text: status.update(f"[default]{text} ...")
+    from rich.progress import Progress as Bar, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    columns = SpinnerColumn(), TextColumn("{task.description}", style="default", markup=False), TimeElapsedColumn()
+    with Bar(*columns, console=console, transient=True) as line:
+        task = line.add_task("", total=None)
+        yield lambda text: line.reset(task, description=text)
 
 
 @contextmanager

@@ -31,7 +31,7 @@ from raysim.api.messages import (
     Trained,
 )
 from raysim.api.method import Method
-from raysim.api.private_state import PrivateState, StoredState
+from raysim.api.private_state import PrivateState, StoredState, named
 from raysim.models import Classifier
 from raysim.primitives.spans import Spans
 from raysim.primitives.streams import stream
@@ -392,6 +392,10 @@ class Host(Combiner):
         """Every tensor, by full name, of the networks that would be scored."""
         self._load(task, self._receive(published), sent)
         return {key: value.clone() for key, value in self.vector.named(self.vector.data, self.vector.counters).items()}
+
+    def kept(self, task: Score, sent: StoredState | None = None) -> dict[str, np.ndarray]:
+        """What a client keeps to itself, by full name."""
+        return named(self._state(task.client, task.state, sent).each(lambda value: value.cpu().numpy()), self.layout)
 
     def outputs(
         self, task: Score, published: Published, sent: StoredState | None = None

@@ -25,7 +25,7 @@ def test_a_log_has_a_line_for_each_thing_that_starts() -> None:
 
 def test_a_terminal_shows_what_is_waited_for_until_it_is_there() -> None:
     text = seen(True)
-    assert "waiting for the hosts ..." in text
+    assert "waiting for the hosts" in text and "0:00:00" in text, "with the seconds of it"
     assert "first round" in text.rpartition("waiting for the hosts")[2]
 
 

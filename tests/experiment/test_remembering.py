@@ -1,0 +1,67 @@
+"""A method that remembers, as docs/extending.md has it, and what its clients have kept in the end."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tiny_runs import NormedMlp
+
+import raysim
+from raysim.api.method import Method
+from raysim.conformance import checks
+from raysim.methods.fedbn import FedBN
+from raysim.methods.scaffold import Scaffold
+from raysim.primitives.errors import Refused
+
+TEXT = (Path(__file__).parents[2] / "docs" / "extending.md").read_text().partition("## A method that remembers")[2]
+NAMES: dict[str, Any] = {"__name__": __name__}
+exec(re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)[0], NAMES)
+Steady: Any = NAMES["Steady"]
+FEW: dict[str, Any] = {"runtime": "inprocess", "tracking": "none", "quiet": True, "rounds": 3, "out": "a"}
+FEW |= {"checkpoint": {"every": 1}}
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def ran(*methods: Method, **given: Any) -> raysim.Result:
+    return raysim.run(methods=methods, **(FEW | given))
+
+
+@pytest.mark.parametrize("check", checks(Steady(mu=0.5)), ids=str)
+def test_it_keeps_to_what_every_method_must(check: Any) -> None:
+    check()
+
+
+def test_it_is_drawn_to_where_it_was_and_reports_how_far_it_went() -> None:
+    found, free = ran(Steady(mu=0.5)), ran(Steady(mu=0.0), out="b")
+    assert free.summary["model_sha256"] == ran(out="c").summary["model_sha256"] != found.summary["model_sha256"]
+    assert (found.history["steady.moved"] > 0).all()
+
+
+def test_what_clients_keep_is_told_by_name_of_those_that_never_trained_too() -> None:
+    found = ran(Steady(), Scaffold(), FedBN(), model=NormedMlp(), rounds=1)
+    by_participation: dict[bool, list[dict[str, np.ndarray]]] = {True: [], False: []}
+    for client in range(20):
+        kept = found.client_state(client)
+        by_participation[bool(kept["steady.known"])].append(kept)
+    trained, idle = by_participation[True], by_participation[False]
+    assert len(trained) == len(idle) == 10
+    names = {"steady.last", "steady.known", "scaffold.control"}
+    assert all(names < kept.keys() and any(key.startswith("model.") for key in kept) for kept in [*trained, *idle])
+    assert all(kept["scaffold.control"].any() for kept in trained)
+    assert not any(kept["scaffold.control"].any() for kept in idle)
+    with pytest.raises(Refused, match="client 20 does not exist"):
+        found.client_state(20)
+
+
+def test_clients_without_a_memory_keep_nothing_and_one_that_no_checkpoint_holds_is_refused() -> None:
+    assert ran().client_state(0) == {}
+    with pytest.raises(Refused, match=r"set checkpoint\.every above 0"):
+        ran(Scaffold(), out="b", checkpoint={"every": 0}).client_state(0)
