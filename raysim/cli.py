@@ -64,8 +64,9 @@ Uploads the package and its configuration, and shows the job's output; Ctrl-C le
 the job's own. The command joins the cluster (runtime=cluster) unless it names a runtime. See jobs/README.md."""
 METHODS = """\
 examples:
-  raysim methods          a table: name, paper, slots, parameters
-  raysim methods --json   the same for programs"""
+  raysim methods                  a table: name, paper, slots, parameters
+  raysim methods --json           the same for programs
+  raysim methods --allow mine     with those of a package of your own"""
 PARTITION = """\
 examples:
   raysim partition                                             the default study's split
@@ -338,6 +339,7 @@ def _parser() -> Parser:
     submit.add_argument("--no-wait", action="store_true", help="do not follow the job")
     methods = add("methods", "list the methods: paper, slots, parameters", METHODS)
     methods.add_argument("--json", action="store_true", help="as JSON")
+    _own_parts(methods)
     partition = add("partition", "print statistics of a split, and draw it", PARTITION)
     _configurable(partition)
     partition.add_argument("--out", default="partition.png", metavar="FILE", help="the picture (partition.png)")
@@ -409,6 +411,10 @@ def _configurable(parser: argparse.ArgumentParser) -> None:
         "overrides", nargs="*", metavar="KEY=VALUE", help="what differs from the default study"
     )
     overrides.completer = _completions
+    _own_parts(parser)
+
+
+def _own_parts(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--conf", action="append", default=[], metavar="DIR", help="a folder of your own options, laid out like conf"
     )
@@ -527,7 +533,7 @@ def _methods(given: argparse.Namespace) -> int:
 
     from raysim.experiment.execute import catalogue
 
-    entries = catalogue()
+    entries = catalogue(given.conf, given.allow)
     if given.json:
         print(json.dumps(entries, indent=2))
         return 0

@@ -472,6 +472,27 @@ def test_methods_are_listed_with_paper_slots_and_parameters(capsys: pytest.Captu
     assert {"mu=0.01", "max_staleness=null", "bias_correction=false"} <= set(printed.split())  # as one types them
 
 
+def test_methods_of_the_users_own_are_listed_and_what_names_none_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "own/conf/method").mkdir(parents=True)
+    (tmp_path / "own/__init__.py").write_text(
+        "from raysim.methods.fedprox import FedProx\n\n\nclass Near(FedProx):\n    paper = 'ours'\n"
+    )
+    option = tmp_path / "own/conf/method/near.yaml"
+    option.write_text("near: {_target_: own.Near, mu: 0.5}")
+    assert cli.call(["methods", "--allow", "own"]) == 0
+    assert "near  (ours)" in (text := capsys.readouterr().out) and "mu=0.5" in text
+    for content, sentence in (
+        ("{_target_: raysim.models.Mlp}", "is no method: name a subclass"),
+        ("3", "names no class"),
+    ):
+        option.write_text(f"near: {content}")
+        assert cli.call(["methods", "--conf", "own/conf"]) == 2
+        assert sentence in capsys.readouterr().err
+
+
 def test_a_partition_is_described_and_drawn(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.call(["partition", "data=synthetic", "partition=shards", "--out", "shards.png"]) == 0
     printed = capsys.readouterr().out

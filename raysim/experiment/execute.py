@@ -138,14 +138,20 @@ def _listed(
         if path in parts:
             found.append(cast(T, parts[path]))
             continue
-        if not isinstance(node, Mapping) or TARGET not in node:
-            raise Refused(f"{path}={shown(node)} names no class: give a value to one of its keys instead")
-        refuse_missing(node, path)
-        cls = resolve(node[TARGET], path, allow)
-        if not issubclass(cls, kind):
-            raise Refused(f"{path}.{TARGET}={node[TARGET]} is no {group}: name a subclass of raysim.{kind.__name__}")
-        found.append(build_object(cls, node, path))
+        found.append(build_object(_class_of(node, path, kind, allow), node, path))
     return tuple(found)
+
+
+def _class_of(node: Any, path: str, kind: type[T], allow: Sequence[str]) -> type[T]:
+    """What a node of a method or an observer names."""
+    if not isinstance(node, Mapping) or TARGET not in node:
+        raise Refused(f"{path}={shown(node)} names no class: give a value to one of its keys instead")
+    refuse_missing(node, path)
+    cls = resolve(node[TARGET], path, allow)
+    if not issubclass(cls, kind):
+        group = path.partition(".")[0]
+        raise Refused(f"{path}.{TARGET}={node[TARGET]} is no {group}: name a subclass of raysim.{kind.__name__}")
+    return cls
 
 
 def _device(asked: str, elsewhere: bool) -> str:
@@ -479,15 +485,17 @@ def _about(cls: type[Method]) -> str:
     return line.partition(": ")[2] or line
 
 
-def catalogue() -> list[dict[str, Any]]:
-    """Every part of every method in `conf`: option, name, paper, what it does, slots, parameters with defaults."""
+def catalogue(conf: Sequence[str] = (), allow: Sequence[str] = ()) -> list[dict[str, Any]]:
+    """Every part of every method that can be named: option, name, paper, what it does, slots, parameters with defaults.
+
+    conf: folders of options of one's own. allow: the packages whose classes they may name.
+    """
     entries = []
-    for option, path in (files := groups().files["method"]).items():
+    for option, path in (files := groups([user_path(root) for root in conf]).files["method"]).items():
         for name, node in load_yaml(path).items():
             if name != option and name in files:
                 continue  # a part that has an option of its own as well
-            cls = resolve(node[TARGET], f"method.{name}")
-            assert issubclass(cls, Method)
+            cls = _class_of(node, f"method.{name}", Method, allow)
             entries.append(
                 {
                     "name": name,
