@@ -8,7 +8,9 @@ from __future__ import annotations
 import argparse
 import itertools
 import os
+import signal
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -178,7 +180,24 @@ class Parser(argparse.ArgumentParser):
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
     """Run one command and exit."""
-    sys.exit(call(list(sys.argv[1:] if argv is None else argv)))
+    sys.unraisablehook = _heard(sys.unraisablehook)
+    status = call(list(sys.argv[1:] if argv is None else argv))
+    signal.signal(signal.SIGINT, lambda *_: os._exit(status))  # all is said; Python would show where it was
+    sys.exit(status)
+
+
+def _heard(usual: Callable[[Any], object]) -> Callable[[Any], object]:
+    """Repeats a Ctrl-C that came where Python can raise nothing (a weak reference's callback), and would be lost."""
+
+    def hook(lost: Any) -> None:
+        if issubclass(lost.exc_type, KeyboardInterrupt):
+            again = threading.Timer(0.01, os.kill, (os.getpid(), signal.SIGINT))
+            again.daemon = True
+            again.start()
+        else:
+            usual(lost)
+
+    return hook
 
 
 def call(words: Sequence[str]) -> int:

@@ -702,3 +702,26 @@ def test_folders_that_are_no_run_are_passed_over(capsys: pytest.CaptureFixture[s
     assert "nowhere is no folder" in printed(["report", "nowhere", "runs/a"], capsys, status=2)
     assert cli.call(["report", *everything, "nowhere"]) == 2
     assert capsys.readouterr().err.count("raysim: ") == 1, "what is refused is said, and nothing besides"
+
+
+LOST = """
+import os, signal, time, weakref
+from raysim import cli
+
+class Gone: pass
+
+def command(given):
+    gone = Gone()
+    held = weakref.ref(gone, lambda _: os.kill(os.getpid(), signal.SIGINT))
+    del gone  # Python raises nothing there
+    time.sleep(60)
+    return 0
+
+cli.COMMANDS["completion"] = command
+cli.main(["completion", "bash"])
+"""
+
+
+def test_an_interrupt_that_comes_where_nothing_can_be_raised_is_not_lost() -> None:
+    ended = subprocess.run([sys.executable, "-c", LOST], capture_output=True, text=True)
+    assert (ended.returncode, ended.stderr) == (130, "raysim: stopped before the run began: nothing was written\n")
