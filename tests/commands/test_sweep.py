@@ -21,6 +21,7 @@ import pytest
 
 import raysim
 from raysim import cli
+from raysim.commands.sweep.records import Record, Records
 from raysim.commands.sweep.search import load, plan
 from raysim.commands.sweep.trial import Trial, prepared
 from raysim.experiment.compose import compose, plain
@@ -98,6 +99,14 @@ def test_a_value_given_on_the_command_line_is_not_searched() -> None:
     search = plan(["sweep=fedbr", "method=[fedbr]", "method.fedbr.lam=0.25", "method.fedbr.tau1=1,2"])
     assert list(search.space) == ["method.fedbr.mu", "method.fedbr.tau1", "method.fedbr.tau2"]
     assert search.node(search.points()[0])["method"]["fedbr"]["lam"] == 0.25
+
+
+def test_trials_that_are_as_good_as_the_best_are_counted(tmp_path: Path) -> None:
+    records = Records(plan([LRS]), tmp_path, "accuracy", 6, print, tracked=False, uri="")
+    outcomes = [(0.5, "done"), (0.75, "done"), (0.75, "stopped"), (0.75, "done"), (None, "failed")]
+    records.all = {n: Record(n, {}, status=status, score=score) for n, (score, status) in enumerate(outcomes)}
+    assert (best := records.best()) is not None and best.number == 1
+    assert records.as_good(best) == 1, "one that was given up is no match"
 
 
 def test_values_of_a_method_hold_for_the_trials_that_have_it() -> None:

@@ -206,6 +206,10 @@ class Records:
         """The best of those that have a score."""
         return next((record for record in self.ordered() if record.score is not None), None)
 
+    def as_good(self, best: Record) -> int:
+        """How many others have the same score and were not given up either."""
+        return sum(self.better(each) == self.better(best) for each in self.all.values()) - 1
+
     def label(self, record: Record) -> str:
         """A setting in a line."""
         names = dict(zip(self.search.space, short_names(list(self.search.space)), strict=True))

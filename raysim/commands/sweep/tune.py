@@ -553,7 +553,9 @@ def _closing(records: Records, work: float, wall: float, slots: int) -> str:
     if best is None:
         return f"no trial has a score: the reasons are in {records.folder / 'trials.csv'}"
     again = run_again(records.search.node(best.point), records.folder / "best.yaml")
+    others = records.as_good(best)
+    alike = f" ({others} other{'s' if others > 1 else ''} scored the same)" if others else ""
     return (
         f"{duration(work)} of work in {duration(wall)}, {slots} trial{'s' if slots > 1 else ''} at once; "
-        f"{again} trains the best; results are in {records.folder}"
+        f"{again} trains the best{alike}; results are in {records.folder}"
     )
