@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 import traceback
-import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import isfinite
 from typing import cast
@@ -47,10 +46,6 @@ from raysim.training.run_spec import RunSpec, build_networks
 from raysim.training.trainer import Clients, LocalRun, OneByOne, Trainer, load, private_state
 from raysim.training.transfer import Copies, numbers, on_device, up
 from raysim.vectors.layout import Vector
-
-# Arrays out of an object store are read-only; tensors over them are only read.
-warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
-
 
 _NO_COUNTERS = np.empty(0, np.int64)
 PROBE_FEATURES = 200  # rows whose features a probe keeps

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from weakref import WeakValueDictionary
 
@@ -16,6 +17,21 @@ from raysim.vectors.optimizer import widest
 def apart(device: torch.device) -> bool:
     """Whether what lies on the device has to be copied before Python or NumPy can read it."""
     return device.type != "cpu"
+
+
+def _say_once() -> None:
+    """Have PyTorch warn, unheard, that an array is read-only, as it does once in a process.
+
+    Those out of an object store are; tensors over them are only read.
+    """
+    array = np.zeros(1)
+    array.flags.writeable = False
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.from_numpy(array)
+
+
+_say_once()
 
 
 def up(array: np.ndarray, device: torch.device) -> Tensor:
