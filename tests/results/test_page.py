@@ -84,7 +84,7 @@ def test_a_page_says_which_deviation_it_gives(tmp_path: Path) -> None:
     text = written(runs, tmp_path)
     results = section(text, "Results")
     assert "over the seeds (sample deviation, divisor n-1)" in results
-    assert "<b>0.7500 ± 0.2500</b>" in results and "0.2500 ± 0.0000" in results
+    assert "<b>0.7500 ±\u00a00.2500</b>" in results and "0.2500 ±\u00a00.0000" in results
     assert "bands ± one sample deviation" in section(text, "Curves")
     alone = written(runs[::3], tmp_path)
     assert "One seed of each setting, so no deviation can be given" in section(alone, "Results")
@@ -111,9 +111,9 @@ def test_checksums_are_short_and_whole_where_one_points(tmp_path: Path) -> None:
 
 
 def test_a_number_with_its_deviation_may_take_two_lines(tmp_path: Path) -> None:
-    """Or the last columns of a study's results are off the page."""
+    """Or the last columns of a study's results are off the page; the sign stays with the deviation."""
     text = section(written(seeded(tmp_path, "fedprox", [0.5, 0.75]), tmp_path), "Results")
-    assert '<td class="number pair">0.6250 ± 0.1768</td>' in text and '<td class="number">2</td>' in text
+    assert '<td class="number pair">0.6250 ±\u00a00.1768</td>' in text and '<td class="number">2</td>' in text
 
 
 def test_failures_are_counted_over_rounds_and_their_errors_listed(tmp_path: Path) -> None:
