@@ -45,7 +45,7 @@ from raysim.primitives.stores import store
 from raysim.results.observers import Note, Observer, ObserverFailed
 from raysim.results.progress import waiting
 from raysim.results.report import load_run
-from raysim.runtime.placement import listen_on_loopback
+from raysim.runtime.placement import NoRoom, RayOptions, listen_on_loopback
 from raysim.simulation.events import Event, ProcessLost, RunStopped, TooManyFailures
 from raysim.simulation.fleet import Fleet
 from raysim.simulation.schedule import Schedule, Synchronous, check_concurrency
@@ -73,6 +73,7 @@ __all__ = [
 ]
 
 
+GO_ON = "resume=latest goes on from the last checkpoint"
 TRIES = 3  # at going on where a process was lost, without a new checkpoint in between
 Values: TypeAlias = Mapping[Any, object]  # of an option, by their keys
 # Words as on the command line, in one text or several; or a whole configuration.
@@ -354,12 +355,16 @@ def run(
         except ProcessLost as error:
             tries = TRIES if last_checkpoint(where.folder, kept) != reached else tries - 1
             if not (tries and where.folder.is_dir()):
+                raise ProcessLost(f"{error}; {GO_ON}") from error
+            say(console, f"{error}. The run goes back to its last checkpoint and on by itself")
+        except Refused as error:
+            if not where.again:
                 raise
-            say(console, f"{error}. It goes on by itself")
+            raise RunStopped(f"{error}; {GO_ON}") from error
         again = replace(experiment.execution, out=str(where.folder), resume="latest")
         experiment = replace(experiment, execution=again)
         with refusing():
-            where = place(experiment)
+            where = replace(place(experiment), again=True)
 
 
 def _tried(experiment: Experiment, where: Place, console: Console, quiet: bool, users: Sequence[Observer]) -> Result:
@@ -452,15 +457,25 @@ def _on_ray(experiment: Experiment, where: Place, console: Console, waits_for: N
         say(console, f"{'':<10}{text}")
 
     options, spec = experiment.execution.runtime, experiment.spec
-    with ray.connected(options):
+    folder = str(where.folder.absolute())
+
+    def events(options: RayOptions) -> Iterator[Event]:
         size = ray.fit(options, spec, experiment.schedule.concurrency, tell)
         if options.hosts is None:
             tell(f"{size} fit")
         if experiment.execution.device == "auto" and spec.device == "cpu" and ray.has_gpus():
             tell("device=auto is the CPU because this process sees no GPU, but the cluster has some: set device=cuda")
-        folder = str(where.folder.absolute())
         waits_for("waiting for the hosts")
         yield from ray.run(spec, experiment.schedule, experiment.fleet, size, options, tell, folder, where.resume)
+
+    with ray.connected(options):
+        try:
+            yield from events(options)
+        except NoRoom as error:  # before anything has started
+            if not where.again or options.hosts is None:
+                raise
+            tell(f"{error}. It goes on with as many as fit")
+            yield from events(replace(options, hosts=None))
 
 
 def _make_folder(experiment: Experiment, where: Place) -> None:

@@ -61,6 +61,7 @@ class Place:
     resume: str = ""  # a checkpoint's address
     finished: bool = False
     note: str = ""
+    again: bool = False  # whether it goes on by itself, as it has lost a process
 
 
 def place(experiment: Experiment) -> Place:

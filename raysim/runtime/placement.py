@@ -125,6 +125,10 @@ def total(nodes: Sequence[Resources], each: Resources, strategy: str = "PACK") -
     return max(rooms) if strategy == "STRICT_PACK" else sum(rooms)
 
 
+class NoRoom(ValueError):
+    """The cluster has less in all than the hosts need that were asked for."""
+
+
 def fitting(options: RayOptions, each: Resources, nodes: Sequence[Resources], most: int) -> Size:
     """The hosts that were asked for, else as many as fit and find work (most: clients at work at once).
 
@@ -133,7 +137,7 @@ def fitting(options: RayOptions, each: Resources, nodes: Sequence[Resources], mo
     places = total(nodes, each, options.strategy)
     hosts = options.hosts or 1
     if places is not None and hosts > places:
-        raise ValueError(_too_many(options, each, nodes, hosts, places))
+        raise NoRoom(_too_many(options, each, nodes, hosts, places))
     return Size(options.hosts or (most if places is None else max(1, min(most, places))), each)
 
 

@@ -41,7 +41,19 @@ from raysim.api.messages import Published
 from raysim.data.dataset import copied
 from raysim.primitives.errors import first_line
 from raysim.runtime import preflight
-from raysim.runtime.placement import CLUSTERS, RayOptions, Size, amounts, demand, fitting, gib, share, total, within
+from raysim.runtime.placement import (
+    CLUSTERS,
+    NoRoom,
+    RayOptions,
+    Size,
+    amounts,
+    demand,
+    fitting,
+    gib,
+    share,
+    total,
+    within,
+)
 from raysim.simulation.coordinator import Coordinator
 from raysim.simulation.dispatcher import START
 from raysim.simulation.events import Event, ProcessLost, Round, Started
@@ -73,6 +85,7 @@ INLINE = 1 << 16  # bytes that cost less to send with every call than to store o
 GRACE = 2  # seconds in which a group that fits is there; longer means that others hold what it needs
 TOGETHER = 0.1  # seconds in which finished rounds are collected for one message to the driver
 REVIVAL = 300  # seconds for a new host in the place of a dead one
+ROOM = 30  # seconds of them after which Ray has room for it, or the run goes on without it
 SILENCE = 60.0  # seconds after which somebody may wonder
 
 
@@ -292,17 +305,20 @@ def placed(asked: list[dict[str, float]], name: str, options: RayOptions, say: S
         return
     group = ray.util.placement_group(asked, strategy=options.strategy, name=name)
     try:
-        _await(group, asked, options.wait, say)
+        _await(group, asked, options, say)
         yield group
     finally:
         ray.util.remove_placement_group(group)
 
 
-def _await(group: PlacementGroup, asked: Sequence[Mapping[str, float]], wait: float | None, say: Say) -> None:
+def _await(group: PlacementGroup, asked: Sequence[Mapping[str, float]], options: RayOptions, say: Say) -> None:
     """Until the group is there, in steps of seconds: an interrupt is heard between them."""
     since, told = time.monotonic(), False
     while not group.wait(1 if told else GRACE):
-        late = wait is not None and time.monotonic() - since >= wait
+        each = asked[-1]  # of a host
+        if (places := total(nodes(), each, options.strategy)) is not None and places < asked.count(each):
+            raise NoRoom(f"{asked.count(each)} x {amounts(each)} are needed, and {places} fit: the cluster lost a node")
+        late = options.wait is not None and time.monotonic() - since >= options.wait
         if told and not late:
             continue
         needs: Counter[str] = Counter()
@@ -477,16 +493,23 @@ class RayRuntime:
         ray.kill(self.actors[host])  # it may only have been out of reach
         self.actors[host] = self._make(host)
         self._methods.clear()
-        if not ray.wait([self.actors[host].ready.remote()], timeout=REVIVAL)[0]:
-            raise ProcessLost(
-                f"host {host} died and no other one started within {REVIVAL} s: its node may be gone; resume=latest "
-                "goes on from the last checkpoint"
-            )
+        ready = [self.actors[host].ready.remote()]
+        if ray.wait(ready, timeout=ROOM)[0] or (not _roomless() and ray.wait(ready, timeout=REVIVAL - ROOM)[0]):
+            return
+        raise ProcessLost(f"host {host} died and no other one started in its place: its node may be gone")
 
     def stop(self) -> None:
         """End the hosts."""
         for actor in self.actors:
             ray.kill(actor)
+
+
+def _roomless() -> bool:
+    """Whether bundles of this run are still on a node that is gone, because no other has room for them."""
+    if (group := ray.util.get_current_placement_group()) is None:
+        return False
+    alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+    return not alive.issuperset(ray.util.placement_group_table(group)["bundles_to_node_id"].values())
 
 
 def start_hosts(
@@ -691,15 +714,13 @@ def _in_time(messages: Any, timeout: float | None, more: float, say: Say) -> Ite
         elif (silent := silent + step) < patience:
             say(
                 f"nothing was heard for {silent:g} s: hosts start, or Ray has no room for one in the place of one that "
-                f"died; after {REVIVAL} s without it the run goes back to its last checkpoint"
+                f"died; without it the run goes back to its last checkpoint, after {ROOM} s or {REVIVAL} s"
             )
     raise ProcessLost(
         f"the coordinator has said nothing for {patience:g} s (faults.timeout, and what a new host may take): it may "
-        "have been stopped; resume=latest goes on from its last checkpoint"
+        "have been stopped"
     )
 
 
 def _lost(error: Exception) -> ProcessLost:
-    return ProcessLost(
-        f"a process of the run died ({first_line(error)}); resume=latest goes on from its last checkpoint"
-    )
+    return ProcessLost(f"a process of the run died ({first_line(error)})")

@@ -57,12 +57,12 @@ def test_a_lost_process_is_rolled_back_to_the_last_checkpoint(fails: list[int], 
     assert not fails and waited.times == 4
     assert found.summary["model_sha256"] == straight.summary["model_sha256"]
     assert [row["round"] for row in read_history(tmp_path / "b/history.parquet")] == [1, 2, 3, 4, 5]
-    assert out.getvalue().count("a node is gone. It goes on by itself") == 4
+    assert out.getvalue().count("a node is gone. The run goes back to its last checkpoint and on by itself") == 4
 
 
 def test_one_that_gets_no_further_gives_up(fails: list[int], tmp_path: Path) -> None:
     fails += [3] * 9
-    with pytest.raises(ProcessLost, match="a node is gone"):
+    with pytest.raises(ProcessLost, match="a node is gone; resume=latest goes on from the last checkpoint"):
         raysim.run([*QUICK, f"out={tmp_path / 'a'}"], quiet=True)
     assert len(fails) == 5, "the first made a checkpoint, and three after it none"
 

@@ -183,8 +183,9 @@ def check_command(command: Command, found: Sequence[Piece]) -> None:
     tracked = given.get("tracking.uri", "").startswith(("http://", "https://", "databricks"))
     home = given.get("out") or ("" if command.words[0] != "run" else given.get("resume", ""))
     if not home.startswith(("/", "~")) and not tracked:
+        what = f"out={given['out']} lies" if "out" in given else "without out=DIR results lie"
         raise Refused(
-            f"out={given.get('out', 'null')} lies in the job's own folder, which the cluster deletes: name a folder on "
+            f"{what} in the job's own folder, which the cluster deletes: name a folder on "
             "storage that outlives the job, such as out=/shared/runs/first, or set tracking.uri to an MLflow server"
         )
     for option, value in [*(("--conf", folder) for folder in command.conf), ("--config", command.config)]:
