@@ -90,8 +90,7 @@ def place(experiment: Experiment) -> Place:
     if (done := _rounds_done(folder)) >= rounds:
         return Place(folder, True, finished=True, note=f"{folder} has finished its {done} rounds: nothing to do")
     if not (last := last_checkpoint(folder, kept)):
-        note = f"{folder} has no checkpoint yet: starting at round 0" if folder.exists() else ""
-        return Place(folder, folder.exists(), note=note)
+        return Place(folder, folder.exists(), note=f"{folder} has no checkpoint yet: starting at round 0")
     return _from(last, Place(folder, folder.exists()), rounds)
 
 
