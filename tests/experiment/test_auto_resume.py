@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,11 @@ from rich.console import Console
 
 import raysim
 from raysim import cli
+from raysim.primitives.errors import Refused
 from raysim.results.history import read_history
 from raysim.results.observers import CurrentRun, Observer
 from raysim.runtime import inprocess
+from raysim.runtime.placement import NoRoom, RayOptions, Size
 from raysim.simulation.events import Event, ProcessLost, Round, Waiting
 
 QUICK = [
@@ -65,6 +68,39 @@ def test_one_that_gets_no_further_gives_up(fails: list[int], tmp_path: Path) -> 
     with pytest.raises(ProcessLost, match="a node is gone; resume=latest goes on from the last checkpoint"):
         raysim.run([*QUICK, f"out={tmp_path / 'a'}"], quiet=True)
     assert len(fails) == 5, "the first made a checkpoint, and three after it none"
+
+
+def test_after_a_node_is_lost_as_many_hosts_as_fit_go_on_and_before_it_too_many_are_refused(
+    fails: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from raysim.runtime import ray as on_ray
+
+    asked: list[int | None] = []
+    room = 2
+
+    def fit(options: RayOptions, *_: Any) -> Size:
+        asked.append(options.hosts)
+        if (options.hosts or 1) > room:
+            raise NoRoom("too little CPU")
+        return Size(options.hosts or room, {"CPU": 1.0})
+
+    def run(spec: Any, schedule: Any, fleet: Any, size: Size, *rest: Any) -> Iterator[Event]:
+        nonlocal room
+        room = 1  # from now on
+        yield from inprocess.run(spec, schedule, fleet, *rest[2:])
+
+    parts = {"fit": fit, "run": run, "connected": lambda _: nullcontext(), "has_gpus": lambda: False}
+    for name, part in parts.items():
+        monkeypatch.setattr(on_ray, name, part)
+    monkeypatch.setattr("raysim.experiment.execute.listen_on_loopback", lambda _: None)
+    straight = raysim.run([*QUICK, f"out={tmp_path / 'a'}"], quiet=True)
+    fails += [3]
+    words = [*QUICK[1:], "runtime=local", "runtime.hosts=2"]
+    found = raysim.run([*words, f"out={tmp_path / 'b'}"], quiet=True)
+    assert asked == [2, 2, None] and not fails
+    assert found.summary["model_sha256"] == straight.summary["model_sha256"]
+    with pytest.raises(Refused, match="too little CPU"):
+        raysim.run([*words, f"out={tmp_path / 'c'}"], quiet=True)
 
 
 def test_the_same_command_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
