@@ -492,9 +492,12 @@ def _going_on(words: Sequence[str]) -> list[str]:
 
 
 def _study(given: argparse.Namespace) -> int:
+    from rich.console import Console
+
     from raysim.commands.study.report import check_metrics, report
     from raysim.commands.study.runner import carry_out, check, plan, store
     from raysim.commands.study.tracked import tracked
+    from raysim.results.progress import waiting
 
     if given.parallel < 1:
         raise Refused(f"--parallel {given.parallel} must be at least 1")
@@ -512,7 +515,8 @@ def _study(given: argparse.Namespace) -> int:
             print(text, flush=True)
 
         with tracked(campaign, say):
-            failed = carry_out(campaign, parallel=given.parallel, allow=given.allow, say=say)
+            with waiting(Console()) as show:
+                failed = carry_out(campaign, parallel=given.parallel, allow=given.allow, say=say, show=show)
             with refusing():
                 print(f"\n{report(campaign, given.metric, failed, _width())}")
     for name, sentence in failed.items():

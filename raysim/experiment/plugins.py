@@ -13,6 +13,8 @@ from collections.abc import Sequence
 from importlib.metadata import entry_points
 from pathlib import Path
 
+from raysim.primitives.errors import Refused
+
 GROUP = "raysim.plugins"
 
 
@@ -23,7 +25,14 @@ def installed() -> tuple[str, ...]:
 
 
 def brought(packages: Sequence[str]) -> list[Path]:
-    """The folders `conf` that lie inside these packages; of those that have one."""
+    """The folders `conf` that lie inside these packages; of those that have one.
+
+    Raises Refused for the folder around a package of the same name, which Python takes for a package.
+    """
+    for name in packages:
+        for place in _places(top := name.partition(".")[0]):
+            if not Path(place, "__init__.py").exists() and Path(place, top, "__init__.py").is_file():
+                raise Refused(f"the package {top} is one folder further in, {Path(place, top)}: go to {place} first")
     found = [Path(place, "conf") for name in packages for place in _places(name.partition(".")[0])]
     return list(dict.fromkeys(path for path in found if path.is_dir()))
 

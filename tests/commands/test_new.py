@@ -62,6 +62,16 @@ def test_a_name_that_cannot_be_is_one_sentence(
     assert [path.name for path in tmp_path.iterdir()] == ["there"]
 
 
+@pytest.mark.parametrize("words", [["run"], ["submit", "--with", "mine", "run"]])
+def test_who_is_one_folder_too_high_is_told_where_the_package_is(
+    words: list[str], mine: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(mine.parent)
+    assert cli.call([*words, "--allow", "mine", "method=mine", "out=/nowhere/run"]) == 2
+    told = f"raysim: the package mine is one folder further in, {mine}/mine: go to {mine} first\n"
+    assert capsys.readouterr().err == told
+
+
 def test_its_words_run_in_process_and_go_on(mine: Path) -> None:
     assert cli.call(["run", "--quiet", "--allow", "mine", *WORDS, "runtime=inprocess", "out=run"]) == 0
     summary = json.loads(Path("run/summary.json").read_text())

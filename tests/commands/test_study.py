@@ -130,6 +130,7 @@ def test_a_study_runs_reports_and_takes_more_seeds(capsys: pytest.CaptureFixture
     study("method=[],[fedprox]", "seed=0,1", "method.fedprox.mu=1", *QUICK, "out=s")
     printed = capsys.readouterr().out
     assert printed.startswith("4 runs (2 of method x 2 of seed) in s")
+    assert "under way: fedavg_seed-0\n" in printed
     assert re.search(
         r"run 4/4 fedprox_seed-1: accuracy 0\.\d+ after 2 rounds in .* \(.* with its start and end\)", printed
     )
@@ -156,6 +157,8 @@ def test_a_study_runs_reports_and_takes_more_seeds(capsys: pytest.CaptureFixture
     rows = list(csv.DictReader(Path("s/study.csv").read_text().splitlines()))
     assert [row["seed"] for row in rows] == ["0", "0", "1", "1", "2", "2"]
 
+    study("out=s", "resume=latest", "seed=0..2")
+    assert "all runs are finished already: nothing is trained\n" in capsys.readouterr().out
     study("out=s", "resume=latest", "partition.clients=10,20", status=2)
     assert "several values of partition.clients" in capsys.readouterr().err
     study("out=s", "resume=latest", "local.lr=0.5", status=2)
@@ -244,8 +247,10 @@ def test_all_runs_share_one_ray_which_a_failed_run_takes_along(monkeypatch: pyte
     took: list[float] = []
     outcome = "raysim.commands.study.runner._outcome"
     monkeypatch.setattr(outcome, lambda folder, seconds: took.append(seconds) or "accuracy 1")
-    assert carry_out(plan(["seed=range(4)", "out=s"])) == {"fedavg_seed-1": "it failed"}
+    shown: list[str] = []
+    assert carry_out(plan(["seed=range(4)", "out=s"]), show=shown.append) == {"fedavg_seed-1": "it failed"}
     assert did == ["start", "run 0", "run 1", "end", "start", "run 2", "run 3", "end"]
+    assert shown == [f"under way: fedavg_seed-{seed}" for seed in range(4)]
     assert len(took) == 3 and min(took) >= 0
 
 

@@ -248,16 +248,34 @@ def _listed(key: str, words: Sequence[str]) -> str:
 
 
 # --- the runs -------------------------------------------------------------------------------------------------------
-def carry_out(campaign: Campaign, *, parallel: int = 1, allow: Sequence[str] = (), say: Say = print) -> dict[str, str]:
-    """Make the runs that are not finished; those that failed, with the sentence of each. Raises Interrupted."""
+def carry_out(
+    campaign: Campaign,
+    *,
+    parallel: int = 1,
+    allow: Sequence[str] = (),
+    say: Say = print,
+    show: Say = lambda text: None,
+) -> dict[str, str]:
+    """Make the runs that are not finished; those that failed, with the sentence of each. Raises Interrupted.
+
+    say: takes a line for each run that has ended. show: takes what is under way, whenever a run begins.
+    """
     todo = [cell for cell in campaign.cells if not cell.finished]
     done, total, started, failed = len(campaign.cells) - len(todo), len(campaign.cells), time.monotonic(), {}
-    if done and todo:
-        say(f"{done} of {total} runs are finished")
-    runs = _side_by_side(campaign, todo, allow, parallel) if parallel > 1 else _one_by_one(campaign, todo, allow)
+    under_way: list[str] = []
+
+    def begin(cell: Cell) -> None:
+        under_way.append(cell.name)
+        show(f"under way: {', '.join(under_way)}")
+
+    if done:
+        say(f"{done} of {total} runs are finished" if todo else "all runs are finished already: nothing is trained")
+    ways = (campaign, todo, allow, begin)
+    runs = _side_by_side(*ways, parallel) if parallel > 1 else _one_by_one(*ways)
     try:
         with closing(runs):
             for number, (cell, sentence, seconds) in enumerate(runs, 1):
+                under_way.remove(cell.name)
                 if sentence:
                     failed[cell.name] = sentence
                 left = (time.monotonic() - started) / number * (len(todo) - number)
@@ -279,11 +297,14 @@ def _outcome(folder: Path, seconds: float) -> str:
     return f"{text} after {rounds} ({duration(seconds)} with its start and end)"
 
 
-def _one_by_one(campaign: Campaign, todo: Sequence[Cell], allow: Sequence[str]) -> Generator[tuple[Cell, str, float]]:
+def _one_by_one(
+    campaign: Campaign, todo: Sequence[Cell], allow: Sequence[str], begin: Callable[[Cell], None]
+) -> Generator[tuple[Cell, str, float]]:
     """In this process, on one Ray and in the same hosts; each with its sentence and seconds."""
     with ExitStack() as session:
         for cell in todo:
             began = time.monotonic()
+            begin(cell)
             if _join(cell.config["runtime"], session):
                 from raysim.runtime import ray
 
@@ -321,7 +342,7 @@ def attempt(config: Node, log: Path, allow: Sequence[str] = ()) -> str:
 
 
 def _side_by_side(
-    campaign: Campaign, todo: Sequence[Cell], allow: Sequence[str], count: int
+    campaign: Campaign, todo: Sequence[Cell], allow: Sequence[str], begin: Callable[[Cell], None], count: int
 ) -> Generator[tuple[Cell, str, float]]:
     """Each run in a process of its own, `count` at a time, on one Ray; in the order in which they end."""
     waiting, running = list(todo), {}  # type: list[Cell], dict[int, tuple[subprocess.Popen[str], Cell, float]]
@@ -330,6 +351,7 @@ def _side_by_side(
             while waiting or running:
                 while waiting and len(running) < count:
                     cell, began = waiting.pop(0), time.monotonic()
+                    begin(cell)
                     address = _join(cell.config["runtime"], session)
                     child = _start(cell, campaign.log(cell), address, allow)
                     running[_pipe(child)] = (child, cell, began)
