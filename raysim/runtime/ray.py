@@ -85,7 +85,7 @@ INLINE = 1 << 16  # bytes that cost less to send with every call than to store o
 GRACE = 2  # seconds in which a group that fits is there; longer means that others hold what it needs
 TOGETHER = 0.1  # seconds in which finished rounds are collected for one message to the driver
 REVIVAL = 300  # seconds for a new host in the place of a dead one
-ROOM = 30  # seconds of them after which Ray has room for it, or the run goes on without it
+ROOM = 30  # seconds between two looks whether there is room for it at all: Ray may learn late that a node is gone
 SILENCE = 60.0  # seconds after which somebody may wonder
 
 
@@ -494,8 +494,11 @@ class RayRuntime:
         self.actors[host] = self._make(host)
         self._methods.clear()
         ready = [self.actors[host].ready.remote()]
-        if ray.wait(ready, timeout=ROOM)[0] or (not _roomless() and ray.wait(ready, timeout=REVIVAL - ROOM)[0]):
-            return
+        for _ in range(REVIVAL // ROOM):
+            if ray.wait(ready, timeout=ROOM)[0]:
+                return
+            if _roomless():
+                break
         raise ProcessLost(f"host {host} died and no other one started in its place: its node may be gone")
 
     def stop(self) -> None:
@@ -714,7 +717,7 @@ def _in_time(messages: Any, timeout: float | None, more: float, say: Say) -> Ite
         elif (silent := silent + step) < patience:
             say(
                 f"nothing was heard for {silent:g} s: hosts start, or Ray has no room for one in the place of one that "
-                f"died; without it the run goes back to its last checkpoint, after {ROOM} s or {REVIVAL} s"
+                f"died; without it the run goes back to its last checkpoint, after {ROOM} to {REVIVAL} s"
             )
     raise ProcessLost(
         f"the coordinator has said nothing for {patience:g} s (faults.timeout, and what a new host may take): it may "

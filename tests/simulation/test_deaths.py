@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 from tiny_runs import LOCAL, MLP, NORMED, Ran, changed, coordinate, ran, run, run_spec, tiny
@@ -287,6 +288,31 @@ def test_a_coordinator_that_is_stopped_is_lost(ray_session: None, monkeypatch: p
         "nothing was heard for 4 s",
         "nothing was heard for 8 s",
     ]
+
+
+@pytest.mark.parametrize("looks", [1, 3, 10])
+def test_a_host_is_waited_for_until_ray_knows_that_its_node_is_gone(
+    looks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from raysim.runtime import ray as on_ray
+
+    waited: list[float] = []
+
+    def wait(refs: list[Any], timeout: float) -> tuple[list[Any], list[Any]]:
+        waited.append(timeout)
+        return [], refs
+
+    def nodes() -> list[dict[str, Any]]:
+        return [{"NodeID": "here", "Alive": True}, {"NodeID": "there", "Alive": len(waited) < looks}]
+
+    for name, instead in {"wait": wait, "nodes": nodes, "kill": lambda actor: None}.items():
+        monkeypatch.setattr(on_ray.ray, name, instead)
+    monkeypatch.setattr(on_ray.ray.util, "get_current_placement_group", lambda: "group")
+    places = {"bundles_to_node_id": {0: "here", 1: "there"}}
+    monkeypatch.setattr(on_ray.ray.util, "placement_group_table", lambda group: places)
+    with pytest.raises(ProcessLost, match="its node may be gone"):
+        on_ray.RayRuntime(1, lambda host: MagicMock()).revive(0)
+    assert waited == [30] * looks
 
 
 NODE = """
