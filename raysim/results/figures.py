@@ -80,11 +80,14 @@ def _shown_rows(labels: Ints) -> Ints:
 def _embed(features: Floats) -> Floats:
     """t-SNE of [m, F] to [m, 2], m >= 2; always the same for the same features."""
     from sklearn.manifold import TSNE
+    from threadpoolctl import threadpool_limits
 
     features = features / (np.abs(features).max() or 1.0)  # t-SNE knows no scale, but squares what it is given
     perplexity = min(30.0, (len(features) - 1) / 3)
     start = "pca" if features.shape[1] > 1 and np.ptp(features, axis=0).any() else "random"
-    embedded: Floats = TSNE(perplexity=perplexity, init=start, random_state=0).fit_transform(features)
+    tsne = TSNE(perplexity=perplexity, init=start, random_state=0)
+    with threadpool_limits(1, "openmp"):  # its threads wait for each other, ten times as long where a core is busy
+        embedded: Floats = tsne.fit_transform(features)
     return embedded
 
 
