@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).parent.parent / "raysim"
+ON_RAY = [f"runtime/ray/{name}.py" for name in ("__init__", "actors", "cluster", "driver", "team")]
 CORE = (
     "raysim",
     "raysim.simulation.coordinator",
@@ -31,7 +32,7 @@ def test_the_core_imports_neither_ray_nor_hydra_nor_mlflow() -> None:
 @pytest.mark.parametrize(
     ("library", "places"),
     [
-        ("ray", {"runtime/ray.py", "commands/submit/job_server.py", "commands/sweep/tune.py"}),
+        ("ray", {*ON_RAY, "commands/submit/job_server.py", "commands/sweep/tune.py"}),
         ("hydra", {"experiment/compose.py", "commands/sweep/words.py"}),
         ("mlflow", {"results/tracking.py"}),
     ],
@@ -42,7 +43,7 @@ def test_each_of_them_is_imported_in_its_place_alone(library: str, places: set[s
     assert found == places
 
 
-@pytest.mark.parametrize("path", ["runtime/ray.py", "commands/submit/job_server.py", "commands/sweep/tune.py"])
+@pytest.mark.parametrize("path", [*ON_RAY, "commands/submit/job_server.py", "commands/sweep/tune.py"])
 def test_only_public_names_of_ray_are_used_but_for_a_start_that_can_do_without_them(path: str) -> None:
     found = re.findall(r"\bray\._[\w.]*|ray\.[a-z.]*\._\w*", (PACKAGE / path).read_text())
-    assert found == (["ray._private.parameter", "ray._private.node"] if path == "runtime/ray.py" else [])
+    assert found == (["ray._private.parameter", "ray._private.node"] if path == "runtime/ray/cluster.py" else [])

@@ -228,6 +228,7 @@ def test_a_killed_study_goes_on_at_the_run_it_lost_to_the_same_bits() -> None:
 
 def test_all_runs_share_one_ray_which_a_failed_run_takes_along(monkeypatch: pytest.MonkeyPatch) -> None:
     from raysim.runtime import ray
+    from raysim.runtime.ray import cluster
 
     did: list[str] = []
 
@@ -240,9 +241,9 @@ def test_all_runs_share_one_ray_which_a_failed_run_takes_along(monkeypatch: pyte
         did.append(f"run {config['seed']}")
         return "it failed" if config["seed"] == 1 else ""
 
-    monkeypatch.setattr(ray, "connect", connect)
+    monkeypatch.setattr(cluster, "connect", connect)
     monkeypatch.setattr(ray, "address", str)
-    monkeypatch.setattr(ray, "disconnect", lambda: did.append("end"))
+    monkeypatch.setattr(cluster, "disconnect", lambda: did.append("end"))
     monkeypatch.setattr("raysim.commands.study.runner.attempt", attempt)
     took: list[float] = []
     outcome = "raysim.commands.study.runner._outcome"

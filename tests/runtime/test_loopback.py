@@ -60,7 +60,7 @@ def test_no_process_of_a_local_run_listens_beyond_loopback(tmp_path: Path) -> No
 def test_a_ray_of_other_insides_starts_as_it_would(lacks: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from ray._private import node, parameter
 
-    from raysim.runtime.ray import _nothing_besides
+    from raysim.runtime.ray.cluster import _nothing_besides
 
     if lacks == "options":
         monkeypatch.setattr(parameter, "RayParams", lambda redirect_output=None: None)

@@ -276,8 +276,8 @@ class Halting(Method):
 def test_a_coordinator_that_is_stopped_is_lost(ray_session: None, monkeypatch: pytest.MonkeyPatch) -> None:
     from raysim.runtime import ray as on_ray
 
-    monkeypatch.setattr(on_ray, "REVIVAL", 1)
-    monkeypatch.setattr(on_ray, "SILENCE", 4.0)
+    monkeypatch.setattr("raysim.runtime.ray.driver.REVIVAL", 1)
+    monkeypatch.setattr("raysim.runtime.ray.driver.SILENCE", 4.0)
     study = changed(run_spec(Halting(), data=tiny(clients=6)), faults=Faults(timeout=10.0))
     size = on_ray.fit(RayOptions(hosts=1), study, 3, lambda _: None)
     said: list[str] = []

@@ -1,0 +1,61 @@
+"""The runtime on Ray: a placement group per run, hosts and coordinator as actors in it, events to the driver.
+
+The only place besides the sweep and the job server's client that imports Ray.
+
+cluster   Ray itself: start or join it, what its nodes have, room that is reserved
+actors    the processes: hosts, the coordinator, and how it reaches the hosts
+team      the processes of a run, which the next run may take over
+driver    a run: how many hosts, its events, what counts as lost
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+# The driver's environment is the workers' environment. Ray reads its authentication mode when it is imported: set
+# later, this process and the cluster that it starts would disagree.
+os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
+if "ray" not in sys.modules:
+    os.environ.setdefault("RAY_AUTH_MODE", "token")
+
+import ray
+
+from raysim.runtime.placement import RayOptions, Size
+from raysim.runtime.ray.actors import RayCoordinator, RayHost, RayRuntime, hosts_in, start_hosts
+from raysim.runtime.ray.cluster import (
+    address,
+    bundles,
+    connect,
+    connected,
+    disconnect,
+    has_gpus,
+    nodes,
+    nodes_here,
+    placed,
+)
+from raysim.runtime.ray.driver import fit, run
+from raysim.runtime.ray.team import staying
+
+__all__ = [
+    "RayCoordinator",
+    "RayHost",
+    "RayOptions",
+    "RayRuntime",
+    "Size",
+    "address",
+    "bundles",
+    "connect",
+    "connected",
+    "disconnect",
+    "fit",
+    "has_gpus",
+    "hosts_in",
+    "nodes",
+    "nodes_here",
+    "placed",
+    "ray",
+    "run",
+    "start_hosts",
+    "staying",
+]

@@ -1,0 +1,144 @@
+"""The processes of a run: they start side by side, and may stay for the runs that follow."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import ray
+from ray.util.placement_group import PlacementGroup
+
+from raysim.runtime.placement import RayOptions, Size
+from raysim.runtime.ray.actors import (
+    RayCoordinator,
+    RayHost,
+    RayRuntime,
+    actor_class,
+    become_all,
+    content_for,
+    hosts_in,
+)
+from raysim.runtime.ray.cluster import Say, bundles, filling, placed
+from raysim.simulation.fleet import Fleet
+from raysim.simulation.schedule import Schedule
+from raysim.training.run_spec import RunSpec
+
+IDLE = 2  # seconds in which a process that has nothing left to do answers
+Asked: TypeAlias = tuple[list[dict[str, float]], str]  # bundles and strategy
+
+
+@dataclass(frozen=True)
+class Team:
+    """The processes of a run, and the bundles that they are in. end: ends them."""
+
+    asked: Asked
+    group: PlacementGroup
+    hosts: Sequence[Any]
+    coordinator: Any
+    end: Callable[[], None]
+
+    @property
+    def free(self) -> bool:
+        """Whether all processes are there and have nothing left to do, such as jobs that no aggregation has taken."""
+        answers = [host.ready.remote() for host in self.hosts]
+        with suppress(ray.exceptions.RayError):
+            return bool(ray.get(answers, timeout=IDLE))
+        return False
+
+
+@dataclass
+class _Stay:
+    """Where the processes of a run wait for the next one."""
+
+    name: str
+    team: Team | None = None
+
+    def take(self, asked: Asked) -> Team | None:
+        """Processes that wait for a run of this size; others end."""
+        if self.team and (self.team.asked != asked or ray.util.get_current_placement_group() is not None):
+            self.leave()
+        team, self.team = self.team, None
+        return team
+
+    def leave(self) -> None:
+        """End those that wait."""
+        team, self.team = self.team, None
+        if team is not None:
+            team.end()
+
+
+_stay: _Stay | None = None  # of this process, which has one Ray
+
+
+@contextmanager
+def staying(name: str) -> Iterator[None]:
+    """Runs of this process that follow each other work in the same processes, which start once: seconds for each run.
+
+    A run whose hosts are others in number or size gets new ones, and so does the one after a run that failed. name: of
+    all the runs together, by which Ray's dashboard shows their processes. Inside another one it changes nothing.
+    """
+    global _stay
+    if _stay is not None:
+        yield
+        return
+    _stay = stay = _Stay(name)
+    try:
+        yield
+    finally:
+        _stay = None
+        stay.leave()
+
+
+def end_waiting() -> None:
+    """End processes that wait for the next run: somebody needs all that they hold."""
+    if _stay is not None:
+        _stay.leave()
+
+
+def released(team: Team, well: bool) -> None:
+    """A run has ended: its processes wait for the next one, if it went well and one may come; else they end."""
+    if well and _stay is not None and _stay.team is None and team.free:
+        _stay.team = team
+    else:
+        team.end()
+
+
+def gathered(
+    spec: RunSpec,
+    parts: tuple[Schedule, Fleet],
+    size: Size,
+    options: RayOptions,
+    say: Say,
+    places: tuple[str, str],
+) -> Team:
+    """Hosts and coordinator of a run: those that wait for one, or new ones, which start side by side."""
+    asked, shared = (bundles(size), options.strategy), ray.put(spec)
+    name = f"{(_stay.name if _stay else Path(places[0]).name) or 'raysim'}-{uuid.uuid4().hex[:6]}"
+
+    def hosts(group: PlacementGroup, actors: Sequence[Any] = ()) -> tuple[RayRuntime, tuple[Any, ...]]:
+        content = content_for(spec, group)
+        runtime = hosts_in(group, size, name, options, RayHost, shared, content, actors)
+        return runtime, (shared, *parts, runtime, *places, content)
+
+    if _stay is not None and (team := _stay.take(asked)) is not None:
+        try:
+            runtime, needs = hosts(team.group, team.hosts)
+            become_all([team.coordinator], [needs])
+            return team
+        except ray.exceptions.RayError:  # new ones say why, if it was not these
+            team.end()
+        except BaseException:
+            team.end()
+            raise
+    with ExitStack() as stack:
+        group = stack.enter_context(placed(asked[0], name, options, say))
+        runtime, needs = hosts(group)
+        stack.callback(runtime.stop)
+        first = actor_class(RayCoordinator).options(name=f"{name}/coordinator", **filling(group, 0, {}))
+        coordinator = first.remote(*needs)
+        stack.callback(ray.kill, coordinator)
+        return Team(asked, group, runtime.actors, coordinator, stack.pop_all().close)
