@@ -504,7 +504,7 @@ def _study(given: argparse.Namespace) -> int:
     check_metrics(given.metric)
     campaign = plan(given.overrides, given.conf)
     campaign = check(campaign, given.allow, given.parallel)
-    print(campaign, flush=True)
+    print("\n".join([str(campaign), *campaign.warnings]), flush=True)
     with refusing():
         folder_at(campaign.folder)
     with held(campaign.folder):

@@ -8,6 +8,7 @@ data: the pixels (size, channels), the corruptions (`federated.py` applies them)
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -221,9 +222,14 @@ def _download(folder: Path, kind: str, missing: str) -> None:
             _opened(folder, kind, split, download=True)
     except Exception as error:  # torchvision and the network fail in many ways; the user needs one sentence
         raise ValueError(
-            f"data.root={folder} holds no {kind} ({missing} is missing there) and its download failed ({error}): name "
-            "a folder that holds it in data.root."
+            f"data.root={folder} holds no {kind} ({missing} is missing there) and its download failed "
+            f"({_reason(error)}): name a folder that holds it in data.root."
         ) from error
+
+
+def _reason(error: Exception) -> str:
+    """What a failed download says, without the address that torchvision puts around it."""
+    return next(iter(re.findall(r"<urlopen error (?:\[[^]]*\] )?(.*?)>", str(error))), str(error))
 
 
 def _torchvision(folder: Path, kind: str) -> Raw:

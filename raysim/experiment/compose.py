@@ -327,6 +327,8 @@ def read_override(text: str) -> Override:
             override.value()
     except (HydraException, ValueError, TypeError) as error:
         hint = _QUOTE if "=" in text else "write the name of a setting, '=' and its value"
+        if len(found_words := text.split()) > 1 and all("=" in word for word in found_words):
+            hint = f"these are {len(found_words)} settings: give each a word of its own, without quotes around all"
         raise Refused(f"'{text}' cannot be read as key=value: {hint}") from error
     return override
 
@@ -527,6 +529,8 @@ def _unknown(config: DictConfig, node: Any, path: list[str], part: str, key: str
         if part in known.files[path[0]]:
             now, both = joined(option, path[0]), joined([*option, part])
             return f"{key} has no effect because {part} is not in {where}={now}: write {where}={both}"
+        if near := _inner(config, part):
+            return f"{key} does not exist: did you mean {' or '.join(near)}?"
         return f"{key} does not exist: {instead(part, known.files[path[0]])}"
     has = f"{path[0]}={option} has" if len(path) == 1 and option not in (None, "default") else f"{where} has"
     return f"{where}.{part} does not exist: {instead(part, [str(name) for name in node if name != '_target_'], has)}"
@@ -540,11 +544,16 @@ def _anywhere(config: DictConfig, key: str, known: Groups) -> str:
     top = [str(name) for name in config if name != "choices"] + ["experiment"]
     if near := nearest(head, top):
         return f"did you mean {near}{'.' + rest if rest else ''}?"
+    matches = _inner(config, key)
+    return f"did you mean {' or '.join(matches)}?" if matches else f"the valid ones are {', '.join(top)}"
+
+
+def _inner(config: DictConfig, key: str) -> list[str]:
+    """Longer keys that end in this one."""
     nodes = {str(name): config[name] for name in config}
     nodes |= {f"{group}.{part!s}": node for group in LISTS for part, node in config[group].items()}
     inner = [f"{name}.{leaf!s}" for name, node in nodes.items() if isinstance(node, DictConfig) for leaf in node]
-    matches = [name for name in inner if name.endswith(f".{key}")]
-    return f"did you mean {' or '.join(matches)}?" if matches else f"the valid ones are {', '.join(top)}"
+    return [name for name in inner if name.endswith(f".{key}")]
 
 
 def _assign(config: DictConfig, key: str, value: Any, text: str) -> None:

@@ -62,6 +62,8 @@ def check_free(folder: Path) -> None:
     if (folder / HELD).is_file() and os.access(folder / HELD, os.W_OK):
         with held(folder):
             pass
+    if (folder / "study.yaml").is_file():
+        raise Refused(f"out={folder} holds a study: choose another folder; {how_to_go_on('study', folder)}")
     if folder.exists() or folder.is_symlink():
         raise Refused(f"out={folder} exists already: choose another folder, or continue it with resume=latest")
 

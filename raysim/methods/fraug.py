@@ -338,7 +338,7 @@ class FRAug(Method):
         if not _normalising("model", setup.networks["model"]):
             return (
                 "method 'fraug' finds no BatchNorm in the model, so that no layer besides RTNet's stays on the client: "
-                "choose a model.norm=batch",
+                "set model.norm=batch",
             )
         return ()
 

@@ -49,7 +49,8 @@ MANY = 20  # names that hide the one that is meant
 
 def nearest(name: str, valid: Iterable[str]) -> str:
     """The most similar valid name, or ""."""
-    return next(iter(difflib.get_close_matches(name, list(valid), 1, 0.5)), "")
+    alike = 0.5 if len(name) < 4 else 0.6  # rl is half of lr
+    return next(iter(difflib.get_close_matches(name, list(valid), 1, alike)), "")
 
 
 def instead(name: str, valid: Iterable[str], what: str = "the valid ones are") -> str:

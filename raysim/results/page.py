@@ -6,6 +6,7 @@ What is said is put together here; how it looks is in report.html, a Jinja2 temp
 from __future__ import annotations
 
 import base64
+import hashlib
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -439,6 +440,11 @@ def _configurations(groups: Sequence[Group]) -> list[Shown]:
     ]
 
 
+def _checksum(value: object) -> str:
+    """As a summary has it; a dash for that of no bytes, where no method keeps a state."""
+    return NOTHING if value in (None, "", hashlib.sha256().hexdigest()) else str(value)
+
+
 def _repeat(groups: Sequence[Group]) -> Part:
     """A command and the checksums of each run, and the versions of what made them."""
     runs = [(group.label, run) for group in groups for run in group.runs]
@@ -447,10 +453,7 @@ def _repeat(groups: Sequence[Group]) -> Part:
         Column("", [label for label, _ in runs]),
         Column("seed", [str(run.config.get("seed", NOTHING)) for _, run in runs]),
         Column("command", commands),
-        *(
-            Column(key.replace("_", " "), [str(run.summary.get(key) or NOTHING) for _, run in runs])
-            for key in CHECKSUMS
-        ),
+        *(Column(key.replace("_", " "), [_checksum(run.summary.get(key)) for _, run in runs]) for key in CHECKSUMS),
     ]
     table = _table(columns)
     for row in table["rows"]:

@@ -29,17 +29,36 @@ def duration(seconds: float) -> str:
 
 
 @contextmanager
-def waiting(console: Console) -> Iterator[Callable[[str], None]]:
-    """Takes what a run waits for before its first round: in a log a line for each; in a terminal one, with seconds."""
+def waiting(console: Console) -> Iterator[Callable[..., None]]:
+    """Takes what is waited for: in a log a line for each; in a terminal one line, with seconds.
+
+    What is given behind it is how far that is, which a terminal alone shows.
+    """
+    said = ""
     if not console.is_terminal:
-        yield lambda text: console.print(f"{'':<10}{text}", markup=False, highlight=False, soft_wrap=True)
+
+        def note(text: str, far: str = "") -> None:
+            nonlocal said
+            if text != said:
+                console.print(f"{'':<10}{text}", markup=False, highlight=False, soft_wrap=True)
+            said = text
+
+        yield note
         return
     from rich.progress import Progress as Bar, SpinnerColumn, TextColumn, TimeElapsedColumn
 
     columns = SpinnerColumn(), TextColumn("{task.description}", style="default", markup=False), TimeElapsedColumn()
     with Bar(*columns, console=console, transient=True) as line:
         task = line.add_task("", total=None)
-        yield lambda text: line.reset(task, description=text)
+
+        def show(text: str, far: str = "") -> None:
+            nonlocal said
+            if text != said:
+                line.reset(task)
+            said = text
+            line.update(task, description=f"{text}{far}")
+
+        yield show
 
 
 @contextmanager

@@ -10,7 +10,7 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -226,6 +226,42 @@ def test_a_killed_study_goes_on_at_the_run_it_lost_to_the_same_bits() -> None:
     assert bits("s/runs/scaffold_seed-0") == bits("straight")
 
 
+def test_what_a_run_is_warned_of_is_said_before_any_is_made(capsys: pytest.CaptureFixture[str]) -> None:
+    words = [word for word in QUICK if word not in ("schedule.cohort=3", "rounds=2")]
+    study("method=fedavg,fedbn", "seed=0..1", "model=mlp", "schedule.cohort=3", "rounds=1", *words, "out=s")
+    first, second, third = capsys.readouterr().out.splitlines()[:3]
+    assert first.startswith("4 runs")
+    assert second == (
+        "method 'fedbn' finds no BatchNorm in the model and runs as FedAvg: set model.norm=batch "
+        "(fedbn_seed-0 and 1 more)"
+    )
+    assert third.endswith("under way: fedavg_seed-0")
+    assert cli.call(["run", *QUICK, "out=s"]) == 2
+    assert "out=s holds a study: choose another folder; raysim study out=s resume=latest goes on" in (
+        capsys.readouterr().err
+    )
+
+
+def test_the_time_that_is_left_forgets_the_first_run_which_starts_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds = iter([30.0, 2.0, 2.0, 4.0])
+
+    def runs(campaign: Campaign, todo: Sequence[Cell], allow: object, begin: Any) -> Iterator[tuple[Cell, str, float]]:
+        for cell in todo:
+            begin(cell)
+            yield cell, "", next(seconds)
+
+    monkeypatch.setattr("raysim.commands.study.runner._one_by_one", lambda *args: (each for each in runs(*args)))
+    monkeypatch.setattr("raysim.commands.study.runner._outcome", lambda folder, seconds: "done")
+    said: list[str] = []
+    carry_out(plan(["seed=range(4)", "out=s"]), say=said.append)
+    assert [line.partition("done")[2] for line in said] == [
+        " · at most 1 min 30 s left",
+        " · 4 s left",
+        " · 2 s left",
+        "",
+    ]
+
+
 def test_all_runs_share_one_ray_which_a_failed_run_takes_along(monkeypatch: pytest.MonkeyPatch) -> None:
     from raysim.runtime import ray
     from raysim.runtime.ray import cluster
@@ -249,7 +285,9 @@ def test_all_runs_share_one_ray_which_a_failed_run_takes_along(monkeypatch: pyte
     outcome = "raysim.commands.study.runner._outcome"
     monkeypatch.setattr(outcome, lambda folder, seconds: took.append(seconds) or "accuracy 1")
     shown: list[str] = []
-    assert carry_out(plan(["seed=range(4)", "out=s"]), show=shown.append) == {"fedavg_seed-1": "it failed"}
+    assert carry_out(plan(["seed=range(4)", "out=s"]), show=lambda text, far: shown.append(text)) == {
+        "fedavg_seed-1": "it failed"
+    }
     assert did == ["start", "run 0", "run 1", "end", "start", "run 2", "run 3", "end"]
     assert shown == [f"under way: fedavg_seed-{seed}" for seed in range(4)]
     assert len(took) == 3 and min(took) >= 0

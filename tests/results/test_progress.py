@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 
+import pytest
 from rich.console import Console
 
 from raysim.results.progress import Progress, doing, waiting
@@ -27,6 +28,16 @@ def test_a_terminal_shows_what_is_waited_for_until_it_is_there() -> None:
     text = seen(True)
     assert "waiting for the hosts" in text and "0:00:00" in text, "with the seconds of it"
     assert "first round" in text.rpartition("waiting for the hosts")[2]
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_how_far_something_is_stands_behind_it_in_a_terminal_alone(terminal: bool) -> None:
+    console = Console(file=(out := io.StringIO()), force_terminal=terminal, width=80)
+    with waiting(console) as shows:
+        for number in range(3):
+            shows("under way: fedavg_seed-0", f" · round {number}/2")
+    text = out.getvalue()
+    assert "under way: fedavg_seed-0 · round 2/2" in text if terminal else text == f"{'':<10}under way: fedavg_seed-0\n"
 
 
 def test_a_quiet_console_says_nothing() -> None:

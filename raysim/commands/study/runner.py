@@ -15,6 +15,7 @@ import multiprocessing.connection
 import os
 import re
 import signal
+import statistics
 import subprocess
 import sys
 import threading
@@ -39,10 +40,12 @@ from raysim.experiment.many_runs import (
     short_names,
     value_label,
 )
+from raysim.experiment.recorder import OnRound
 from raysim.experiment.run_folder import place
 from raysim.experiment.settings import Interrupted
 from raysim.primitives.errors import Refused, first_line, refusing
 from raysim.primitives.files import replace_file, user_path
+from raysim.results.history import Row
 from raysim.results.progress import duration
 from raysim.results.tracking import default_uri
 from raysim.runtime.placement import RayOptions
@@ -62,6 +65,7 @@ class Cell:
     seed: int
     config: Node
     finished: bool = False
+    warnings: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -83,6 +87,19 @@ class Campaign:
         factors = [f"{len(words)} of {key}" for key, words in self.words.items() if len(words) > 1]
         count = f"{len(self.cells)} run{'s' if len(self.cells) != 1 else ''}"
         return f"{count} ({' x '.join(factors) or 'nothing varies'}) in {self.folder}; what each prints: logs/"
+
+    @property
+    def warnings(self) -> list[str]:
+        """What the runs are warned of, each once, with the run that it is said of, or how many."""
+        said: dict[str, list[str]] = {}
+        for cell in self.cells:
+            for text in cell.warnings:
+                said.setdefault(text, []).append(cell.name)
+        return [
+            text if len(names) == len(self.cells) else f"{text} ({names[0]}{f' and {more} more' if more else ''})"
+            for text, names in said.items()
+            for more in [len(names) - 1]
+        ]
 
     def log(self, cell: Cell) -> Path:
         """Where a run's own output goes."""
@@ -223,7 +240,7 @@ def check(campaign: Campaign, allow: Sequence[str] = (), parallel: int = 1) -> C
                 where = place(experiment)
         except Refused as error:
             raise Refused(f"{error} (run {cell.name})" if len(campaign.cells) > 1 else str(error)) from error
-        cells.append(replace(cell, config=config, finished=where.finished))
+        cells.append(replace(cell, config=config, finished=where.finished, warnings=experiment.warnings))
     return replace(campaign, cells=tuple(cells))
 
 
@@ -254,19 +271,21 @@ def carry_out(
     parallel: int = 1,
     allow: Sequence[str] = (),
     say: Say = print,
-    show: Say = lambda text: None,
+    show: Callable[..., None] = lambda text, far="": None,
 ) -> dict[str, str]:
     """Make the runs that are not finished; those that failed, with the sentence of each. Raises Interrupted.
 
-    say: takes a line for each run that has ended. show: takes what is under way, whenever a run begins.
+    say: takes a line for each run that has ended. show: takes what is under way, whenever a run begins, and how far
+    that is after every round.
     """
     todo = [cell for cell in campaign.cells if not cell.finished]
-    done, total, started, failed = len(campaign.cells) - len(todo), len(campaign.cells), time.monotonic(), {}
+    done, total, failed, took = len(campaign.cells) - len(todo), len(campaign.cells), {}, []
     under_way: list[str] = []
 
-    def begin(cell: Cell) -> None:
-        under_way.append(cell.name)
-        show(f"under way: {', '.join(under_way)}")
+    def begin(cell: Cell, far: str = "") -> None:
+        if cell.name not in under_way:
+            under_way.append(cell.name)
+        show(f"under way: {', '.join(under_way)}", far)
 
     if done:
         say(f"{done} of {total} runs are finished" if todo else "all runs are finished already: nothing is trained")
@@ -278,8 +297,9 @@ def carry_out(
                 under_way.remove(cell.name)
                 if sentence:
                     failed[cell.name] = sentence
-                left = (time.monotonic() - started) / number * (len(todo) - number)
-                rest = f" · {duration(left)} left" if number < len(todo) else ""
+                took.append(seconds)
+                left = statistics.median(took[1:] or took) * (len(todo) - number) / parallel  # the first starts Ray
+                rest = f" · {'at most ' if number == 1 else ''}{duration(left)} left" if number < len(todo) else ""
                 outcome = sentence or _outcome(campaign.results(cell), seconds)
                 say(f"run {done + number}/{total} {cell.name}: {outcome}{rest}")
     except KeyboardInterrupt:
@@ -298,7 +318,7 @@ def _outcome(folder: Path, seconds: float) -> str:
 
 
 def _one_by_one(
-    campaign: Campaign, todo: Sequence[Cell], allow: Sequence[str], begin: Callable[[Cell], None]
+    campaign: Campaign, todo: Sequence[Cell], allow: Sequence[str], begin: Callable[..., None]
 ) -> Generator[tuple[Cell, str, float]]:
     """In this process, on one Ray and in the same hosts; each with its sentence and seconds."""
     with ExitStack() as session:
@@ -309,7 +329,11 @@ def _one_by_one(
                 from raysim.runtime import ray
 
                 session.enter_context(ray.staying(campaign.folder.name))
-            sentence = attempt(cell.config, campaign.log(cell), allow)
+
+            def far(row: Row, cell: Cell = cell) -> None:
+                begin(cell, f" · round {row['round']}/{cell.config['rounds']}")
+
+            sentence = attempt(cell.config, campaign.log(cell), allow, far)
             yield cell, sentence, time.monotonic() - began
             if sentence:
                 session.close()  # what a failed run has left goes with its Ray
@@ -325,13 +349,13 @@ def _join(runtime: Node, session: ExitStack) -> str:
     return ray.address()
 
 
-def attempt(config: Node, log: Path, allow: Sequence[str] = ()) -> str:
+def attempt(config: Node, log: Path, allow: Sequence[str] = (), on_round: OnRound | None = None) -> str:
     """Make one run, its output at the end of a file; "", or the sentence that says why it failed."""
     from rich.console import Console
 
     with log.open("a", encoding="utf-8") as stream:
         try:
-            run(config, allow=allow, console=Console(file=stream, width=120))
+            run(config, allow=allow, console=Console(file=stream, width=120), on_round=on_round)
             return ""
         except (Refused, RunStopped) as error:
             stream.write(f"raysim: {str(error).strip()}\n")  # with the traceback of a client, if there is one
@@ -342,7 +366,7 @@ def attempt(config: Node, log: Path, allow: Sequence[str] = ()) -> str:
 
 
 def _side_by_side(
-    campaign: Campaign, todo: Sequence[Cell], allow: Sequence[str], begin: Callable[[Cell], None], count: int
+    campaign: Campaign, todo: Sequence[Cell], allow: Sequence[str], begin: Callable[..., None], count: int
 ) -> Generator[tuple[Cell, str, float]]:
     """Each run in a process of its own, `count` at a time, on one Ray; in the order in which they end."""
     waiting, running = list(todo), {}  # type: list[Cell], dict[int, tuple[subprocess.Popen[str], Cell, float]]
