@@ -336,7 +336,7 @@ def test_who_waits_for_a_cache_says_for_whom(tmp_path: Path, capsys: pytest.Capt
         waiting.join(0.01)
     owner.stdin.close()
     waiting.join()
-    assert text.startswith(f"waiting for process {owner.pid} on ") and f"to write {tmp_path}" in text
+    assert f"raysim: waiting for process {owner.pid} on " in text and f"which writes {tmp_path}" in text
     assert owner.wait() == 0 and list(tmp_path.glob("one-*.arrow"))
 
 

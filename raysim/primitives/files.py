@@ -156,7 +156,7 @@ def alone(folder: Path, setting: str) -> Iterator[None]:
         raise ValueError(f"{folder} cannot be written ({error}): name another folder in {setting}") from error
     with handle:
         if not _locked(handle):
-            print(f"waiting for {_owner(handle)} to write {folder}", file=sys.stderr, flush=True)
+            print(f"raysim: waiting for {_owner(handle)}, which writes {folder}", file=sys.stderr, flush=True)
             _locked(handle, wait=True)
         _sign(handle)
         yield
