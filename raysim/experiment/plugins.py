@@ -29,12 +29,13 @@ def brought(packages: Sequence[str]) -> list[Path]:
 
     Raises Refused for the folder around a package of the same name, which Python takes for a package.
     """
-    for name in packages:
-        for place in _places(top := name.partition(".")[0]):
-            if not Path(place, "__init__.py").exists() and Path(place, top, "__init__.py").is_file():
-                raise Refused(f"the package {top} is one folder further in, {Path(place, top)}: go to {place} first")
-    found = [Path(place, "conf") for name in packages for place in _places(name.partition(".")[0])]
-    return list(dict.fromkeys(path for path in found if path.is_dir()))
+    found = []
+    for package in dict.fromkeys(name.partition(".")[0] for name in packages):
+        for place in map(Path, _places(package)):
+            if not (place / "__init__.py").exists() and (place / package / "__init__.py").is_file():
+                raise Refused(f"the package {package} is one folder further in, {place / package}: go to {place} first")
+            found.append(place / "conf")
+    return [path for path in found if path.is_dir()]
 
 
 def _places(package: str) -> list[str]:

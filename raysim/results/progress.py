@@ -32,16 +32,13 @@ def duration(seconds: float) -> str:
 def waiting(console: Console) -> Iterator[Callable[..., None]]:
     """Takes what is waited for: in a log a line for each; in a terminal one line, with seconds.
 
-    What is given behind it is how far that is, which a terminal alone shows.
+    What is given behind it later is how far that is: a terminal shows it, and its seconds go on.
     """
-    said = ""
     if not console.is_terminal:
 
         def note(text: str, far: str = "") -> None:
-            nonlocal said
-            if text != said:
+            if not far:
                 console.print(f"{'':<10}{text}", markup=False, highlight=False, soft_wrap=True)
-            said = text
 
         yield note
         return
@@ -52,10 +49,8 @@ def waiting(console: Console) -> Iterator[Callable[..., None]]:
         task = line.add_task("", total=None)
 
         def show(text: str, far: str = "") -> None:
-            nonlocal said
-            if text != said:
+            if not far:
                 line.reset(task)
-            said = text
             line.update(task, description=f"{text}{far}")
 
         yield show

@@ -242,22 +242,36 @@ def test_what_a_run_is_warned_of_is_said_before_any_is_made(capsys: pytest.Captu
     )
 
 
-def test_the_time_that_is_left_forgets_the_first_run_which_starts_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_warning_says_whose_it_is_unless_it_is_everyones() -> None:
+    def warned(*texts: str) -> Sequence[str]:
+        cells = [Cell(f"run-{number}", {}, number, {}, warnings=tuple(each)) for number, each in enumerate(texts)]
+        return Campaign(Path("s"), (), {}, tuple(cells)).warnings
+
+    assert warned("a", "a", "a") == ["a"] == warned("a")
+    assert warned("ab", "a", "") == ["a (run-0 and 1 more)", "b (run-0)"]
+    assert warned("", "") == []
+
+
+@pytest.mark.parametrize(("parallel", "left"), [(1, ["1 min 30 s", "4 s", "2 s"]), (2, ["45 s", "2 s", "1 s"])])
+def test_the_time_that_is_left_forgets_the_first_run_which_starts_ray(
+    parallel: int, left: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     seconds = iter([30.0, 2.0, 2.0, 4.0])
 
-    def runs(campaign: Campaign, todo: Sequence[Cell], allow: object, begin: Any) -> Iterator[tuple[Cell, str, float]]:
+    def runs(_: object, todo: Sequence[Cell], allow: object, begin: Any, *__: object) -> Iterator[tuple[Any, ...]]:
         for cell in todo:
             begin(cell)
             yield cell, "", next(seconds)
 
-    monkeypatch.setattr("raysim.commands.study.runner._one_by_one", lambda *args: (each for each in runs(*args)))
+    for name in ("_one_by_one", "_side_by_side"):
+        monkeypatch.setattr(f"raysim.commands.study.runner.{name}", lambda *args: (each for each in runs(*args)))
     monkeypatch.setattr("raysim.commands.study.runner._outcome", lambda folder, seconds: "done")
     said: list[str] = []
-    carry_out(plan(["seed=range(4)", "out=s"]), say=said.append)
+    carry_out(plan(["seed=range(4)", "out=s"]), parallel=parallel, say=said.append)
     assert [line.partition("done")[2] for line in said] == [
-        " · at most 1 min 30 s left",
-        " · 4 s left",
-        " · 2 s left",
+        f" · at most {left[0]} left",
+        f" · {left[1]} left",
+        f" · {left[2]} left",
         "",
     ]
 
@@ -273,8 +287,9 @@ def test_all_runs_share_one_ray_which_a_failed_run_takes_along(monkeypatch: pyte
         did.extend(["start"] * started)
         return started
 
-    def attempt(config: dict[str, Any], *_: object) -> str:
+    def attempt(config: dict[str, Any], log: Path, allow: object, on_round: Any) -> str:
         did.append(f"run {config['seed']}")
+        on_round({"round": 3})
         return "it failed" if config["seed"] == 1 else ""
 
     monkeypatch.setattr(cluster, "connect", connect)
@@ -285,11 +300,11 @@ def test_all_runs_share_one_ray_which_a_failed_run_takes_along(monkeypatch: pyte
     outcome = "raysim.commands.study.runner._outcome"
     monkeypatch.setattr(outcome, lambda folder, seconds: took.append(seconds) or "accuracy 1")
     shown: list[str] = []
-    assert carry_out(plan(["seed=range(4)", "out=s"]), show=lambda text, far: shown.append(text)) == {
-        "fedavg_seed-1": "it failed"
-    }
+    campaign = plan(["seed=range(4)", "rounds=9", "out=s"])
+    failed = carry_out(campaign, show=lambda text, far="": shown.append(text + far))
+    assert failed == {"fedavg_seed-1": "it failed"}
     assert did == ["start", "run 0", "run 1", "end", "start", "run 2", "run 3", "end"]
-    assert shown == [f"under way: fedavg_seed-{seed}" for seed in range(4)]
+    assert shown == [f"under way: fedavg_seed-{seed}{far}" for seed in range(4) for far in ("", " · round 3/9")]
     assert len(took) == 3 and min(took) >= 0
 
 

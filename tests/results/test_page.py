@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from dataclasses import replace
@@ -108,6 +109,13 @@ def test_checksums_are_short_and_whole_where_one_points(tmp_path: Path) -> None:
     text = section(written([run], tmp_path), "How to repeat it")
     assert f'<td title="{"0123456789abcdef" * 4}">0123456789ab</td>' in text
     assert "all of them are in the run&#39;s summary.json" in text
+
+
+def test_no_state_has_no_checksum(tmp_path: Path) -> None:
+    run = make(tmp_path / "one", [0.5])
+    run.summary.update(model_sha256="0123456789abcdef" * 4, state_sha256=hashlib.sha256().hexdigest())
+    text = section(written([run], tmp_path), "How to repeat it")
+    assert "0123456789ab</td>" in text and "e3b0c442" not in text
 
 
 def test_a_number_with_its_deviation_may_take_two_lines(tmp_path: Path) -> None:

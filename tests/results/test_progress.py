@@ -34,6 +34,7 @@ def test_a_terminal_shows_what_is_waited_for_until_it_is_there() -> None:
 def test_how_far_something_is_stands_behind_it_in_a_terminal_alone(terminal: bool) -> None:
     console = Console(file=(out := io.StringIO()), force_terminal=terminal, width=80)
     with waiting(console) as shows:
+        shows("under way: fedavg_seed-0")
         for number in range(3):
             shows("under way: fedavg_seed-0", f" · round {number}/2")
     text = out.getvalue()

@@ -90,16 +90,16 @@ class Campaign:
 
     @property
     def warnings(self) -> list[str]:
-        """What the runs are warned of, each once, with the run that it is said of, or how many."""
+        """What the runs are warned of, each once; with the first run and the number of others, if it is not all."""
         said: dict[str, list[str]] = {}
         for cell in self.cells:
             for text in cell.warnings:
                 said.setdefault(text, []).append(cell.name)
-        return [
-            text if len(names) == len(self.cells) else f"{text} ({names[0]}{f' and {more} more' if more else ''})"
-            for text, names in said.items()
-            for more in [len(names) - 1]
-        ]
+        lines = []
+        for text, (first, *others) in said.items():
+            whose = f"{first} and {len(others)} more" if others else first
+            lines.append(text if len(others) + 1 == len(self.cells) else f"{text} ({whose})")
+        return lines
 
     def log(self, cell: Cell) -> Path:
         """Where a run's own output goes."""
@@ -282,15 +282,16 @@ def carry_out(
     done, total, failed, took = len(campaign.cells) - len(todo), len(campaign.cells), {}, []
     under_way: list[str] = []
 
-    def begin(cell: Cell, far: str = "") -> None:
-        if cell.name not in under_way:
-            under_way.append(cell.name)
-        show(f"under way: {', '.join(under_way)}", far)
+    def begin(cell: Cell) -> None:
+        under_way.append(cell.name)
+        show(f"under way: {', '.join(under_way)}")
 
     if done:
         say(f"{done} of {total} runs are finished" if todo else "all runs are finished already: nothing is trained")
-    ways = (campaign, todo, allow, begin)
-    runs = _side_by_side(*ways, parallel) if parallel > 1 else _one_by_one(*ways)
+    if parallel > 1:
+        runs = _side_by_side(campaign, todo, allow, begin, parallel)
+    else:
+        runs = _one_by_one(campaign, todo, allow, begin, lambda far: show(f"under way: {under_way[0]}", far))
     try:
         with closing(runs):
             for number, (cell, sentence, seconds) in enumerate(runs, 1):
@@ -318,9 +319,12 @@ def _outcome(folder: Path, seconds: float) -> str:
 
 
 def _one_by_one(
-    campaign: Campaign, todo: Sequence[Cell], allow: Sequence[str], begin: Callable[..., None]
+    campaign: Campaign, todo: Sequence[Cell], allow: Sequence[str], begin: Callable[[Cell], None], reach: Say
 ) -> Generator[tuple[Cell, str, float]]:
-    """In this process, on one Ray and in the same hosts; each with its sentence and seconds."""
+    """In this process, on one Ray and in the same hosts; each with its sentence and seconds.
+
+    reach: takes how far the one under way is.
+    """
     with ExitStack() as session:
         for cell in todo:
             began = time.monotonic()
@@ -330,10 +334,10 @@ def _one_by_one(
 
                 session.enter_context(ray.staying(campaign.folder.name))
 
-            def far(row: Row, cell: Cell = cell) -> None:
-                begin(cell, f" · round {row['round']}/{cell.config['rounds']}")
+            def on_round(row: Row, rounds: int = cell.config["rounds"]) -> None:
+                reach(f" · round {row['round']}/{rounds}")
 
-            sentence = attempt(cell.config, campaign.log(cell), allow, far)
+            sentence = attempt(cell.config, campaign.log(cell), allow, on_round)
             yield cell, sentence, time.monotonic() - began
             if sentence:
                 session.close()  # what a failed run has left goes with its Ray
@@ -366,7 +370,7 @@ def attempt(config: Node, log: Path, allow: Sequence[str] = (), on_round: OnRoun
 
 
 def _side_by_side(
-    campaign: Campaign, todo: Sequence[Cell], allow: Sequence[str], begin: Callable[..., None], count: int
+    campaign: Campaign, todo: Sequence[Cell], allow: Sequence[str], begin: Callable[[Cell], None], count: int
 ) -> Generator[tuple[Cell, str, float]]:
     """Each run in a process of its own, `count` at a time, on one Ray; in the order in which they end."""
     waiting, running = list(todo), {}  # type: list[Cell], dict[int, tuple[subprocess.Popen[str], Cell, float]]

@@ -242,8 +242,9 @@ def hosts_in(
 
 
 def become_all(actors: Sequence[Any], parts: Sequence[tuple[Any, ...]]) -> None:
-    """Have actors that are there hold something else, side by side. Raises what went wrong with the first."""
-    ray.get([actor.become.remote(*each) for actor, each in zip(actors, parts, strict=False)], timeout=START)
+    """Have actors that are there, if any, hold something else, side by side. Raises what went wrong with the first."""
+    pairs = zip(actors, parts, strict=bool(actors))
+    ray.get([actor.become.remote(*each) for actor, each in pairs], timeout=START)
 
 
 def _nodes(group: PlacementGroup) -> list[int]:
