@@ -26,6 +26,7 @@ from raysim.experiment.describe import slots
 from raysim.experiment.execute import build
 from raysim.experiment.instantiate import TARGET, defaults, described, resolve, shown
 from raysim.experiment.settings import ExecutionOptions, RuntimeOptions, Tracking
+from raysim.methods import fedavg
 from raysim.training.attack import Attack
 from raysim.training.run_spec import Checkpoint, Faults, RunSettings, RunSpec, State, build_networks
 
@@ -39,7 +40,7 @@ def write(docs: Path) -> None:
     folder = docs / "reference"
     shutil.rmtree(folder, ignore_errors=True)
     pages = {"configuration": configuration(), "cluster": cluster(), "method_list": method_list()}
-    pages |= {"methods/fedavg": fedavg()}
+    pages |= {"methods/fedavg": fedavg_page()}
     pages |= {f"methods/{option}": method_page(option) for option in groups().files["method"]}
     for name, text in pages.items():
         (path := folder / f"{name}.md").parent.mkdir(parents=True, exist_ok=True)
@@ -131,21 +132,22 @@ def instances() -> dict[str, Method]:
 
 def method_list() -> str:
     """All methods in one table."""
-    rows = [
-        ("[fedavg](methods/fedavg.md)", "McMahan et al., AISTATS 2017", "the weighted mean of what the clients trained")
-    ]
+    found: list[tuple[str, str, str | None]] = [("fedavg", fedavg.PAPER, fedavg.__doc__)]
     for option in groups().files["method"]:
         methods = [instances()[name] for name in parts(option)]
-        about = first_sentence(inspect.getmodule(type(methods[0])).__doc__).partition(": ")  # type: ignore[union-attr]
-        rows.append((f"[{option}](methods/{option}.md)", methods[0].paper, prose(about[2] or about[0]).rstrip(".")))
+        found.append((option, methods[0].paper, inspect.getmodule(type(methods[0])).__doc__))  # type: ignore[union-attr]
+    rows = []
+    for option, paper, text in found:
+        about = first_sentence(text).partition(": ")
+        rows.append((f"[{option}](methods/{option}.md)", paper, prose(about[2] or about[0]).rstrip(".")))
     pages = "```{toctree}\n:hidden:\n:glob:\n\nmethods/*\n```"
     return f"# All methods\n\n{table(('option', 'paper', 'in one line'), rows)}\n{pages}\n"
 
 
-def fedavg() -> str:
+def fedavg_page() -> str:
     """The page of the empty list."""
-    about = "*McMahan et al., AISTATS 2017*. The empty list, `method=fedavg`; what every other method changes.\n\n"
-    return f"# fedavg\n\n{about}{prose(importlib.import_module('raysim.methods.fedavg').__doc__ or '')}\n"
+    about = f"*{fedavg.PAPER}*. The empty list, `method=fedavg`; what every other method changes.\n\n"
+    return f"# fedavg\n\n{about}{prose(fedavg.__doc__ or '')}\n"
 
 
 def method_page(option: str) -> str:

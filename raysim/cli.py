@@ -66,7 +66,8 @@ Uploads the package and its configuration, and shows the job's output; Ctrl-C le
 the job's own. The command joins the cluster (runtime=cluster) unless it names a runtime. See jobs/README.md."""
 METHODS = """\
 examples:
-  raysim methods                  a table: name, paper, slots, parameters
+  raysim methods                  a list: name, paper, slots, parameters
+  raysim methods fedbr            one in its own words: formulas, choices, settings
   raysim methods --json           the same for programs
   raysim methods --allow mine     with those of a package of your own"""
 PARTITION = """\
@@ -168,6 +169,7 @@ ELSEWHERE = {
 
 OF_CLASSES = ("classes_per_client", "heterogeneity", "pooled_entropy")  # numbers of a split that others do not have
 RUN_FILES = ("config.yaml", "history.parquet")  # of a run that can be shown
+BESIDE = "mlflow_artifacts"  # of the runs of a folder, in that folder
 
 
 class Parser(argparse.ArgumentParser):
@@ -357,6 +359,7 @@ def _parser() -> Parser:
     submit.add_argument("--runtime-env", metavar="FILE", help="what nodes install and set, as Ray's runtime_env")
     submit.add_argument("--no-wait", action="store_true", help="do not follow the job")
     methods = add("methods", "list the methods: paper, slots, parameters", METHODS)
+    methods.add_argument("names", nargs="*", metavar="NAME", help="one to explain: its formulas, choices and settings")
     methods.add_argument("--json", action="store_true", help="as JSON")
     _own_parts(methods)
     partition = add("partition", "print statistics of a split, and draw it", PARTITION)
@@ -554,24 +557,13 @@ def _submit(given: argparse.Namespace) -> int:
 def _methods(given: argparse.Namespace) -> int:
     import json
 
-    from raysim.experiment.execute import catalogue
+    from raysim.commands.methods import catalogue, listing, pages
 
-    entries = catalogue(given.conf, given.allow)
+    parts = catalogue(given.names, given.conf, given.allow)
     if given.json:
-        print(json.dumps(entries, indent=2))
-        return 0
-    import textwrap
-
-    from raysim.experiment.instantiate import shown
-
-    print("fedavg  (McMahan et al., AISTATS 2017)")
-    print("    What a list without a method is: the weighted mean of what the clients trained")
-    for entry in entries:
-        values = "  ".join(f"{key}={shown(value)}" for key, value in entry["parameters"].items())
-        print(f"{entry['name']}  ({entry['paper']})")
-        for text in (entry["about"], ", ".join(entry["slots"]), values):
-            for line in textwrap.wrap(text, _width() - 4, break_long_words=False, break_on_hyphens=False):
-                print(f"    {line}")
+        print(json.dumps([part.facts() for part in parts], indent=2))
+    else:
+        print(pages(parts) if given.names else listing(parts, _width()))
     return 0
 
 
@@ -641,7 +633,7 @@ def _report(given: argparse.Namespace) -> int:
 
 
 def _loaded(runs: Sequence[str]) -> list[Run]:
-    """Runs, without what a shell's runs/* finds beside them, such as runs/mlflow.db; says what is passed over."""
+    """Runs, without what a shell's runs/* finds beside them; says what it passes over and did not write itself."""
     from raysim.results.report import load_run
 
     paths = [Path(run) for run in runs]
@@ -649,8 +641,8 @@ def _loaded(runs: Sequence[str]) -> list[Run]:
     other = [p for p in paths if p.is_dir() and not all((p / name).is_file() for name in RUN_FILES)]
     left = [path for path in paths if path not in (*files, *other)]
     loaded = [load_run(path) for path in left or paths]  # which says what is wrong with the first of them
-    if left and other:
-        _say(f"passed over, as no run has written there: {', '.join(map(str, other))}", 0)
+    if left and (unknown := [path for path in other if path.name != BESIDE]):
+        _say(f"passed over, as no run has written there: {', '.join(map(str, unknown))}", 0)
     return loaded
 
 

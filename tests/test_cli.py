@@ -472,6 +472,20 @@ def test_methods_are_listed_with_paper_slots_and_parameters(capsys: pytest.Captu
     assert {"mu=0.01", "max_staleness=null", "bias_correction=false"} <= set(printed.split())  # as one types them
 
 
+def test_a_method_that_is_named_is_explained_and_a_text_that_parts_share_is_printed_once(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert cli.call(["methods", "fedld+fedavg"]) == 0
+    printed = capsys.readouterr().out
+    assert printed.count("w_l = lambda_l / sqrt(sum_k lambda_k^2)") == 1  # eq. 7, of the module that both parts share
+    assert "lam weighs the penalty" in printed and "\nmethod.fedld_principal.fraction=0.8\n" in printed
+    assert "x_bar = sum_i p_i y_i" in printed and "fedbr" not in printed
+    assert cli.call(["methods", "fedprox", "--json"]) == 0
+    assert [entry["name"] for entry in json.loads(capsys.readouterr().out)] == ["fedprox"]
+    assert cli.call(["methods", "fedbrr"]) == 2
+    assert capsys.readouterr().err == "raysim: there is no method fedbrr: did you mean fedbr?\n"
+
+
 def test_methods_of_the_users_own_are_listed_and_what_names_none_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -688,14 +702,15 @@ def test_a_shell_gets_its_completions(line: str, wanted: set[str] | None) -> Non
 # --- what a shell's runs/* finds ----------------------------------------------------------------------------------
 def test_folders_that_are_no_run_are_passed_over(capsys: pytest.CaptureFixture[str]) -> None:
     run("out=runs/a", "rounds=2")
-    Path("runs/mlflow_artifacts/1").mkdir(parents=True)
+    for name in ("mlflow_artifacts/1", "notes"):
+        Path("runs", name).mkdir(parents=True)
     Path("runs/mlflow.db").write_text("")
     everything = [*map(str, sorted(Path("runs").iterdir()))]
     capsys.readouterr()
     for words in (["report", *everything], ["report", "--paper", "fedbr/table1", *everything]):
         assert cli.call(words) == 0
         captured = capsys.readouterr()
-        assert captured.err == "raysim: passed over, as no run has written there: runs/mlflow_artifacts\n"
+        assert captured.err == "raysim: passed over, as no run has written there: runs/notes\n"
         assert "fedavg" in captured.out or "runs/a" in captured.out
     assert "is no folder of a run" in printed(["report", "runs/mlflow_artifacts"], capsys, status=2)
     assert "nowhere is no folder" in printed(["report", "nowhere", "runs/mlflow.db"], capsys, status=2)

@@ -241,7 +241,8 @@ def test_quick_commands_end_well(tmp_path: Path) -> None:
     shell = [here("zsh"), "-f", "-c", f"{define}{REAL}"]
     done = subprocess.run(shell, cwd=tmp_path, text=True, capture_output=True, timeout=1200)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
-    assert "passed over" in done.stderr and "runs/mlflow_artifacts" in done.stderr
+    assert "passed over" not in done.stderr, "what raysim itself keeps beside runs is nothing to be told of"
+    assert (tmp_path / "runs/mlflow_artifacts").is_dir()
     assert {each.name for each in (tmp_path / "studies/mine/runs").iterdir()} == {
         f"{method}_seed-{seed}" for method in ("fedavg", "fedprox") for seed in (0, 1)
     }

@@ -28,8 +28,8 @@ from raysim.api.method import Method, Setup
 from raysim.data.federated import FederatedData, doubts_of_labels, federate, pooled
 from raysim.data.partition import Partitioner
 from raysim.data.sources import Source
-from raysim.experiment.compose import LISTS, Node, compose, groups, load_yaml, plain, to_yaml
-from raysim.experiment.describe import overview, slots
+from raysim.experiment.compose import LISTS, Node, compose, load_yaml, plain, to_yaml
+from raysim.experiment.describe import overview
 from raysim.experiment.instantiate import TARGET, arguments, build as build_object, imported, resolve, shown
 from raysim.experiment.objects import PARTS, Given, given, refuse_missing
 from raysim.experiment.plugins import brought
@@ -65,7 +65,7 @@ __all__ = [
     "Result",
     "TooManyFailures",
     "build",
-    "catalogue",
+    "class_of",
     "compose",
     "load",
     "partition",
@@ -139,11 +139,11 @@ def _listed(
         if path in parts:
             found.append(cast(T, parts[path]))
             continue
-        found.append(build_object(_class_of(node, path, kind, allow), node, path))
+        found.append(build_object(class_of(node, path, kind, allow), node, path))
     return tuple(found)
 
 
-def _class_of(node: Any, path: str, kind: type[T], allow: Sequence[str]) -> type[T]:
+def class_of(node: Any, path: str, kind: type[T], allow: Sequence[str]) -> type[T]:
     """What a node of a method or an observer names."""
     if not isinstance(node, Mapping) or TARGET not in node:
         raise Refused(f"{path}={shown(node)} names no class: give a value to one of its keys instead")
@@ -488,37 +488,3 @@ def _make_folder(experiment: Experiment, where: Place) -> None:
         with store(apart).new(CONFIG) as draft:
             draft.write_bytes(config)
     (where.folder / "summary.json").unlink(missing_ok=True)  # of a shorter run that is continued
-
-
-# --- what there is to choose from ----------------------------------------------------------------------------------
-def _about(cls: type[Method]) -> str:
-    """What a method does, in a line: the first one of its module, unless that has several."""
-    names = vars(inspect.getmodule(cls)).values()
-    ours = [each for each in names if isinstance(each, type) and each.__module__ == cls.__module__]
-    alone = sum(issubclass(each, Method) for each in ours) == 1
-    line = str(inspect.getmodule(cls).__doc__ if alone else cls.__doc__).strip().split("\n")[0]
-    return line.partition(": ")[2] or line
-
-
-def catalogue(conf: Sequence[str] = (), allow: Sequence[str] = ()) -> list[dict[str, Any]]:
-    """Every part of every method that can be named: option, name, paper, what it does, slots, parameters with defaults.
-
-    conf: folders of options of one's own. allow: the packages whose classes they may name.
-    """
-    entries = []
-    for option, path in (files := groups([user_path(root) for root in conf]).files["method"]).items():
-        for name, node in load_yaml(path).items():
-            if name != option and name in files:
-                continue  # a part that has an option of its own as well
-            cls = _class_of(node, f"method.{name}", Method, allow)
-            entries.append(
-                {
-                    "name": name,
-                    "option": option,
-                    "paper": cls.paper,
-                    "about": _about(cls),
-                    "slots": slots(cls),
-                    "parameters": {key: value for key, value in node.items() if key != TARGET},
-                }
-            )
-    return entries

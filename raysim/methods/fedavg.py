@@ -19,6 +19,8 @@ import math
 import torch
 from torch import Tensor
 
+PAPER = "McMahan et al., AISTATS 2017"
+
 
 def weighted_sum(vectors: Tensor, weights: Tensor) -> Tensor:
     """sum_i w_i v_i of ``vectors`` [m, d] and ``weights`` [m] -> [d] in the dtype of ``vectors``, folded in row order.

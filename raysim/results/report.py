@@ -20,6 +20,7 @@ from raysim.results.theme import time_unit
 
 NOTHING = "–"
 GAP = "  "
+UNFINISHED = " (unfinished)"
 MARKED = "where it is ahead of the next by more than the deviation of either"  # a value as the best, in words
 GROUPS = ("method", "data", "partition")  # what the table says of a configuration
 NOISE = ("_target_", "out", "resume", "choices", "tracking", "hydra")  # differences that tell nothing about a study
@@ -198,7 +199,7 @@ def labels(runs: Sequence[Run]) -> list[str]:
     told_apart = [
         f"{name} ({run.folder})" if names.count(name) > 1 else name for name, run in zip(names, runs, strict=True)
     ]
-    return [name if run.finished else f"{name} (unfinished)" for name, run in zip(told_apart, runs, strict=True)]
+    return [name if run.finished else f"{name}{UNFINISHED}" for name, run in zip(told_apart, runs, strict=True)]
 
 
 # ---------------------------------------------------------------- the table
@@ -304,18 +305,23 @@ def _alike(runs: Sequence[Run]) -> bool:
 
 
 def table(runs: Sequence[Run], width: int = 0) -> str:
-    """The comparison as text, best run first; what all share is said above it, what a star means below.
+    """The comparison as text, best first: a row per run, or per setting where some differ in their seeds alone.
 
-    width: as of `aligned`.
+    What all share is said above it, what a star and a deviation mean below. width: as of `aligned`.
     """
-    columns = _columns(_ordered(runs), limit=2)
-    shared = [c for c in columns if c.title in GROUPS and len(set(c.texts)) == 1 and len(runs) > 1]
-    empty = [c for c in columns if c.scores and set(c.texts) == {NOTHING}]
-    shown = [c for c in columns if c not in shared and c not in empty]
+    groups = grouped(runs)
+    of_runs = _columns(_ordered(runs), limit=2)
+    several = len(groups) < len(runs)
+    columns = results(groups, limit=2) if several else of_runs
+    shared = [c for c in of_runs if c.title in GROUPS and len(set(c.texts)) == 1 and len(runs) > 1]
+    left_out = {c.title for c in shared} | {c.title for c in columns if c.scores and set(c.texts) == {NOTHING}}
+    shown = [c for c in columns if c.title not in left_out]
     above = [" · ".join(f"{c.title} {c.texts[0]}" for c in shared)] if shared else []
-    below = [f"* best of its column; of accuracies, {MARKED} over the last ten rounds"]
-    below = below if any(c.best() for c in shown) else []
-    if any(c.title == "last 10" and "±" in "".join(c.texts) for c in shown):
+    over = "the seeds" if several else "the last ten rounds"
+    below = [f"* best of its column; of accuracies, {MARKED} over {over}"] if any(c.best() for c in shown) else []
+    if several:
+        below.append("mean ± sample deviation over the seeds; --csv prints every run")
+    elif any(c.title == "last 10" and "±" in "".join(c.texts) for c in shown):
         below.append("last 10: mean ± deviation over these rounds")
     return "\n".join([*above, aligned(shown, width), *below])
 
@@ -358,11 +364,12 @@ class Group:
 
 
 def grouped(runs: Sequence[Run]) -> list[Group]:
-    """The settings of some runs, the best first; a seed that comes twice makes a group of its own."""
+    """The settings of some runs, the best first; unfinished runs, and a seed that comes twice, are groups apart."""
     found: list[list[Run]] = []
     for run in _ordered(runs):
         for group in found:
-            if _setting(group[0]) == _setting(run) and _seed(run) not in map(_seed, group):
+            alike = _setting(group[0]) == _setting(run) and group[0].finished == run.finished
+            if alike and _seed(run) not in map(_seed, group):
                 group.append(run)
                 break
         else:
@@ -382,14 +389,18 @@ def _seed(run: Run) -> str:
 
 def _apart(firsts: Sequence[Run]) -> list[str]:
     """A run of each group by what sets the groups apart: the methods, else all that differs but the seed."""
-    methods = [choice(run.config, "method") for run in firsts]
+    settings = [_setting(run) for run in firsts]
+    places = [settings.index(setting) for setting in settings]
+    distinct = [firsts[place] for place in dict.fromkeys(places)]
+    methods = [choice(run.config, "method") for run in distinct]
     if len(set(methods)) == len(methods):
-        return methods
-    named = [
-        replace(run, name="", finished=True, config={key: v for key, v in run.config.items() if key != "seed"})
-        for run in firsts
-    ]
-    names = labels(named)
+        found = methods
+    else:
+        without = [{key: v for key, v in run.config.items() if key != "seed"} for run in distinct]
+        nameless = [replace(run, name="", finished=True, config=c) for run, c in zip(distinct, without, strict=True)]
+        found = labels(nameless)
+    name = dict(zip(dict.fromkeys(places), found, strict=True))
+    names = [f"{name[p]}{'' if r.finished else UNFINISHED}" for p, r in zip(places, firsts, strict=True)]
     return names if len(set(names)) == len(names) else labels(firsts)
 
 

@@ -7,6 +7,7 @@ import csv
 import io
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -147,7 +148,7 @@ def test_nobody_wins_where_runs_cannot_be_compared(tmp_path: Path) -> None:
     """Neither over other data, nor in what a run costs after fewer rounds."""
     scores: list[float | None] = [0.2, 0.5]
     alike = [
-        make(tmp_path / name, scores[: len(scores)], config) for name, config in (("a", "seed: 0"), ("b", "seed: 1"))
+        make(tmp_path / name, scores[: len(scores)], config) for name, config in (("a", "hosts: 0"), ("b", "hosts: 1"))
     ]
     write_json(summarise(history(scores)) | {"wall_seconds": 9.0}, tmp_path / "b" / "summary.json")
     assert "1 s*" in report.table([alike[0], report.load_run(tmp_path / "b")])
@@ -155,6 +156,24 @@ def test_nobody_wins_where_runs_cannot_be_compared(tmp_path: Path) -> None:
         make(tmp_path / name, [score], f"partition: {{alpha: {score}}}") for name, score in (("c", 0.9), ("d", 0.1))
     ]
     assert "*" not in report.table(other)
+
+
+def test_runs_that_differ_in_their_seeds_alone_are_one_row(tmp_path: Path) -> None:
+    def study(method: str, scores: list[float]) -> list[report.Run]:
+        config = f"{{method: {{{method}: {{mu: 1}}}}, seed: "
+        runs = enumerate(scores)
+        return [make(tmp_path / f"{method}-{seed}", [score], f"{config}{seed}}}") for seed, score in runs]
+
+    runs = [*study("fedprox", [0.8, 0.9]), *study("moon", [0.2, 0.3, 0.4]), *study("fedbr", [0.6, 0.6])]
+    above, head, _, *rows, star, note = report.table(runs).splitlines()
+    assert above == "data – · partition –" and head.split()[:3] == ["seeds", "rounds", "best"]
+    cells = [re.split(r"  +", row) for row in rows]
+    assert [(each[0], each[1]) for each in cells] == [("fedprox", "2"), ("fedbr", "2"), ("moon", "3")]
+    assert [each[3] for each in cells] == ["0.8500 ± 0.0707*", "0.6000 ± 0.0000", "0.3000 ± 0.1000"]
+    assert star.endswith("deviation of either over the seeds")
+    assert note == "mean ± sample deviation over the seeds; --csv prints every run"
+    going = [*runs, replace(make(tmp_path / "on", [0.7], "{method: {moon: {mu: 1}}, seed: 3}"), finished=False)]
+    assert [group.label for group in report.grouped(going)] == ["fedprox", "moon (unfinished)", "fedbr", "moon"]
 
 
 def test_nobody_wins_a_column_where_all_are_equal_or_alone(tmp_path: Path) -> None:
