@@ -30,17 +30,17 @@ PATIENCE = {
 }
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
     """For this process and all that it starts."""
     os.environ.update(PATIENCE)
     # Where byte code is not kept, each process compiles torch and Ray anew: half of the time of a slow test.
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     # Data sets that the tests make, some of them when a module is imported, for subprocesses and Ray's workers too.
     os.environ["RAYSIM_CACHE"] = tempfile.mkdtemp(prefix="raysim-tests-")
-    if "PYTEST_XDIST_WORKER" in os.environ:
+    if "PYTEST_XDIST_WORKER" in os.environ or not config.getoption("numprocesses"):
         import torch  # who only hands tests out needs none of it
 
-        torch.set_num_threads(1)  # the other worker has the other core
+        torch.set_num_threads(1)  # another process has the other core
 
 
 @pytest.hookimpl(optionalhook=True)
