@@ -56,6 +56,7 @@ class Section:
     text: str
     columns: Sequence[Column]
     picture: tuple[bytes, bytes] | None = None
+    notes: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
@@ -84,7 +85,7 @@ def compare(
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
     parts = [
-        _results(groups) if found is None else Part(found.title, found.text, [_table(found.columns, True)]),
+        _results(groups) if found is None else _section(found, named=True),
         *(_section(section) for section in sections),
         None,  # the curves: they are written once all else could be read
         _spread(groups),
@@ -135,10 +136,11 @@ def _table(columns: Sequence[Column], swatches: bool = False) -> Shown:
     return {"head": head, "rows": rows, "swatches": swatches}
 
 
-def _section(section: Section) -> Part:
-    tables = [_table(section.columns)] if section.columns else []
+def _section(section: Section, named: bool = False) -> Part:
+    """named: rows are settings."""
+    tables = [_table(section.columns, named)] if section.columns else []
     pictures = [_picture(section.title, *section.picture)] if section.picture else []
-    return Part(section.title, section.text, tables, pictures)
+    return Part(section.title, section.text, tables, pictures, notes=list(section.notes))
 
 
 def _picture(about: str, light: bytes, dark: bytes) -> Shown:
@@ -250,7 +252,7 @@ def _splits(groups: Sequence[Group]) -> Part:
     shown = list(found.values())
     names = ["all settings" if len(labels) == len(groups) else ", ".join(labels) for _, labels, _ in shown]
     plots = [
-        {"about": name if len(found) > 1 else "", "svgs": [_class_map(split), _size_bars(split)], "wide": True}
+        {"about": name if len(found) > 1 else "", "svgs": [_class_map(split), *_size_bars(split)], "wide": True}
         for (split, *_), name in zip(shown[:SPLITS], names, strict=False)
     ]
     notes = [f"{len(found) - SPLITS} more splits are in the table alone."] if len(found) > SPLITS else []
@@ -322,18 +324,21 @@ def _class_map(split: Split) -> str:
     return svg(draw, "share of each class in each client's training samples", (7.4, 3.0))
 
 
-def _size_bars(split: Split) -> str:
+def _size_bars(split: Split) -> list[str]:
+    """Clients by their number of samples; nothing where all have as many, which the table says."""
+    if len(set(split.sizes.tolist())) == 1:
+        return []
+
     def draw(ax: Axes) -> None:
-        from matplotlib.ticker import FixedLocator, MaxNLocator
+        from matplotlib.ticker import MaxNLocator
 
         ax.hist(split.sizes, bins=size_edges(split.sizes), color=LIGHT[0], rwidth=0.92)
         ax.set(xlabel="training samples", ylabel="clients")
         ax.ticklabel_format(axis="x", useOffset=False)
-        same = len(set(split.sizes.tolist())) == 1
-        ax.xaxis.set_major_locator(FixedLocator(split.sizes[:1].tolist()) if same else MaxNLocator(6, integer=True))
-        ax.yaxis.set_major_locator(MaxNLocator(6, integer=True))
+        for axis in (ax.xaxis, ax.yaxis):
+            axis.set_major_locator(MaxNLocator(6, integer=True))
 
-    return svg(draw, "clients by their number of training samples")
+    return [svg(draw, "clients by their number of training samples")]
 
 
 # --- virtual time ---------------------------------------------------------------------------------------------------

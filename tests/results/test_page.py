@@ -159,12 +159,26 @@ def test_a_split_is_shown_once_for_all_who_have_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.pictures
-def test_clients_of_one_size_are_one_bar_on_an_axis_of_whole_numbers(tmp_path: Path) -> None:
-    run = make(tmp_path / "a", [0.5])
-    write_split(Split(np.arange(20), np.arange(20) % 2, np.full(20, 51), 20, ["cat", "dog"]), run.folder)
-    text = section(written([run], tmp_path), "Split of the data")
-    assert ">51 each<" in text and "51 / 51" not in text
-    assert ">51</text>" in text and not re.findall(r">\d+\.\d+</text>", text)
+def test_sizes_are_drawn_unless_all_are_the_same_which_the_table_says(tmp_path: Path) -> None:
+    def drawn(name: str, sizes: list[int]) -> str:
+        run = make(tmp_path / name, [0.5])
+        clients = np.arange(len(sizes))
+        write_split(Split(clients, clients % 2, np.array(sizes), len(sizes), ["cat", "dog"]), run.folder)
+        return section(written([run], tmp_path), "Split of the data")
+
+    same, others = drawn("a", [51] * 20), drawn("b", [51, 52, 54])
+    assert ">51 each<" in same and "51 / 51" not in same
+    assert (same.count("<svg"), others.count("<svg")) == (1, 2)
+    bars = others.rpartition("<svg")[2]
+    assert "training samples" in bars
+    assert not re.findall(r">\d+\.\d+</text>", bars), "numbers of samples and of clients are whole"
+
+
+def test_what_a_study_was_warned_of_stands_below_its_results(tmp_path: Path) -> None:
+    runs = [make(tmp_path / "a", [0.5])]
+    columns = [report.Column("", ["a"])]
+    page.compare(report.grouped(runs), tmp_path, "t", [], page.Section("Results", "", columns, notes=["set <norm>"]))
+    assert "<p>set &lt;norm&gt;</p>" in section((tmp_path / "report.html").read_text(), "Results")
 
 
 @pytest.mark.pictures

@@ -288,7 +288,7 @@ def report(
                 Section(title, HOW if first else "", differences_table(comparisons), pictures if first else None)
             )
     begun = [each for group in grouped(scores) if any(one.run for one in group) for each in group]
-    results = Section("Results", about, settings_table(campaign, begun))
+    results = Section("Results", about, settings_table(campaign, begun), notes=campaign.warnings)
     replace_file(folder / "study.tex", f"{latex(results.columns, about)}\n".encode())
     page = compare(settings(campaign, begun), folder, f"study {folder.resolve().name}", sections, results)
     shown = aligned(differences_table(table[names[0]]), width) if table[names[0]] else ""
