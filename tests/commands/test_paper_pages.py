@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -176,6 +177,21 @@ def test_a_method_is_compared_with_fedavg_on_the_seeds_that_both_have() -> None:
         "| 0 | 1.000 | 50.00 → 60.00 (+10.00) |",
     ], "the most uneven split first"
     assert "Spearman" not in text, "three splits have no correlation"
+
+
+def test_terms_of_the_loss_are_compared_and_a_run_without_own_tests_is_scored_centrally() -> None:
+    def run(method: str, seed: int, shift: float) -> Run:
+        rows: list[Row] = [{"accuracy": None, "accuracy_global": 0.5, "decomposition.shift": value} for value in
+                           (9.0, shift - 0.1, shift - 0.1, shift, shift + 0.1, shift + 0.1)]  # fmt: skip
+        return replace(stored(method, seed, 0.5), rows=rows)
+
+    text = "\n".join(
+        gains([run(m, seed, v + 0.1 * seed) for m, v in (("fedavg", 1.0), ("fedbr", 0.5)) for seed in range(3)])
+    )
+    assert "| methods | seeds | central |" in text and "local mean" not in text
+    assert "| `method=fedavg` | 3 | 1.100 |" in text
+    # -0.5, -0.4 and -0.3: deviation 0.1, and t(0.975, 2) = 4.3027 gives 0.248 to each side.
+    assert "| `method=fedbr` | 3 | 0.700 (-0.400; -0.648 to -0.152) |" in text, "the last five, paired by seed"
 
 
 def test_gains_say_how_they_go_with_how_uneven_a_split_is() -> None:

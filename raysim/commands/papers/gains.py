@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from statistics import mean
 
+from raysim.primitives.checks import known
+from raysim.results.history import column
 from raysim.results.markdown import table
 from raysim.results.report import Run
 from raysim.results.significance import FEWEST, paired
@@ -11,6 +14,7 @@ from raysim.results.significance import FEWEST, paired
 FEDAVG = "method=fedavg"
 # Columns of a summary that are compared, and what they are called.
 SCORES = {"best5_mean_global": "central", "best5_mean": "local mean"}
+TERM = "decomposition."  # begins the columns of FedLD's terms
 Own = Mapping[int, Run]  # of one method, by seed
 Runs = dict[str, dict[int, Run]]  # of one setting: by methods and their options, then by seed
 
@@ -39,6 +43,8 @@ def gains(runs: Sequence[Run]) -> Iterator[str]:
             continue
         every = [run for own in (fedavg, *others.values()) for run in own.values()]
         scores = {key: title for key, title in SCORES.items() if all(run.summary.get(key) is not None for run in every)}
+        if "best5_mean" in scores and all(_is_central(run) for run in every):
+            scores["best5_mean"] = "central"  # who has no test of their own is scored there
         yield f"## Over FedAvg, seed by seed: {setting}"
         yield (
             "A seed is a split, too. Gains in points, best five rounds: mean of the differences over the seeds that "
@@ -48,6 +54,40 @@ def gains(runs: Sequence[Run]) -> Iterator[str]:
         yield table(head, [_gain(name, own, fedavg, scores) for name, own in others.items()])
         name, own = max(others.items(), key=lambda each: len(each[1].keys() & fedavg.keys()))
         yield from _by_split(name, own, fedavg, scores)
+        yield from _terms(by_method, fedavg)
+
+
+def _terms(by_method: Runs, fedavg: Own) -> Iterator[str]:
+    """The terms of the loss decomposition of those who measured it, of each method that shares enough seeds."""
+    names = [name for run in fedavg.values() for row in run.rows[-1:] for name in row if name.startswith(TERM)]
+    names = list(dict.fromkeys(names))
+    if not names:
+        return
+    yield (
+        "Terms of the loss decomposition (nats), the mean of the last five that were measured: mean over the seeds, "
+        "and in brackets what that is over FedAvg's, with its 95 % interval."
+    )
+    rows = [(f"`{FEDAVG}`", f"{len(fedavg)}", *(f"{mean(_term(r, n) for r in fedavg.values()):.3f}" for n in names))]
+    for method, own in sorted(by_method.items()):
+        seeds = sorted(own.keys() & fedavg.keys())
+        if len(seeds) >= FEWEST:
+            rows.append((f"`{method}`", f"{len(seeds)}", *(_change(own, fedavg, seeds, name) for name in names)))
+    yield table(("methods", "seeds", *(name.removeprefix(TERM).replace("_", " ") for name in names)), rows)
+
+
+def _change(own: Own, fedavg: Own, seeds: Sequence[int], name: str) -> str:
+    after = [_term(own[seed], name) for seed in seeds]
+    found = paired(after, [_term(fedavg[seed], name) for seed in seeds])
+    interval = f"; {found.note}" if found.low is None else f"; {found.low:+.3f} to {found.high:+.3f}"
+    return f"{mean(after):.3f} ({found.mean:+.3f}{interval})"
+
+
+def _is_central(run: Run) -> bool:
+    return bool(known(column(run.rows, "accuracy_global"))) and not known(column(run.rows, "accuracy"))
+
+
+def _term(run: Run, name: str) -> float:
+    return mean(known(column(run.rows, name))[-5:])
 
 
 def _by_split(name: str, own: Own, fedavg: Own, scores: Mapping[str, str]) -> Iterator[str]:
@@ -55,8 +95,8 @@ def _by_split(name: str, own: Own, fedavg: Own, scores: Mapping[str, str]) -> It
     seeds = sorted(own.keys() & fedavg.keys(), key=lambda seed: _entropy(fedavg[seed]))
     entropies = [_entropy(fedavg[seed]) for seed in seeds]
     columns, said = [], []
-    for column, title in scores.items():
-        pairs = [(_score(fedavg[seed], column), _score(own[seed], column)) for seed in seeds]
+    for key, title in scores.items():
+        pairs = [(_score(fedavg[seed], key), _score(own[seed], key)) for seed in seeds]
         columns.append([f"{before:.2f} → {after:.2f} ({after - before:+.2f})" for before, after in pairs])
         if len(seeds) > FEWEST:
             from scipy.stats import spearmanr
@@ -76,15 +116,15 @@ def _by_split(name: str, own: Own, fedavg: Own, scores: Mapping[str, str]) -> It
 def _gain(name: str, own: Own, fedavg: Own, scores: Mapping[str, str]) -> tuple[str, ...]:
     seeds = sorted(own.keys() & fedavg.keys())
     cells = []
-    for column in scores:
-        found = paired([_score(own[seed], column) for seed in seeds], [_score(fedavg[seed], column) for seed in seeds])
+    for key in scores:
+        found = paired([_score(own[seed], key) for seed in seeds], [_score(fedavg[seed], key) for seed in seeds])
         interval = f" ({found.note})" if found.low is None else f" ({found.low:+.2f} to {found.high:+.2f})"
         cells.append(f"{found.mean:+.2f}{interval}")
     return f"`{name}`", f"{len(seeds)}", *cells
 
 
-def _score(run: Run, column: str) -> float:
-    return 100 * float(str(run.summary[column]))
+def _score(run: Run, key: str) -> float:
+    return 100 * float(str(run.summary[key]))
 
 
 def _entropy(run: Run) -> float:
