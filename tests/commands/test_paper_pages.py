@@ -185,9 +185,8 @@ def test_terms_of_the_loss_are_compared_and_a_run_without_own_tests_is_scored_ce
                            (9.0, shift - 0.1, shift - 0.1, shift, shift + 0.1, shift + 0.1)]  # fmt: skip
         return replace(stored(method, seed, 0.5), rows=rows)
 
-    text = "\n".join(
-        gains([run(m, seed, v + 0.1 * seed) for m, v in (("fedavg", 1.0), ("fedbr", 0.5)) for seed in range(3)])
-    )
+    fedavg = [run("fedavg", seed, 1.0 + 0.1 * seed) for seed in range(3)]
+    text = "\n".join(gains([*fedavg, *(run("fedbr", seed, 0.5 + 0.2 * seed) for seed in range(3))]))
     assert "| methods | seeds | central |" in text and "local mean" not in text
     assert "| `method=fedavg` | 3 | 1.100 |" in text
     # -0.5, -0.4 and -0.3: deviation 0.1, and t(0.975, 2) = 4.3027 gives 0.248 to each side.
