@@ -20,6 +20,7 @@ from typing import Any, get_type_hints
 from raysim.api.composition import EXCLUSIVE, check_composition
 from raysim.api.declarations import Evaluation, Finetune, Local, Participation, RunFacts
 from raysim.api.method import Method
+from raysim.commands.methods import first_line
 from raysim.commands.papers.tables import PAPERS, tables as paper_tables
 from raysim.experiment.compose import compose, groups as all_groups, load_yaml as read_yaml, plain
 from raysim.experiment.describe import slots
@@ -138,8 +139,7 @@ def method_list() -> str:
         found.append((option, methods[0].paper, inspect.getmodule(type(methods[0])).__doc__))  # type: ignore[union-attr]
     rows = []
     for option, paper, text in found:
-        about = first_sentence(text).partition(": ")
-        rows.append((f"[{option}](methods/{option}.md)", paper, prose(about[2] or about[0]).rstrip(".")))
+        rows.append((f"[{option}](methods/{option}.md)", paper, prose(first_line((text or "").strip())).rstrip(".")))
     pages = "```{toctree}\n:hidden:\n:glob:\n\nmethods/*\n```"
     return f"# All methods\n\n{table(('option', 'paper', 'in one line'), rows)}\n{pages}\n"
 

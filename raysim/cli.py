@@ -169,7 +169,6 @@ ELSEWHERE = {
 
 OF_CLASSES = ("classes_per_client", "heterogeneity", "pooled_entropy")  # numbers of a split that others do not have
 RUN_FILES = ("config.yaml", "history.parquet")  # of a run that can be shown
-BESIDE = "mlflow_artifacts"  # of the runs of a folder, in that folder
 
 
 class Parser(argparse.ArgumentParser):
@@ -635,13 +634,14 @@ def _report(given: argparse.Namespace) -> int:
 def _loaded(runs: Sequence[str]) -> list[Run]:
     """Runs, without what a shell's runs/* finds beside them; says what it passes over and did not write itself."""
     from raysim.results.report import load_run
+    from raysim.results.tracking import ARTIFACTS
 
     paths = [Path(run) for run in runs]
     files = [path for path in paths if path.is_file()]
     other = [p for p in paths if p.is_dir() and not all((p / name).is_file() for name in RUN_FILES)]
     left = [path for path in paths if path not in (*files, *other)]
     loaded = [load_run(path) for path in left or paths]  # which says what is wrong with the first of them
-    if left and (unknown := [path for path in other if path.name != BESIDE]):
+    if left and (unknown := [path for path in other if path.name != ARTIFACTS]):
         _say(f"passed over, as no run has written there: {', '.join(map(str, unknown))}", 0)
     return loaded
 

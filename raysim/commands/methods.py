@@ -43,7 +43,7 @@ def catalogue(words: Sequence[str] = (), conf: Sequence[str] = (), allow: Sequen
     """
     options = {option: load_yaml(path) for option, path in groups([*map(user_path, conf)]).files["method"].items()}
     text = inspect.cleandoc(fedavg.__doc__ or "")
-    parts = {"fedavg": Part("fedavg", "fedavg", fedavg.PAPER, _first_line(text), [text])}
+    parts = {"fedavg": Part("fedavg", "fedavg", fedavg.PAPER, first_line(text), [text])}
     for option, nodes in options.items():
         for name, node in nodes.items():
             if name == option or name not in options:  # else it has an option of its own as well
@@ -64,10 +64,10 @@ def _part(name: str, option: str, node: Mapping[str, Any], cls: type[Method]) ->
     alone = sum(issubclass(each, Method) for each in ours) == 1
     texts = inspect.getdoc(module) or "", inspect.cleandoc(cls.__doc__ or "")
     parameters = {key: value for key, value in node.items() if key != TARGET}
-    return Part(name, option, cls.paper, _first_line(texts[0 if alone else 1]), texts, slots(cls), parameters)
+    return Part(name, option, cls.paper, first_line(texts[0 if alone else 1]), texts, slots(cls), parameters)
 
 
-def _first_line(text: str) -> str:
+def first_line(text: str) -> str:
     """Of a docstring, without a name in front of it."""
     line = text.partition("\n")[0]
     return line.partition(": ")[2] or line

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from torch import nn
 
 EXPERIMENT = "raysim"  # where runs are, unless another name is given
+ARTIFACTS = "mlflow_artifacts"  # folder of what belongs to runs, beside the database
 RECORD = "tracking.json"  # the MLflow run that belongs to a run folder, and what it is told besides rows
 BACKLOG = "tracking_backlog.jsonl"  # rows that no server has yet
 MODEL = "mlflow_model"  # folder of a model that no server has yet
@@ -219,7 +220,7 @@ class Mlflow:
             return str(experiment.experiment_id)
         place = None  # a server knows where its artifacts belong
         if self._database:
-            place = (self._database.parent / "mlflow_artifacts").as_uri()
+            place = (self._database.parent / ARTIFACTS).as_uri()
         return str(self._client.create_experiment(name, artifact_location=place, tags=dict([KIND])))
 
     def describe(self, record: Record) -> None:
