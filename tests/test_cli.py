@@ -290,6 +290,13 @@ def test_another_study_is_not_continued_in_a_runs_folder(capsys: pytest.CaptureF
     run("out=a", "resume=latest", "rounds=5", "checkpoint.every=1", "faults.tolerate=0.5")
 
 
+def test_a_run_in_process_is_the_same_study_on_ray(capsys: pytest.CaptureFixture[str]) -> None:
+    run("out=a")
+    on_ray = ["runtime=local", "runtime.hosts=2", "runtime.strategy=SPREAD", "runtime.resources={slot: 1}"]
+    assert cli.call(["run", *on_ray, *QUICK[1:], "out=a", "resume=latest"]) == 0
+    assert "has finished its 4 rounds: nothing to do" in capsys.readouterr().out
+
+
 def test_a_folder_in_which_another_process_works_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     refused = []
 

@@ -38,7 +38,7 @@ FREE = (
     "data.download",
 )
 
-FREE_RUNTIME = ("name", "hosts", "cpus", "gpus", "address")  # but not threads
+BITS_OF_RUNTIME = ("runtime.threads", "runtime.lanes", "runtime.graph", "runtime.precision")  # of runtime, no other key
 
 _ADDED: dict[str, object] = {  # keys that older runs lack, with what those runs did
     "runtime.lanes": 1,
@@ -174,7 +174,7 @@ def _check_same(stored: Node, config: Node, folder: Store) -> None:
     before = {**{key: value for key, value in _ADDED.items() if key in now}, **flatten(stored)}
     for key in dict.fromkeys([*before, *now]):
         head = key.partition(".")[0]
-        free = head in FREE or key in FREE or (head == "runtime" and key.partition(".")[2] in FREE_RUNTIME)
+        free = head in FREE or key in FREE or (head == "runtime" and key not in BITS_OF_RUNTIME)
         if not free and before.get(key) != now.get(key):
             old, new = (shown(values[key]) if key in values else "absent" for values in (before, now))
             raise Refused(

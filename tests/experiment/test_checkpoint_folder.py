@@ -13,7 +13,6 @@ import pytest
 
 import raysim
 from raysim.commands.study.runner import plan
-from raysim.commands.sweep.tune import sweep
 from raysim.primitives.errors import Refused
 from raysim.primitives.files import held
 from raysim.primitives.stores import store
@@ -109,6 +108,6 @@ def test_a_damaged_file_behind_a_url_is_one_sentence() -> None:
 def test_a_search_has_no_one_place_for_its_trials_and_each_run_of_a_study_has_one_of_its_own() -> None:
     words = ["checkpoint.folder=memory://runs/a", *WORDS.split()]
     with pytest.raises(Refused, match=r"checkpoint\.folder is for one run"):
-        sweep([*words, "local.lr=0.1,0.2"], quiet=True)
+        raysim.sweep([*words, "local.lr=0.1,0.2"], quiet=True)
     cells = plan([*words, "seed=0,1"]).cells
     assert [cell.config["checkpoint"]["folder"] for cell in cells] == [f"memory://runs/a/{cell.name}" for cell in cells]

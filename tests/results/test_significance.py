@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from scipy import stats
 
 from raysim.results.significance import holm, mean_deviation, paired
 
@@ -27,6 +26,8 @@ def test_three_pairs_give_the_interval_and_p_of_a_table_of_students_t() -> None:
 
 
 def test_six_pairs_of_one_sign_give_wilcoxons_smallest_p() -> None:
+    from scipy import stats  # seconds, for this test alone
+
     left, right = [0.5, 0.61, 0.73, 0.86, 0.7, 0.81], [0.4, 0.5, 0.6, 0.7, 0.5, 0.6]
     found = paired(left, right)
     assert found.wilcoxon == pytest.approx(2 / 2**6)
