@@ -169,6 +169,7 @@ def test_a_method_is_compared_with_fedavg_on_the_seeds_that_both_have() -> None:
     runs = [stored("fedavg", seed, 0.5, entropy=1 - seed) for seed in range(5)] + gained
     text = "\n".join(gains(runs))
     assert "## Over FedAvg, seed by seed: experiment=fedbr/x rounds=40\n" in text + "\n", "where it ran does not matter"
+    assert "A seed is a split, too. Gains in points" in text
     assert "| `method=fedbr` | 3 | +20.00 (-4.84 to +44.84) |" in text
     rows_ = [row for row in text.splitlines() if "→" in row and row.startswith("| ")]
     assert rows_ == [
@@ -197,6 +198,13 @@ def test_gains_say_how_they_go_with_how_uneven_a_split_is() -> None:
     runs = [stored("fedavg", seed, 0.5, entropy=seed) for seed in range(4)]
     runs += [stored("fedbr", seed, 0.9 - 0.1 * seed, entropy=seed) for seed in range(4)]
     assert "with the label entropy, 4 splits: local mean -1.00 (p = 0.0000)." in "\n".join(gains(runs))
+
+
+def test_splits_that_are_equally_uneven_have_no_order() -> None:
+    runs = [stored(method, seed, 0.5 + 0.1 * seed * seed) for method in ("fedavg", "fedbr") for seed in range(4)]
+    text = "\n".join(gains(runs))
+    assert "| `method=fedbr` | 4 |" in text
+    assert "by split" not in text and "Spearman" not in text and "A seed is a split" not in text
 
 
 def test_too_few_shared_seeds_and_other_settings_are_not_compared() -> None:

@@ -45,15 +45,17 @@ def gains(runs: Sequence[Run]) -> Iterator[str]:
         scores = {key: title for key, title in SCORES.items() if all(run.summary.get(key) is not None for run in every)}
         if "best5_mean" in scores and all(_is_central(run) for run in every):
             scores["best5_mean"] = "central"  # who has no test of their own is scored there
+        uneven = len({_entropy(run) for run in fedavg.values()}) > 1  # else their splits have no order
         yield f"## Over FedAvg, seed by seed: {setting}"
         yield (
-            "A seed is a split, too. Gains in points, best five rounds: mean of the differences over the seeds that "
-            "both have, 95 % interval (Student)."
+            f"{'A seed is a split, too. ' if uneven else ''}Gains in points, best five rounds: mean of the differences "
+            "over the seeds that both have, 95 % interval (Student)."
         )
         head = ("methods", "seeds", *scores.values())
         yield table(head, [_gain(name, own, fedavg, scores) for name, own in others.items()])
-        name, own = max(others.items(), key=lambda each: len(each[1].keys() & fedavg.keys()))
-        yield from _by_split(name, own, fedavg, scores)
+        if uneven:
+            name, own = max(others.items(), key=lambda each: len(each[1].keys() & fedavg.keys()))
+            yield from _by_split(name, own, fedavg, scores)
         yield from _terms(by_method, fedavg)
 
 
