@@ -654,7 +654,8 @@ def test_the_distance_to_prototypes_has_no_bound_and_that_of_kernels_has_one() -
         method = FRAug(20, noise_dim=6, generator_metric=metric, gamma=0.002)
         rows = run(run_spec(method, model=NORMED_MLP, local=local), ROUNDS, rounds=10).rows
         last[metric] = [float(row["fraug.generated_norm"] or 0) / float(row["fraug.real_norm"] or 1) for row in rows]
-    assert last["mse"][-1] > 10_000 * last["mse"][0] and last["mmd"][-1] < 100 * last["mmd"][0]
+    # Growth without a bound is chaotic, 5,000 to over 10,000 times by how a machine rounds; the other grows 5 times.
+    assert last["mse"][-1] > 1_000 * last["mse"][0] and last["mmd"][-1] < 20 * last["mmd"][0]
 
 
 def test_ramps_may_be_those_of_a_run_of_the_papers_length() -> None:

@@ -73,9 +73,9 @@ def _refused(url: str, reason: str) -> str:
         place = f"RAY_AUTH_TOKEN_PATH={os.environ['RAY_AUTH_TOKEN_PATH']}"
     if os.environ.get("RAY_AUTH_TOKEN"):
         place = "RAY_AUTH_TOKEN"
-    if "Missing" in reason:
+    if "Missing" in reason or "couldn't find" in reason:  # the cluster's words, and Ray's own before it asks anybody
         return (
-            f"the cluster at {url} asks for its token, and this process sends none: put the token into "
+            f"the cluster at {url} asks for its token, and this process has none: put the token into "
             "~/.ray/auth_token or name its file in RAY_AUTH_TOKEN_PATH, with RAY_AUTH_MODE=token"
         )
     return f"the cluster at {url} refuses the token in {place}: put the token there that its nodes were started with"
