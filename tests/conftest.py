@@ -37,7 +37,7 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     # Data sets that the tests make, some of them when a module is imported, for subprocesses and Ray's workers too.
     os.environ["RAYSIM_CACHE"] = tempfile.mkdtemp(prefix="raysim-tests-")
-    if "PYTEST_XDIST_WORKER" in os.environ or not config.getoption("numprocesses"):
+    if "PYTEST_XDIST_WORKER" in os.environ or not config.getoption("numprocesses", None):
         import torch  # who only hands tests out needs none of it
 
         torch.set_num_threads(1)  # another process has the other core
