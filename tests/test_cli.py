@@ -730,6 +730,8 @@ LOST = """
 import os, signal, time, weakref
 from raysim import cli
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # what a shell starts in the background ignores it
+
 class Gone: pass
 
 def command(given):
