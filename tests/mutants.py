@@ -191,8 +191,11 @@ class Map:
         for test in rounds:
             if len(first) < QUICK and spent + self.seconds[test] <= QUICK_SECONDS:
                 first, spent = [*first, test], spent + self.seconds[test]
-        about = [test for f in ranked if own in f for test in files[f]]
-        others = [test for each in itertools.zip_longest(*(files[f] for f in ranked if own not in f)) for test in each]
+        named = [f for f in ranked if own in f or DEFAULTS in f"{f}::"]
+        about = [test for f in named for test in files[f]]
+        others = [
+            test for each in itertools.zip_longest(*(files[f] for f in ranked if f not in named)) for test in each
+        ]
         rest, taken = [test for test in (*about, *others) if test and test not in set(first)], 0.0
         within = [t for t in rest if (taken := taken + self.seconds[t]) <= cap or not cap]
         return [part for part in (first, within) if part]

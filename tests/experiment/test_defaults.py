@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
+import pkgutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from raysim import methods
+from raysim.api.method import Method
 from raysim.experiment.compose import conf_folder, load_yaml
 from raysim.experiment.instantiate import TARGET, imported
 
@@ -49,6 +53,25 @@ def test_a_class_has_the_defaults_of_its_file(path: Path) -> None:
             simple = default is None or isinstance(default, (str, int, float, list))  # not made by a function
             if simple and name in node and "${" not in str(node[name]):
                 assert node[name] == default, name
+
+
+def test_a_methods_functions_have_the_defaults_of_its_classes() -> None:
+    """None is no default of a value: it says that the caller has none."""
+    found = 0
+    for module in (
+        importlib.import_module(f"raysim.methods.{each.name}") for each in pkgutil.iter_modules(methods.__path__)
+    ):
+        own = [each for each in vars(module).values() if getattr(each, "__module__", "") == module.__name__]
+        classes = [each for each in own if inspect.isclass(each) and issubclass(each, Method)]
+        for function in filter(inspect.isfunction, own):
+            for name, parameter in inspect.signature(function).parameters.items():
+                theirs = [
+                    given[name].default for each in classes if name in (given := inspect.signature(each).parameters)
+                ]
+                if theirs and parameter.default not in (parameter.empty, None):
+                    assert parameter.default in theirs, f"{module.__name__}.{function.__name__}({name}=...)"
+                    found += 1
+    assert found > 40
 
 
 @pytest.mark.parametrize("name", ["adagrad", "adam", "yogi"])

@@ -385,6 +385,8 @@ def test_a_search_of_exactly_the_limit_is_taken() -> None:
     coordinate(run_spec(FedCDA(memory=10, batches=1), data=data), Synchronous(6))
     with pytest.raises(Refused, match=r"combinations of 11 models of 6 clients .* set it to 2"):
         coordinate(run_spec(FedCDA(memory=11, batches=1), data=data), Synchronous(6))
+    with pytest.raises(Refused, match=r"combinations of 10 models of 12 clients .* set it to 2"):
+        coordinate(run_spec(FedCDA(memory=10, batches=1), data=sized((3,) * 12)), Synchronous(12))
 
 
 def test_a_cache_that_may_outgrow_its_budget_is_refused_with_what_fits() -> None:

@@ -773,6 +773,13 @@ class TestFedDecorr:
         entries = [8 / one**2 / 3, 24 / other**2 / 3, 12 / (one * other) / 3, 12 / (one * other) / 3]
         close(feddecorr.decorrelation_penalty(features, "fedbr"), sum(entry**2 for entry in entries) / 4)
 
+    def test_in_the_third_form_a_variance_is_at_least_its_smallest_one(self) -> None:
+        # Centred (-a, 0, a): the variance is a squared, and 1e-16 where that is smaller.
+        for a, deviation in ((1e-7, 1e-7), (1e-9, 1e-8)):
+            penalty = feddecorr.decorrelation_penalty(tensor(-a, 0, a)[:, None], "fedbr")
+            expected = (2 * (a / (deviation + 1e-4)) ** 2 / 3) ** 2
+            assert penalty.item() == pytest.approx(expected, rel=1e-9)
+
     def test_an_unknown_variant_is_refused(self) -> None:
         with pytest.raises(ValueError, match=r"variant='papers' does not exist: .* did you mean 'paper'"):
             feddecorr.decorrelation_penalty(self.features, "papers")
