@@ -35,6 +35,14 @@ study rotated_mnist-entropy_low 1.3 "${ROTATED[@]}" method=fedavg,fedbr seed=13,
 study rotated_mnist-entropy_middle 1.3 "${ROTATED[@]}" method=fedavg,fedbr seed=17,29,23 # 0.35 0.35 0.35
 study rotated_mnist-entropy_high 1.3 "${ROTATED[@]}" method=fedavg,fedbr seed=0,28,15 # 0.65 0.52 0.50
 
+# The same with a network of a tenth of the cost, in which all of it can be made.
+SMALL=("${ROTATED[@]}" model=small_cnn)
+study small-rotated_mnist 0.5 "${SMALL[@]}" method=fedavg,fedprox,moon,fedntd,fedbr seed=0..4
+study small-no_max_step 0.2 "${SMALL[@]}" method=fedbr method.fedbr.max_step=false seed=0..4
+study small-component_1 0.1 "${SMALL[@]}" method=fedbr method.fedbr.mu=0 seed=0..4
+study small-component_2 0.1 "${SMALL[@]}" method=fedbr method.fedbr.lam=0 seed=0..4
+study small-no_projection 0.2 "${SMALL[@]}" method=fedbr method.fedbr.projection=none seed=0..4
+
 # 2. FedBSS on Fashion-MNIST at alpha 0.1: 14 x 14 pixels, a small network and a fifth of the data allow all 200 rounds.
 FASHION=(experiment=fedbss/fashion_mnist partition.alpha=0.1)
 study fedbss-small 1.4 "${FASHION[@]}" data.pool=2 model=small_cnn partition.fraction=0.2 \
@@ -42,8 +50,9 @@ study fedbss-small 1.4 "${FASHION[@]}" data.pool=2 model=small_cnn partition.fra
 # The paper's network on all data; interrupted, it goes on later.
 study fedbss-paper 2.7 "${FASHION[@]}" evaluate.every=2 method=fedavg,fedbss seed=0
 # What would give the printed deviations of 0.16: more clients a round, or a milder split.
-study fedbss-deviation 1.8 experiment=fedbss/fashion_mnist data.pool=2 model=small_cnn partition.fraction=0.2 \
-    method=fedavg rounds=100 schedule.cohort=10,100 partition.alpha=0.1,100.0 seed=0..2
+DEVIATION=(experiment=fedbss/fashion_mnist data.pool=2 model=small_cnn partition.fraction=0.2 method=fedavg rounds=100)
+study fedbss-deviation-split 0.2 "${DEVIATION[@]}" partition.alpha=0.1,100.0 seed=0..2
+study fedbss-deviation-cohort 0.8 "${DEVIATION[@]}" partition.alpha=0.1 schedule.cohort=100 seed=0..2
 
 # 3. FRAug on Digits with scikit-learn's digits in the place of SVHN. The ramps are those of 300 rounds.
 DIGITS=(experiment=fraug/digits 'data.domains=[mnist,mnist_m,usps,digits]' rounds=100 evaluate.every=5)
@@ -62,6 +71,6 @@ study fedld-shift 0.2 experiment=fedld/retina data=synthetic data.domains=5 data
 with() { # a method: the list of it alone and beside the others
     echo "method=fedavg,$1,fedcm,$1+fedcm,feddecorr,$1+feddecorr,mixup,$1+mixup,fedexp,$1+fedexp"
 }
-study combinations-fedbr 11 "${ROTATED[@]}" "$(with fedbr)" seed=0..4
+study combinations-fedbr 1.2 "${SMALL[@]}" "$(with fedbr)" seed=0..4
 study combinations-fedbss 2.8 "${FASHION[@]}" data.pool=2 model=small_cnn partition.fraction=0.2 "$(with fedbss)" \
     seed=0..4

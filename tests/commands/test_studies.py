@@ -27,11 +27,11 @@ def started(folder: Path, *names: str) -> list[list[str]]:
 
 @pytest.mark.slow
 def test_every_stored_study_can_be_planned_and_names_its_seeds(tmp_path: Path) -> None:
-    names = ["rotated_mnist", "fedbss", "fraug", "fedld", "combinations"]
+    names = ["rotated_mnist", "small", "fedbss", "fraug", "fedld", "combinations"]
     for name in names:
         started(tmp_path, name)
     studies = started(tmp_path)  # what they have written down
-    assert len(studies) == 16
+    assert len(studies) == 22
     for words in studies:
         assert words[0] == "study" and words[2] == "resume=latest"
         seeds = [word for word in words if word.startswith("seed=")]
