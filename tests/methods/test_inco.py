@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -129,6 +130,14 @@ def test_permuted_channels_are_mixed_as_before(granularity: str) -> None:
     out, into = torch.tensor([2, 0, 3, 1]), torch.tensor([1, 2, 0])
     got = mixed(TARGET[out][:, into], SOURCE[out][:, into], granularity=granularity)
     close(got, mixed(granularity=granularity)[out][:, into], rtol=1e-12)
+
+
+def test_what_lies_behind_the_rows_is_left_alone() -> None:
+    """They are worked on 64 at a time, and 100 is no multiple."""
+    rows, sources = random(128, 3).numpy(), random(128, 3, seed=1).numpy()
+    before = rows.copy()
+    inco.compiled(inco._mix)(rows[:100], sources[:100], 5.0, math.inf, 1e-7, False)
+    assert np.array_equal(rows[100:], before[100:]) and not np.any(rows[:100] == before[:100])
 
 
 def test_the_arguments_are_left_as_they_were() -> None:
