@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 from tiny_runs import ran, silent
 
-from raysim.simulation.availability import DAY, HOUR, Availability, Diurnal, Intervals, Markov
+from raysim.simulation.availability import DAY, HOUR, Availability, Diurnal, Intervals, Markov, _place
 from raysim.simulation.fleet import Fleet, Ideal
 from raysim.simulation.planner import Deserted, Load, Planner
 from raysim.simulation.schedule import Buffered, Schedule
@@ -266,6 +266,16 @@ def test_few_markov_clients_of_many_come_as_often_as_said() -> None:
 
 
 # --- statistics ---------------------------------------------------------------------------------------------------
+def test_a_place_holds_its_time_whatever_way_the_quotient_was_rounded() -> None:
+    generator, rounded = np.random.default_rng(0), set[int]()
+    for length, place in zip(generator.uniform(0.1, 100.0, 2000), generator.integers(1, 1000, 2000), strict=True):
+        for now in (float(place * length), math.nextafter(place * length, 0.0)):
+            found = _place(now, float(length))
+            assert found * length <= now < (found + 1) * length
+            rounded.add(found - math.floor(now / length))
+    assert rounded >= {0, -1}
+
+
 @pytest.mark.parametrize(("on", "off"), [(600.0, 600.0), (300.0, 900.0), (5000.0, 100.0)])
 def test_markov_clients_are_there_for_their_share_of_the_time_and_as_long_as_said(on: float, off: float) -> None:
     presence = Markov(17, 250, on, off)
