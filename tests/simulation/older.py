@@ -24,7 +24,8 @@ def write(folder: Path, version: int, snapshot: Snapshot, signed: bool = True, r
     save_file(dict(snapshot.server), path / "server.safetensors")
     first = len(clients) // 2
     save_file(dict(list(clients.items())[:first]), path / "clients.safetensors")
-    save_file(dict(list(clients.items())[first:]), path / "clients-1.safetensors")
+    if clients:
+        save_file(dict(list(clients.items())[first:]), path / "clients-1.safetensors")
     digests = {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in sorted(path.iterdir())}
     own = hashlib.sha256(json.dumps(digests, sort_keys=True).encode()).hexdigest()
     (path / "manifest.json").write_text(json.dumps({**digests, **({"manifest.json": own} if signed else {})}))

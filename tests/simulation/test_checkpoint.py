@@ -239,6 +239,8 @@ def test_a_client_may_keep_nothing_and_a_run_may_go_back(tmp_path: Path) -> None
     run = Checkpoints(tmp_path)
     assert same_states(checkpoint.read(run.write(1, now)).clients, now.clients)
     assert same_states(checkpoint.read(older.write(tmp_path / "old", 1, now)).clients, now.clients)
+    bare = replace(snapshot(), clients={}, jobs={})
+    assert checkpoint.read(older.write(tmp_path / "least", 1, bare, signed=False)).clients == {}
     fewer = states(range(2), job=1)
     assert same_states(checkpoint.read(run.write(2, fewer)).clients, fewer.clients)
 

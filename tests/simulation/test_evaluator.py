@@ -266,6 +266,7 @@ def test_of_an_error_the_best_round_is_that_of_the_least(methods: tuple[Method, 
     told = [float(row[f"{name}_validation"] or 0) for row in rows]
     best = [float(row[f"{name}_validation_best"] or 0) for row in rows]
     assert best == sorted(best, reverse=True) and best[0] == told[0]
+    assert rows[0][f"{name}_best"] == pytest.approx(rows[0][name], rel=1e-6) and rows[0][name] != 1
     if methods:
         return
     for number, row in enumerate(rows, start=1):
@@ -336,14 +337,19 @@ def test_one_client_pooled_is_fedavg_with_one_client() -> None:
     assert run(run_spec(Pooled(), data=pooled(even(clients=1))), Synchronous(1)).bits == alone.bits
 
 
-def test_the_worst_of_two_domains_has_a_column_and_the_worst_of_one_none() -> None:
-    rows = []
-    for domains in (1, 2):
+def test_the_worst_of_several_domains_has_a_column_and_the_worst_of_one_none() -> None:
+    for domains in (1, 3):
         source = Synthetic(samples=120, test_samples=20, classes=5, domains=domains)
-        rows.append(run(run_spec(data=federate(source, IID(clients=4), SEED)), rounds=1).rows[-1])
-    one, two = (row.get("accuracy_worst_domain") for row in rows)
-    assert one is None
-    assert isinstance(two, float) and 0 <= two <= float(rows[1]["accuracy_global"] or 0)
+        row = run(run_spec(data=federate(source, IID(clients=4), SEED)), rounds=1).rows[-1]
+        worst = float(row.get("accuracy_worst_domain") or 0)
+        assert ("accuracy_worst_domain" in row) == (domains > 1) and worst <= float(row["accuracy_global"] or 0)
+
+
+def test_the_worst_domain_is_scored_on_its_own_samples() -> None:
+    evaluator = coordinate(run_spec(data=federate(Synthetic(samples=40, domains=3), IID(clients=4), SEED))).evaluator
+    domains = evaluator.domains[evaluator.spec.data.central]
+    hits = np.where(domains == 0, 0.5, np.where(domains == 1, 0.25, 1.0))
+    assert evaluator._worst_domain(hits) == {"accuracy_worst_domain": 0.25}
 
 
 @pytest.mark.parametrize(

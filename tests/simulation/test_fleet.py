@@ -17,6 +17,7 @@ from raysim.experiment.execute import build as build_run, run as run_words
 from raysim.experiment.instantiate import TARGET, build, resolve
 from raysim.models import Mlp
 from raysim.primitives.errors import Refused
+from raysim.primitives.streams import uniform
 from raysim.simulation.availability import Availability
 from raysim.simulation.delays import Delays, Kind
 from raysim.simulation.device_classes import DeviceClass, DeviceClasses
@@ -177,6 +178,14 @@ def test_as_many_jobs_are_lost_as_said_and_at_any_moment() -> None:
     assert 5.0 <= lost.min() < 5.1 < 14.9 < lost.max() < 15.0
     assert abs(lost.mean() - 10.0) < 5 * 0.053
     assert {trip.finish for trip in trips if trip.back} == {15.0}
+
+
+def test_who_is_lost_is_drawn_for_a_client_and_its_participation() -> None:
+    """In this order: a drop-out is part of the bits of a run."""
+    fate = Fate(dropout=0.5, lost=7)
+    lost = {(c, p) for c in range(4) for p in range(4) if not fate.trip(c, p, 0.0, 1.0).back}
+    assert lost == {(c, p) for c in range(4) for p in range(4) if uniform(7, c, p, 0) < 0.5}
+    assert lost != {(p, c) for c, p in lost}
 
 
 def test_a_client_that_goes_away_loses_its_job() -> None:
