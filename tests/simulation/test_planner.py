@@ -78,6 +78,21 @@ def steps(plan: Planner, count: int) -> list[Step]:
         reject()
 
 
+def test_a_schedule_sees_how_many_clients_are_idle() -> None:
+    """Of six, one has no samples; four are at work, or three once one has come back."""
+    seen = list[tuple[int, int]]()
+
+    class Look(Buffered):
+        def decide(self, view: View) -> Action:
+            seen.append((len(view.running), view.idle))
+            return super().decide(view)
+
+    plan = planner(Look(4, 1), Ideal(), 0, [5, 0, 5, 5, 5, 5])
+    plan.step()
+    plan.step()
+    assert {(0, 5), (4, 1), (3, 2)} <= {*seen} and all(running + idle == 5 for running, idle in seen)
+
+
 @settings(deadline=None, max_examples=150)
 @given(SCHEDULES, FLEETS, st.integers(0, 99), COUNTS)
 def test_every_job_ends_once_and_nothing_goes_back(
