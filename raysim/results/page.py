@@ -26,7 +26,7 @@ from raysim.results.curves import draw_comparison, mean_curve, panels
 from raysim.results.history import metric_of
 from raysim.results.jobs import read_jobs
 from raysim.results.repeating import run_again
-from raysim.results.report import MARKED, NOTHING, Column, Group, results, settings, telling
+from raysim.results.report import MARKED, NOTHING, Column, Group, results, scored, sentence, settings, telling
 from raysim.results.theme import DARK, LIGHT, svg
 from raysim.results.timeline import eventful, timeline_png
 
@@ -157,6 +157,7 @@ def _results(groups: Sequence[Group]) -> Part:
         text += f"{MARKED} over the last ten rounds."
     else:
         text = ""
+    text = " ".join(filter(None, [text, sentence(scored([run for group in groups for run in group.runs]))]))
     return Part("Results", text, [_table(results(groups), True)])
 
 
