@@ -327,17 +327,23 @@ def _alike(runs: Sequence[Run]) -> bool:
     return len({str(settings({key: run.config.get(key) for key in ("data", "partition")})) for run in runs}) == 1
 
 
-def scored(runs: Sequence[Run]) -> str:
-    """What the scores of a table are: which metric, on which tests."""
-    kinds: dict[str, None] = {}
-    central = False
+def tested(runs: Sequence[Run]) -> dict[str, bool]:
+    """Which metric on which tests the scores of some runs are, and whether some have central ones besides."""
+    found: dict[str, bool] = {}
     for run in runs:
         metric = metric_of(run.rows)
-        own, here = (bool(known(column(run.rows, key))) for key in (metric, f"{metric}_global"))
-        central |= own and here
-        if own or here:
-            kinds[f"{metric} {OWN if own else CENTRAL}"] = None
-    return f"scores: {' or '.join(kinds)}{f'; central: {CENTRAL}' if central else ''}" if kinds else ""
+        own, central = (bool(known(column(run.rows, key))) for key in (metric, f"{metric}_global"))
+        if own or central:
+            kind = f"{metric} {OWN if own else CENTRAL}"
+            found[kind] = found.get(kind, False) or (own and central)
+    return found
+
+
+def scored(runs: Sequence[Run]) -> str:
+    """What the scores of a table are, as a line below it."""
+    kinds = tested(runs)
+    central = f"; central: {CENTRAL}" if any(kinds.values()) else ""
+    return f"scores: {' or '.join(kinds)}{central}" if kinds else ""
 
 
 def sentence(text: str) -> str:
@@ -454,11 +460,11 @@ def results(groups: Sequence[Group], limit: int = 4) -> list[Column]:
     columns = [Column("", [group.label for group in groups])]
     if len(runs) > len(groups):
         columns.append(Column("seeds", [str(len(group.runs)) for group in groups], [len(g.runs) for g in groups]))
-    for column in _columns(runs, limit)[1:]:
-        if column.scores and known(column.scores):
-            columns.append(_over_seeds(column, spans))
-        elif not column.scores and len(runs) == len(groups) and len(set(column.texts)) > 1:
-            columns.append(column)  # names of folders alone do not say what was run
+    for each in _columns(runs, limit)[1:]:
+        if each.scores and known(each.scores):
+            columns.append(_over_seeds(each, spans))
+        elif not each.scores and len(runs) == len(groups) and len(set(each.texts)) > 1:
+            columns.append(each)  # names of folders alone do not say what was run
     return columns
 
 

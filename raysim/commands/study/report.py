@@ -26,7 +26,20 @@ from raysim.primitives.files import replace_file
 from raysim.primitives.kinds import LOWER_IS_BETTER
 from raysim.results.history import COLUMNS, metric_of, write_json
 from raysim.results.page import Section, compare
-from raysim.results.report import MARKED, NOTHING, Column, Group, Run, aligned, latex, load_run, pair, scored, sentence
+from raysim.results.report import (
+    MARKED,
+    NOTHING,
+    Column,
+    Group,
+    Run,
+    aligned,
+    latex,
+    load_run,
+    pair,
+    scored,
+    sentence,
+    tested,
+)
 from raysim.results.significance import FEWEST, Difference, holm, mean_deviation, paired
 from raysim.results.theme import DARK, LIGHT, theme
 
@@ -231,7 +244,7 @@ def differences_table(comparisons: Sequence[Comparison]) -> list[Column]:
 def draw(comparisons: Sequence[Comparison], about: str = "", *, dark: bool = False) -> bytes:
     """A PNG: the differences of one metric with their intervals and pairs, a panel per group of shared settings.
 
-    about: what the scores are.
+    about: which metric on which tests it is.
     """
     import matplotlib
     from matplotlib.figure import Figure
@@ -253,9 +266,9 @@ def draw(comparisons: Sequence[Comparison], about: str = "", *, dark: bool = Fal
         first = comparisons[0]
         tested = any(one.found.low is not None for one in comparisons)
         interval = " with its 95 % interval" if tested else f" (no interval: that needs {FEWEST} seeds)"
-        what = f"{_title(first.metric)}: difference to {first.reference}"
-        lines = (what, f"circles: each seed, dot: mean{interval}", about)
-        axes[-1].set_xlabel("\n".join(textwrap.fill(line, 72) for line in lines if line))
+        what = f"{_title(first.metric)}{f', {about}' if about else ''}: difference to {first.reference}"
+        lines = (what, f"circles: each seed, dot: mean{interval}")
+        axes[-1].set_xlabel("\n".join(textwrap.fill(line, 72) for line in lines))
         buffer = io.BytesIO()
         figure.savefig(buffer, format="png")
     return buffer.getvalue()
@@ -295,14 +308,16 @@ def report(
     _store(folder, scores, table, failed or {})
     about = f"Behind ± is the sample deviation over the seeds (divisor n-1), of last 10 too. Bold is the best, {MARKED}"
     about += ", among rows that share all other settings." if any(columns[-1].groups or ()) else "."
-    what = scored([each.run for each in scores if each.run])
+    runs = [each.run for each in scores if each.run]
+    what = scored(runs)
     about = " ".join(filter(None, [about, sentence(what)]))
     sections = []
     pictures = None
     for name, comparisons in table.items():
         if comparisons:
             if name == names[0]:
-                pictures = draw(comparisons, what), draw(comparisons, what, dark=True)
+                on = " or ".join(tested(runs)) if name in METRICS else ""
+                pictures = draw(comparisons, on), draw(comparisons, on, dark=True)
                 replace_file(folder / "study.png", pictures[0])
             title = f"{_title(name)}: difference to {comparisons[0].reference}"
             first = name == names[0]
