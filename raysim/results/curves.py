@@ -129,7 +129,7 @@ def _panel(ax: Axes, curves: Sequence[Curve], axis: Axis, ylabel: str) -> None:
             low, high = np.array(y) - curve.deviations, np.array(y) + curve.deviations
             low, high = low.clip(*bounds), high.clip(*bounds)
             # Faint, with an edge: those that lie on each other would mix to a grey that is nobody's.
-            ax.fill_between(x, low, high, facecolor=(colour, 0.05), edgecolor=(colour, 0.8), linewidth=0.6)
+            ax.fill_between(x, low, high, facecolor=(colour, 0.05), edgecolor=colour, linewidth=0.5)
     if unit == "bytes":
         ax.xaxis.set_major_formatter(EngFormatter("B"))
     ax.xaxis.set_major_locator(MaxNLocator(5, integer=title == "round"))
