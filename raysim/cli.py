@@ -616,14 +616,15 @@ def _report(given: argparse.Namespace) -> int:
     if not given.runs:
         raise Refused("report needs the folders of runs, or --paper and the name of a published table")
     from raysim.results.page import compare
-    from raysim.results.report import as_csv, grouped, latex, results, table
+    from raysim.results.report import as_csv, grouped, latex, results, scored, table
 
     with refusing():
         runs = _loaded(given.runs)
         if given.form:
             if given.out is not None:
                 raise Refused(f"--out {given.out} has no effect with --{given.form}, which prints a table alone")
-            print(as_csv(grouped(runs)) if given.form == "csv" else latex(results(grouped(runs))))
+            groups = grouped(runs)
+            print(as_csv(groups) if given.form == "csv" else latex(results(groups), scored(runs)))
             return 0
         print(table(runs, _width()))
         page = compare(grouped(runs), user_path(given.out or "report"))

@@ -532,7 +532,9 @@ def test_a_report_compares_runs(capsys: pytest.CaptureFixture[str]) -> None:
     assert "<html" in Path("page/report.html").read_text().lower()
     for form in ("--csv", "--latex"):
         assert cli.call(["report", "a", "b", form]) == 0
-        assert "fedprox" in capsys.readouterr().out
+        printed = capsys.readouterr().out
+        assert "fedprox" in printed and not printed.endswith("\n\n")
+        assert ("% scores: accuracy on the clients' own tests" in printed) == (form == "--latex")
 
 
 @pytest.mark.parametrize("out", ["/dev/full", "~nosuchuser/x"])

@@ -14,6 +14,7 @@ import numpy as np
 
 from raysim.primitives.checks import known
 from raysim.primitives.files import replace_file
+from raysim.primitives.kinds import LOWER_IS_BETTER
 from raysim.results.history import Row, column, metric_of
 from raysim.results.significance import FEWEST, mean_deviation
 from raysim.results.theme import LIGHT, logarithmic, page_theme, svg, time_unit
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
 
 DASHES = ("-", "--", ":", "-.")
 Axis: TypeAlias = tuple[str, Callable[[Row], float], str, str]
+SHARES = frozenset(("accuracy", "f1"))  # metrics between 0 and 1
+EYE = 0.01  # a share of an axis that nobody sees
 POINTS = 400  # of a mean curve: more cannot be told apart, and a page would have to carry them
 
 
@@ -84,10 +87,17 @@ AXES: tuple[Axis, ...] = (
 )
 
 
-def _panel(ax: Axes, curves: Sequence[Curve], axis: Axis) -> None:
+def _bounds(ylabel: str) -> tuple[float, float]:
+    """What a metric cannot be below or above, as far as is known."""
+    metric = ylabel.partition(" ")[0]
+    return 0.0 if metric in SHARES | LOWER_IS_BETTER else -math.inf, 1.0 if metric in SHARES else math.inf
+
+
+def _panel(ax: Axes, curves: Sequence[Curve], axis: Axis, ylabel: str) -> None:
     from matplotlib.ticker import EngFormatter, MaxNLocator
 
     title, read, unit, excuse = axis
+    bounds = _bounds(ylabel)
     # A run that used nothing of what the axis shows (no virtual time on ideal devices) would be a wall at zero.
     moving = [curve for curve in curves if any(read(row) for row, _ in curve.points)]
     xs = [read(row) for curve in moving for row, _ in curve.points]
@@ -113,13 +123,21 @@ def _panel(ax: Axes, curves: Sequence[Curve], axis: Axis) -> None:
         above = sum(points <= other or other <= points for other in drawn)
         drawn.append(points)
         style = (0.0, (6 / above, 6.0)) if above else DASHES[curve.dash]
-        ax.plot(x, y, color=colour, linestyle=style, marker=marker, markersize=4, label=curve.label)
+        # Not clipped: a line at the end of an axis is as thick as others.
+        ax.plot(x, y, color=colour, linestyle=style, marker=marker, markersize=4, label=curve.label, clip_on=False)
         if curve.deviations:
             low, high = np.array(y) - curve.deviations, np.array(y) + curve.deviations
-            ax.fill_between(x, low, high, color=colour, alpha=0.16, linewidth=0)
+            low, high = low.clip(*bounds), high.clip(*bounds)
+            # Faint, with an edge: those that lie on each other would mix to a grey that is nobody's.
+            ax.fill_between(x, low, high, facecolor=(colour, 0.05), edgecolor=colour, linewidth=0.5)
     if unit == "bytes":
         ax.xaxis.set_major_formatter(EngFormatter("B"))
     ax.xaxis.set_major_locator(MaxNLocator(5, integer=title == "round"))
+    bottom, top = ax.get_ylim()
+    if bottom < bounds[0]:
+        ax.set_ylim(bottom=bounds[0])
+    if top > bounds[1]:
+        ax.set_ylim(top=bounds[1])
 
 
 def _falls_far(curves: Sequence[Curve], ylabel: str) -> bool:
@@ -128,10 +146,25 @@ def _falls_far(curves: Sequence[Curve], ylabel: str) -> bool:
     return bool("loss" in ylabel and values and min(values) > 0 and max(values) > 50 * min(values))
 
 
-def panels(curves: Sequence[Curve], ylabel: str) -> list[str]:
-    """The same curves against rounds, bytes, virtual time and wall time, an SVG each; only those that say something.
+def _says_more(axis: Axis, curves: Sequence[Curve]) -> bool:
+    """Whether an axis tells more of some curves than the rounds do: they need more or less of it for a round.
 
-    Names are not in them: the page has them once, beside the colours.
+    Wall time does not: it is that of a machine and of what else it did.
+    """
+    read = axis[1]
+    if axis[0] in ("round", "wall time"):
+        return axis[0] == "round"
+    each = [{row["round"]: read(row) for row, _ in curve.points} for curve in curves]
+    rounds = [number for number in each[0] if all(number in one for one in each)]
+    found = np.array([[one[number] for number in rounds] for one in each])
+    return bool(np.ptp(found, axis=0).max(initial=0.0) > EYE * found.max(initial=0.0)) or not rounds
+
+
+def panels(curves: Sequence[Curve], ylabel: str) -> list[tuple[str, str, bool]]:
+    """The same curves against rounds, bytes, virtual time and wall time; only those of which something was used.
+
+    Of each the name of its axis, an SVG, and whether it tells more than that of the rounds. Names of curves are not in
+    them: the page has them once, beside the colours.
     """
     drawn = []
     for axis in AXES:
@@ -139,12 +172,12 @@ def panels(curves: Sequence[Curve], ylabel: str) -> list[str]:
             continue
 
         def draw(ax: Axes, axis: Axis = axis) -> None:
-            _panel(ax, curves, axis)
+            _panel(ax, curves, axis, ylabel)
             ax.grid(True)
             if _falls_far(curves, ylabel):
                 logarithmic(ax)
 
-        drawn.append(svg(draw, f"{ylabel} against {axis[0]}"))
+        drawn.append((axis[0], svg(draw, f"{ylabel} against {axis[0]}"), _says_more(axis, curves)))
     return drawn
 
 
@@ -164,7 +197,7 @@ def _draw(curves: Sequence[Curve], title: str, ylabel: str) -> bytes:
         figure = Figure(figsize=(10, 7.2 + 0.24 * math.ceil(len(curves) / across)), dpi=130, layout="constrained")
         axes = list(figure.subplots(2, 2, sharey=True).flat)
         for ax, axis in zip(axes, AXES, strict=True):
-            _panel(ax, curves, axis)
+            _panel(ax, curves, axis, ylabel)
         if _falls_far(curves, ylabel):
             logarithmic(axes[0])
         axes[0].set_ylabel(ylabel)

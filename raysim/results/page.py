@@ -26,7 +26,7 @@ from raysim.results.curves import draw_comparison, mean_curve, panels
 from raysim.results.history import metric_of
 from raysim.results.jobs import read_jobs
 from raysim.results.repeating import run_again
-from raysim.results.report import MARKED, NOTHING, Column, Group, results, settings, telling
+from raysim.results.report import MARKED, NOTHING, Column, Group, results, scored, sentence, settings, telling
 from raysim.results.theme import DARK, LIGHT, svg
 from raysim.results.timeline import eventful, timeline_png
 
@@ -68,6 +68,7 @@ class Part:
     tables: list[Shown] = field(default_factory=list)
     pictures: list[Shown] = field(default_factory=list)
     plots: list[Shown] = field(default_factory=list)  # rows of SVGs, each with a heading
+    folded: dict[str, list[Shown]] = field(default_factory=dict)  # SVGs that tell no more, by their axes
     notes: list[str] = field(default_factory=list)
 
 
@@ -148,6 +149,10 @@ def _picture(about: str, light: bytes, dark: bytes) -> Shown:
     return {"about": about, "light": day, "dark": night}
 
 
+def _plot(drawn: str, title: str = "") -> Shown:
+    return {"about": title, "svg": drawn}
+
+
 # --- results --------------------------------------------------------------------------------------------------------
 def _results(groups: Sequence[Group]) -> Part:
     if max(len(group.runs) for group in groups) > 1:
@@ -157,12 +162,15 @@ def _results(groups: Sequence[Group]) -> Part:
         text += f"{MARKED} over the last ten rounds."
     else:
         text = ""
+    text = " ".join(filter(None, [text, sentence(scored([run for group in groups for run in group.runs]))]))
     return Part("Results", text, [_table(results(groups), True)])
 
 
 # --- curves ---------------------------------------------------------------------------------------------------------
 def _curves(groups: Sequence[Group], folder: Path) -> Part:
-    rows = []
+    plots: list[Shown] = []
+    folded: list[Shown] = []
+    alike: dict[str, None] = {}  # the axes of these
     metrics = dict.fromkeys(metric_of(run.rows) for group in groups for run in group.runs)
     shown = {key.format(metric=m): about.format(metric=m) for key, about in CURVES.items() for m in metrics}
     for key, about in shown.items():
@@ -171,12 +179,20 @@ def _curves(groups: Sequence[Group], folder: Path) -> Part:
         if curves:
             name = key.replace("_", " ")
             draw_comparison(curves, folder / f"comparison_{key}.png", about, name)
-            rows.append({"about": about[0].upper() + about[1:], "svgs": panels(curves, name)})
+            title = about[0].upper() + about[1:]
+            for axis, drawn, more in panels(curves, name):
+                (plots if more else folded).append(_plot(drawn, title))
+                if not more:
+                    alike[axis] = None
     most = max(len(group.runs) for group in groups)
     text = {1: "", 2: "Lines are means of two seeds, too few for a band. "}.get(
         most, "Lines are means over the seeds, bands ± one sample deviation (divisor n-1), from three seeds on. "
     )
-    return Part("Curves", text, plots=rows, notes=[] if rows else ["No run has measured anything yet."])
+    if not plots:
+        return Part("Curves", text, notes=["No run has measured anything yet."])
+    return Part(
+        "Curves", text, plots=[{"about": "", "svgs": plots}], folded={" · ".join(alike): folded} if folded else {}
+    )
 
 
 # --- clients --------------------------------------------------------------------------------------------------------
@@ -212,7 +228,7 @@ def _spread(groups: Sequence[Group]) -> Part:
         f"Scores ({', '.join(metrics)}) of single clients at the last evaluation, those of all seeds together. Tests a "
         "client: the median; with few, the extremes say little. Deviation: over the clients (divisor n)."
     )
-    plots = [{"about": "", "svgs": [svg(draw, "share of clients by their score")]}]
+    plots = [{"about": "", "svgs": [_plot(svg(draw, "share of clients by their score"))]}]
     return Part(title, text, [_table(columns, True)], plots=plots)
 
 
@@ -252,7 +268,11 @@ def _splits(groups: Sequence[Group]) -> Part:
     shown = list(found.values())
     names = ["all settings" if len(labels) == len(groups) else ", ".join(labels) for _, labels, _ in shown]
     plots = [
-        {"about": name if len(found) > 1 else "", "svgs": [_class_map(split), *_size_bars(split)], "wide": True}
+        {
+            "about": name if len(found) > 1 else "",
+            "svgs": [*map(_plot, [_class_map(split), *_size_bars(split)])],
+            "wide": True,
+        }
         for (split, *_), name in zip(shown[:SPLITS], names, strict=False)
     ]
     notes = [f"{len(found) - SPLITS} more splits are in the table alone."] if len(found) > SPLITS else []

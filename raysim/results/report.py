@@ -10,11 +10,12 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Protocol
 
 from raysim.primitives.checks import known
 from raysim.primitives.files import conf_folder, from_json
 from raysim.primitives.kinds import LOWER_IS_BETTER
-from raysim.results.history import metric_of, read_history, summarise
+from raysim.results.history import column, metric_of, read_history, summarise
 from raysim.results.significance import mean_deviation
 from raysim.results.theme import time_unit
 
@@ -22,8 +23,15 @@ NOTHING = "–"
 GAP = "  "
 UNFINISHED = " (unfinished)"
 MARKED = "where it is ahead of the next by more than the deviation of either"  # a value as the best, in words
+OWN, CENTRAL = "on the clients' own tests (mean)", "on the central test set"
 GROUPS = ("method", "data", "partition")  # what the table says of a configuration
 NOISE = ("_target_", "out", "resume", "choices", "tracking", "hydra")  # differences that tell nothing about a study
+
+
+class Show(Protocol):
+    """How a number is written. like: of a deviation its mean, whose unit and decimals it has."""
+
+    def __call__(self, value: float | None, /, *, like: float | None = None) -> str: ...
 
 
 @dataclass(frozen=True)
@@ -52,7 +60,7 @@ class Column:
     better: int = 0
     deviations: Sequence[float | None] | None = None
     groups: Sequence[object] | None = None
-    show: Callable[[float | None], str] | None = None
+    show: Show | None = None
 
     def best(self) -> set[int]:
         """Indices of the winners; nobody wins where all are equal or only one run has a value."""
@@ -218,35 +226,50 @@ def _number(run: Run, key: str) -> float | None:
     return float(value) if isinstance(value, (int, float)) and math.isfinite(value) else None
 
 
-def _score(value: float | None) -> str:
+def _score(value: float | None, *, like: float | None = None) -> str:
     return NOTHING if value is None else f"{value:.4f}"
 
 
-def _count(value: float | None) -> str:
+def _count(value: float | None, *, like: float | None = None) -> str:
     """1234567 as 1.23 M."""
     if value is None:
         return NOTHING
-    step = min(4, int(math.log10(value) // 3)) if value >= 1000 else 0
-    return f"{value / 1000**step:.3g} {('', 'k', 'M', 'G', 'T')[step]}".strip()
+    large = abs(value if like is None else like)
+    step = min(4, int(math.log10(large) // 3)) if large >= 1000 else 0
+    return f"{_digits(value, like, 1000**step)} {('', 'k', 'M', 'G', 'T')[step]}".strip()
 
 
-def _rounds(value: float | None) -> str:
+def _rounds(value: float | None, *, like: float | None = None) -> str:
     """A whole number as it is, a mean with one decimal."""
-    return NOTHING if value is None else f"{value:.0f}" if value == int(value) else f"{value:.1f}"
-
-
-def _seconds(value: float | None) -> str:
     if value is None:
         return NOTHING
-    size, unit = time_unit(value)
-    return f"{value / size:.3g} {unit}"
+    return f"{value:.0f}" if like is None and value == int(value) else f"{value:.1f}"
+
+
+def _seconds(value: float | None, *, like: float | None = None) -> str:
+    if value is None:
+        return NOTHING
+    size, unit = time_unit(value if like is None else like)
+    return f"{_digits(value, like, size)} {unit}"
+
+
+def _digits(value: float, like: float | None, size: float) -> str:
+    """A number in units of `size`: its first three digits, or as many decimals as `like` has with them."""
+    if like is None:
+        return f"{value / size:.3g}"
+    return f"{value / size:.{max(0, 2 - math.floor(math.log10(abs(like / size)))) if like else 0}f}"
+
+
+def pair(mean: float | None, deviation: float | None, show: Show) -> str:
+    """Mean ± deviation, where there is one."""
+    return show(mean) if deviation is None else f"{show(mean, like=mean)} ± {show(deviation, like=mean)}"
 
 
 def _column(
     title: str,
     runs: Sequence[Run],
     key: str,
-    show: Callable[[float | None], str],
+    show: Show,
     better: int,
     deviations: Sequence[float | None] | None = None,
 ) -> Column:
@@ -273,7 +296,7 @@ def _columns(runs: Sequence[Run], limit: int) -> list[Column]:
     """The comparison of runs in the order given."""
     means = [_number(run, "last10_mean") for run in runs]
     deviations = [_number(run, "last10_std") for run in runs]
-    pairs = [_score(m) + (f" ± {_score(d)}" if d is not None else "") for m, d in zip(means, deviations, strict=True)]
+    pairs = [pair(mean, deviation, _score) for mean, deviation in zip(means, deviations, strict=True)]
     metrics = [metric_of(run.rows) for run in runs]
     better = 0 if not _alike(runs) else -1 if LOWER_IS_BETTER.issuperset(metrics) else 1
     less = better and -int(len({_number(run, "rounds") for run in runs}) == 1)  # of what grows with the rounds
@@ -295,13 +318,37 @@ def _columns(runs: Sequence[Run], limit: int) -> list[Column]:
         *(replace(column, better=-abs(better)) for column in _thresholds(runs, limit)),
         Column("floats", [_count(value) for value in floats], list(floats), less, show=_count),
         _column("virtual", runs, "virtual_seconds", _seconds, less),
-        _column("wall", runs, "wall_seconds", _seconds, less),
+        _column("wall", runs, "wall_seconds", _seconds, 0),  # of a machine and of what else it did
     ]
 
 
 def _alike(runs: Sequence[Run]) -> bool:
     """Whether the clients of all runs have the same data, so that one of the runs can be the best."""
     return len({str(settings({key: run.config.get(key) for key in ("data", "partition")})) for run in runs}) == 1
+
+
+def tested(runs: Sequence[Run]) -> dict[str, bool]:
+    """Which metric on which tests the scores of some runs are, and whether some have central ones besides."""
+    found: dict[str, bool] = {}
+    for run in runs:
+        metric = metric_of(run.rows)
+        own, central = (bool(known(column(run.rows, key))) for key in (metric, f"{metric}_global"))
+        if own or central:
+            kind = f"{metric} {OWN if own else CENTRAL}"
+            found[kind] = found.get(kind, False) or (own and central)
+    return found
+
+
+def scored(runs: Sequence[Run]) -> str:
+    """What the scores of a table are, as a line below it."""
+    kinds = tested(runs)
+    central = f"; central: {CENTRAL}" if any(kinds.values()) else ""
+    return f"scores: {' or '.join(kinds)}{central}" if kinds else ""
+
+
+def sentence(text: str) -> str:
+    """A line below a table as a sentence of a page."""
+    return text and f"{text[0].upper()}{text[1:]}."
 
 
 def table(runs: Sequence[Run], width: int = 0) -> str:
@@ -319,6 +366,7 @@ def table(runs: Sequence[Run], width: int = 0) -> str:
     above = [" · ".join(f"{c.title} {c.texts[0]}" for c in shared)] if shared else []
     over = "the seeds" if several else "the last ten rounds"
     below = [f"* best of its column; of accuracies, {MARKED} over {over}"] if any(c.best() for c in shown) else []
+    below += filter(None, [scored(runs)])
     if several:
         below.append("mean ± sample deviation over the seeds; --csv prints every run")
     elif any(c.title == "last 10" and "±" in "".join(c.texts) for c in shown):
@@ -412,11 +460,11 @@ def results(groups: Sequence[Group], limit: int = 4) -> list[Column]:
     columns = [Column("", [group.label for group in groups])]
     if len(runs) > len(groups):
         columns.append(Column("seeds", [str(len(group.runs)) for group in groups], [len(g.runs) for g in groups]))
-    for column in _columns(runs, limit)[1:]:
-        if column.scores and known(column.scores):
-            columns.append(_over_seeds(column, spans))
-        elif not column.scores and len(runs) == len(groups) and len(set(column.texts)) > 1:
-            columns.append(column)  # names of folders alone do not say what was run
+    for each in _columns(runs, limit)[1:]:
+        if each.scores and known(each.scores):
+            columns.append(_over_seeds(each, spans))
+        elif not each.scores and len(runs) == len(groups) and len(set(each.texts)) > 1:
+            columns.append(each)  # names of folders alone do not say what was run
     return columns
 
 
@@ -426,9 +474,7 @@ def _over_seeds(column: Column, spans: Sequence[range]) -> Column:
     for (mean, deviation), span in zip(found, spans, strict=True):
         count = len(known([column.scores[index] for index in span]))
         some = f" ({count} of {len(span)})" if 0 < count < len(span) else ""
-        texts.append(
-            show(mean) + (f" ± {show(deviation)}" if deviation is not None and column.title != "rounds" else "") + some
-        )
+        texts.append(pair(mean, deviation if column.title != "rounds" else None, show) + some)
     several = any(len(span) > 1 for span in spans)
     deviations = [deviation for _, deviation in found] if several else column.deviations
     return replace(column, texts=texts, scores=[mean for mean, _ in found], deviations=deviations)
@@ -463,7 +509,7 @@ def _escaped(text: str) -> str:
 
 
 def as_csv(groups: Sequence[Group]) -> str:
-    """A row per run, with every number of its summary in full: the key of a column is the summary's own."""
+    """A line per run below the head, with every number of its summary in full, by the summary's own keys."""
     rows = [
         {"setting": group.label, "run": run.name, "seed": _seed(run), **{g: choice(run.config, g) for g in GROUPS},
          **_numbers(run.summary)}
@@ -473,7 +519,7 @@ def as_csv(groups: Sequence[Group]) -> str:
     writer = csv.DictWriter(buffer, list(dict.fromkeys(key for row in rows for key in row)), lineterminator="\n")
     writer.writeheader()
     writer.writerows(rows)
-    return buffer.getvalue()
+    return buffer.getvalue().removesuffix("\n")
 
 
 def _numbers(summary: Mapping[str, object], above: str = "") -> dict[str, object]:

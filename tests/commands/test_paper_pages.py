@@ -194,6 +194,19 @@ def test_terms_of_the_loss_are_compared_and_a_run_without_own_tests_is_scored_ce
     assert "| `method=fedbr` | 3 | 0.700 (-0.400; -0.648 to -0.152) |" in text, "the last five, paired by seed"
 
 
+def test_terms_are_those_that_all_have_who_measured_any() -> None:
+    def run(method: str, seed: int, **terms: float | None) -> Run:
+        return replace(stored(method, seed, 0.5), rows=[{f"decomposition.{name}": v for name, v in terms.items()}])
+
+    runs = [run("fedavg", seed, shift=1.0, local=2.0, other=None) for seed in range(3)]
+    runs += [run("fedbr", seed, shift=0.5, local=None, other=1.0) for seed in range(3)]
+    runs += [run("moon", seed, shift=None) for seed in range(3)]
+    text = "\n".join(gains(runs))
+    assert "| methods | seeds | shift |" in text
+    assert "| `method=fedbr` | 3 | 0.500 (-0.500; no test: every pair differs alike) |" in text
+    assert "| `method=moon` | 3 | +0.00 (equal in every pair) |" in text and text.count("method=moon") == 1
+
+
 def test_gains_say_how_they_go_with_how_uneven_a_split_is() -> None:
     runs = [stored("fedavg", seed, 0.5, entropy=seed) for seed in range(4)]
     runs += [stored("fedbr", seed, 0.9 - 0.1 * seed, entropy=seed) for seed in range(4)]

@@ -22,6 +22,7 @@ from raysim.commands.study import report as campaign_report
 from raysim.commands.study.runner import Campaign, Cell, carry_out, check, plan, store
 from raysim.experiment.execute import run as run_alone
 from raysim.experiment.settings import Interrupted
+from raysim.results.report import Run
 from raysim.results.significance import Difference
 from raysim.results.tracking import Tracker, default_uri
 from raysim.simulation.checkpoint import available
@@ -136,6 +137,11 @@ def test_a_study_runs_reports_and_takes_more_seeds(capsys: pytest.CaptureFixture
     )
     assert "n too small" in printed
     assert "last 10" in printed and "best 5" not in printed, "there were two"
+    assert (
+        "central accuracy" in printed and "\nscores: accuracy on the clients' own tests (mean); central: on" in printed
+    )
+    assert "Scores: accuracy on the clients&#39; own tests" in Path("s/report.html").read_text()
+    assert "Scores: accuracy on the clients' own tests" in Path("s/study.tex").read_text()
 
     run_alone([*QUICK, "method=[fedprox]", "method.fedprox.mu=1", "seed=1", "out=alone"], quiet=True)
     assert bits("s/runs/fedprox_seed-1") == bits("alone")
@@ -451,3 +457,25 @@ def test_the_best_is_marked_within_rows_that_can_be_compared() -> None:
     assert rounds.best() == set()
     close = [campaign_report.Scores(cell, None, {"final": 0.5 + 0.1 * cell.seed}) for cell in campaign.cells]
     assert campaign_report.settings_table(campaign, close)[-1].best() == set()
+
+
+def test_an_error_is_best_where_it_is_least_and_the_time_of_a_busy_machine_has_no_best() -> None:
+    campaign = planned()
+    rows: list[dict[str, int | float | None]] = [{"round": 1, "mae": 1.0, "mae_worst": 1.0, "mae_global": None}]
+    amount = {"fedavg": 3.0, "fedprox": 1.0, "scaffold": 2.0}
+    found = []
+    for cell in campaign.cells:
+        values = dict.fromkeys(("final", "virtual_seconds", "wall_seconds"), amount[cell.settings["method"]])
+        found.append(campaign_report.Scores(cell, Run("x", {}, rows, {}), values))
+    *_, final, virtual, wall = campaign_report.settings_table(campaign, found)
+    assert (final.best(), virtual.best(), wall.best()) == ({2, 3}, {2, 3}, set()), "fedprox, at either alpha"
+
+
+def test_a_deviation_has_the_decimals_of_its_mean() -> None:
+    campaign = planned()
+    found = [
+        campaign_report.Scores(cell, None, {"wall_seconds": 123.4 + 0.001 * cell.seed, "final": 0.5})
+        for cell in campaign.cells
+    ]
+    *_, seconds, final = campaign_report.settings_table(campaign, found)
+    assert seconds.texts[0] == "123.4 ± 0.0" and final.texts[0] == "0.5000 ± 0.0000"

@@ -22,6 +22,7 @@ import pytest
 import raysim
 from raysim import cli
 from raysim.commands.sweep.records import Record, Records
+from raysim.commands.sweep.report import draw_parallel
 from raysim.commands.sweep.search import load, plan
 from raysim.commands.sweep.trial import Trial, prepared
 from raysim.experiment.compose import compose, plain
@@ -107,6 +108,33 @@ def test_trials_that_are_as_good_as_the_best_are_counted(tmp_path: Path) -> None
     records.all = {n: Record(n, {}, status=status, score=score) for n, (score, status) in enumerate(outcomes)}
     assert (best := records.best()) is not None and best.number == 1
     assert records.as_good(best) == 1, "one that was given up is no match"
+
+
+@pytest.mark.parametrize(
+    ("scores", "ticks"),
+    [
+        ((0.123, 0.165), ["0.13", "0.14", "0.15", "0.16"]),
+        ((0.1, 0.3), ["0.1", "0.15", "0.2", "0.25", "0.3"]),
+        ((0.5, 0.5), ["0.5"]),
+    ],
+)
+def test_axes_of_all_keys_together_have_round_numbers(
+    scores: tuple[float, float], ticks: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from matplotlib.axes import Axes
+
+    written: list[str] = []
+    text = Axes.text
+
+    def watched(self: Axes, x: float, y: float, said: str, **how: Any) -> Any:
+        written.append(said)
+        return text(self, x, y, said, **how)
+
+    monkeypatch.setattr(Axes, "text", watched)
+    records = Records(plan(["local.momentum=interval(0, 0.9)"]), tmp_path, "accuracy", 2, print, tracked=False, uri="")
+    records.all = {n: Record(n, {"local.momentum": 0.5}, status="done", score=score) for n, score in enumerate(scores)}
+    draw_parallel(records, tmp_path / "x.png")
+    assert written == ["0", "0.2", "0.4", "0.6", "0.8", *ticks]
 
 
 def test_values_of_a_method_hold_for_the_trials_that_have_it() -> None:

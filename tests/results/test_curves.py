@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
+from matplotlib.figure import Figure
 from test_report import history
 
 from raysim.results import curves
@@ -51,10 +54,74 @@ def test_a_long_history_becomes_a_curve_of_few_points_with_its_ends() -> None:
 
 def test_a_page_shows_the_axes_that_say_something_in_the_pages_own_colours() -> None:
     drawn = curves.panels([curves.mean_curve("x", [history([0.5, 0.75], virtual=0.0)], "accuracy", 0)], "accuracy")
-    assert len(drawn) == 3  # no virtual time passed
-    assert all(text.startswith("<svg") and text.endswith("</svg>") for text in drawn)
-    assert all("var(--c0)" in text and "var(--ink)" in text and "http" not in text for text in drawn)
-    assert all("#0072b2" not in text and "wall time" in drawn[-1] for text in drawn)
+    assert [axis for axis, *_ in drawn] == ["round", "sent, both ways", "wall time"], "no virtual time passed"
+    assert all(text.startswith("<svg") and text.endswith("</svg>") for _, text, _ in drawn)
+    assert all("var(--c0)" in text and "var(--ink)" in text and "http" not in text for _, text, _ in drawn)
+    assert all("#0072b2" not in text and axis in text for axis, text, _ in drawn)
+
+
+@pytest.mark.parametrize(
+    ("changes", "more"),
+    [
+        ([{}, {}], []),
+        ([{}], []),
+        ([{}, {"wall_seconds": 9.0}], []),
+        ([{}, {"floats_up": 900}], ["sent, both ways"]),
+        ([{}, {"floats_up": 501}], []),
+        ([{}, {"virtual_seconds": 2.0}], ["virtual time"]),
+        ([{}, {"virtual_seconds": 0.0}], ["virtual time"]),
+        ([{}, {}, {"floats_up": 0, "virtual_seconds": 1.5}], ["sent, both ways", "virtual time"]),
+    ],
+)
+def test_an_axis_tells_more_where_some_need_more_of_it_for_a_round(
+    changes: list[dict[str, float]], more: list[str]
+) -> None:
+    """But wall time, which is a machine's, never does; nor what nobody would see."""
+    each = [
+        [row | {key: value * (row["round"] or 0) for key, value in change.items()} for row in history([0.5, 0.6, 0.7])]
+        for change in changes
+    ]
+    drawn = curves.panels([curves.mean_curve("x", [h], "accuracy", n) for n, h in enumerate(each)], "accuracy")
+    assert [axis for axis, _, says in drawn if says] == ["round", *more]
+
+
+def test_curves_without_a_common_round_are_shown_against_all_that_was_used() -> None:
+    each = [history([0.5, None]), history([None, 0.5])]
+    drawn = curves.panels([curves.mean_curve("x", [h], "accuracy", n) for n, h in enumerate(each)], "accuracy")
+    assert [says for _, _, says in drawn] == [True, True, True, False]
+
+
+def limits(name: str, scores: Sequence[Sequence[float]], monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Of the axis of a mean over seeds, and of its band."""
+    from matplotlib.axes import Axes
+
+    seen: list[float] = []
+    fill = Axes.fill_between
+
+    def watched(self: Axes, x: Any, low: Any, high: Any, **how: Any) -> Any:
+        seen.extend([min(low), max(high)])
+        return fill(self, x, low, high, **how)
+
+    def looked_at(draw: Callable[[Axes], object], about: str) -> str:
+        draw(ax := Figure().subplots())
+        seen.extend(ax.get_ylim())
+        return ""
+
+    monkeypatch.setattr(Axes, "fill_between", watched)
+    monkeypatch.setattr(curves, "svg", looked_at)
+    curves.panels([curves.mean_curve("x", [history(list(each)) for each in scores], "accuracy", 0)], name)
+    return seen[: 4 if len(scores) > 2 else 2]
+
+
+def test_shares_are_drawn_between_nothing_and_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    far = [[0.0, 0.0, 1.0], [0.0, 0.0, 1.0], [0.0, 1.0, 0.0]]
+    for name in ("accuracy", "accuracy worst", "f1 global"):
+        assert limits(name, far, monkeypatch) == [0.0, 1.0, 0.0, 1.0]
+    assert limits("mae", far, monkeypatch)[::2] == [0.0, 0.0] and limits("mae", far, monkeypatch)[3] > 1.0
+    assert limits("own metric", far, monkeypatch)[0] < 0.0
+    assert limits("accuracy worst", [[0.0, 0.0]], monkeypatch)[0] == 0.0, "all are zero"
+    low, high = limits("accuracy", [[0.5, 0.6]], monkeypatch)
+    assert 0.4 < low < 0.5 and 0.6 < high < 0.7
 
 
 def test_numbers_that_are_none_are_at_the_start_of_an_axis() -> None:
@@ -69,7 +136,7 @@ def test_a_loss_that_falls_far_has_plain_numbers_at_its_axis() -> None:
     # Text is not read as mathematics, so powers of ten would be shown as they are written.
     falling = [history([1.0, 0.1, 0.01, 0.001])]
     drawn = curves.panels([curves.mean_curve("x", falling, "accuracy", 0)], "train loss")
-    assert drawn and all(">0.01<" in text and "mathdefault" not in text for text in drawn)
+    assert drawn and all(">0.01<" in text and "mathdefault" not in text for _, text, _ in drawn)
 
 
 def test_a_curve_that_lies_on_another_is_dashed() -> None:
@@ -77,4 +144,4 @@ def test_a_curve_that_lies_on_another_is_dashed() -> None:
     for second, dashed in (([0.5, 0.75, 0.7], True), ([0.5, 0.75], True), ([0.5, 0.7, 0.7], False)):
         each = [history([0.5, 0.75, 0.7]), history(list(second))]
         drawn = curves.panels([curves.mean_curve("x", [h], "accuracy", n) for n, h in enumerate(each)], "accuracy")
-        assert all(("stroke-dasharray: 10.8,10.8" in text) == dashed for text in drawn)
+        assert all(("stroke-dasharray: 10.8,10.8" in text) == dashed for _, text, _ in drawn)

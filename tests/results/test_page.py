@@ -202,6 +202,18 @@ def test_a_page_shows_runs_on_virtual_time_where_that_says_something(tmp_path: P
     assert "late: clients, fleet and hosts" in text and "even: clients" not in text
 
 
+def test_curves_that_tell_no_more_than_those_of_the_rounds_are_folded(tmp_path: Path) -> None:
+    runs = [make(tmp_path / name, [0.5, score], f"hosts: {score}") for name, score in (("a", 0.6), ("b", 0.7))]
+    shown, _, folded = section(written(runs, tmp_path), "Curves").partition("<details>")
+    assert shown.count("<svg") == 4, "three accuracies and a loss, against the rounds"
+    assert folded.startswith("<summary>The same against: sent, both ways · virtual time · wall time</summary>")
+    assert folded.count("<svg") == 3 * 4 and "no result" in folded
+    dear = replace(runs[1], rows=[row | {"floats_up": 9 * (row["floats_up"] or 0)} for row in runs[1].rows])
+    shown, _, folded = section(written([runs[0], dear], tmp_path), "Curves").partition("<details>")
+    assert shown.count("<svg") == 2 * 4
+    assert folded.startswith("<summary>The same against: virtual time · wall time</summary>")
+
+
 def test_a_picture_of_curves_lies_beside_the_page_only_for_what_was_measured(tmp_path: Path) -> None:
     written([make(tmp_path / "a", [None])], tmp_path)
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["comparison_train_loss.png", "report.html"]

@@ -150,8 +150,8 @@ def test_nobody_wins_where_runs_cannot_be_compared(tmp_path: Path) -> None:
     alike = [
         make(tmp_path / name, scores[: len(scores)], config) for name, config in (("a", "hosts: 0"), ("b", "hosts: 1"))
     ]
-    write_json(summarise(history(scores)) | {"wall_seconds": 9.0}, tmp_path / "b" / "summary.json")
-    assert "1 s*" in report.table([alike[0], report.load_run(tmp_path / "b")])
+    write_json(summarise(history(scores)) | {"virtual_seconds": 9.0}, tmp_path / "b" / "summary.json")
+    assert "2 s*" in report.table([alike[0], report.load_run(tmp_path / "b")])
     other = [
         make(tmp_path / name, [score], f"partition: {{alpha: {score}}}") for name, score in (("c", 0.9), ("d", 0.1))
     ]
@@ -165,12 +165,13 @@ def test_runs_that_differ_in_their_seeds_alone_are_one_row(tmp_path: Path) -> No
         return [make(tmp_path / f"{method}-{seed}", [score], f"{config}{seed}}}") for seed, score in runs]
 
     runs = [*study("fedprox", [0.8, 0.9]), *study("moon", [0.2, 0.3, 0.4]), *study("fedbr", [0.6, 0.6])]
-    above, head, _, *rows, star, note = report.table(runs).splitlines()
+    above, head, _, *rows, star, scored, note = report.table(runs).splitlines()
     assert above == "data – · partition –" and head.split()[:3] == ["seeds", "rounds", "best"]
     cells = [re.split(r"  +", row) for row in rows]
     assert [(each[0], each[1]) for each in cells] == [("fedprox", "2"), ("fedbr", "2"), ("moon", "3")]
     assert [each[3] for each in cells] == ["0.8500 ± 0.0707*", "0.6000 ± 0.0000", "0.3000 ± 0.1000"]
     assert star.endswith("deviation of either over the seeds")
+    assert scored == report.scored(runs)
     assert note == "mean ± sample deviation over the seeds; --csv prints every run"
     going = [*runs, replace(make(tmp_path / "on", [0.7], "{method: {moon: {mu: 1}}, seed: 3}"), finished=False)]
     assert [group.label for group in report.grouped(going)] == ["fedprox", "moon (unfinished)", "fedbr", "moon"]
@@ -184,7 +185,7 @@ def test_nobody_wins_a_column_where_all_are_equal_or_alone(tmp_path: Path) -> No
 
 def test_a_missing_score_sorts_last_and_shows_a_dash(tmp_path: Path) -> None:
     runs = [make(tmp_path / "unmeasured", [None, None]), make(tmp_path / "measured", [0.5])]
-    last = report.table(runs).splitlines()[-2]
+    last = report.table(runs).splitlines()[-3]
     assert last.startswith("unmeasured")
     assert "–" in last
 
@@ -234,7 +235,47 @@ def test_runs_with_another_loss_are_another_setting(tmp_path: Path) -> None:
 
 def test_what_some_seeds_did_not_reach_says_how_many_did(tmp_path: Path) -> None:
     columns = {c.title: c for c in report.results(report.grouped(seeded(tmp_path, "fedprox", [0.5, 0.75, 0.75])))}
-    assert columns["to 0.70"].texts == ["2 ± 0 (2 of 3)"]
+    assert columns["to 0.70"].texts == ["2.0 ± 0.0 (2 of 3)"]
+
+
+@pytest.mark.parametrize(
+    ("key", "title", "values", "text"),
+    [
+        ("virtual_seconds", "virtual", [2.351, 2.349], "2.35 s ± 0.00 s"),
+        ("virtual_seconds", "virtual", [7100.0, 7300.0], "2.00 h ± 0.04 h"),
+        ("virtual_seconds", "virtual", [0.0, 0.0], "0 s ± 0 s"),
+        ("floats_up", "floats", [2_740_000, 2_741_000], "2.74 M ± 0.00 M"),
+    ],
+)
+def test_a_deviation_has_the_unit_and_the_digits_of_its_mean(
+    key: str, title: str, values: list[float], text: str, tmp_path: Path
+) -> None:
+    runs = seeded(tmp_path, "fedprox", [0.5, 0.5])
+    runs = [replace(run, summary=run.summary | {"floats_down": 0, key: v}) for run, v in zip(runs, values, strict=True)]
+    assert {c.title: c.texts for c in report.results(report.grouped(runs))}[title] == [text]
+
+
+def test_virtual_time_has_a_winner_and_the_time_of_a_busy_machine_has_none(tmp_path: Path) -> None:
+    runs = [make(tmp_path / name, [0.5, score]) for name, score in (("a", 0.5), ("b", 0.75))]
+    runs[0].summary.update(virtual_seconds=1.0, wall_seconds=1.0)
+    best = {column.title: column.best() for column in report.results(report.grouped(runs))}
+    assert best["virtual"] and not best["wall"]
+
+
+def test_a_table_says_which_metric_on_which_tests(tmp_path: Path) -> None:
+    both = make(tmp_path / "both", [0.5])
+    central = replace(both, rows=[row | {"accuracy": None} for row in both.rows])
+    own = replace(both, rows=[row | {"accuracy_global": None} for row in both.rows])
+    errors = replace(both, rows=[{"round": 1, "mae": 2.0, "mae_worst": 3.0, "mae_global": None}])
+    nothing = replace(both, rows=[{"round": 1}])
+    tests = "on the clients' own tests (mean)"
+    assert report.scored([own]) == f"scores: accuracy {tests}"
+    assert report.scored([both]) == f"scores: accuracy {tests}; central: on the central test set"
+    assert report.scored([central]) == "scores: accuracy on the central test set"
+    assert report.scored([own, central]) == f"scores: accuracy {tests} or accuracy on the central test set"
+    assert report.scored([errors]) == f"scores: mae {tests}"
+    assert report.scored([nothing]) == ""
+    assert report.scored([both]) in report.table([both]).splitlines()
 
 
 def test_a_seed_that_comes_twice_is_no_second_seed(tmp_path: Path) -> None:

@@ -60,9 +60,13 @@ def gains(runs: Sequence[Run]) -> Iterator[str]:
 
 
 def _terms(by_method: Runs, fedavg: Own) -> Iterator[str]:
-    """The terms of the loss decomposition of those who measured it, of each method that shares enough seeds."""
-    names = [name for run in fedavg.values() for row in run.rows[-1:] for name in row if name.startswith(TERM)]
-    names = list(dict.fromkeys(names))
+    """The terms of the loss decomposition that all who measured it have, of each method that shares enough seeds."""
+    all_of_it = {FEDAVG: fedavg, **dict(sorted(by_method.items()))}
+    found = {method: {seed: run for seed, run in own.items() if _measured(run)} for method, own in all_of_it.items()}
+    fedavg = found.pop(FEDAVG)
+    others = {method: own for method, own in found.items() if len(own.keys() & fedavg.keys()) >= FEWEST}
+    every = [run for own in (fedavg, *others.values()) for run in own.values()]
+    names = [name for run in every[:1] for name in _measured(run) if all(name in _measured(other) for other in every)]
     if not names:
         return
     yield (
@@ -70,10 +74,9 @@ def _terms(by_method: Runs, fedavg: Own) -> Iterator[str]:
         "and in brackets what that is over FedAvg's, with its 95 % interval."
     )
     rows = [(f"`{FEDAVG}`", f"{len(fedavg)}", *(f"{mean(_term(r, n) for r in fedavg.values()):.3f}" for n in names))]
-    for method, own in sorted(by_method.items()):
+    for method, own in others.items():
         seeds = sorted(own.keys() & fedavg.keys())
-        if len(seeds) >= FEWEST:
-            rows.append((f"`{method}`", f"{len(seeds)}", *(_change(own, fedavg, seeds, name) for name in names)))
+        rows.append((f"`{method}`", f"{len(seeds)}", *(_change(own, fedavg, seeds, name) for name in names)))
     yield table(("methods", "seeds", *(name.removeprefix(TERM).replace("_", " ") for name in names)), rows)
 
 
@@ -82,6 +85,12 @@ def _change(own: Own, fedavg: Own, seeds: Sequence[int], name: str) -> str:
     found = paired(after, [_term(fedavg[seed], name) for seed in seeds])
     interval = f"; {found.note}" if found.low is None else f"; {found.low:+.3f} to {found.high:+.3f}"
     return f"{mean(after):.3f} ({found.mean:+.3f}{interval})"
+
+
+def _measured(run: Run) -> list[str]:
+    """The terms of which a run has a value."""
+    names = [name for row in run.rows[-1:] for name in row if name.startswith(TERM)]
+    return [name for name in names if known(column(run.rows, name))]
 
 
 def _is_central(run: Run) -> bool:

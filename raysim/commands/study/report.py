@@ -10,8 +10,11 @@ from __future__ import annotations
 
 import csv
 import io
+import math
+import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,9 +23,23 @@ from raysim.experiment.many_runs import score, short_names
 from raysim.primitives.checks import known
 from raysim.primitives.errors import Refused, instead
 from raysim.primitives.files import replace_file
-from raysim.results.history import COLUMNS, write_json
+from raysim.primitives.kinds import LOWER_IS_BETTER
+from raysim.results.history import COLUMNS, metric_of, write_json
 from raysim.results.page import Section, compare
-from raysim.results.report import MARKED, NOTHING, Column, Group, Run, aligned, latex, load_run
+from raysim.results.report import (
+    MARKED,
+    NOTHING,
+    Column,
+    Group,
+    Run,
+    aligned,
+    latex,
+    load_run,
+    pair,
+    scored,
+    sentence,
+    tested,
+)
 from raysim.results.significance import FEWEST, Difference, holm, mean_deviation, paired
 from raysim.results.theme import DARK, LIGHT, theme
 
@@ -81,6 +98,8 @@ def gather(campaign: Campaign, metrics: Sequence[str]) -> tuple[list[str], list[
     highest = max(set.intersection(*reached) if reached else (), key=float, default=None)
     many = any((score(each, "rounds") or 0) > FEW for each in there)
     usual = [name for name in METRICS if many or name != "best5_mean"]
+    usual += dict.fromkeys(f"{m}_global" for s in there for m in [str(s.get("metric", "accuracy"))]
+                           if score(s, m) is not None and score(s, f"{m}_global") is not None)  # fmt: skip
     names = list(metrics) or [*usual, *([f"rounds_to.{highest}"] if highest else [])]
     return names, [
         Scores(cell, run, {name: score(run.summary, name) if run else None for name in names})
@@ -140,24 +159,33 @@ def grouped(scores: Sequence[Scores]) -> list[list[Scores]]:
 
 
 # --- tables ---------------------------------------------------------------------------------------------------------
-def _number(value: float | None, metric: str, sign: str = "") -> str:
+def _number(metric: str, value: float | None, sign: str = "", *, like: float | None = None) -> str:
+    """like: of a deviation its mean, whose decimals it has."""
     if value is None:
         return NOTHING
-    return f"{value:{sign}{'.1f' if metric.startswith('rounds') else '.4f' if abs(value) < 10 else '.4g'}}"
+    if metric.startswith("rounds") or abs(value if like is None else like) < 10:
+        return f"{value:{sign}{'.1f' if metric.startswith('rounds') else '.4f'}}"
+    return f"{value:{sign}.4g}" if like is None else f"{value:.{max(0, 3 - int(math.log10(abs(like))))}f}"
 
 
 def _p(value: float | None) -> str:
     return NOTHING if value is None else "<0.001" if value < 0.001 else f"{value:.3f}"
 
 
-def _better(metric: str) -> int:
-    """+1 where more is better, -1 where less is, 0 where nobody can say."""
-    if "loss" in metric or metric.startswith(("rounds_to.", "floats_", "virtual_seconds", "wall_seconds", "failures")):
+def _better(metric: str, errors: bool) -> int:
+    """+1 where more is better, -1 where less is, 0 where nobody can say. errors: the runs are scored by these."""
+    if "loss" in metric or metric.startswith(
+        ("rounds_to.", "floats_", "virtual_seconds", "failures", *LOWER_IS_BETTER)
+    ):
         return -1
-    return 1 if metric in METRICS or metric.startswith(("accuracy", "best5", "last10_mean")) else 0
+    if metric in METRICS or metric.startswith(("best5", "last10_mean")):
+        return -1 if errors else 1
+    return int(metric.startswith("accuracy"))
 
 
 def _title(metric: str) -> str:
+    if metric.endswith("_global"):
+        return f"central {_title(metric.removesuffix('_global'))}"
     return TITLES.get(metric, metric.replace("rounds_to.", "rounds to "))
 
 
@@ -175,16 +203,18 @@ def settings_table(campaign: Campaign, scores: Sequence[Scores]) -> list[Column]
     others = [key for key in campaign.varied if key not in (*compared(campaign), "seed")]
     where = [label(campaign, group[0].cell, others) for group in groups]
     columns.append(Column("n", counts, [float(n) for n in made]))
+    kinds = {metric_of(each.run.rows) for each in scores if each.run}
+    errors = bool(kinds) and kinds <= LOWER_IS_BETTER
     for metric in scores[0].values:
         texts, means, deviations = [], [], []
         for n, group in zip(made, groups, strict=True):
             values = known([each.values[metric] for each in group])
             mean, deviation = mean_deviation(values)
-            text = _number(mean, metric) + (f" ± {_number(deviation, metric)}" if deviation is not None else "")
+            text = pair(mean, deviation, partial(_number, metric))
             texts.append(text + (f" ({len(values)} of {n})" if 0 < len(values) < n else ""))
             means.append(mean)
             deviations.append(deviation)
-        columns.append(Column(_title(metric), texts, means, _better(metric), deviations, where))
+        columns.append(Column(_title(metric), texts, means, _better(metric, errors), deviations, where))
     return columns
 
 
@@ -193,14 +223,14 @@ def differences_table(comparisons: Sequence[Comparison]) -> list[Column]:
     found = [one.found for one in comparisons]
     metric = comparisons[0].metric
     bounds = [
-        f"[{_number(f.low, metric, '+')}, {_number(f.high, metric, '+')}]" if f.low is not None else NOTHING
+        f"[{_number(metric, f.low, '+')}, {_number(metric, f.high, '+')}]" if f.low is not None else NOTHING
         for f in found
     ]
     columns = [
         Column("where", [one.where for one in comparisons]),
         Column("compared", [f"{one.what} – {one.reference}" for one in comparisons]),
         Column("n", [str(f.pairs) for f in found], [float(f.pairs) for f in found]),
-        Column("difference", [_number(f.mean, metric, "+") for f in found], [f.mean for f in found]),
+        Column("difference", [_number(metric, f.mean, "+") for f in found], [f.mean for f in found]),
         Column("95 % interval", bounds, [f.low for f in found]),
         Column("p", [_p(f.p) for f in found], [f.p for f in found]),
         Column("p (Holm)", [_p(f.holm) for f in found], [f.holm for f in found]),
@@ -211,8 +241,11 @@ def differences_table(comparisons: Sequence[Comparison]) -> list[Column]:
 
 
 # --- the picture ----------------------------------------------------------------------------------------------------
-def draw(comparisons: Sequence[Comparison], *, dark: bool = False) -> bytes:
-    """A PNG: the differences of one metric with their intervals and pairs, a panel per group of shared settings."""
+def draw(comparisons: Sequence[Comparison], about: str = "", *, dark: bool = False) -> bytes:
+    """A PNG: the differences of one metric with their intervals and pairs, a panel per group of shared settings.
+
+    about: which metric on which tests it is.
+    """
     import matplotlib
     from matplotlib.figure import Figure
 
@@ -223,8 +256,8 @@ def draw(comparisons: Sequence[Comparison], *, dark: bool = False) -> bytes:
     sizes = [len(panel) for panel in panels.values()]
     looks: dict[str, object] = dict.fromkeys(("figure.facecolor", "axes.facecolor", "savefig.facecolor"), paper)
     with matplotlib.rc_context(theme(ink) | looks | {"axes.titlesize": 11}):
-        height = 1.1 + 0.45 * len(sizes) + 0.42 * sum(sizes)
-        figure = Figure(figsize=(9, height), dpi=130, layout="constrained")
+        height = 1.5 + 0.45 * len(sizes) + 0.42 * sum(sizes)
+        figure = Figure(figsize=(7, height), dpi=130, layout="constrained")
         axes = figure.subplots(len(panels), 1, sharex=True, squeeze=False, height_ratios=[n + 0.6 for n in sizes])[:, 0]
         names = list(dict.fromkeys(one.what for one in comparisons))
         for ax, (where, panel) in zip(axes, panels.items(), strict=True):
@@ -233,9 +266,9 @@ def draw(comparisons: Sequence[Comparison], *, dark: bool = False) -> bytes:
         first = comparisons[0]
         tested = any(one.found.low is not None for one in comparisons)
         interval = " with its 95 % interval" if tested else f" (no interval: that needs {FEWEST} seeds)"
-        axes[-1].set_xlabel(
-            f"{_title(first.metric)}: difference to {first.reference}; circles: each seed, dot: mean{interval}"
-        )
+        what = f"{_title(first.metric)}{f', {about}' if about else ''}: difference to {first.reference}"
+        lines = (what, f"circles: each seed, dot: mean{interval}")
+        axes[-1].set_xlabel("\n".join(textwrap.fill(line, 72) for line in lines))
         buffer = io.BytesIO()
         figure.savefig(buffer, format="png")
     return buffer.getvalue()
@@ -275,12 +308,16 @@ def report(
     _store(folder, scores, table, failed or {})
     about = f"Behind ± is the sample deviation over the seeds (divisor n-1), of last 10 too. Bold is the best, {MARKED}"
     about += ", among rows that share all other settings." if any(columns[-1].groups or ()) else "."
+    runs = [each.run for each in scores if each.run]
+    what = scored(runs)
+    about = " ".join(filter(None, [about, sentence(what)]))
     sections = []
     pictures = None
     for name, comparisons in table.items():
         if comparisons:
             if name == names[0]:
-                pictures = draw(comparisons), draw(comparisons, dark=True)
+                on = " or ".join(tested(runs)) if name in METRICS else ""
+                pictures = draw(comparisons, on), draw(comparisons, on, dark=True)
                 replace_file(folder / "study.png", pictures[0])
             title = f"{_title(name)}: difference to {comparisons[0].reference}"
             first = name == names[0]
@@ -293,7 +330,7 @@ def report(
     page = compare(settings(campaign, begun), folder, f"study {folder.resolve().name}", sections, results)
     shown = aligned(differences_table(table[names[0]]), width) if table[names[0]] else ""
     heading = f"{_title(names[0])}, paired over seeds:\n" if shown else ""
-    means = f"{aligned(columns, width)}\n± over the seeds; * best, {MARKED}"
+    means = "\n".join(filter(None, [aligned(columns, width), what, f"± over the seeds; * best, {MARKED}"]))
     return "\n\n".join(part for part in (means, heading + shown, f"tables and curves: {page}") if part)
 
 

@@ -164,9 +164,21 @@ class _Axis:
             first, last = math.ceil(math.log10(self.low) - 1e-9), math.floor(math.log10(self.high) + 1e-9)
             numbers = [10.0**power for power in range(first, last + 1)]
             numbers = numbers if len(numbers) > 1 else [self.low, self.high]
-        else:
-            numbers = [self.low + (self.high - self.low) * part / 4 for part in range(5)]
-        return [(self.place(number), f"{number:.3g}") for number in numbers]
+            return [(self.place(number), f"{number:.3g}") for number in numbers]
+        return [(self.place(number), f"{number:.6g}") for number in _round_numbers(self.low, self.high)]
+
+
+def _round_numbers(low: float, high: float) -> list[float]:
+    """About five round numbers between two."""
+    from matplotlib.ticker import MaxNLocator
+
+    rounding = 1e-9 * (high - low)
+    found = [
+        float(x)
+        for x in MaxNLocator(5, steps=[1, 2, 2.5, 5, 10]).tick_values(low, high)
+        if low - rounding <= x <= high + rounding
+    ]
+    return found if len(found) > 1 else [low, high]
 
 
 def _spread(values: Sequence[Any]) -> bool:
@@ -193,7 +205,7 @@ def _title(records: Records) -> str:
     best = records.best()
     assert best is not None, "pictures are made of trials with a score"
     shown = plus_minus(best.score, best.deviation)
-    return f"{records.search.options.name}: best {records.metric} {shown} (trial {best.number}: {records.label(best)})"
+    return f"Best {records.metric} {shown} (trial {best.number}: {records.label(best)})"
 
 
 def _colours(records: Sequence[Record], dark: bool) -> tuple[Colormap, float, float]:
@@ -232,7 +244,9 @@ def draw_parallel(records: Records, path: Path | io.BytesIO, *, dark: bool = Fal
         ax.tick_params(axis="x", length=0, pad=8)
         for index, axis in enumerate(axes):
             _scale(ax, index, axis.ticks())
-        _scale(ax, len(axes), [(part / 4, f"{bottom + (top - bottom) * part / 4:.3f}") for part in range(5)])
+        span = top - bottom
+        ticks = [((each - bottom) / span, f"{each:.6g}") for each in _round_numbers(bottom, top)] if span else []
+        _scale(ax, len(axes), ticks or [(0.5, f"{top:.6g}")])
         ax.spines[:].set_visible(False)
         if high > low:
             shades = ScalarMappable(Normalize(low - (high - low) * 0.08 / 0.92, high), colours)
@@ -255,9 +269,9 @@ def _scale(ax: Axes, x: float, ticks: Sequence[tuple[float, str]]) -> None:
 def draw_slices(records: Records, path: Path | io.BytesIO, *, dark: bool = False) -> None:
     """Write the score against each key alone, with its deviation over seeds; open circles were stopped early."""
     axes, trials, hues = _axes(records), _scored(records), DARK if dark else LIGHT
-    across = min(4, len(axes))
+    across = min(2, len(axes))
     down = -(-len(axes) // across)
-    with figure_file(path, _title(records), (max(7.0, 3.6 * across), 3.8 * down + 0.6), dark=dark) as figure:
+    with figure_file(path, _title(records), (max(7.0, 3.6 * across), 3.2 * down + 0.6), dark=dark) as figure:
         panels = list(figure.subplots(down, across, sharey=True, squeeze=False).flat)
         for panel in panels[len(axes) :]:
             panel.set_axis_off()
