@@ -77,7 +77,7 @@ def tried(loss: RowLoss, kind: Kind, outputs: int) -> None:
         )
     labels = torch.zeros(2, dtype=torch.int64) if kind == "classification" else torch.zeros(2, outputs)
     try:
-        made = loss(torch.zeros(2, outputs), labels)
+        made: object = loss(torch.zeros(2, outputs), labels)
     except Exception as error:  # of the user's own code
         raise ValueError(
             f"loss={named(loss)} cannot take outputs [2, {outputs}] and labels {list(labels.shape)} "

@@ -326,7 +326,7 @@ def run(
     methods: objects, and names of options. model, data, partition, schedule, fleet, loss: an object, or the name of
     an option. data: also (inputs, labels) or (inputs, labels, users), or a pair of those for training and for central
     tests: arrays, tensors, or a torch Dataset in place of a pair. partition: also the rows of each client, in a list of
-    lists. loss: also a function of outputs and labels to a loss per sample. An object whose class can be imported, with
+    lists or a dictionary. loss: also a function of outputs and labels to a loss per sample. An object whose class can be imported, with
     plain values as arguments, is written into config.yaml, so that the run is continued and repeated like any other;
     any other has to be given again.
 
