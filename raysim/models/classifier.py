@@ -69,9 +69,10 @@ class ModelRecipe:
             )
             raise ValueError(f"the model {name} reads {reads}, and the data has {has}: set model={better}")
         if reads == "images" and len(input_shape) != 3:
+            grey = "; or give grey images one channel, inputs[:, None]" if len(input_shape) == 2 else ""
             raise ValueError(
                 f"the model {name} reads images [channels, height, width], and the data has inputs of shape "
-                f"{list(input_shape)}: set model=mlp, which takes any shape"
+                f"{list(input_shape)}: set model=mlp, which takes any shape{grey}"
             )
 
 

@@ -213,6 +213,7 @@ def test_methods_that_no_file_can_hold_are_given_again_to_load() -> None:
         ),
         ({"data": (IMAGES, LABELS.astype(float)), "partition": Dirichlet(4, 1.0)}, "give integers as labels where"),  # type: ignore[misc]
         ({"data": (IMAGES.astype(int), LABELS)}, "has token numbers: set model=gru .* or give floats where they are"),
+        ({"data": (IMAGES / 255, LABELS), "model": "cnn"}, r"shape \[8, 8\]: .*; or give grey images one channel"),
         ({"partition": {"a": [0, 1, 2], "b": [3, 1000]}}, "^partition gives row 1000 to client b, and the training"),
         ({"partition": {"a": [0, 1], "b": [1, 2]}}, "^partition gives row 1 to client a and to client b: give it"),
         ({"partition": {"a": [0, 1], "b": [0.5]}}, "^partition, client b has no list of row numbers"),
