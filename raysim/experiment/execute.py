@@ -326,9 +326,9 @@ def run(
     methods: objects, and names of options. model, data, partition, schedule, fleet, loss: an object, or the name of
     an option. data: also (inputs, labels) or (inputs, labels, users), or a pair of those for training and for central
     tests: arrays, tensors, or a torch Dataset in place of a pair. partition: also the rows of each client, in a list of
-    lists or a dictionary. loss: also a function of outputs and labels to a loss per sample. An object whose class can be imported, with
-    plain values as arguments, is written into config.yaml, so that the run is continued and repeated like any other;
-    any other has to be given again.
+    lists or a dictionary. loss: also a function of outputs and labels to a loss per sample. An object whose class can
+    be imported, with plain values as arguments, is written into config.yaml, so that the run is continued and repeated
+    like any other; any other has to be given again.
 
     on_round: called with the row of each round when it is done (a dictionary: `row["round"]`, ...). observers: those
     of your own, for more moments than that; they come after all that raysim itself does, and after those that the
