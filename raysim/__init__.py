@@ -84,5 +84,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """What can be asked for too, as completion and `dir` want to know."""
-    return sorted({*globals(), *__all__})
+    """The public names, imported yet or not, as completion and `dir` want to know."""
+    return sorted(__all__)

@@ -60,6 +60,7 @@ def in_markdown(path: Path) -> Iterator[str]:
         yield from lines(block)
     prose = re.sub(r"^```.*?^```", "", path.read_text(), flags=re.MULTILINE | re.DOTALL)
     quoted = (" ".join(each.split()) for each in re.findall(r"`((?:uv run )?raysim [^`]+)`", prose))
+    yield from (f"raysim sweep {words}" for words in re.findall(r'raysim\.sweep\("([^"]+)"', path.read_text()))
     yield from (each for each in quoted if re.search("raysim (-|[a-z]+ .)", each))  # `raysim sweep` is but its name
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import re
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 
 from raysim.experiment.compose import groups
+from raysim.primitives import checks
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -77,6 +79,14 @@ def test_the_pictures_of_asynchrony_are_drawn_from_the_planner_alone(from_docs: 
     panels = pictures.schedules().axes
     assert len(panels) == len(pictures.SCHEDULES)
     assert all(len(panel.patches) > 10 and panel.lines for panel in panels)
+
+
+def test_the_checks_that_the_guide_names_are_there_with_these_arguments() -> None:
+    table = re.findall(r"^\| `(\w+)\((.*?)\)` \|", (DOCS / "extending.md").read_text(), re.MULTILINE)
+    assert len(table) > 5
+    for name, arguments in table:
+        given = [each.strip("= ") for each in arguments.split(",")]
+        assert {*given} <= {*inspect.signature(getattr(checks, name)).parameters}, name
 
 
 def test_every_page_that_a_text_links_to_exists() -> None:

@@ -185,7 +185,9 @@ def check_needs(methods: Sequence[Method], task: Task, splits: bool) -> None:
         lacking["numbers"] = f"needs inputs that can be added up, and {tokens}"
     for method in methods:
         if need := next((need for need in lacking if need in method.needs), None):
-            raise ValueError(f"method '{method.name}' {lacking[need]}; leave it out, or choose other data or models")
+            raise ValueError(
+                f"method '{method.name}' {lacking[need]}; leave the method out, or choose other data or models"
+            )
 
 
 def check_private_names(methods: Sequence[Method], layout: Layout) -> None:

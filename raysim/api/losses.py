@@ -77,20 +77,24 @@ def tried(loss: RowLoss, kind: Kind, outputs: int) -> None:
         )
     labels = torch.zeros(2, dtype=torch.int64) if kind == "classification" else torch.zeros(2, outputs)
     try:
-        shape = loss(torch.zeros(2, outputs), labels).shape
+        made: object = loss(torch.zeros(2, outputs), labels)
     except Exception as error:  # of the user's own code
         raise ValueError(
             f"loss={named(loss)} cannot take outputs [2, {outputs}] and labels {list(labels.shape)} "
             f"({type(error).__name__}: {error}): a loss of {kind} takes such, and gives one value a sample"
         ) from error
-    if not shape or shape[0] != 2:
+    if not isinstance(made, Tensor):
+        what = "nothing" if made is None else f"a {type(made).__name__} and no tensor"
+        raise ValueError(f"loss={named(loss)} returns {what}: give one value for each sample")
+    if not made.ndim or len(made) != 2:
         raise ValueError(
-            f"loss={named(loss)} gives {list(shape)} values of two samples: give one for each; PyTorch's own losses do "
-            "with reduction='none'"
+            f"loss={named(loss)} gives {list(made.shape)} values of two samples: give one for each; PyTorch's own "
+            "losses do with reduction='none'"
         )
 
 
 def named(loss: RowLoss) -> str:
     """What a loss is called in a sentence."""
     loss = getattr(loss, "func", loss)  # a function whose other arguments are given
-    return str(getattr(loss, "__name__", type(loss).__name__)).lower()
+    name = str(getattr(loss, "__name__", type(loss).__name__))
+    return name.lower() if type(loss).__module__ == __name__ else name  # ours are words

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import Dataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from raysim.data.columns import assembled, labels_of
 from raysim.data.raw import Raw, Source
@@ -67,10 +67,12 @@ def _halves(data: object) -> tuple[object, object]:
     if isinstance(data, (tuple, list)) and len(data) in (2, 3):
         halves = len(data) == 2 and isinstance(data[0], (tuple, Dataset))
         return (data[0], data[1]) if halves else (data, None)
+    if isinstance(data, DataLoader):
+        raise ValueError("data=DataLoader is not understood: give the data set that it reads, loader.dataset.")
     many = f" of {len(data)}" if isinstance(data, (tuple, list)) else ""
     raise ValueError(
         f"data={type(data).__name__}{many} is not understood: give (inputs, labels) or (inputs, labels, users), a pair "
-        "of such for training and test, or a torch Dataset."
+        'of such for training and test or {"train": ..., "test": ...}, or a torch Dataset.'
     )
 
 

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 CHUNK = 8192  # images corrupted at once
 # Left out of titles.
 UNTOLD = frozenset(("root", "cache", "download", "digest", *(entry.name for entry in fields(Pipeline))))
+CHANNELS = (1, 3, 4)  # as many has an image
 BARS, LEGEND, COLUMNS, BINS = 50, 20, 1000, 30  # most clients as bars, classes in a legend, columns, bars of sizes
 
 
@@ -52,8 +53,11 @@ class FederatedData:
         return _opened(self.dataset_path)
 
 
-def doubts_of_labels(data: FederatedData) -> Iterator[str]:
-    """Sentences to warn with of labels that are perhaps not meant as they stand: most of their classes do not occur."""
+def doubts_of_data(data: FederatedData) -> Iterator[str]:
+    """Sentences to warn with of data that are perhaps not meant as they stand.
+
+    Most classes of the labels do not occur, images have their channels last, or there is nothing to score on.
+    """
     dataset = data.open()
     if dataset.kind == "classification":
         absent = int(np.count_nonzero(np.bincount(dataset.labels, minlength=dataset.num_classes) == 0))
@@ -62,6 +66,19 @@ def doubts_of_labels(data: FederatedData) -> Iterator[str]:
                 f"{absent} of {dataset.num_classes} classes have no sample, and each is an output of the model: number "
                 "the classes from 0 on, or give texts as labels"
             )
+    shape = dataset.shape
+    if len(shape) == 3 and dataset.tokens is None and shape[2] in CHANNELS and shape[0] not in CHANNELS:
+        yield (
+            f"inputs of shape {list(shape)} are read as {shape[0]} channels of {shape[1]} x {shape[2]}: where the "
+            f"{shape[2]} are the channels, bring them to the front, as inputs.transpose(0, 3, 1, 2) of NumPy does"
+        )
+    train, tests = data.partition.train, data.partition.test
+    if not len(tests.indices) and not len(data.central):
+        yield (
+            f"nothing will be scored: none of {len(train)} clients (of at most {train.counts.max()} training samples) "
+            "has a test sample of its own, and there are no central ones: lower partition.clients, raise "
+            "partition.test_fraction, or give a test set"
+        )
 
 
 def pooled(data: FederatedData) -> FederatedData:
@@ -87,9 +104,11 @@ def federate(source: Source, partitioner: Partitioner, seed: int) -> FederatedDa
     clean = source.build()
     _check(source, clean)
     if clean.kind != "classification" and getattr(partitioner, "by_class", False):
+        whole = clean.kind == "regression" and bool((np.mod(clean.labels, 1) == 0).all())
+        meant = "give integers as labels where these floats are classes, or " if whole else ""
         raise ValueError(
-            f"the partition {type(partitioner).__name__} shares out classes, and the data has none ({clean.kind}): set "
-            "partition=iid, quantity, domain, natural or listed."
+            f"the partition {type(partitioner).__name__} shares out classes, and the data has none ({clean.kind}): "
+            f"{meant}set partition=iid, quantity, domain, natural or listed."
         )
     rows, (groups, names) = clean.train_rows, clean.groups()
     partition = partitioner.split(groups[:rows], clean.domains[:rows], len(names), seed)

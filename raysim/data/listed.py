@@ -35,13 +35,16 @@ class Listed(Partitioner):
             found = from_json(regular(user_path(self.file)).read_text())
         except (OSError, ValueError) as error:
             raise ValueError(f"partition.file={self.file} cannot be read ({first_line(error)}): give {FORM}") from error
-        return _checked(found, f"partition.file={self.file}", len(draws.labels))
+        given = user_path(self.file).parent == cache_folder(None)  # from Python, by `listed`
+        return _checked(found, "partition" if given else f"partition.file={self.file}", len(draws.labels))
 
 
-def listed(rows: Mapping[int, Sequence[int]] | Sequence[Sequence[int]]) -> Listed:
+def listed(rows: Mapping[int | str, Sequence[int]] | Sequence[Sequence[int]]) -> Listed:
     """The partition of lists that are given from Python, kept in the cache of this machine under their checksum."""
     csr = _checked(rows, "partition", None)
-    content = json.dumps([csr.rows(client).tolist() for client in range(len(csr))]).encode()
+    lists = [csr.rows(client).tolist() for client in range(len(csr))]
+    named = isinstance(rows, Mapping) and all(isinstance(name, str) for name in rows)
+    content = json.dumps(dict(zip(rows, lists, strict=True)) if named else lists).encode()
     path = cache_folder(None) / f"rows-{hashlib.blake2b(content, digest_size=8).hexdigest()}.json"
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -50,9 +53,10 @@ def listed(rows: Mapping[int, Sequence[int]] | Sequence[Sequence[int]]) -> Liste
 
 
 def is_listed(part: object) -> bool:
-    """Whether an argument is lists of rows, and not an option's values by their keys, which are text."""
+    """Whether an argument is lists of rows, and not an option's values by their keys."""
     if isinstance(part, Mapping):
-        return bool(part) and not any(isinstance(key, str) for key in part)
+        rows = all(isinstance(value, (list, tuple, range, np.ndarray)) for value in part.values())
+        return bool(part) and (rows or not any(isinstance(key, str) for key in part))
     return isinstance(part, (list, tuple))
 
 
@@ -60,19 +64,20 @@ def _checked(found: Any, place: str, total: int | None) -> CSR:
     lists = list(found.values()) if isinstance(found, Mapping) else found
     if not isinstance(lists, (list, tuple)) or not lists:
         raise ValueError(f"{place} holds no list of clients: give {FORM}")
-    parts = [_numbers(each, f"{place}, client {client}") for client, each in enumerate(lists)]
+    names = list(found if isinstance(found, Mapping) else range(len(found)))
+    parts = [_numbers(each, f"{place}, client {name}") for name, each in zip(names, lists, strict=True)]
     csr = CSR(np.concatenate(parts), np.concatenate(([0], np.cumsum([len(part) for part in parts]))))
     order = np.argsort(csr.indices, kind="stable")
     twice = np.flatnonzero(np.diff(csr.indices[order]) == 0)
     if len(twice):
-        row, owners = csr.indices[order[twice[0]]], csr.owners[order[twice[0] : twice[0] + 2]]
-        raise ValueError(f"{place} gives row {row} to client {owners[0]} and to client {owners[1]}: give it to one")
+        row = csr.indices[order[twice[0]]]
+        one, other = (names[owner] for owner in csr.owners[order[twice[0] : twice[0] + 2]])
+        raise ValueError(f"{place} gives row {row} to client {one} and to client {other}: give it to one")
     wrong = np.flatnonzero((csr.indices < 0) | (csr.indices >= (total or np.inf)))
     if len(wrong):
         rows = "rows are counted from 0" if total is None else f"the training data has the rows 0 to {total - 1}"
-        raise ValueError(
-            f"{place} gives row {csr.indices[wrong[0]]} to client {csr.owners[wrong[0]]}, and {rows}: leave it out"
-        )
+        row, name = csr.indices[wrong[0]], names[csr.owners[wrong[0]]]
+        raise ValueError(f"{place} gives row {row} to client {name}, and {rows}: leave it out")
     return csr
 
 

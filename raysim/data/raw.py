@@ -174,15 +174,17 @@ def accepted(inputs: NDArray[Any], tokens: Tokens | None, place: str) -> tuple[I
             raise ValueError(f"data source {place} has inputs that are nan or infinite: replace or remove them.")
         return inputs.astype(np.float32), None
     if kind not in "iu":
-        raise ValueError(f"data source {place} has inputs of type {inputs.dtype}: they must be numbers.")
+        text = "; text is read from a file: data=parquet or data=huggingface with data.columns" if kind in "SU" else ""
+        raise ValueError(f"data source {place} has inputs of type {inputs.dtype}: they must be numbers{text}.")
     if inputs.dtype == np.uint8 and tokens is None:
         return inputs, None
     lowest, highest = (int(inputs.min()), int(inputs.max())) if inputs.size else (0, 0)
     tokens = tokens or Tokens(highest + 1)
     if lowest < 0 or highest >= tokens.size:
+        wrong, allowed = (lowest, "0 or more") if lowest < 0 else (highest, f"0 to {tokens.size - 1}")
         raise ValueError(
-            f"data source {place} has the token {lowest if lowest < 0 else highest}, its tokens are 0 to "
-            f"{tokens.size - 1}: integers are token numbers, so store measurements as floats."
+            f"data source {place} has the token {wrong}, its tokens are {allowed}: integers are token numbers, so "
+            "store measurements as floats."
         )
     return inputs.astype(np.int64), tokens
 

@@ -410,10 +410,20 @@ def _names(group: str, value: object, known: Groups) -> list[str]:
             raise Refused(f"{group}={joined(found)}: {name} means that there is no other {group}, leave it out")
         if not isinstance(name, str) or name not in options:
             said = "null" if name is None else str(name)
-            raise Refused(f"{group}={said} does not exist: {instead(str(name), valid)}")
+            meant = f"did you mean model=torchvision model.name={said}?" if _is_foreign(group, said, valid) else ""
+            raise Refused(f"{group}={said} does not exist: {meant or instead(str(name), valid)}")
         if names.count(name) > 1:
             raise Refused(f"{group}={joined(names)} names {name} {names.count(name)} times: keep one of them")
     return names
+
+
+def _is_foreign(group: str, name: str, ours: Sequence[str]) -> bool:
+    """Whether torchvision has a model of this name; a misspelt mlp is answered without importing PyTorch."""
+    if group != "model" or (nearest(name, ours) and not re.search(r"\d", name)):
+        return False
+    from raysim.models.zoo import in_torchvision
+
+    return in_torchvision(name)
 
 
 @functools.lru_cache(maxsize=64)

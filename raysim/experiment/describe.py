@@ -44,10 +44,11 @@ def overview(experiment: Experiment, folder: Path) -> str:
         else f"{runtime.hosts or 'as many hosts as fit'} ({runtime.name})"
     )
     stays = f", {layout.personal:,} of them personal" if layout.personal else ""
+    tokens = "" if spec.task.tokens is None else ", token numbers"
     lines = {
         "methods": ", ".join(f"{m!r} [{', '.join(slots(type(m)))}]" for m in spec.methods) or "fedavg",
         "model": f"{choices['model']}: {_parameters(networks)}; {layout.total:,} floats{stays}",
-        "data": spec.data.title,
+        "data": f"{spec.data.title}; inputs of shape {list(spec.task.shape)}{tokens}",
         "clients": f"{numbers['clients']} with {_span(sizes['min'], sizes['max'], 'training samples')}, "
         f"{numbers['empty_clients']} without; {_span(tests.min(), tests.max(), 'test samples of their own')}; "
         f"{numbers['central_test']} central test samples",

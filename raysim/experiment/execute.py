@@ -25,7 +25,7 @@ from raysim.api.composition import blamed, check_composition, check_private_name
 from raysim.api.declarations import Local
 from raysim.api.losses import RowLoss
 from raysim.api.method import Method, Setup
-from raysim.data.federated import FederatedData, doubts_of_labels, federate, pooled
+from raysim.data.federated import FederatedData, doubts_of_data, federate, pooled
 from raysim.data.partition import Partitioner
 from raysim.data.sources import Source
 from raysim.experiment.compose import LISTS, Node, compose, load_yaml, plain, to_yaml
@@ -270,7 +270,7 @@ def _built(node: Node, allow: Sequence[str], objects: Given) -> Experiment:
     check_private_names(methods, layout)
     setup = Setup(spec.task, settings.local, networks, layout, methods, schedule.size, schedule.stale)
     warnings = tuple(text for method in methods for text in method.check(setup))
-    warnings = (*doubts(methods), *doubts_of_labels(data), *warnings, *objects.warnings())
+    warnings = (*doubts(methods), *doubts_of_data(data), *warnings, *objects.warnings())
     return Experiment(node, spec, schedule, fleet, execution, warnings, observers)
 
 
@@ -326,9 +326,9 @@ def run(
     methods: objects, and names of options. model, data, partition, schedule, fleet, loss: an object, or the name of
     an option. data: also (inputs, labels) or (inputs, labels, users), or a pair of those for training and for central
     tests: arrays, tensors, or a torch Dataset in place of a pair. partition: also the rows of each client, in a list of
-    lists. loss: also a function of outputs and labels to a loss per sample. An object whose class can be imported, with
-    plain values as arguments, is written into config.yaml, so that the run is continued and repeated like any other;
-    any other has to be given again.
+    lists or a dictionary. loss: also a function of outputs and labels to a loss per sample. An object whose class can
+    be imported, with plain values as arguments, is written into config.yaml, so that the run is continued and repeated
+    like any other; any other has to be given again.
 
     on_round: called with the row of each round when it is done (a dictionary: `row["round"]`, ...). observers: those
     of your own, for more moments than that; they come after all that raysim itself does, and after those that the
@@ -342,8 +342,8 @@ def run(
 
     console = console or Console(quiet=quiet)
     parts = {"methods": methods, "model": model, "data": data, "partition": partition, "schedule": schedule}
-    parts |= {"fleet": fleet, "loss": loss, **settings}
-    experiment = _made(config, {key: part for key, part in parts.items() if part is not None}, allow)
+    parts |= {"fleet": fleet, "loss": loss}
+    experiment = _made(config, {key: part for key, part in parts.items() if part is not None} | settings, allow)
     users = users_observers(on_round, [*experiment.observers, *observers])
     with refusing():
         where = place(experiment)

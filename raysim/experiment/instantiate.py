@@ -67,10 +67,12 @@ def arguments(
 ) -> dict[str, Any]:
     """The checked arguments of a constructor; later: those that it is given when it is called."""
     hints = _hints(cls)
-    parameters = inspect.signature(cls).parameters
+    named = inspect.signature(cls).parameters
+    any_key = any(each.kind is each.VAR_KEYWORD for each in named.values())
+    parameters = {k: each for k, each in named.items() if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)}
     given = {key: value for key, value in node.items() if key != TARGET}
     for key in given:
-        if key not in parameters:
+        if key not in parameters and not any_key:
             has = instead(str(key), parameters, f"{path or 'a run'} has")
             raise Refused(f"{_join(path, key)} does not exist: {has}")
     for key, parameter in parameters.items():

@@ -7,6 +7,7 @@ module built by hand, a class of a notebook) the configuration says what it was,
 
 from __future__ import annotations
 
+import functools
 import importlib
 import inspect
 import pickle
@@ -79,7 +80,7 @@ def given(parts: Mapping[str, object], methods: Sequence[object] | None = None) 
     if "data" in found and not hasattr(found["data"], PARTS["data"]):
         found["data"] = arrays(found["data"])
     if "model" in found and _makes_module(found["model"]):
-        found["model"] = Own(found["model"])  # type: ignore[arg-type]
+        found["model"] = _own(found["model"])
     for group, part in found.items():
         why = "give a torch.nn.Module, its class or a function that makes one, a raysim.ModelRecipe, or a name"
         why = why if group == "model" else f"it has no method '{PARTS[group]}'"
@@ -99,12 +100,18 @@ def given(parts: Mapping[str, object], methods: Sequence[object] | None = None) 
 
 
 def _makes_module(part: object) -> bool:
-    """Whether it is a module, its class, or a function that makes one."""
+    """Whether it is a module, its class, or a function that makes one, perhaps with some arguments given by name."""
+    if isinstance(part, functools.partial) and not part.args:
+        part = part.func
     return (
         isinstance(part, nn.Module)
         or inspect.isfunction(part)
         or (isinstance(part, type) and issubclass(part, nn.Module))
     )
+
+
+def _own(part: Any) -> Own:
+    return Own(part.func, part.keywords) if isinstance(part, functools.partial) else Own(part)
 
 
 def _title(part: object) -> str:

@@ -69,7 +69,7 @@ class ExecutionOptions:
     tracking: Tracking = field(default_factory=Tracking)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Experiment:
     """A run, built and checked; nothing has been written yet.
 
@@ -83,6 +83,10 @@ class Experiment:
     execution: ExecutionOptions
     warnings: tuple[str, ...]
     observers: tuple[Observer, ...] = ()  # that the configuration names
+
+    def __repr__(self) -> str:
+        clients, rounds = len(self.spec.data.partition.train), self.spec.settings.rounds
+        return f"Experiment({self.title}: {clients} clients, rounds={rounds}, {self.schedule!r})"
 
     @property
     def title(self) -> str:

@@ -62,12 +62,17 @@ class ModelRecipe:
         reads, name = self.reads, type(self).__name__
         if reads != "any" and (reads == "tokens") != (tokens is not None):
             has = "token numbers" if tokens is not None else f"numbers of shape {list(input_shape)}"
-            better = "gru or transformer" if tokens is not None else "mlp, or cnn for images"
+            better = (
+                "gru or transformer, or give floats where they are measurements, uint8 where they are images"
+                if tokens is not None
+                else "mlp, or cnn for images"
+            )
             raise ValueError(f"the model {name} reads {reads}, and the data has {has}: set model={better}")
         if reads == "images" and len(input_shape) != 3:
+            grey = "; or give grey images one channel, inputs[:, None]" if len(input_shape) == 2 else ""
             raise ValueError(
                 f"the model {name} reads images [channels, height, width], and the data has inputs of shape "
-                f"{list(input_shape)}: set model=mlp, which takes any shape"
+                f"{list(input_shape)}: set model=mlp, which takes any shape{grey}"
             )
 
 

@@ -80,7 +80,8 @@ def split(net: nn.Module, num_classes: int, inputs: Tensor, head: str | None = N
     outputs = _outputs(net, inputs)
     if outputs.shape != (len(inputs), num_classes):
         flat = num_classes == 1 and outputs.shape == (len(inputs),)
-        do = "leave out what squeezes them" if flat else f"set its number of outputs to {num_classes}"
+        given = f"functools.partial(f, num_classes={num_classes}) does for a function f"
+        do = "leave out what squeezes them" if flat else f"set its number of outputs to {num_classes}, as {given}"
         raise ValueError(
             f"the model {type(net).__name__} makes outputs of shape {list(outputs.shape)} of {len(inputs)} inputs; "
             f"they must be [{len(inputs)}, {num_classes}]: {do}"

@@ -15,6 +15,13 @@ from raysim.primitives.extras import optional
 from raysim.primitives.kinds import Tokens
 
 
+def in_torchvision(name: str) -> bool:
+    """Whether torchvision has a classifier of this name."""
+    from torchvision import models
+
+    return name in models.list_models(models)
+
+
 @dataclass(frozen=True)
 class Torchvision(Foreign):
     """A classifier of torchvision.models with `options` for its constructor.

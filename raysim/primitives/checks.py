@@ -1,13 +1,14 @@
 """One way to check a value that a user gave: the value itself comes back, or ValueError says what is allowed.
 
-A number must be finite; nan is in no range. name: the key of the configuration, such as "local.lr". why: the end of the
-sentence, such as "it keeps the divisor away from 0".
+A number must be finite; nan is in no range, and neither is what is no number. name: the key of the configuration, such
+as "local.lr". why: the end of the sentence, such as "it keeps the divisor away from 0".
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable
+from numbers import Real
 from typing import TypeVar
 
 from raysim.primitives.errors import nearest
@@ -33,8 +34,15 @@ def in_range(
         allowed = [f"from {least:g} to {most:g}"]
     elif not allowed or value == math.inf:
         allowed.append("finite")
-    holds = is_finite(value) and least <= value <= most and above < value < below
-    return require(name, value, holds, " and ".join(allowed), why)
+    words = " and ".join(allowed)
+    if not is_number(value):
+        return require(name, value, False, f"a number, {words}", why)
+    return require(name, value, is_finite(value) and least <= value <= most and above < value < below, words, why)
+
+
+def is_number(value: object) -> bool:
+    """Whether it is a number, whatever an annotation says: Python and NumPy have several kinds."""
+    return isinstance(value, Real)
 
 
 def is_finite(value: float) -> bool:
@@ -59,7 +67,7 @@ def between(name: str, value: N, low: float, high: float) -> N:
 
 def one_of(name: str, value: V, allowed: Collection[object]) -> V:
     """One of the allowed values; the sentence names all of them, and the nearest one to a misspelt name."""
-    if value in allowed:
+    if value in list(allowed):  # a mapping or a set would want to hash it
         return value
     near = nearest(value, [each for each in allowed if isinstance(each, str)]) if isinstance(value, str) else ""
     meant = f"; did you mean {near!r}?" if near else ""

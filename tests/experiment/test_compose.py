@@ -224,6 +224,10 @@ def test_weighting_is_by_samples_unless_a_method_or_the_user_asks_otherwise() ->
     [
         (["datta=mnist"], ["datta", "did you mean data?"]),
         (["data=mnsit"], ["data=mnsit", "did you mean mnist?"]),
+        (["model=mpl"], ["model=mpl", "did you mean mlp?"]),
+        (["model=resnet34"], ["did you mean model=torchvision model.name=resnet34?"]),
+        (["model=alexnet"], ["did you mean model=torchvision model.name=alexnet?"]),
+        (["model=zzz"], ["model=zzz", "the valid ones are cct7_3x1, "]),
         (["method=[fedproxx]"], ["method=fedproxx", "did you mean fedprox?"]),
         (["method=fedavgg"], ["method=fedavgg", "did you mean fedavg?"]),
         (["method=zzz"], ["method=zzz", "the valid ones are fedavg, ace, "]),

@@ -52,6 +52,13 @@ def test_the_overview_says_how_unlike_the_clients_are() -> None:
     )
 
 
+def test_the_overview_says_what_an_input_is() -> None:
+    assert lines("data=synthetic")["data"].endswith("; inputs of shape [1, 8, 8]")
+    assert lines("data=markov", "model=gru", "partition=natural")["data"].endswith(
+        "; inputs of shape [16], token numbers"
+    )
+
+
 def test_of_data_without_classes_it_does_not(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["data=diabetes", "partition=iid", "partition.clients=5"]
     assert "split" not in lines(*words)

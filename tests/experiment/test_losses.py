@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn import CrossEntropyLoss
 from torch.nn.functional import cross_entropy, huber_loss
 
 import raysim
@@ -79,6 +80,9 @@ def test_a_function_of_ones_own_is_descended_scored_stored_and_resumed() -> None
         ({"loss": cross_entropy}, r"loss=cross_entropy gives \[\] values of two samples: give one for each"),
         ({"loss": Huber}, r"loss=Huber is a class: give an object of it"),
         ({"loss": lambda outputs: outputs}, r"loss=<lambda> cannot take outputs \[2, 10\] and labels \[2\]"),
+        ({"loss": lambda outputs, labels: None}, "loss=<lambda> returns nothing: give one value for each sample"),
+        ({"loss": lambda outputs, labels: 0.5}, "loss=<lambda> returns a float and no tensor: give one value for each"),
+        ({"loss": CrossEntropyLoss()}, r"loss=CrossEntropyLoss gives \[\] values of two samples"),
         ({"loss": "focl"}, "loss=focl does not exist: did you mean focal"),
     ],
 )

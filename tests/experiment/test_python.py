@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import json
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -19,7 +21,7 @@ from torch import nn
 import raysim
 from raysim.api.method import Method
 from raysim.data.arrays import Arrays
-from raysim.data.partition import IID
+from raysim.data.partition import IID, Dirichlet
 from raysim.data.sources import Synthetic
 from raysim.experiment.compose import load_yaml
 from raysim.experiment.objects import OBJECT, written
@@ -119,6 +121,13 @@ def test_lists_of_rows_are_a_partition_that_is_repeated_and_goes_on() -> None:
     assert stored == load_yaml(Path("b/config.yaml"))["partition"]["file"]
 
 
+def test_lists_of_rows_may_have_names() -> None:
+    found = ran(partition={"alice": [0, 1, 9], "bob": (2, 3, 4, 5)})
+    assert found.summary["model_sha256"] == ran("b", partition=[[0, 1, 9], [2, 3, 4, 5]]).summary["model_sha256"]
+    stored = Path(load_yaml(Path("a/config.yaml"))["partition"]["file"])
+    assert json.loads(stored.read_text()) == {"alice": [0, 1, 9], "bob": [2, 3, 4, 5]}
+
+
 @pytest.mark.parametrize("part", [FedProx(0.3), Mlp([3, 4]), IID(clients=3), Lognormal(sigma=0.5), Buffered(4, 2)])
 def test_a_part_with_plain_values_is_written_by_its_class_and_arguments(part: object) -> None:
     node = written(part)
@@ -197,6 +206,19 @@ def test_methods_that_no_file_can_hold_are_given_again_to_load() -> None:
         ({"data": ([], [])}, r"train has inputs of shape \(0,\) .* no samples: give it some"),
         ({"data": ([[1.0, 2.0], [3.0]], [0, 1])}, "data: the inputs for train are not all of one shape: fill short"),
         ({"data": ([torch.ones(2), torch.ones(3)], [0, 1])}, "the inputs for train are not all of one shape"),
+        ({"data": torch.utils.data.DataLoader([(0.0, 1)])}, "data=DataLoader .*: give .* loader.dataset"),  # type: ignore[arg-type]
+        (
+            {"data": {"x": IMAGES}},
+            r'data=dict is not understood: .* or \{"train": ..., "test": ...\}, or a torch Dataset',
+        ),
+        ({"data": (IMAGES, LABELS.astype(float)), "partition": Dirichlet(4, 1.0)}, "give integers as labels where"),  # type: ignore[misc]
+        ({"data": (IMAGES.astype(int), LABELS)}, "has token numbers: set model=gru .* or give floats where they are"),
+        ({"data": (IMAGES / 255, LABELS), "model": "cnn"}, r"shape \[8, 8\]: .*; or give grey images one channel"),
+        ({"partition": {"a": [0, 1, 2], "b": [3, 1000]}}, "^partition gives row 1000 to client b, and the training"),
+        ({"partition": {"a": [0, 1], "b": [1, 2]}}, "^partition gives row 1 to client a and to client b: give it"),
+        ({"partition": {"a": [0, 1], "b": [0.5]}}, "^partition, client b has no list of row numbers"),
+        ({"seed": None}, "seed=null must be an integer"),
+        ({"model": lambda: flat(7)}, "set its number of outputs to 3, as functools.partial"),
         ({"model": 3}, "model=3 does not fit there: give a torch.nn.Module, its class or a function that makes one"),
         ({"model": Mlp}, r"model=Mlp is a class: give an object of it, Mlp\(...\)"),
         ({"model": nn.Linear(3, 3)}, "the model Linear cannot take inputs of shape"),
@@ -218,6 +240,11 @@ def test_a_word_and_an_argument_for_one_key_are_refused() -> None:
 
 def _without(mapping: dict[str, Any], key: str) -> dict[str, Any]:
     return {name: value for name, value in mapping.items() if name != key}
+
+
+def test_an_experiment_says_what_it_is_on_one_line() -> None:
+    built = raysim.build(**(_without(SMALL, "quiet") | PARTS))
+    assert repr(built) == "Experiment(fedavg-arrays: 4 clients, rounds=2, Synchronous(cohort=2))"
 
 
 # --- data -----------------------------------------------------------------------------------------------------------
@@ -308,6 +335,11 @@ def flat(num_classes: int, width: int = 7) -> nn.Module:
     return nn.Sequential(nn.Flatten(), nn.Linear(64, width), nn.ReLU(), nn.Linear(width, num_classes))
 
 
+def passing(num_classes: int, **more: int) -> nn.Module:
+    """One that hands on what it is given."""
+    return flat(num_classes, **more)
+
+
 def test_a_function_that_makes_a_network_is_stored_by_its_name_and_keys_stay_those_of_the_network() -> None:
     found = ran(model=flat)
     stored = load_yaml(Path("a/config.yaml"))
@@ -316,6 +348,20 @@ def test_a_function_that_makes_a_network_is_stored_by_its_name_and_keys_stay_tho
     again = raysim.run(["out=a", "resume=latest", "rounds=3"], quiet=True, allow=[__name__])
     assert again.summary["model_sha256"] == ran("b", model=flat, rounds=3).summary["model_sha256"]
     assert torch.equal(again.model()[1].weight, raysim.load("a", allow=[__name__]).client_model(0)[1].weight)
+
+
+def test_a_function_with_some_arguments_given_is_stored_with_them() -> None:
+    found = ran(model=functools.partial(flat, width=5))
+    assert load_yaml(Path("a/config.yaml"))["model"] == {"_target_": f"{__name__}.flat", "width": 5}
+    assert found.model()[1].out_features == 5
+    again = raysim.run(["out=a", "resume=latest", "rounds=3"], quiet=True, allow=[__name__])
+    assert again.model()[1].out_features == 5
+
+
+def test_a_function_may_take_arguments_of_any_name() -> None:
+    ran(model=functools.partial(passing, width=5), rounds=1)
+    again = raysim.run(["out=a", "resume=latest", "rounds=2"], quiet=True, allow=[__name__])
+    assert again.model()[1].out_features == 5
 
 
 def test_a_module_starts_from_its_own_values_and_is_given_again() -> None:
@@ -425,7 +471,7 @@ def test_every_name_of_the_package_is_there_and_says_what_it_is() -> None:
     for name in set(raysim.__all__) - {"__version__"}:
         found = getattr(raysim, name)
         assert found.__doc__, name
-        assert name in dir(raysim)
+    assert dir(raysim) == sorted(raysim.__all__)
     assert raysim.__version__.count(".") == 2
     assert (Path(raysim.__file__).parent / "py.typed").is_file()
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):

@@ -146,6 +146,46 @@ def test_labels_most_of_whose_classes_do_not_occur_are_pointed_at(step: int, sen
     assert not found or found[0].startswith("27 of 31 classes have no sample, and each is an output of the model")
 
 
+@pytest.mark.parametrize(
+    ("shape", "dtype", "sentences"),
+    [
+        ((16, 8, 3), np.float32, 1),
+        ((16, 8, 4), np.uint8, 1),
+        ((16, 8, 3), np.uint8, 0),  # is turned
+        ((3, 8, 3), np.float32, 0),
+        ((16, 8, 8), np.float32, 0),
+        ((16, 3), np.float32, 0),
+        ((16, 8, 3), np.int64, 0),  # tokens
+    ],
+)
+def test_images_whose_channels_are_last_are_pointed_at(shape: Sequence[int], dtype: type, sentences: int) -> None:
+    data = (np.ones((80, *shape), dtype), np.arange(80) % 4)
+    model = type("Flat", (torch.nn.Flatten,), {"forward": lambda self, x: x.flatten(1)[:, :4] * 1.0})()
+    found = [
+        text for text in build([*DATA[:2], *DATA[3:-1], *ROUNDS], data=data, model=model).warnings if "are read" in text
+    ]
+    assert len(found) == sentences
+    assert not found or found[0].startswith(
+        f"inputs of shape {list(shape)} are read as 16 channels of 8 x {shape[2]}: where the {shape[2]} are the"
+    )
+
+
+def test_a_run_of_which_nothing_will_be_scored_says_so_before_it_starts() -> None:
+    def of(*words: str, test: bool = False) -> list[str]:
+        half = (np.zeros((40, 3), np.float32), np.arange(40) % 4)
+        words = (*DATA[:2], "partition=iid", "model=mlp", *ROUNDS, *words)
+        found = build(words, data=(half, half) if test else half).warnings
+        return [text for text in found if "nothing will be scored" in text]
+
+    (sentence,) = of("partition.clients=10")
+    assert sentence == (
+        "nothing will be scored: none of 10 clients (of at most 4 training samples) has a test sample of its own, and "
+        "there are no central ones: lower partition.clients, raise partition.test_fraction, or give a test set"
+    )
+    assert of("partition.clients=8") == of("partition.clients=10", "partition.test_fraction=0.3") == []
+    assert of("partition.clients=10", test=True) == []
+
+
 def test_a_function_with_nearly_the_name_of_a_hook_is_pointed_at() -> None:
     def finish(self: Any, ctx: Any) -> None:
         self.gradients(ctx)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 
 from raysim.primitives.checks import above, at_least, between, in_range, one_of, require
@@ -35,6 +37,19 @@ def test_a_number_in_the_range_comes_back_and_another_is_answered_with_the_range
 def test_infinity_is_in_no_range(row: tuple[Callable[[float], float], list[float], list[float], str]) -> None:
     with pytest.raises(ValueError, match=r"^x=inf must be .*(finite|most 1|below 1|to 0.5)( and finite)?$"):
         row[0](math.inf)
+
+
+@pytest.mark.parametrize("value", ["a", None, [1], {}, 1j])
+def test_what_is_no_number_is_in_no_range(value: Any) -> None:
+    for check, _, _, words in RANGES:
+        with pytest.raises(ValueError, match=rf"^x={re.escape(repr(value))} must be a number, {words}$"):
+            check(value)
+    with pytest.raises(ValueError, match=r"does not exist: use one of 'cosine', 'linear'$"):
+        one_of("kind", value, {"cosine": 1, "linear": 2})
+
+
+def test_numbers_of_numpy_are_numbers() -> None:
+    assert [at_least("x", value, 0) for value in (np.float32(0.5), np.int64(3))] == [0.5, 3]
 
 
 def test_the_end_of_the_sentence_says_why() -> None:
