@@ -260,13 +260,13 @@ def _meant(given: argparse.Namespace, words: Sequence[str], option: str) -> str:
     return f"{names[near[0]]}={value or 'VALUE'}" if near else ""
 
 
-def _allowed(given: argparse.Namespace) -> argparse.Namespace:
-    """With the packages that --allow names at hand, and the options that they bring."""
+def _allowed(given: argparse.Namespace, elsewhere: bool = False) -> argparse.Namespace:
+    """With the packages that --allow names at hand, and the options that they bring. elsewhere: they may be there."""
     if getattr(given, "allow", None):
-        from raysim.experiment.plugins import brought
+        from raysim.experiment.plugins import allowed, brought
 
         sys.path.insert(0, os.getcwd())  # as `python` does for code of the user's own
-        given.conf = [*map(str, brought(given.allow)), *given.conf]
+        given.conf = [*map(str, (brought if elsewhere else allowed)(given.allow)), *given.conf]
     return given
 
 
@@ -548,7 +548,7 @@ def _submit(given: argparse.Namespace) -> int:
         named = words[0] if words else "nothing"
         raise Refused(f"submit {named}: {instead(named, submission.COMMANDS, 'what can be submitted is')}")
     sys.path[:0] = [str(Path(each).resolve().parent) for each in given.extra]  # where the job will find them
-    inner = _allowed(_parsed(words))
+    inner = _allowed(_parsed(words), elsewhere=True)
     command = submission.Command(words, inner.overrides, inner.conf, getattr(inner, "config", None))
     return submission.submit(command, given.address, given.extra, given.limit, given.runtime_env, not given.no_wait)
 
