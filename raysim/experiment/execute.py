@@ -207,6 +207,21 @@ def _settings(node: Node) -> tuple[RunSettings, ExecutionOptions]:
     return run, build_object(ExecutionOptions, {key: value for key, value in rest.items() if key in others}, "")
 
 
+def check_values(node: Node) -> None:
+    """Refuse values that no machine would take. Data, devices and code that is not raysim's own are not looked for."""
+    with refusing():
+        _settings(node)
+        parts = {group: node.get(group) for group in PARTS}
+        parts |= {f"{group}.{name}": part for group in LISTS for name, part in node[group].items()}
+        for path, part in parts.items():
+            if isinstance(part, Mapping) and str(part.get(TARGET)).startswith("raysim."):
+                cls = resolve(part[TARGET], path)
+                if issubclass(cls, Method):
+                    build_object(cls, part, path)
+                else:  # some constructors look at files
+                    arguments(cls, part, path)
+
+
 def build(
     config: Config = (),
     allow: Sequence[str] = (),
