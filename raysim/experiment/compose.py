@@ -487,7 +487,7 @@ class _Files(ConfigRepository):
         """Refuses a file of the user's own that is none of its group, which Hydra would say in words of its own."""
         source = self._find_object_source(config_path, ObjectType.CONFIG)
         if source not in (None, self.sources[0]):
-            _check_option(Path(source.path, f"{config_path}.yaml"), config_path.partition("/")[0])
+            load_option(Path(source.path, f"{config_path}.yaml"), config_path.partition("/")[0])
         return super().load_config(config_path)
 
     def _find_object_source(self, config_path: str, object_type: ObjectType | None) -> ConfigSource | None:
@@ -496,7 +496,8 @@ class _Files(ConfigRepository):
         return found[0 if config_path == "config" else -1] if found else None
 
 
-def _check_option(path: Path, group: str) -> None:
+def load_option(path: Path, group: str) -> Node:
+    """The file of an option. Raises Refused for one that is broken, or none of its group."""
     node = load_yaml(path, "mend it")
     if group in LISTS and not node:
         raise Refused(f"{path} is empty: name a class in it, or remove it")
@@ -505,6 +506,7 @@ def _check_option(path: Path, group: str) -> None:
             f"{path} begins with {TARGET}: a file of the group {group} begins with a name, such as {path.stem}:, and "
             "what it has is indented below"
         )
+    return node
 
 
 def _merged(parts: Sequence[tuple[str, DictConfig]]) -> DictConfig:
@@ -522,7 +524,7 @@ def _refuse_unknown(config: DictConfig, group: str, known: Groups, preset: str) 
     """A preset may speak of options that are not chosen, but not of ones that do not exist."""
     files = known.files[group]
     for name in config[group]:
-        if name not in files and not any(name in load_yaml(path) for path in files.values()):
+        if name not in files and not any(name in load_option(path, group) for path in files.values()):
             raise Refused(
                 f"experiment={preset} gives values to {group}.{name}, which does not exist: {instead(name, files)}"
             )

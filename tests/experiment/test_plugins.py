@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from raysim import cli
+from raysim.commands.methods import catalogue
 from raysim.commands.submit.package import Command, with_plugins
 from raysim.experiment.compose import compose, groups, plain
 from raysim.experiment.execute import build
@@ -174,6 +175,8 @@ def test_a_file_that_is_no_option_is_refused_where_it_is_asked_for(text: str, sa
     assert build(["method=quiet", *SMALL], allow=["quietly"]).spec.methods
     with pytest.raises(Refused, match=said):
         build(["method=quiet+bad", *SMALL], allow=["quietly"])
+    with pytest.raises(Refused, match=said):
+        catalogue(["quiet"], [str(package / "conf")], ["quietly"])
 
 
 def test_an_installed_package_cannot_take_the_name_of_an_option(package: Path) -> None:
