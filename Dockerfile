@@ -14,7 +14,7 @@ FROM python:${PYTHON}-slim
 ARG TORCH=cpu
 COPY --from=build /wheels /wheels
 RUN pip install --no-cache-dir torch torchvision --index-url https://download.pytorch.org/whl/${TORCH} \
-    && pip install --no-cache-dir /wheels/*.whl \
+    && pip install --no-cache-dir "$(ls /wheels/*.whl)[sweep]" \
     && rm -rf /wheels \
     && useradd --create-home raysim
 USER raysim

@@ -31,9 +31,15 @@ def listed_if_there(app: Sphinx, page: str, source: list[str]) -> None:
         source[0] = "\n".join(itertools.compress(lines, written))
 
 
+def from_a_page(app: Sphinx, page: str, source: list[str]) -> None:
+    """The guide to clusters is a page here, which is made of the file that readers of a checkout are sent to."""
+    source[0] = source[0].replace("](../jobs/README.md", "](reference/cluster.md")
+
+
 def setup(app: Sphinx) -> None:
     """Writes the pages that come from code and configuration before Sphinx reads any page."""
     import reference
 
     app.connect("builder-inited", lambda app: reference.write(Path(app.srcdir)))
     app.connect("source-read", listed_if_there)
+    app.connect("source-read", from_a_page)

@@ -2,8 +2,9 @@
 # One run on Slurm: `sbatch jobs/slurm.sh run method=fedprox out=/shared/runs/first`. Edit sizes and partition.
 #
 # Every node starts Ray, the first one runs the command, and all of them stop Ray when it ends. The words after the
-# script's name are those of the command without `raysim`; out= is on a file system that the nodes share. A job that Slurm
-# ends goes on with the same line and resume=latest; with `run --auto-resume` and `sbatch --requeue` it does so by itself.
+# script's name are those of the command without `raysim`; it joins that Ray (runtime=cluster) unless they name a runtime, and
+# out= is on a file system that the nodes share. A job that Slurm ends goes on with the same line and resume=latest; with
+# `run --auto-resume` and `sbatch --requeue` it does so by itself.
 #SBATCH --job-name=raysim
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=1
@@ -20,6 +21,11 @@ if [ $# -eq 0 ]; then
     exit 2
 fi
 
+joins=runtime=cluster
+for word in "$@"; do
+    if [[ $word == runtime=* ]]; then joins=""; fi
+done
+
 # The environment that has raysim: .venv of the folder where the job was submitted, unless RAYSIM_HOME names another.
 source "${RAYSIM_HOME:-$SLURM_SUBMIT_DIR}/.venv/bin/activate"
 
@@ -35,4 +41,4 @@ first="$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed -n 1p)"
 srun --nodes="$SLURM_NNODES" --ntasks="$SLURM_NNODES" \
     ray symmetric-run --address "$first:6379" --min-nodes "$SLURM_NNODES" \
     --num-cpus "$SLURM_CPUS_PER_TASK" --disable-usage-stats \
-    -- raysim "$@" runtime=cluster
+    -- raysim "$@" ${joins:+"$joins"}

@@ -49,7 +49,7 @@ examples:
                                           go on where it stopped: what is finished stays
   raysim study out=studies/mine resume=latest seed=0..9 --metric best5_mean
                                           more seeds, and another number to compare
-  raysim report studies/mine/runs/*       every run of it as a curve of its own
+  raysim report studies/mine              every run of it as a curve of its own
 
 The first method is the one that the others are compared to, seed by seed: mean difference, 95 % interval, paired
 t-test with Holm's correction, Wilcoxon's test from six seeds on. Where no method varies, the first key that does."""
@@ -260,13 +260,13 @@ def _meant(given: argparse.Namespace, words: Sequence[str], option: str) -> str:
     return f"{names[near[0]]}={value or 'VALUE'}" if near else ""
 
 
-def _allowed(given: argparse.Namespace) -> argparse.Namespace:
-    """With the packages that --allow names at hand, and the options that they bring."""
+def _allowed(given: argparse.Namespace, elsewhere: bool = False) -> argparse.Namespace:
+    """With the packages that --allow names at hand, and the options that they bring. elsewhere: they may be there."""
     if getattr(given, "allow", None):
-        from raysim.experiment.plugins import brought
+        from raysim.experiment.plugins import allowed, brought
 
         sys.path.insert(0, os.getcwd())  # as `python` does for code of the user's own
-        given.conf = [*map(str, brought(given.allow)), *given.conf]
+        given.conf = [*map(str, (brought if elsewhere else allowed)(given.allow)), *given.conf]
     return given
 
 
@@ -371,7 +371,7 @@ def _parser() -> Parser:
     new = add("new", "write a package of your own: a method, a model, data, ... with options and tests", NEW)
     new.add_argument("name", metavar="NAME", help="the package, and the folder that it is written into")
     report = add("report", "compare runs: one table, overlaid curves, one HTML page", REPORT)
-    report.add_argument("runs", nargs="*", metavar="RUN", help="folders that runs wrote")
+    report.add_argument("runs", nargs="*", metavar="RUN", help="folders that runs, studies and sweeps wrote")
     report.add_argument("--out", metavar="DIR", help="where the pictures and the page go (report)")
     form = report.add_mutually_exclusive_group()
     for name, text in {"latex": "for LaTeX (booktabs)", "csv": "as CSV, a row per run"}.items():
@@ -457,6 +457,7 @@ def _completions(prefix: str, parsed_args: argparse.Namespace, **_: object) -> l
 # --- commands -------------------------------------------------------------------------------------------------------
 def _run(given: argparse.Namespace) -> int:
     from raysim.experiment.compose import compose, plain, to_yaml
+    from raysim.experiment.many_runs import to_continue
 
     # before torch is imported: a typing mistake, and a folder of which nothing can come, are answered at once
     words = _going_on(given.overrides) if given.auto_resume else given.overrides
@@ -464,6 +465,8 @@ def _run(given: argparse.Namespace) -> int:
     if given.show:
         print(to_yaml(plain(config)), end="")
         return 0
+    if config["resume"] == "latest":
+        to_continue(config["out"])
     if isinstance(config["out"], str):
         with refusing():
             _check_folder(user_path(config["out"]), config["resume"], given)
@@ -494,17 +497,19 @@ def _going_on(words: Sequence[str]) -> list[str]:
 
 
 def _study(given: argparse.Namespace) -> int:
-    from rich.console import Console
-
-    from raysim.commands.study.report import check_metrics, report
-    from raysim.commands.study.runner import carry_out, check, plan, store
-    from raysim.commands.study.tracked import tracked
-    from raysim.results.progress import waiting
+    from raysim.commands.study.plan import plan
 
     if given.parallel < 1:
         raise Refused(f"--parallel {given.parallel} must be at least 1")
+    campaign = plan(given.overrides, given.conf)  # before torch is imported
+    from rich.console import Console
+
+    from raysim.commands.study.report import check_metrics, report
+    from raysim.commands.study.runner import carry_out, check, store
+    from raysim.commands.study.tracked import tracked
+    from raysim.results.progress import waiting
+
     check_metrics(given.metric)
-    campaign = plan(given.overrides, given.conf)
     campaign = check(campaign, given.allow, given.parallel)
     print("\n".join([str(campaign), *campaign.warnings]), flush=True)
     with refusing():
@@ -548,7 +553,7 @@ def _submit(given: argparse.Namespace) -> int:
         named = words[0] if words else "nothing"
         raise Refused(f"submit {named}: {instead(named, submission.COMMANDS, 'what can be submitted is')}")
     sys.path[:0] = [str(Path(each).resolve().parent) for each in given.extra]  # where the job will find them
-    inner = _allowed(_parsed(words))
+    inner = _allowed(_parsed(words), elsewhere=True)
     command = submission.Command(words, inner.overrides, inner.conf, getattr(inner, "config", None))
     return submission.submit(command, given.address, given.extra, given.limit, given.runtime_env, not given.no_wait)
 
@@ -615,7 +620,6 @@ def _report(given: argparse.Namespace) -> int:
         return _paper(given)
     if not given.runs:
         raise Refused("report needs the folders of runs, or --paper and the name of a published table")
-    from raysim.results.page import compare
     from raysim.results.report import as_csv, grouped, latex, results, scored, table
 
     with refusing():
@@ -627,6 +631,8 @@ def _report(given: argparse.Namespace) -> int:
             print(as_csv(groups) if given.form == "csv" else latex(results(groups), scored(runs)))
             return 0
         print(table(runs, _width()))
+        from raysim.results.page import compare  # which imports torch
+
         page = compare(grouped(runs), user_path(given.out or "report"))
     print(f"\ncurves and table: {page}")
     return 0
@@ -634,10 +640,10 @@ def _report(given: argparse.Namespace) -> int:
 
 def _loaded(runs: Sequence[str]) -> list[Run]:
     """Runs, without what a shell's runs/* finds beside them; says what it passes over and did not write itself."""
-    from raysim.results.report import load_run
+    from raysim.results.report import load_run, runs_in
     from raysim.results.tracking import ARTIFACTS
 
-    paths = [Path(run) for run in runs]
+    paths = [path for run in runs for path in runs_in(Path(run))]
     files = [path for path in paths if path.is_file()]
     other = [p for p in paths if p.is_dir() and not all((p / name).is_file() for name in RUN_FILES)]
     left = [path for path in paths if path not in (*files, *other)]

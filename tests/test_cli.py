@@ -228,10 +228,29 @@ def test_a_folder_below_a_file_is_refused(capsys: pytest.CaptureFixture[str]) ->
     assert "a is a file" in one_sentence(capsys.readouterr().err)
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["run", "resume=latest"], "resume=latest needs the folder of the run: add out=DIR"),
+        (["study", "method=fedavg,fedprx"], "method=fedprx does not exist: did you mean fedprox?"),
+        (["study", "method=fedavg", "roundz=3"], "roundz does not exist: did you mean rounds?"),
+        (["report", "nope"], "nope is no folder"),
+        (["report", "--paper", "fedbr/table1", "nope"], "nope is no folder"),
+    ],
+)
+def test_what_is_wrong_at_first_sight_is_said_before_torch_is_read(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in ("torch", "raysim.experiment.execute", "raysim.experiment.settings", "raysim.results.page"):
+        monkeypatch.setitem(sys.modules, module, None)
+    assert cli.call(words) == 2
+    assert said in one_sentence(capsys.readouterr().err)
+
+
 # --- resume -------------------------------------------------------------------------------------------------------
 def test_latest_without_a_checkpoint_starts_at_round_0_and_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     run("out=a", "resume=latest")
-    assert "starting at round 0" in capsys.readouterr().out
+    assert "nothing to continue in a, it is not there: starting at round 0" in capsys.readouterr().out
     run("out=b")
     assert bits("a") == bits("b")
 
@@ -726,6 +745,22 @@ def test_folders_that_are_no_run_are_passed_over(capsys: pytest.CaptureFixture[s
     assert "nowhere is no folder" in printed(["report", "nowhere", "runs/a"], capsys, status=2)
     assert cli.call(["report", *everything, "nowhere"]) == 2
     assert capsys.readouterr().err.count("raysim: ") == 1, "what is refused is said, and nothing besides"
+
+
+@pytest.mark.parametrize("kind", ["runs", "trials"])
+def test_a_study_and_a_search_are_reported_by_their_folders(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for seed, name in enumerate(("one", "two")):
+        run(f"out=many/{kind}/{name}", "rounds=2", f"seed={seed}")
+    Path("many", kind, "begun").mkdir()
+    Path("many/many.yaml").write_text("")
+    capsys.readouterr()
+    told = printed(["report", "many", "--csv"], capsys)
+    assert told == printed(["report", f"many/{kind}/one", f"many/{kind}/two", "--csv"], capsys)
+    assert ",one," in told and ",two," in told
+    for words in ((), ("--paper", "fedbr/table1")):
+        assert cli.call(["report", *words, "many"]) == 0
+    Path("many", kind).rename("many/others")
+    assert "many is no folder of a run" in printed(["report", "many"], capsys, status=2)
 
 
 LOST = """

@@ -20,7 +20,7 @@ from raysim import cli
 from raysim.commands.new import package
 from raysim.commands.papers.comparison import PAPER_RUNS
 from raysim.commands.papers.tables import tables
-from raysim.commands.study import runner
+from raysim.commands.study import plan
 from raysim.commands.sweep import search
 from raysim.experiment.compose import compose, plain
 from raysim.experiment.plugins import brought
@@ -170,7 +170,7 @@ def taken(words: list[str]) -> None:
     if words[0] in ("run", "partition"):
         compose(given.overrides, given.conf, getattr(given, "config", None))
     elif words[0] == "study" and not goes_on:
-        runner.plan([word for word in given.overrides if not word.startswith("out=")], given.conf)
+        plan.plan([word for word in given.overrides if not word.startswith("out=")], given.conf)
     elif words[0] == "sweep" and not goes_on:
         search.plan(given.overrides, given.conf)
     elif words[0] == "submit" and given.words:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from raysim.api.method import Method
-from raysim.experiment.compose import groups, load_yaml
+from raysim.experiment.compose import groups, load_option
 from raysim.experiment.describe import slots
 from raysim.experiment.execute import class_of
 from raysim.experiment.instantiate import TARGET, shown
@@ -41,7 +41,8 @@ def catalogue(words: Sequence[str] = (), conf: Sequence[str] = (), allow: Sequen
 
     conf: folders of options of one's own. allow: the packages whose classes they may name. Raises Refused.
     """
-    options = {option: load_yaml(path) for option, path in groups([*map(user_path, conf)]).files["method"].items()}
+    files = groups([*map(user_path, conf)]).files["method"]
+    options = {option: load_option(path, "method") for option, path in files.items()}
     text = inspect.cleandoc(fedavg.__doc__ or "")
     parts = {"fedavg": Part("fedavg", "fedavg", fedavg.PAPER, first_line(text), [text])}
     for option, nodes in options.items():

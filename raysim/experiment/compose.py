@@ -25,12 +25,13 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import ChoiceSweep, Override, RangeSweep
 from hydra.core.plugins import Plugins
 from hydra.errors import HydraException
-from hydra.plugins.config_source import ConfigSource
+from hydra.plugins.config_source import ConfigResult, ConfigSource
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from yaml import MarkedYAMLError
 
-from raysim.experiment.instantiate import shown
-from raysim.experiment.plugins import brought, installed
+from raysim.experiment.instantiate import TARGET, shown
+from raysim.experiment.plugins import brought, installed, unallowed
 from raysim.primitives.errors import Refused, first_line, instead, nearest
 from raysim.primitives.files import conf_folder, regular, user_path, without_password
 from raysim.primitives.stores import is_remote, parted, store
@@ -86,8 +87,6 @@ def groups(folders: Sequence[Path] = ()) -> Groups:
         state += [_as_it_is(path) for path in (root / "config.yaml", *paths)]
         for path in paths:
             group, *rest = path.relative_to(root).with_suffix("").parts
-            if root in folders and not load_yaml(path) and group in LISTS:
-                raise Refused(f"{path} is empty: name a class in it, or remove it")
             if group in NONE and path.stem == NONE[group]:
                 raise Refused(f"{path}: {group}={NONE[group]} means that there is none: give the file another name")
             if path.name.startswith("_"):  # what several options have in common
@@ -410,6 +409,8 @@ def _names(group: str, value: object, known: Groups) -> list[str]:
             raise Refused(f"{group}={joined(found)}: {name} means that there is no other {group}, leave it out")
         if not isinstance(name, str) or name not in options:
             said = "null" if name is None else str(name)
+            if (there := unallowed(group, said))[0]:
+                raise Refused(f"{group}={said} does not exist, but {there[1]} is here: add --allow {there[0]}")
             meant = f"did you mean model=torchvision model.name={said}?" if _is_foreign(group, said, valid) else ""
             raise Refused(f"{group}={said} does not exist: {meant or instead(str(name), valid)}")
         if names.count(name) > 1:
@@ -440,6 +441,8 @@ def _composed(options: tuple[tuple[str, tuple[str, ...]], ...], known: Groups, r
     try:
         parts, choices = _parts(list(words.values()), roots)
         config = _merged(parts)
+    except Refused:
+        raise
     except Exception as error:
         if len(_roots(roots)) == 1 and not isinstance(error, (HydraException, OmegaConfBaseException)):
             raise
@@ -490,10 +493,30 @@ def _parts(words: Sequence[str], roots: Sequence[Path]) -> tuple[list[tuple[str,
 class _Files(ConfigRepository):
     """Of several folders with a file Hydra takes the first, here the last counts; but raysim's own at the top."""
 
+    def load_config(self, config_path: str) -> ConfigResult | None:
+        """Refuses a file of the user's own that is none of its group, which Hydra would say in words of its own."""
+        source = self._find_object_source(config_path, ObjectType.CONFIG)
+        if source not in (None, self.sources[0]):
+            load_option(Path(source.path, f"{config_path}.yaml"), config_path.partition("/")[0])
+        return super().load_config(config_path)
+
     def _find_object_source(self, config_path: str, object_type: ObjectType | None) -> ConfigSource | None:
         is_file = object_type == ObjectType.CONFIG
         found = [s for s in self.sources if (s.is_config(config_path) if is_file else s.is_group(config_path))]
         return found[0 if config_path == "config" else -1] if found else None
+
+
+def load_option(path: Path, group: str) -> Node:
+    """The file of an option. Raises Refused for one that is broken, or none of its group."""
+    node = load_yaml(path, "mend it")
+    if group in LISTS and not node:
+        raise Refused(f"{path} is empty: name a class in it, or remove it")
+    if group in LISTS and TARGET in node:
+        raise Refused(
+            f"{path} begins with {TARGET}: a file of the group {group} begins with a name, such as {path.stem}:, and "
+            "what it has is indented below"
+        )
+    return node
 
 
 def _merged(parts: Sequence[tuple[str, DictConfig]]) -> DictConfig:
@@ -511,7 +534,7 @@ def _refuse_unknown(config: DictConfig, group: str, known: Groups, preset: str) 
     """A preset may speak of options that are not chosen, but not of ones that do not exist."""
     files = known.files[group]
     for name in config[group]:
-        if name not in files and not any(name in load_yaml(path) for path in files.values()):
+        if name not in files and not any(name in load_option(path, group) for path in files.values()):
             raise Refused(
                 f"experiment={preset} gives values to {group}.{name}, which does not exist: {instead(name, files)}"
             )
@@ -536,6 +559,8 @@ def _unknown(config: DictConfig, node: Any, path: list[str], part: str, key: str
         return f"{key} does not exist: {_anywhere(config, key, known)}"
     option = config.choices.get(path[0])
     if path[0] in LISTS and len(path) == 1:
+        if part == NONE.get(path[0]):
+            return f"{key} does not exist: {part} has no values of its own, it is what remains without any {path[0]}"
         if part in known.files[path[0]]:
             now, both = joined(option, path[0]), joined([*option, part])
             return f"{key} has no effect because {part} is not in {where}={now}: write {where}={both}"
@@ -589,8 +614,11 @@ def to_yaml(config: Node) -> str:
     return without_password(str(OmegaConf.to_yaml(OmegaConf.create(config))))
 
 
-def load_yaml(path: Path) -> Node:
-    """A stored configuration. Raises Refused where the file is broken, or holds anything but names and their values."""
+def load_yaml(path: Path, mend: str = "restore it, or start in a new folder") -> Node:
+    """A stored configuration. Raises Refused where the file is broken, or holds anything but names and their values.
+
+    mend: what to do about it.
+    """
     try:
         node = OmegaConf.to_container(OmegaConf.load(regular(path)))
         if not isinstance(node, dict) or not _has_text_keys(node):
@@ -598,10 +626,15 @@ def load_yaml(path: Path) -> Node:
         if "${oc.env" in str(node).replace(" ", ""):
             raise ValueError("it reads the environment, which would be stored with the results; write the value itself")
     except Exception as error:  # a damaged file fails in the YAML reader in many ways
-        raise Refused(
-            f"{path} cannot be read ({first_line(error).rstrip('.:')}): restore it, or start in a new folder"
-        ) from error
+        raise Refused(f"{path} cannot be read ({_reason(error)}): {mend}") from error
     return cast(Node, node)
+
+
+def _reason(error: Exception) -> str:
+    """Why a file cannot be read, with the place in it where YAML knows one."""
+    if isinstance(error, MarkedYAMLError) and error.problem and (mark := error.problem_mark):
+        return f"line {mark.line + 1}, column {mark.column + 1}: {error.problem}"
+    return first_line(error).rstrip(".:")
 
 
 def _has_text_keys(node: object) -> bool:

@@ -32,7 +32,7 @@ from raysim.experiment.compose import LISTS, Node, compose, load_yaml, plain, to
 from raysim.experiment.describe import overview
 from raysim.experiment.instantiate import TARGET, arguments, build as build_object, imported, resolve, shown
 from raysim.experiment.objects import PARTS, Given, given, refuse_missing
-from raysim.experiment.plugins import brought
+from raysim.experiment.plugins import allowed
 from raysim.experiment.recorder import OnRound, finished, record, say, users_observers
 from raysim.experiment.result import Result
 from raysim.experiment.run_folder import CONFIG, Place, apart, config_drafts, last_checkpoint, place
@@ -175,6 +175,7 @@ def _device(asked: str, elsewhere: bool) -> str:
 
 def _plain(config: Config, allow: Sequence[str], settings: Mapping[str, object] | None = None) -> Node:
     """The configuration that words or values say, or that one with these values."""
+    folders = allowed(allow)
     if isinstance(config, (DictConfig, Mapping)):
         node, settings = plain(config), dict(settings or {})
         if settings.get("method") == []:  # objects take the place of its methods
@@ -183,7 +184,7 @@ def _plain(config: Config, allow: Sequence[str], settings: Mapping[str, object] 
             raise Refused(f"{next(iter(settings))}=... has no effect beside a whole configuration: set it in that one")
         return node
     words = shlex.split(config) if isinstance(config, str) else config
-    return plain(compose(words, brought(allow), settings=settings))
+    return plain(compose(words, folders, settings=settings))
 
 
 def partition(config: Config = (), allow: Sequence[str] = ()) -> FederatedData:
@@ -204,6 +205,21 @@ def _settings(node: Node) -> tuple[RunSettings, ExecutionOptions]:
             raise Refused(f"{key} does not exist: {instead(key, sorted(ours | others), 'a run has')}")
     run = build_object(RunSettings, {key: value for key, value in rest.items() if key in ours}, "")
     return run, build_object(ExecutionOptions, {key: value for key, value in rest.items() if key in others}, "")
+
+
+def check_values(node: Node) -> None:
+    """Refuse values that no machine would take. Data, devices and code that is not raysim's own are not looked for."""
+    with refusing():
+        _settings(node)
+        parts = {group: node.get(group) for group in PARTS}
+        parts |= {f"{group}.{name}": part for group in LISTS for name, part in node[group].items()}
+        for path, part in parts.items():
+            if isinstance(part, Mapping) and str(part.get(TARGET)).startswith("raysim."):
+                cls = resolve(part[TARGET], path)
+                if issubclass(cls, Method):
+                    build_object(cls, part, path)
+                else:  # some constructors look at files
+                    arguments(cls, part, path)
 
 
 def build(

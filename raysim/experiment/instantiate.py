@@ -9,6 +9,7 @@ import dataclasses
 import importlib
 import inspect
 import math
+import sys
 import types
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -44,6 +45,10 @@ def imported(target: object, path: str, allow: Sequence[str] = ()) -> object:
     prefixes = tuple(f"{prefix.rstrip('.')}." for prefix in ("raysim", *allow, *installed()))
     if not isinstance(target, str) or not target.startswith(prefixes):
         package = str(target).partition(".")[0]
+        if package in sys.stdlib_module_names:
+            raise Refused(
+                f"{place} lies outside raysim, in Python itself: name a class of raysim, or of a package of your own"
+            )
         raise Refused(f"{place} lies outside raysim: allow its code to run with --allow {package}, if you trust it")
     module, _, name = target.rpartition(".")
     try:

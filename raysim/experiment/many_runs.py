@@ -68,6 +68,13 @@ def check_free(folder: Path) -> None:
         raise Refused(f"out={folder} exists already: choose another folder, or continue it with resume=latest")
 
 
+def to_continue(out: str | None) -> str:
+    """The folder of a run that resume=latest continues; refuses none."""
+    if not out:
+        raise Refused("resume=latest needs the folder of the run: add out=DIR")
+    return out
+
+
 def asked_to_continue(words: Sequence[str], what: str) -> bool:
     """Whether the words of a command ask to go on with what a folder holds; refuses anything but out=DIR and latest."""
     resume = [word for word in words if word.partition("=")[0] == "resume"]

@@ -9,7 +9,10 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import os
+import sys
 from collections.abc import Sequence
+from importlib.machinery import ModuleSpec
 from importlib.metadata import entry_points
 from pathlib import Path
 
@@ -22,6 +25,30 @@ GROUP = "raysim.plugins"
 def installed() -> tuple[str, ...]:
     """The packages that say by an entry point that they bring parts, by name."""
     return tuple(sorted({point.value for point in entry_points(group=GROUP)}))
+
+
+def allowed(packages: Sequence[str]) -> list[Path]:
+    """The folders `conf` that lie inside these packages, which are also looked for in the current folder.
+
+    Raises Refused for one that is nowhere.
+    """
+    if packages and not {"", here := os.getcwd()} & {*sys.path}:
+        sys.path.append(here)  # behind the folder of the user's own script
+    for package in packages:
+        if (root := package.partition(".")[0]) not in sys.modules and not _spec(root):
+            raise Refused(
+                f"there is no package {package} to allow: correct its name, install it, or go to the folder where it is"
+            )
+    return brought(packages)
+
+
+def unallowed(group: str, option: str) -> tuple[str, str]:
+    """A package in the current folder that has an option, and the file that it is in; empty where there is none."""
+    for file in sorted(Path().glob(f"*/conf/{group}/**/*.yaml")):
+        package, _, _, *name = file.with_suffix("").parts
+        if "/".join(name) == option and Path(package, "__init__.py").is_file():
+            return package, str(file)
+    return "", ""
 
 
 def brought(packages: Sequence[str]) -> list[Path]:
@@ -39,9 +66,14 @@ def brought(packages: Sequence[str]) -> list[Path]:
 
 
 def _places(package: str) -> list[str]:
-    """Where a package lies, without importing it; nothing for a single file, or for what is not there."""
-    try:
-        spec = importlib.util.find_spec(package)
-    except (ImportError, ValueError):
-        return []
+    """Where a package lies; nothing for a single file, or for what is not there."""
+    spec = _spec(package)
     return list(spec.submodule_search_locations or ()) if spec else []
+
+
+def _spec(package: str) -> ModuleSpec | None:
+    """What Python knows of a package without importing it; None for what is not there."""
+    try:
+        return importlib.util.find_spec(package)
+    except (ImportError, ValueError):
+        return None

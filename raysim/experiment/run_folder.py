@@ -9,7 +9,7 @@ from pathlib import Path
 
 from raysim.experiment.compose import Node, load_yaml
 from raysim.experiment.instantiate import shown
-from raysim.experiment.many_runs import check_free, dated_folder
+from raysim.experiment.many_runs import check_free, dated_folder, to_continue
 from raysim.experiment.settings import Experiment
 from raysim.primitives.errors import Refused
 from raysim.primitives.files import HELD, if_there, user_path, without_password
@@ -79,9 +79,7 @@ def place(experiment: Experiment) -> Place:
         return Place(folder)
     if options.resume != "latest":
         return _continued(experiment, options.resume)
-    if not options.out:
-        raise Refused("resume=latest needs the folder of the run: add out=DIR")
-    folder = user_path(options.out)
+    folder = user_path(to_continue(options.out))
     if folder.exists() and not (folder / CONFIG).is_file() and not _just_begun(folder):
         raise Refused(f"out={folder} is not the folder of a run: choose another one, or leave resume out")
     _check_writable(folder, kept)
@@ -90,7 +88,12 @@ def place(experiment: Experiment) -> Place:
     if (done := _rounds_done(folder)) >= rounds:
         return Place(folder, True, finished=True, note=f"{folder} has finished its {done} rounds: nothing to do")
     if not (last := last_checkpoint(folder, kept)):
-        return Place(folder, folder.exists(), note=f"{folder} has no checkpoint yet: starting at round 0")
+        what = (
+            f"{folder} has no checkpoint yet"
+            if folder.exists()
+            else f"nothing to continue in {folder}, it is not there"
+        )
+        return Place(folder, folder.exists(), note=f"{what}: starting at round 0")
     return _from(last, Place(folder, folder.exists()), rounds)
 
 

@@ -409,13 +409,24 @@ class Tracking(Observer):
             if (model := served(self._spec, run.folder / "model.safetensors")) is not None:
                 save_model(*model, run.folder)
         except Exception as error:  # of a tracer that many models are too much for
-            self._note(f"MLflow gets the model's weights alone, as it cannot be traced: {first_line(error)}")
+            self._note(f"MLflow gets the model's weights alone, as {_why(error)}")
         self._tracker.finish(_scores(run), [*files, *run.pictures])
 
     def on_stop(self, run: CurrentRun, error: BaseException) -> None:
         """Send the rest, and how it ended."""
         status = "KILLED" if isinstance(error, KeyboardInterrupt) else "FAILED"
         self._tracker.finish(_scores(run), status=status)
+
+
+def _why(error: Exception) -> str:
+    """Why a model could not be written as a program."""
+    if not isinstance(error, OSError):
+        return f"it cannot be traced: {first_line(error)}"
+    try:
+        Path.cwd()
+    except FileNotFoundError:  # which an error without a name is most often about
+        return "the folder that this process works in is gone"
+    return f"a file fails: {first_line(error)}"
 
 
 def _scores(run: CurrentRun) -> dict[str, object]:

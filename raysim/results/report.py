@@ -103,6 +103,12 @@ def load_run(folder: Path) -> Run:
     return Run(folder.resolve().name, _read(folder / "config.yaml", _yaml), rows, summary, folder, finished)
 
 
+def runs_in(folder: Path) -> list[Path]:
+    """The runs of a study and the trials of a search, by its folder; any other path alone."""
+    found = [path.parent for kind in ("runs", "trials") for path in folder.glob(f"{kind}/*/history.parquet")]
+    return sorted(found) or [folder]
+
+
 def _yaml(text: str) -> object:
     import yaml
 

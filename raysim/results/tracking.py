@@ -523,7 +523,7 @@ def replay(
         record["run_id"] = server.open(record)
         write_json(record, folder / RECORD)
         server.describe(record)
-        server.send(merge(history, backlog))
+        server.send(rows := merge(history, backlog))
         if record.get("summary") is not None:
             server.close(record, folder)
             record["done"] = True
@@ -535,6 +535,7 @@ def replay(
         return False
     write_json(record, folder / RECORD)
     (folder / BACKLOG).unlink(missing_ok=True)
+    say(f"sent to MLflow at {without_password(uri)}, which has all {len(rows)} rounds of {folder} now")
     return True
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from raysim.commands.study.runner import plan
+from raysim.commands.study.plan import plan
 from raysim.experiment.compose import conf_folder
 
 SCRIPT = conf_folder().parent / "jobs" / "studies.sh"

@@ -19,7 +19,8 @@ import pytest
 
 from raysim import cli
 from raysim.commands.study import report as campaign_report
-from raysim.commands.study.runner import Campaign, Cell, carry_out, check, plan, store
+from raysim.commands.study.plan import Campaign, Cell, plan
+from raysim.commands.study.runner import carry_out, check, store
 from raysim.experiment.execute import run as run_alone
 from raysim.experiment.settings import Interrupted
 from raysim.results.report import Run

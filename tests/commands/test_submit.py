@@ -72,6 +72,7 @@ def test_the_package_is_what_a_job_needs_and_nothing_else(tmp_path: Path) -> Non
         "pyproject.toml",
         "raysim",
     ]
+    assert not (tmp_path / "raysim/commands/papers/results").exists(), "half of the package, and nothing for a job"
     program = (
         "import raysim.experiment.compose as c; print(c.__file__, c.conf_folder(), c.compose(['rounds=7'])['rounds'])"
     )
@@ -171,6 +172,44 @@ def test_a_typing_mistake_is_answered_before_anything_is_uploaded(capsys: pytest
     assert ended.value.code == 2
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["rounds=ten"],
+        ["local.lr=fast"],
+        ["runtime.hosts=-1"],
+        ["method=fedprox", "method.fedprox.mu=big"],
+        ["method=fedprox", "method.fedprox.mu=-1.5"],
+        ["partition.alpha=some"],
+        ["schedule.cohort=1.5"],
+    ],
+    ids=str,
+)
+def test_a_wrong_value_is_answered_before_anything_is_uploaded(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.call(["submit", "run", "out=/s/a", *words]) == 2
+    told = capsys.readouterr()
+    assert told.err.startswith(f"raysim: {words[-1]} must be ") and not told.out
+
+
+def test_what_only_the_nodes_have_is_not_judged_here(tmp_path: Path) -> None:
+    words = ["run", "out=/s/a", "device=cuda", "data=parquet", "data.root=/nowhere", "model.norm=group"]
+    check_command(command(*words), pieces())
+    text = "mine: {_target_: ofnodes.Mine, mu: 1}\n"
+    (tmp_path / "method").mkdir()
+    (tmp_path / "method" / "mine.yaml").write_text(text)
+    check_command(command("run", "out=/s/a", "method=mine", conf=[str(tmp_path)]), pieces())
+
+
+def test_of_a_jobs_output_rays_own_first_lines_are_left_out() -> None:
+    from raysim.commands.submit.job_server import OF_RAY
+
+    rays = "2026-01-01 10:00:00,123\tINFO job_manager.py:581 -- Runtime env is setting up.\n"
+    rays += "Running entrypoint for job raysubmit_a: python -m raysim run\n"
+    assert OF_RAY.sub("", f"{rays}methods   fedavg\nround 1\n") == "methods   fedavg\nround 1\n"
+
+
 def test_folders_of_options_must_be_packed() -> None:
     with pytest.raises(Refused, match="--conf mine/conf is not in the package: add --with mine"):
         check_command(command("run", "out=/s/a", conf=["mine/conf"]), pieces())
@@ -179,7 +218,7 @@ def test_folders_of_options_must_be_packed() -> None:
 def test_the_jobs_environment_is_read_from_a_file_without_a_working_directory(tmp_path: Path) -> None:
     assert runtime_env(None) == {}
     found = runtime_env(str(ROOT / "jobs" / "runtime_env.yaml"))
-    assert found["pip"] == ["${RAY_RUNTIME_ENV_CREATE_WORKING_DIR}"] and "RAYSIM_CACHE" in found["env_vars"]
+    assert found["pip"] == ["${RAY_RUNTIME_ENV_CREATE_WORKING_DIR}[sweep]"] and "RAYSIM_CACHE" in found["env_vars"]
     for text, reason in (("working_dir: .", "leave it out"), ("- a", "no keys"), ("a: [", "no YAML")):
         (path := tmp_path / "env.yaml").write_text(text)
         with pytest.raises(Refused, match=reason):
@@ -215,12 +254,17 @@ def test_what_is_no_job_server_is_refused(given: str) -> None:
         jobs.address(given)
 
 
-def test_one_sentence_where_no_cluster_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_sentence_where_no_cluster_answers(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     from raysim.commands.submit import job_server as jobs
 
     monkeypatch.delenv("RAY_AUTH_TOKEN_PATH", raising=False)
     with pytest.raises(ValueError, match="no cluster answers there"):
-        jobs.connect(f"http://127.0.0.1:{free_ports(1)[0]}")
+        jobs.connect(url := f"http://127.0.0.1:{free_ports(1)[0]}")
+    assert cli.call(["submit", "--address", url, "run", "out=/s/a"]) == 2
+    told = capsys.readouterr()
+    assert "no cluster answers there" in told.err and not told.out, "nothing is uploaded"
 
 
 @pytest.mark.slow  # Ray keeps the token that a process found first, and this one may have found another
@@ -384,6 +428,7 @@ def test_the_helper_shows_a_run_with_the_users_own_code_on_every_node_and_return
     assert ran.returncode == 0, ran.stdout + ran.stderr
     lines = ran.stdout.splitlines()
     assert lines[0].startswith("to upload: ") and " MB (raysim " in lines[0]
+    assert "job_manager" not in ran.stdout and "Running entrypoint" not in ran.stdout, "Ray's own lines say nothing"
     assert "round 2/2" in ran.stdout and "results are in" in lines[-2]
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["rounds"] == 2
 
@@ -414,6 +459,7 @@ def test_a_wrong_token_and_none_are_each_one_sentence(cluster: Cluster, tmp_path
     (wrong := tmp_path / "wrong").write_text(secrets.token_hex(32))
     ran = cluster.submit("run", *RUN, "out=/s/a", RAY_AUTH_TOKEN_PATH=str(wrong))
     assert ran.returncode == 2 and f"refuses the token in RAY_AUTH_TOKEN_PATH={wrong}" in ran.stderr, ran.stderr
+    assert "to upload" not in ran.stdout
     ran = cluster.submit("run", *RUN, "out=/s/a", RAY_AUTH_MODE="disabled")
     assert ran.returncode == 2 and "asks for its token, and this process has none" in ran.stderr, ran.stderr
 
@@ -429,6 +475,7 @@ def test_the_cluster_file_is_what_ray_up_takes_and_keeps_the_token_on() -> None:
     starts = [line for key in ("head", "worker") for line in found[f"{key}_start_ray_commands"] if "ray start" in line]
     assert len(starts) == 2 and all(line.startswith("RAY_AUTH_MODE=token ") for line in starts)
     assert "~/.ray/auth_token" in found["file_mounts"]
+    assert "**/data" not in found["rsync_exclude"], "raysim/data is a part of the package"
 
 
 def rayjob() -> tuple[dict[str, Any], dict[str, Any]]:
@@ -490,6 +537,10 @@ def test_the_slurm_script_gives_all_nodes_one_token_and_the_first_one_the_comman
     assert lines[:3] == [f"srun --nodes=2 --ntasks=2 {called} {command}", f"{called} {command}", "token 65"]
     assert lines[3].startswith("-rw-------")
     assert not list(tmp_path.glob(".ray-token-*"))
+    named = subprocess.run(
+        [*script, "run", "runtime=inprocess", "out=a b"], env=environment, capture_output=True, text=True
+    )
+    assert named.stdout.splitlines()[1] == f"{called} -- raysim run runtime=inprocess out=a b", "the words' own counts"
     nothing = subprocess.run(script, env=environment, capture_output=True, text=True)
     assert nothing.returncode == 2 and "name a command" in nothing.stderr
 

@@ -12,7 +12,7 @@ import fsspec
 import pytest
 
 import raysim
-from raysim.commands.study.runner import plan
+from raysim.commands.study.plan import plan
 from raysim.primitives.errors import Refused
 from raysim.primitives.files import held
 from raysim.primitives.stores import store

@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 
 from raysim import cli
+from raysim.commands.methods import catalogue
 from raysim.commands.submit.package import Command, with_plugins
 from raysim.experiment.compose import compose, groups, plain
+from raysim.experiment.execute import build
 from raysim.experiment.instantiate import resolve
 from raysim.experiment.plugins import brought, installed
 from raysim.primitives.errors import Refused
@@ -119,6 +121,64 @@ def test_what_is_no_package_brings_nothing(package: Path) -> None:
     assert brought(["quietly", "quietly.parts"]) == [package / "conf"]
 
 
+@pytest.mark.parametrize("words", ["method=quiet", "method=fedprox+quiet", "method=quiet,fedprox"])
+def test_a_forgotten_option_names_the_package_that_is_here(
+    words: str, package: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.call(["study" if "," in words else "run", words]) == 2
+    told = "raysim: method=quiet does not exist, but quietly/conf/method/quiet.yaml is here: add --allow quietly\n"
+    assert capsys.readouterr().err == told
+    (package / "__init__.py").unlink()
+    assert cli.call(["run", "method=quiet"]) == 2
+    assert "--allow" not in capsys.readouterr().err, "what Python does not take for a package is none"
+
+
+def test_a_package_that_is_nowhere_is_named(package: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.call(["run", "--allow", "quitely", "method=quiet"]) == 2
+    assert capsys.readouterr().err.startswith("raysim: there is no package quitely to allow: ")
+    with pytest.raises(Refused, match=r"there is no package quitely\.parts to allow"):
+        build("rounds=1", allow=["quitely.parts"])
+    assert brought(["quitely"]) == [], "a job is told by the nodes, which may have it"
+
+
+def test_a_package_is_allowed_from_the_current_folder_in_python_too(
+    package: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    around = package.parent / "around" / "quietly"
+    around.mkdir(parents=True)
+    inner = package.rename(around / "quietly")
+    monkeypatch.setattr(sys, "path", [str(around.parent), *(each for each in sys.path if each)])  # of `python ../t.py`
+    with pytest.raises(Refused, match=f"is one folder further in, {inner}: go to {around} first"):
+        build("method=quiet", allow=["quietly"])
+    monkeypatch.chdir(around)
+    experiment = build(["method=quiet", *SMALL], allow=["quietly"])
+    assert [method.name for method in experiment.spec.methods] == ["quiet"]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("bad:\n  _target_: quietly.Quiet\n   mu: 1\n", r"cannot be read \(line 3, column 6: mapping .*\): mend it"),
+        (
+            "_target_: quietly.Quiet\n",
+            r"begins with _target_: a file of the group method begins with a name, such as bad",
+        ),
+        ("", "is empty: name a class in it, or remove it"),
+        (
+            "bad: {_target_: os.system}\n",
+            r"method\.bad\._target_=os\.system lies outside raysim, in Python itself: name a",
+        ),
+    ],
+)
+def test_a_file_that_is_no_option_is_refused_where_it_is_asked_for(text: str, said: str, package: Path) -> None:
+    (package / "conf" / "method" / "bad.yaml").write_text(text)
+    assert build(["method=quiet", *SMALL], allow=["quietly"]).spec.methods
+    with pytest.raises(Refused, match=said):
+        build(["method=quiet+bad", *SMALL], allow=["quietly"])
+    with pytest.raises(Refused, match=said):
+        catalogue(["quiet"], [str(package / "conf")], ["quietly"])
+
+
 def test_an_installed_package_cannot_take_the_name_of_an_option(package: Path) -> None:
     (package / "conf" / "method" / "fedprox.yaml").write_text("fedprox: {_target_: quietly.Quiet}\n")
     install(package)
@@ -158,5 +218,8 @@ def test_an_observer_by_its_name_follows_the_run_and_its_continuation(
     assert capsys.readouterr().out == "lap 2 is over\n"
     assert cli.call([*allowed, "out=run", "resume=latest", "rounds=3", "observer=[]"]) == 0
     assert capsys.readouterr().out == ""
+    assert cli.call(["run", "observer=diary", *SMALL]) == 2
+    assert "quietly/conf/observer/diary.yaml is here: add --allow quietly\n" in capsys.readouterr().err
+    (package / "conf" / "observer" / "diary.yaml").unlink()
     assert cli.call(["run", "observer=diary", *SMALL]) == 2
     assert "observer=diary does not exist: the valid ones are tensorboard, wandb\n" in capsys.readouterr().err

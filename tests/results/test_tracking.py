@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import subprocess
 import sys
 import threading
@@ -11,6 +12,7 @@ from collections.abc import Sequence
 from getpass import getuser
 from pathlib import Path
 from typing import TYPE_CHECKING
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -19,6 +21,7 @@ from safetensors.torch import save_file
 from raysim.experiment.compose import compose, plain, to_yaml
 from raysim.experiment.execute import build, run
 from raysim.results.history import Row, write_history
+from raysim.results.observers import Tracking
 from raysim.results.served import served
 from raysim.results.tracking import (
     BACKLOG,
@@ -191,7 +194,8 @@ def test_a_server_that_stays_away_leaves_all_rows_on_disk_and_a_replay_sends_the
     assert kept == [1, 2, 3]
     assert not replay(tmp_path / "run", say=said.append, connect=shelf.connect)
     shelf.down = False
-    assert replay(tmp_path / "run", connect=shelf.connect)
+    assert replay(tmp_path / "run", say=said.append, connect=shelf.connect)
+    assert re.fullmatch(rf"sent to MLflow at .*, which has all 3 rounds of {tmp_path / 'run'} now", said[-1])
     assert (shelf.steps, shelf.closed) == ([1, 2, 3], 1)
     assert not (tmp_path / "run" / BACKLOG).exists()
     assert replay(tmp_path / "run", connect=shelf.connect)  # nothing is left
@@ -277,6 +281,26 @@ def test_whatever_the_server_raises_the_run_goes_on(tmp_path: Path) -> None:
     made.finish({}, [tmp_path / "missing.png"])
     assert "(a bug of somebody else)" in said[-1]
     assert len((tmp_path / BACKLOG).read_text().splitlines()) == 3
+
+
+def test_a_model_that_is_not_sent_has_the_reason_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def told(error: Exception) -> str:
+        def fail(*_: object) -> None:
+            raise error
+
+        monkeypatch.setattr("raysim.results.observers.served", fail)
+        said: list[str] = []
+        observer = Tracking(NoTracker(), {}, {}, Mock(), said.append, Mock())
+        observer._send(Mock(folder=tmp_path, pictures=[], rows=[], facts={}, summary=dict))
+        return said[0].partition(" alone, as ")[2]
+
+    assert told(RuntimeError("a loop\nof some length")) == "it cannot be traced: a loop"
+    missing = FileNotFoundError(2, "No such file or directory", "model.safetensors")
+    assert told(missing) == "a file fails: [Errno 2] No such file or directory: 'model.safetensors'"
+    (gone := tmp_path / "gone").mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    assert told(FileNotFoundError(2, "No such file or directory")) == "the folder that this process works in is gone"
 
 
 def test_nested_settings_become_dotted_names() -> None:

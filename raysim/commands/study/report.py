@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from raysim.commands.study.runner import Campaign, Cell
+from raysim.commands.study.plan import Campaign, Cell
 from raysim.experiment.many_runs import score, short_names
 from raysim.primitives.checks import known
 from raysim.primitives.errors import Refused, instead

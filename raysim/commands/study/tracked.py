@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from raysim.commands.study.runner import Campaign
+from raysim.commands.study.plan import Campaign
 from raysim.primitives.files import from_json
 from raysim.results.tracking import Tracker, origin
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import re
 import socket
 import sys
 import time
@@ -20,6 +21,9 @@ from ray.exceptions import AuthenticationError
 from ray.job_submission import JobStatus, JobSubmissionClient
 
 PORT = 8265  # where Ray's dashboard and job server listen
+OF_RAY = re.compile(
+    r"^(.*INFO job_manager\.py:\d+ -- |Running entrypoint for job ).*\n", re.MULTILINE
+)  # before the job's
 PATIENCE = 5.0  # seconds until a machine that does not answer is given up
 
 
@@ -100,7 +104,7 @@ def follow(client: JobSubmissionClient, job: str, write: Callable[[str], object]
 
     async def pass_on() -> None:
         async for text in client.tail_job_logs(job):
-            write(text)
+            write(OF_RAY.sub("", text))
 
     try:
         asyncio.run(pass_on())

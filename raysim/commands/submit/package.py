@@ -20,7 +20,7 @@ from typing import Any
 
 import yaml
 
-from raysim.experiment.compose import compose, config_folders, groups
+from raysim.experiment.compose import compose, config_folders, groups, plain
 from raysim.experiment.plugins import brought, installed
 from raysim.primitives.errors import Refused, refusing
 from raysim.primitives.files import conf_folder, user_path
@@ -28,6 +28,7 @@ from raysim.primitives.files import conf_folder, user_path
 COMMANDS = ("run", "study", "sweep")
 PROJECT = ("pyproject.toml", "README.md", "LICENSE")  # what building the package takes
 MB = 1_000_000
+RESULTS = "raysim/commands/papers/results/"  # of published tables: half of the package, and nothing for a job
 LARGEST = 5  # files that are named when there is too much
 
 
@@ -47,7 +48,7 @@ def pieces(extra: Sequence[str | Path] = ()) -> list[Piece]:
     Hidden files and byte code stay behind. Raises Refused.
     """
     package = Path(__file__).resolve().parents[2]
-    found = _below(package)
+    found = [piece for piece in _below(package) if not piece.name.startswith(RESULTS)]
     if (conf := conf_folder()).parent != package:  # a checkout
         found += _below(conf)
         found += [_piece(path, path.name) for name in PROJECT if (path := package.parent / name).is_file()]
@@ -195,7 +196,10 @@ def check_command(command: Command, found: Sequence[Piece]) -> None:
             )
     files = [*command.conf, *([command.config] if command.config else [])]
     if command.words[0] == "run" and all(user_path(path).exists() for path in files):
-        compose(command.overrides, command.conf, command.config)
+        config = compose(command.overrides, command.conf, command.config)
+        from raysim.experiment.execute import check_values
+
+        check_values(plain(config))
 
 
 def runtime_env(path: str | None) -> dict[str, Any]:
@@ -232,13 +236,13 @@ def submit(
     found = pieces(extra)
     check_command(command, found)
     env = runtime_env(environment)
-    _say(f"to upload: {size(found)}")
     check_size(found, limit)
     from raysim.commands.submit import job_server as jobs
 
     with refusing():
         url = jobs.address(address)
         client = jobs.connect(url)
+    _say(f"to upload: {size(found)}")
     with tempfile.TemporaryDirectory(prefix="raysim-") as folder, refusing():
         pack(found, Path(folder))
         job = jobs.submit(client, command.entrypoint, {**env, "working_dir": folder})

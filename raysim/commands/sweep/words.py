@@ -15,7 +15,7 @@ from raysim.experiment.compose import (
     Node,
     config_folders,
     groups,
-    load_yaml,
+    load_option,
     option_names,
     read_override,
     single_override,
@@ -35,7 +35,7 @@ def sweeping(words: Sequence[str], folders: Sequence[str | Path] = ()) -> tuple[
     name = str(read[SWEEP][0].value()) if SWEEP in read else "default"
     if name not in options:
         raise Refused(f"{SWEEP}={name} does not exist: {instead(name, options)}")
-    node = load_yaml(options[name])
+    node = load_option(options[name], SWEEP)
     space = {key: _listed_range(key, value) for key, value in (node.pop("space", None) or {}).items()}
     fixed = []
     for key, (override, text) in read.items():
