@@ -373,20 +373,29 @@ def test_the_cost_of_an_event_does_not_grow_where_hardly_anybody_is_there(schedu
     assert presence.looks < 30 * (plan.dispatched - before), "of a hundred thousand"
 
 
-def test_a_tier_of_which_nobody_is_there_keeps_no_other_waiting() -> None:
+def tiers(slow: float, fast: float) -> Planner:
+    """Two of two clients each, of whom the slow ones (0 and 1) and the fast ones come at these times and stay."""
+
     @dataclass(frozen=True)
-    class Half(Clock):
+    class Late(Clock):
         def devices(self, seed: int, clients: int, sample_flops: Any) -> Any:
             devices: Any = super().devices(seed, clients, sample_flops)
-            bounds = np.array([0.0, 1e6] * 2 + [5e5, 1e6] * 2)
+            bounds = np.array([slow, 1e6] * 2 + [fast, 1e6] * 2)
             devices.presence = Intervals(bounds, np.arange(0, 9, 2), np.full(4, 1e6), np.arange(4), wrap=False)
             return devices
 
-    # The fast tier (clients 2 and 3) comes late; the slow one works on its own until then.
-    plan = planner(Tiered(2, 2), Half(seconds=(4.0, 4.0, 1.0, 1.0)), 0, [1] * 4)
-    found = steps(plan, 3)
+    return planner(Tiered(2, 2), Late(seconds=(4.0, 4.0, 1.0, 1.0)), 0, [1] * 4)
+
+
+def test_a_tier_of_which_nobody_is_there_keeps_no_other_waiting() -> None:
+    found = steps(tiers(0.0, 5e5), 3)
     assert [[job.client for job in step.dispatched] for step in found] == [[0, 1]] * 3
     assert [step.now for step in found] == [4.0, 8.0, 12.0]
+
+
+def test_where_all_tiers_are_empty_the_first_that_comes_is_waited_for() -> None:
+    (first,) = steps(tiers(30.0, 5e5), 1)
+    assert ([job.client for job in first.dispatched], first.now) == ([0, 1], 34.0)
 
 
 PLANS: dict[str, tuple[Schedule, Fleet]] = {
