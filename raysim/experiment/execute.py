@@ -7,7 +7,6 @@ from __future__ import annotations
 import functools
 import inspect
 import shlex
-import traceback
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import fields, replace
@@ -25,6 +24,7 @@ from raysim.api.composition import blamed, check_composition, check_private_name
 from raysim.api.declarations import Local
 from raysim.api.losses import RowLoss
 from raysim.api.method import Method, Setup
+from raysim.api.mistakes import HookMistake, said, traced
 from raysim.data.federated import FederatedData, doubts_of_labels, federate, pooled
 from raysim.data.partition import Partitioner
 from raysim.data.sources import Source
@@ -419,10 +419,12 @@ def _named() -> Iterator[None]:
     except (Refused, RunStopped):
         raise
     except (Exception, SystemExit) as error:
-        if not (name := blamed(error)):
+        name = blamed(error)
+        if not (name or isinstance(error, HookMistake)):
             raise
-        text = f"method {name!r} failed: {type(error).__name__}: {error}. resume=latest goes on once it is mended"
-        raise RunStopped(f"{text}\n{traceback.format_exc()}") from error
+        text = f"method {name!r} failed: {said(error)}" if name else said(error)
+        text += ". resume=latest goes on once it is mended"
+        raise RunStopped(f"{text}\n{traced(error)}".rstrip("\n")) from error
 
 
 @contextmanager
