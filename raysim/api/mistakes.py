@@ -85,9 +85,9 @@ def check_report(report: Mapping[str, Any], where: str) -> None:
 
 
 def check_state(kept: Mapping[str, Any], before: Collection[str], keepers: Collection[str]) -> None:
-    """Refuse private state after a job that lacks an entry it had before, or has one of a method that declares none.
+    """Refuse private state after a job that lacks an entry it had before, or has one of a method that keeps nothing.
 
-    Where no method declares any, clients keep none, and it would be lost without a word.
+    keepers: names of methods that do. Where there are none, clients keep nothing, and it would be lost without a word.
     """
     for name in kept:
         if name not in before and name.partition(".")[0] not in keepers:

@@ -33,7 +33,7 @@ from raysim.experiment.describe import overview
 from raysim.experiment.instantiate import TARGET, arguments, build as build_object, imported, resolve, shown
 from raysim.experiment.objects import PARTS, Given, given, refuse_missing
 from raysim.experiment.plugins import brought
-from raysim.experiment.recorder import OnRound, finished, record, say, users_observers
+from raysim.experiment.recorder import OnRound, finished, record, say, users_observers, warn
 from raysim.experiment.result import Result
 from raysim.experiment.run_folder import CONFIG, Place, apart, config_drafts, last_checkpoint, place
 from raysim.experiment.settings import ExecutionOptions, Experiment, Interrupted
@@ -333,6 +333,7 @@ def run(
     on_round: called with the row of each round when it is done (a dictionary: `row["round"]`, ...). observers: those
     of your own, for more moments than that; they come after all that raysim itself does, and after those that the
     configuration names. Neither is told of a run that had finished before, nor is it stored.
+    quiet: print nothing but warnings, which go to standard error.
     allow: packages besides raysim whose classes and options the configuration may name.
 
     Raises Refused (nothing was written), TooManyFailures (clients failed; a checkpoint was written), ObserverFailed (an
@@ -379,8 +380,10 @@ def _tried(experiment: Experiment, where: Place, console: Console, quiet: bool, 
             stack.enter_context(held(where.folder))
         with refusing():
             plan = overview(experiment, where.folder)
-        for text in (plan, where.note, *experiment.warnings):
+        for text in (plan, where.note):
             say(console, text)
+        for text in experiment.warnings:
+            warn(console, text)
         with waiting(console) as waits_for, refusing():
             events = stack.enter_context(closing(_events(experiment, where, console, waits_for)))
             started = next(events)  # only now hosts are known to fit

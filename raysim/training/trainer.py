@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from raysim.api.composition import own_names, owner, owners
+from raysim.api.composition import overrides, own_names, owner, owners
 from raysim.api.context import Batch, Context, Contribution, Plan, Stage
 from raysim.api.declarations import Finetune, Local, Task
 from raysim.api.messages import Job
@@ -111,7 +111,8 @@ class Trainer:
         self.receivers = owners(methods, "receive")
         self.planners = owners(methods, "planned")
         self.finishers = owners(methods, "finish")
-        self.keepers = {name for method in owners(methods, "state") for name in own_names(method)}
+        keeping = [each for each in methods if overrides(each, "state") or each.keep_optimizer]
+        self.keepers = {name for method in keeping for name in own_names(method)}
         self.keeps = local.keep_optimizer and not any(method.keep_optimizer for method in methods)
         modules = self.modules = [m for network in vector.networks.values() for m in network.modules()]
         self.batchnorm = any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in modules)
