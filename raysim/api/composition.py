@@ -197,7 +197,7 @@ def check_needs(methods: Sequence[Method], task: Task, splits: bool) -> None:
 
 def own_names(method: Method) -> set[str]:
     """What the names of its entries may begin with: its name, and those of methods that it is a kind of."""
-    return {method.name, *(cls.name for cls in type(method).__mro__ if "name" in vars(cls))}
+    return {method.name, *(vars(cls)["name"] for cls in type(method).__mro__ if "name" in vars(cls))}
 
 
 def check_private_names(methods: Sequence[Method], layout: Layout) -> None:
