@@ -42,8 +42,8 @@ class State(dict[str, Tensor]):
         raise Undeclared(name)
 
 
-def returned(value: Any, kind: type[T], method: Method, hook: str, instead: str) -> T:
-    """What a hook returned, if it is of this kind. instead: what to return."""
+def returned(value: T, kind: Any, method: Method, hook: str, instead: str) -> T:
+    """What a hook returned, if it is of this kind, a class. instead: what to return."""
     if not isinstance(value, kind):
         raise _wrong(value, method, hook, instead)
     return value
@@ -59,7 +59,7 @@ def scalar(value: Any, method: Method, hook: str) -> Tensor:
 def vector(value: Any, method: Method, hook: str, sizes: Mapping[str, int]) -> Tensor:
     """What a hook returned, if it is a vector of one of these sizes, by their names."""
     if not (isinstance(value, Tensor) and value.dim() == 1 and len(value) in sizes.values()):
-        names = {size: name for name, size in reversed(sizes.items())}  # without buffers the sizes are the same
+        names = {size: name for name, size in reversed([*sizes.items()])}  # without buffers the sizes are the same
         allowed = " or ".join(f"[{name}], here [{size}]" for size, name in sorted(names.items()))
         raise _wrong(value, method, hook, f"a tensor of shape {allowed}")
     return value

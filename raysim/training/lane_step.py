@@ -381,7 +381,7 @@ class LaneStep:
         ) -> Tensor:
             with self._context(given, data, counters, tensors) as ctx:
                 gradient_at = partial(lanes.across, self._gradient_at)
-                found = perturber.perturb(ctx, params, grad, gradient_at)
+                found: Tensor = perturber.perturb(ctx, params, grad, gradient_at)
                 return returned(found, Tensor, perturber, "perturb", "the gradient")
 
         with explained(lanes.count):
