@@ -333,7 +333,7 @@ def _parser() -> Parser:
 
     run = add("run", "train one study and record it", RUN)
     _configurable(run)
-    run.add_argument("--quiet", action="store_true", help="print nothing but errors")
+    run.add_argument("--quiet", action="store_true", help="print nothing but warnings and errors")
     run.add_argument(
         "--auto-resume", action="store_true", help="the same command starts a run and goes on with it: resume=latest"
     )
@@ -347,7 +347,7 @@ def _parser() -> Parser:
     )
     sweep = add("sweep", "search for good settings with Ray Tune", SWEEP)
     _configurable(sweep)
-    sweep.add_argument("--quiet", action="store_true", help="print nothing but errors")
+    sweep.add_argument("--quiet", action="store_true", help="print nothing but warnings and errors")
     submit = add("submit", "run a command on a cluster: pack, upload, follow, return its exit status", SUBMIT)
     submit.add_argument("words", nargs=argparse.REMAINDER, metavar="COMMAND", help="run, study or sweep, as usual")
     submit.add_argument("--address", metavar="URL", help="the cluster's job server, http://HOST:8265")

@@ -114,7 +114,22 @@ def test_python_sees_what_the_command_writes() -> None:
 
 def test_quiet_prints_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     run("--quiet", "out=a", "rounds=1")
-    assert capsys.readouterr().out == ""
+    assert capsys.readouterr() == ("", "")
+
+
+def test_quiet_leaves_warnings_to_standard_error(capsys: pytest.CaptureFixture[str]) -> None:
+    method = type("Mine", (Method,), {"__module__": __name__, "name": "mine", "gradiant": lambda self: None})()
+    experiment.run([*QUICK, "out=a", "rounds=1"], methods=[method], quiet=True)
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert "method 'mine' has a function 'gradiant' that nothing calls: is the hook 'gradient' meant?\n" in err
+
+
+def test_quiet_says_that_a_client_was_left_out(capsys: pytest.CaptureFixture[str]) -> None:
+    run("--quiet", "out=a", "rounds=1", "local.lr=1e30", "local.batch=4", "faults.tolerate=1")
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("a client failed and was left out of its round: client ")
 
 
 # --- refusals -----------------------------------------------------------------------------------------------------

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+
+from torch import Tensor
 
 from raysim.api.declarations import Task
 from raysim.api.method import Method, Need
@@ -40,14 +42,19 @@ def owner(methods: Sequence[Method], slot: str) -> Method | None:
     return next(iter(owners(methods, slot)), None)
 
 
-def blamed(error: BaseException) -> str:
-    """The name of the innermost method whose code was running when the error was raised, or ""."""
-    name, frame = "", error.__traceback__
+def culprit(error: BaseException) -> Method | None:
+    """The innermost method whose code was running when the error was raised."""
+    found, frame = None, error.__traceback__
     while frame is not None:
         if isinstance(method := frame.tb_frame.f_locals.get("self"), Method):
-            name = method.name
+            found = method
         frame = frame.tb_next
-    return name
+    return found
+
+
+def blamed(error: BaseException) -> str:
+    """The name of the innermost method whose code was running when the error was raised, or ""."""
+    return "" if (method := culprit(error)) is None else method.name
 
 
 _DOES = {
@@ -190,11 +197,27 @@ def check_needs(methods: Sequence[Method], task: Task, splits: bool) -> None:
             )
 
 
+def own_names(method: Method) -> set[str]:
+    """What the names of its entries may begin with: its name, and those of methods that it is a kind of."""
+    return {method.name, *(vars(cls)["name"] for cls in type(method).__mro__ if "name" in vars(cls))}
+
+
 def check_private_names(methods: Sequence[Method], layout: Layout) -> None:
-    """Refuse private state under a name that another method, or a tensor that stays on the client, has already."""
+    """Refuse private state under a name that is taken already, or that does not begin with its method's."""
     taken = dict.fromkeys(reserved_names(layout), "a personal tensor of the run's networks has")
     for method in owners(methods, "state"):
-        for name in method.state(layout, 1):
+        state: object = method.state(layout, 1)
+        if not isinstance(state, Mapping):
+            raise ValueError(
+                f"method '{method.name}' returns {state!r} from state: return a mapping of names to tensors"
+            )
+        for name, value in state.items():
             if name in taken:
                 raise ValueError(f"method '{method.name}' keeps '{name}', a name that {taken[name]} already: rename it")
+            if not (isinstance(name, str) and name.partition(".")[0] in own_names(method)):
+                raise ValueError(f"method '{method.name}' keeps {name!r}: let the name begin with '{method.name}.'")
+            if not isinstance(value, Tensor):
+                raise ValueError(
+                    f"method '{method.name}' keeps '{name}', which is no tensor: return tensors from state"
+                )
             taken[name] = f"method '{method.name}' has given"

@@ -31,7 +31,7 @@ class Method:
     """One part of a federated algorithm. `ctx` is the job at work, `server` the coordinator's side.
 
     Besides hooks a class may say of itself:
-    name, paper: what it is called, and where it is from; every class has both.
+    name: what it is called; every class has one. paper: where it is from, if from a paper.
     weighting: the raw weights that it asks for, unless the configuration names others.
     needs: what it can do nothing without: "classes" as labels, "features" that a head turns into outputs, "images", or
     "numbers", inputs that can be added up and have a gradient.
@@ -43,7 +43,7 @@ class Method:
     """
 
     name: ClassVar[str]
-    paper: ClassVar[str]
+    paper: ClassVar[str] = ""
     weighting: ClassVar[str] = "samples"
     needs: ClassVar[frozenset[Need]] = frozenset()
     targets: ClassVar[Literal["any", "soft", "integer"]] = "any"

@@ -30,6 +30,11 @@ class Part:
     slots: Sequence[str] = ()
     parameters: Mapping[str, Any] = field(default_factory=dict)
 
+    @property
+    def title(self) -> str:
+        """Its name, and its paper if it has one."""
+        return f"{self.name}  ({self.paper})" if self.paper else self.name
+
     def facts(self) -> dict[str, Any]:
         """For programs."""
         named = {"name": self.name, "option": self.option, "paper": self.paper, "about": self.about}
@@ -81,7 +86,7 @@ def listing(parts: Sequence[Part], width: int) -> str:
 
 def _lines(part: Part, width: int) -> Iterator[str]:
     values = "  ".join(f"{key}={shown(value)}" for key, value in part.parameters.items())
-    yield f"{part.name}  ({part.paper})"
+    yield part.title
     for text in (part.about, ", ".join(part.slots), values):
         for line in textwrap.wrap(text, width - 4, break_long_words=False, break_on_hyphens=False):
             yield f"    {line}"
@@ -98,4 +103,4 @@ def _page(part: Part, said: set[str]) -> str:
     said.update(texts)
     hooks = [f"hooks: {', '.join(part.slots)}"] if part.slots else []
     keys = [f"method.{part.name}.{key}={shown(value)}" for key, value in part.parameters.items()]
-    return "\n\n".join([f"{part.name}  ({part.paper})", *texts, *hooks, "\n".join(keys) or "It has no settings."])
+    return "\n\n".join([part.title, *texts, *hooks, "\n".join(keys) or "It has no settings."])

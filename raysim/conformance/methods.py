@@ -10,7 +10,7 @@ from functools import partial
 import numpy as np
 import torch
 
-from raysim.api.composition import SLOTS
+from raysim.api.composition import SLOTS, check_composition, check_private_names, doubts
 from raysim.api.messages import SingleUpdate, Trained
 from raysim.api.method import Method, parameters
 from raysim.api.private_state import flat
@@ -18,16 +18,33 @@ from raysim.conformance import agreement
 from raysim.conformance.agreement import Make
 from raysim.conformance.runs import Ran, Spy, coordinate, ran
 from raysim.conformance.study import Study
+from raysim.primitives.errors import Refused
+from raysim.simulation.events import RunStopped
 from raysim.simulation.fleet import Fleet
 from raysim.simulation.schedule import Schedule
+from raysim.training.run_spec import build_networks
 
 LEAST = 8  # different bytes that a secret has; fewer are found anywhere by chance
 
 
 def checks(method: Method, study: Study) -> Iterator[tuple[str, Callable[[], object]]]:
     """What is checked of a method, and how."""
+    for text, check in _checks(method, study):
+        yield text, partial(_asserted, check)
+
+
+def _asserted(check: Callable[[], object]) -> None:
+    """What ends a run is what the check says."""
+    try:
+        check()
+    except (RunStopped, Refused) as error:
+        raise AssertionError(str(error)) from None
+
+
+def _checks(method: Method, study: Study) -> Iterator[tuple[str, Callable[[], object]]]:
     study = replace(study, methods=(*study.methods, method))
-    yield "it has a name, a paper and arguments of its own", partial(named, method)
+    yield "it has a name and arguments of its own", partial(named, method)
+    yield "its hooks and what it keeps have names that fit", partial(fits, study.spec)
     for schedule, fleet in study.each():
         under = f"under {type(schedule).__name__.lower()}"
         yield f"the same bits on one host and on two, {under}", partial(agreement.on_hosts, study.spec, schedule, fleet)
@@ -42,10 +59,20 @@ def checks(method: Method, study: Study) -> Iterator[tuple[str, Callable[[], obj
 
 def named(method: Method) -> None:
     """Its attributes are its arguments, and none has the name of a hook."""
-    for attribute in ("name", "paper"):
-        assert isinstance(getattr(method, attribute, None), str), f"{type(method).__name__} has no {attribute}"
+    assert isinstance(getattr(method, "name", None), str), f"{type(method).__name__} has no name"
     taken = parameters(method).keys() & {*SLOTS}
     assert not taken, f"method {method.name!r} has an argument with the name of a hook: {sorted(taken)[0]}"
+
+
+def fits(make: Make) -> None:
+    """Its functions are hooks, or something calls them, and what clients keep bears its name."""
+    spec = make()
+    try:
+        check_composition(spec.methods)
+        check_private_names(spec.methods, build_networks(spec)[1])
+    except ValueError as error:
+        raise AssertionError(str(error)) from None
+    assert not (doubt := next(doubts(spec.methods), "")), doubt
 
 
 # --- what travels -----------------------------------------------------------------------------------------------------

@@ -7,7 +7,6 @@ from __future__ import annotations
 import functools
 import inspect
 import shlex
-import traceback
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import fields, replace
@@ -25,6 +24,7 @@ from raysim.api.composition import blamed, check_composition, check_private_name
 from raysim.api.declarations import Local
 from raysim.api.losses import RowLoss
 from raysim.api.method import Method, Setup
+from raysim.api.mistakes import HookMistake, said, traced
 from raysim.data.federated import FederatedData, doubts_of_data, federate, pooled
 from raysim.data.partition import Partitioner
 from raysim.data.sources import Source
@@ -33,7 +33,7 @@ from raysim.experiment.describe import overview
 from raysim.experiment.instantiate import TARGET, arguments, build as build_object, imported, resolve, shown
 from raysim.experiment.objects import PARTS, Given, given, refuse_missing
 from raysim.experiment.plugins import allowed
-from raysim.experiment.recorder import OnRound, finished, record, say, users_observers
+from raysim.experiment.recorder import OnRound, finished, record, say, users_observers, warn
 from raysim.experiment.result import Result
 from raysim.experiment.run_folder import CONFIG, Place, apart, config_drafts, last_checkpoint, place
 from raysim.experiment.settings import ExecutionOptions, Experiment, Interrupted
@@ -349,6 +349,7 @@ def run(
     on_round: called with the row of each round when it is done (a dictionary: `row["round"]`, ...). observers: those
     of your own, for more moments than that; they come after all that raysim itself does, and after those that the
     configuration names. Neither is told of a run that had finished before, nor is it stored.
+    quiet: print nothing but warnings, which go to standard error.
     allow: packages besides raysim whose classes and options the configuration may name.
 
     Raises Refused (nothing was written), TooManyFailures (clients failed; a checkpoint was written), ObserverFailed (an
@@ -395,8 +396,10 @@ def _tried(experiment: Experiment, where: Place, console: Console, quiet: bool, 
             stack.enter_context(held(where.folder))
         with refusing():
             plan = overview(experiment, where.folder)
-        for text in (plan, where.note, *experiment.warnings):
+        for text in (plan, where.note):
             say(console, text)
+        for text in experiment.warnings:
+            warn(console, text)
         with waiting(console) as waits_for, refusing():
             events = stack.enter_context(closing(_events(experiment, where, console, waits_for)))
             started = next(events)  # only now hosts are known to fit
@@ -435,10 +438,12 @@ def _named() -> Iterator[None]:
     except (Refused, RunStopped):
         raise
     except (Exception, SystemExit) as error:
-        if not (name := blamed(error)):
+        name = blamed(error)
+        if not (name or isinstance(error, HookMistake)):
             raise
-        text = f"method {name!r} failed: {type(error).__name__}: {error}. resume=latest goes on once it is mended"
-        raise RunStopped(f"{text}\n{traceback.format_exc()}") from error
+        text = f"method {name!r} failed: {said(error)}" if name else said(error)
+        text += ". resume=latest goes on once it is mended"
+        raise RunStopped(f"{text}\n{traced(error)}".rstrip("\n")) from error
 
 
 @contextmanager

@@ -54,6 +54,13 @@ def say(console: Console, text: str) -> None:
         console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
+def warn(console: Console, text: str) -> None:
+    """Print a warning; to standard error where the console is quiet."""
+    from rich.console import Console
+
+    say(Console(stderr=True) if console.quiet else console, text)
+
+
 class Follower:
     """Takes the events of a run, as far as it is asked to, and tells its observers, in their order.
 
@@ -181,6 +188,9 @@ def _observers(experiment: Experiment, folder: Path, console: Console, quiet: bo
         if not quiet:
             say(console, text)
 
+    def warns(text: str) -> None:
+        warn(console, text)
+
     def says(text: str) -> AbstractContextManager[None]:
         return nullcontext() if quiet else doing(console, text)
 
@@ -189,9 +199,9 @@ def _observers(experiment: Experiment, folder: Path, console: Console, quiet: bo
         HistoryFile(),
         JobFiles(),
         ClientFiles(experiment.spec.data),
-        FailureFile(note),
+        FailureFile(warns),
         HostDeaths(note),
-        MethodWarnings(owners(experiment.spec.methods, "watch"), note),
+        MethodWarnings(owners(experiment.spec.methods, "watch"), warns),
         ProbeFiles(),
         Pictures(says),
         ProfileFiles(lambda table: None if quiet else console.print(table)),

@@ -223,13 +223,16 @@ class Coordinator:
         share = len(failures) / len(taken)
         text = (
             f"{len(failures)} of {len(taken)} clients failed in round {self.server.version + 1}, first: "
-            f"{f'method {failures[0].method!r}, ' if failures[0].method else ''}{failures[0].error}. "
-            f"faults.tolerate={self.settings.faults.tolerate} allows fewer; set it to {share:g} to leave them out "
-            "and go on"
+            f"{f'method {failures[0].method!r}, ' if failures[0].method else ''}{failures[0].error}"
         )
+        if share < 1:  # nobody is left to go on with
+            text += (
+                f". faults.tolerate={self.settings.faults.tolerate} allows fewer; set it to {share:g} to leave them "
+                "out and go on"
+            )
         if self.folder:
             text += f"; resume continues from {self._save().path}"
-        return TooManyFailures(text + "\n" + failures[0].traceback)
+        return TooManyFailures(f"{text}\n{failures[0].traceback}".rstrip("\n"))
 
     def _evaluate(self, pending: _Pending) -> None:
         """Start scoring the current version; hosts do it before they train the next."""

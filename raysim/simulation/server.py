@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import functools
-import traceback
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
+from types import NoneType
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from raysim.api.composition import blamed, overrides, owner, owners
-from raysim.api.declarations import Task, Tensors
+from raysim.api.declarations import Download, Task, Tensors
 from raysim.api.messages import Arrays, Published, SingleUpdate, Sum, Update
 from raysim.api.method import Method
+from raysim.api.mistakes import HookMistake, check_report, returned, said, traced, vector
 from raysim.api.server_view import Aggregation, Weighting
 from raysim.primitives.streams import stream
 from raysim.simulation.events import RunStopped
@@ -65,9 +67,13 @@ class Server:
         self._mixers = sorted(owners(methods, "mix"), key=lambda method: not overrides(method, "apply"))
         self._combiner, self._applier = owner(methods, "combine"), owner(methods, "apply")
         self._scorer = owner(methods, "scored")
+        # What hooks may return, by the size's name.
+        self._trained, self._shared = {"layout.trained": layout.trained}, {"layout.shared": layout.shared}
         for method in methods:
             method.start(self)
-        self._downloads = [method.send(self) for method in owners(methods, "send")]
+        self._downloads = [
+            returned(method.send(self), Download, method, "send", "a Download") for method in owners(methods, "send")
+        ]
 
     @property
     def clients(self) -> int:
@@ -103,7 +109,9 @@ class Server:
 
     def scored(self) -> Tensor:
         """[layout.shared] the vector that evaluation uses."""
-        return self.vector if self._scorer is None else self._scorer.scored(self)
+        if self._scorer is None:
+            return self.vector
+        return vector(self._scorer.scored(self), self._scorer, "scored", self._shared)
 
     # --- what is sent ----------------------------------------------------------------------------------------------
     def published(self) -> Published:
@@ -135,10 +143,11 @@ class Server:
                 aggregation = self._weighed(updates, staleness, bases)
                 direction, buffers = self._combined(aggregation, updates, sums)
                 for method in self._mixers:
-                    direction = method.mix(direction, aggregation, self)
+                    direction = vector(method.mix(direction, aggregation, self), method, "mix", self._trained)
                 self._move(direction, buffers, aggregation)
                 for method in self._absorbers:
                     method.absorb(aggregation, self)
+                check_report(self.report, "server")
         self.version += 1
 
     @contextmanager
@@ -147,12 +156,12 @@ class Server:
         try:
             yield
         except (Exception, SystemExit) as error:
-            if not (name := blamed(error)):
+            name, where = blamed(error), f"on the server in round {self.version + 1}"
+            if not (name or isinstance(error, HookMistake)):
                 raise
-            raise AggregationFailed(
-                f"method {name!r} failed on the server in round {self.version + 1}: {type(error).__name__}: {error}. "
-                f"The run goes on from its last checkpoint with resume=latest\n{traceback.format_exc()}"
-            ) from error
+            text = f"method {name!r} failed {where}" if name else where
+            text += f": {said(error)}. The run goes on from its last checkpoint with resume=latest"
+            raise AggregationFailed(f"{text}\n{traced(error)}".rstrip("\n")) from error
 
     def _weighed(
         self, updates: Sequence[Update | None], staleness: Sequence[int], bases: Mapping[int, Published]
@@ -167,7 +176,10 @@ class Server:
             bases=bases,
         )
         for method in self._weighers:
-            aggregation = method.weigh(aggregation, self)
+            aggregation = returned(
+                method.weigh(aggregation, self), Aggregation, method, "weigh", "aggregation.reweighted(weights)"
+            )
+            _check_weights(aggregation, method)
         return aggregation
 
     def _combined(
@@ -179,7 +191,9 @@ class Server:
             total, divisor = self._folded(updates, aggregation.weights, sums), aggregation.divisor
             in_blocks(trained, lambda part: total[part].div_(divisor))
             return total[:trained], self._averaged(total[trained:], aggregation)
-        combined = self._combiner.combine(aggregation, self)
+        combined = vector(
+            self._combiner.combine(aggregation, self), self._combiner, "combine", self._trained | self._shared
+        )
         if len(combined) == self.layout.shared:
             return combined[:trained], combined[trained:]
         buffers = [delta[trained:].numpy() for delta in aggregation.deltas]
@@ -192,7 +206,9 @@ class Server:
         if self._applier is None:
             in_blocks(trained, lambda part: torch.add(start[part], direction[part], out=out[part]))
         else:
-            self._applier.apply(direction, out, aggregation, self)
+            made: object = self._applier.apply(direction, out, aggregation, self)  # type: ignore[func-returns-value]
+            if made is not None and made is not out:
+                returned(made, NoneType, self._applier, "apply", "nothing, and write the parameters into `out`")
         # Buffers are statistics: no server rate or momentum touches them.
         torch.add(self.vector[trained:], buffers, out=moved[trained:])
         if not all(in_blocks(len(moved), lambda part: is_finite(moved[part]))):
@@ -242,6 +258,22 @@ class Server:
             elif members:
                 groups.append(([update.delta for update in members if isinstance(update, SingleUpdate)], own))
         return folded(groups)
+
+
+def _check_weights(aggregation: Aggregation, method: Method) -> None:
+    """Refuse weights that are not one finite number for each update."""
+    weights, updates = aggregation.weights, aggregation.updates
+    count = len(weights) if isinstance(weights, Sized) else "no"
+    if count != len(updates):
+        raise HookMistake(
+            f"method '{method.name}' returns {count} weights for {len(updates)} updates from weigh: return one for each"
+        )
+    for weight, update in zip(weights, updates, strict=True):
+        if not (hasattr(weight, "__float__") and math.isfinite(weight)):
+            raise HookMistake(
+                f"method '{method.name}' returns the weight {weight} for client {update.client} from weigh: return a "
+                "finite number"
+            )
 
 
 def _arrays(sent: Iterable[Tensors]) -> dict[str, np.ndarray]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import traceback
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import isfinite
 from typing import cast
@@ -30,6 +29,7 @@ from raysim.api.messages import (
     Trained,
 )
 from raysim.api.method import Method
+from raysim.api.mistakes import check_report, said, traced
 from raysim.api.private_state import PrivateState, StoredState, named
 from raysim.models import Classifier
 from raysim.primitives.spans import Spans
@@ -235,6 +235,7 @@ class Host(Combiner):
     ) -> tuple[Outcome, PrivateState[Tensor]]:
         """What a job sends and leaves. The delta is left in the vector's shared part; a single update has a copy."""
         plan, losses = ctx.plan, ctx.losses
+        check_report(ctx.report, "ctx")
         probe = self._probe(ctx) if job.probe else None
         delta = self.vector.shared.sub_(base)
         loss = self._checked(job, losses, delta, ctx.upload)
@@ -292,10 +293,9 @@ class Host(Combiner):
 
     def _failure(self, job: Job, error: BaseException) -> Failure:
         where = f"client {job.client}, version {job.version}, host {self.name}"
-        text = f"{where}: {type(error).__name__}: {error}"
+        text = f"{where}: {said(error)}"
         name = error.method if isinstance(error, NotFinite) else blamed(error)
-        trace = "".join(traceback.format_exception(error))
-        return Failure(job.number, job.client, job.version, self.name, name, text, trace)
+        return Failure(job.number, job.client, job.version, self.name, name, text, traced(error))
 
     def _moves(self, ctx: Context) -> tuple[tuple[int, int, float], ...]:
         """For methods that read single updates."""

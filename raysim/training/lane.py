@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from raysim.api.context import Batch, Context, Stage
+from raysim.api.mistakes import Undeclared
 from raysim.primitives.errors import Refused
 from raysim.training.trainer import LocalRun, Trainer
 from raysim.vectors.layout import Home, Vector
@@ -127,7 +128,7 @@ class Table(dict[str, Tensor]):
 
     def __missing__(self, key: str) -> Tensor:
         if (self.name, key) in self.wanted:
-            raise KeyError(key)
+            raise Undeclared(key) if self.name == "state" else KeyError(key)
         raise Wanted(self.name, key)
 
     def __contains__(self, key: object) -> bool:

@@ -13,7 +13,8 @@ from torch.utils import _pytree as pytree
 
 from raysim.api.composition import blamed
 from raysim.api.context import Batch, Context, Stage
-from raysim.primitives.errors import first_line
+from raysim.api.mistakes import HookMistake, returned
+from raysim.primitives.errors import Refused, first_line
 from raysim.training.across import Convolutions, InLanes, across
 from raysim.training.lane import FACTS, TABLES, Lane, NotInLanes, Sizes, Table, Tensors, Wanted
 from raysim.training.rows import Rows, on_border
@@ -138,6 +139,8 @@ def explained(count: int, what: str = "train", graph: bool = False) -> Iterator[
         yield
     except (Wanted, NotInLanes):
         raise
+    except HookMistake as error:  # alone it would fail as well
+        raise Refused(str(error)) from error
     except Exception as error:
         name = blamed(error)
         who = f"method '{name}'" if name else "the model or the loop"
@@ -379,7 +382,7 @@ class LaneStep:
             with self._context(given, data, counters, tensors) as ctx:
                 gradient_at = partial(lanes.across, self._gradient_at)
                 found: Tensor = perturber.perturb(ctx, params, grad, gradient_at)
-                return found
+                return returned(found, Tensor, perturber, "perturb", "the gradient")
 
         with explained(lanes.count):
             found: Tensor = lanes.mapped(change)(self.given, params, flat, tensors, lanes.data, lanes.counters)

@@ -12,6 +12,7 @@ from torch.nn.functional import cross_entropy
 from raysim.api.composition import owner, owners
 from raysim.api.context import Batch, Context, Outputs, Stage
 from raysim.api.method import Method
+from raysim.api.mistakes import returned, scalar
 from raysim.api.objectives import Loss
 from raysim.training.second_pass import RecordedOutputs, SecondPass
 from raysim.vectors.layout import Vector
@@ -46,14 +47,6 @@ def gradients(loss: Tensor, params: Sequence[Tensor]) -> list[Tensor]:
     """One per parameter; zeros where the loss does not depend on it."""
     found: tuple[Tensor | None, ...] = torch.autograd.grad(loss, params, allow_unused=True)
     return [torch.zeros_like(p) if g is None else g for g, p in zip(found, params, strict=True)]
-
-
-def _scalar(value: Tensor, method: Method, hook: str) -> Tensor:
-    """What a hook returned, if it is one number; a shape is known without waiting for the device."""
-    if value is None or (isinstance(value, Tensor) and value.numel() != 1):
-        what = "nothing" if value is None else f"a tensor of shape {list(value.shape)}"
-        raise ValueError(f"method '{method.name}' returns {what} from {hook}: return a scalar, such as its mean()")
-    return value
 
 
 _KINDS = {"add": 0, "shift": 1, "mix": 2}
@@ -111,7 +104,7 @@ class Step:
     def outputs(self, ctx: Context, batch: Batch) -> Outputs:
         """What the model will make of the batch, changed as methods ask."""
         for method in self.transforms:
-            batch = method.transform(ctx, batch)
+            batch = returned(method.transform(ctx, batch), Batch, method, "transform", "the batch")
         more = {m.name: found for m in self.extenders if (found := m.rows(ctx, batch)) is not None}
         return Outputs(ctx, batch, more) if self.perturber is None else RecordedOutputs(ctx, batch, more)
 
@@ -131,14 +124,16 @@ class Step:
         else:
             loss = task = self.task_loss(ctx, out, batch)
             for method in self.terms:
-                loss = loss + _scalar(method.term(ctx, out, batch), method, "term")
+                loss = loss + scalar(method.term(ctx, out, batch), method, "term")
         return -loss if stage.ascend else loss, task
 
     def task_loss(self, ctx: Context, out: Outputs, batch: Batch) -> Tensor:
         """The task's, mean over the batch, unless a method replaces it. The one place that sees changed logits."""
         if self.loss is not None:
-            return _scalar(self.loss.loss(ctx, out, batch), self.loss, "loss")
-        logits = out.logits if self.logits is None else self.logits.logits(ctx, out.logits, batch)
+            return scalar(self.loss.loss(ctx, out, batch), self.loss, "loss")
+        logits = out.logits
+        if self.logits is not None:
+            logits = returned(self.logits.logits(ctx, logits, batch), Tensor, self.logits, "logits", "the logits")
         return self.usual_loss(logits, batch.targets)
 
     def _descend(self, ctx: Context, stage: Stage, loss: Tensor, second: SecondPass | None) -> None:
@@ -175,7 +170,8 @@ class Step:
 
         assert self.perturber is not None, "a second pass is prepared for its owner only"
         params = torch.cat([self.vector.data[run] for run in group.runs])
-        return self.perturber.perturb(ctx, params, grad, gradient_at)
+        changed = self.perturber.perturb(ctx, params, grad, gradient_at)
+        return returned(changed, Tensor, self.perturber, "perturb", "the gradient")
 
     def _flatten(self, grads: list[Tensor]) -> Tensor:
         size = sum(grad.numel() for grad in grads)

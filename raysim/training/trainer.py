@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -11,11 +11,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from raysim.api.composition import owner, owners
+from raysim.api.composition import overrides, own_names, owner, owners
 from raysim.api.context import Batch, Context, Contribution, Plan, Stage
 from raysim.api.declarations import Finetune, Local, Task
 from raysim.api.messages import Job
 from raysim.api.method import Method
+from raysim.api.mistakes import State, check_state, returned
 from raysim.api.private_state import PrivateState
 from raysim.data.batches import Pipeline
 from raysim.data.partition import CSR
@@ -76,6 +77,7 @@ class LocalRun:
     cycle: Sequence[tuple[Stage, ...]]
     batches: Iterator[Batch]
     losses: list[Tensor] = field(default_factory=list)  # of iterations with the task
+    kept: Collection[str] = ()  # names of the private state that it began with
 
 
 class Trainer:
@@ -109,6 +111,8 @@ class Trainer:
         self.receivers = owners(methods, "receive")
         self.planners = owners(methods, "planned")
         self.finishers = owners(methods, "finish")
+        keeping = [each for each in methods if overrides(each, "state") or each.keep_optimizer]
+        self.keepers = {name for method in keeping for name in own_names(method)}
         self.keeps = local.keep_optimizer and not any(method.keep_optimizer for method in methods)
         modules = self.modules = [m for network in vector.networks.values() for m in network.modules()]
         self.batchnorm = any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in modules)
@@ -273,7 +277,7 @@ class Trainer:
             base,
             base,
             download,
-            dict(state.methods),
+            State(state.methods),
         )
         ctx.start = state
         self.load(base, counters, state)
@@ -293,7 +297,9 @@ class Trainer:
         ctx.draws = {
             key: self._placed(values)
             for method in self.drawers
-            for key, values in method.draws(plan, ctx.stream(f"draws.{method.name}")).items()
+            for key, values in returned(
+                method.draws(plan, ctx.stream(f"draws.{method.name}")), Mapping, method, "draws", "a mapping"
+            ).items()
         }
         for method in self.planners:
             method.planned(ctx)
@@ -302,7 +308,12 @@ class Trainer:
             if prepared
             else self._batches(plan, self.partition.rows(job.client), "augment", job.client, job.participation)
         )
-        return LocalRun(ctx, ((Stage(),),) if self.stager is None else self.stager.stages(plan), batches)
+        return LocalRun(
+            ctx,
+            ((Stage(),),) if self.stager is None else self.stager.stages(plan),
+            batches,
+            kept=state.methods.keys(),
+        )
 
     def end(self, work: LocalRun) -> None:
         """Let the methods finish: afterwards the context holds upload, losses and what they keep."""
@@ -310,6 +321,8 @@ class Trainer:
         ctx.losses = torch.stack(work.losses) if work.losses else torch.empty(0)
         for method in self.finishers:
             method.finish(ctx)
+        if self.finishers:
+            check_state(ctx.state, work.kept, self.keepers)
         if self.keeps:
             ctx.state |= {f"{OPTIMIZER}{key}": value for key, value in ctx.optimizers.save().items()}
 

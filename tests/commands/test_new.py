@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
+import raysim
 from raysim import cli
-from raysim.commands.new.package import NAME, TEMPLATE
+from raysim.commands.new.package import NAME, TEMPLATE, next_steps
 
 GROUPS = ("method", "model", "data", "partition", "schedule", "fleet", "observer")
 WORDS = [*(f"{group}=mine" for group in GROUPS), "tracking=none", "rounds=3"]
@@ -78,6 +79,15 @@ def test_its_words_run_in_process_and_go_on(mine: Path) -> None:
     assert summary["methods"] == ["mine"] and summary["choices"]["observer"] == ["mine"]
     assert Path("run/best.txt").read_text().startswith("round ")
     assert cli.call(["run", "--quiet", "--allow", "mine", "out=run", "resume=latest", "rounds=4"]) == 0
+
+
+def test_the_command_that_it_prints_learns_before_ones_eyes(mine: Path) -> None:
+    printed = next(line for line in next_steps(mine).splitlines() if "raysim run" in line)
+    words = printed[: printed.index("rounds=10") + len("rounds=10")].split()[1:]
+    assert cli.call([*words, "runtime=inprocess", "tracking=none", "out=run"]) == 0
+    scores = [row["accuracy_global"] for row in raysim.load("run", allow=["mine"]).rows]
+    assert min(scores) < 0.7 < max(scores)
+    assert json.loads(Path("run/summary.json").read_text())["accuracy_worst"] > 0.4
 
 
 @pytest.mark.slow

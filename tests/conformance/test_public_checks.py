@@ -162,6 +162,54 @@ def test_an_argument_with_the_name_of_a_hook_is_named() -> None:
         check()
 
 
+def own(**attributes: Any) -> Method:
+    """A method of a class of the user's own, with these hooks."""
+    return type("Mine", (Method,), {"__module__": __name__, "name": "mine", **attributes})()  # type: ignore[no-any-return]
+
+
+def failed_in_runs(method: Method) -> dict[str, str]:
+    """The checks that it does not pass, but for that of a file, which cannot hold a class of a function."""
+    return {name: said for name, said in failed(method, ROUNDS).items() if name != "a file can hold it"}
+
+
+NAMES = "its hooks and what it keeps have names that fit"
+
+
+@pytest.mark.parametrize(
+    ("method", "sentence"),
+    [
+        (own(gradiant=lambda self, ctx, grad, part: None), "a function 'gradiant' that nothing calls: is the hook"),
+        (own(), "method 'mine' fills no hook and does nothing"),
+        (own(state=lambda self, layout, samples: {"x": torch.zeros(1)}), "keeps 'x': let the name begin with 'mine.'"),
+        (own(finish=lambda self: None), "write def finish(self, ctx)"),
+    ],
+)
+def test_a_misspelt_hook_or_name_is_caught(method: Method, sentence: str) -> None:
+    check = next(check for check in checks(method) if NAMES in str(check))
+    with pytest.raises(AssertionError) as said:
+        check()
+    assert sentence in str(said.value)
+
+
+def test_a_hook_that_returns_nothing_is_named_by_every_check_that_runs_it() -> None:
+    found = failed_in_runs(own(combine=lambda self, aggregation, server: None))
+    assert len(found) == 4
+    assert all("method 'mine' returns nothing from combine: return a tensor" in said for said in found.values())
+
+
+def test_state_that_is_nowhere_declared_is_caught() -> None:
+    def finish(self: Any, ctx: Any) -> None:
+        ctx.state["mine.last"] = torch.zeros(2)
+
+    found = failed_in_runs(own(finish=finish))
+    assert len(found) == 4
+    assert all("ctx.state['mine.last'] is not declared" in said for said in found.values())
+
+
+def test_a_method_needs_no_paper() -> None:
+    assert failed_in_runs(own(term=lambda self, ctx, out, batch: 0.1 * out.logits.square().mean())) == {}
+
+
 # --- the other parts --------------------------------------------------------------------------------------------------
 def only(part: object, name: str) -> str:
     """What one check says; "" if it passes."""

@@ -345,7 +345,9 @@ def test_every_method_has_a_row_in_the_table() -> None:
 
 @pytest.mark.parametrize("name", TABLE)
 def test_a_method_has_a_name_a_paper_and_no_parameter_with_the_name_of_a_hook(name: str) -> None:
-    named(TABLE[name].make())
+    method = TABLE[name].make()
+    named(method)
+    assert method.paper
 
 
 # --- the reference ------------------------------------------------------------------------------------------------

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,11 @@ from torch import Tensor
 
 from raysim.api.messages import Failure
 from raysim.api.method import Method
+from raysim.api.mistakes import HookMistake
 from raysim.api.server_view import Aggregation
 from raysim.methods.fedbn import FedBN
 from raysim.methods.scaffold import Scaffold
+from raysim.primitives.errors import Refused
 from raysim.simulation import checkpoint
 from raysim.simulation.coordinator import Coordinator, Round, Saved, TooManyFailures
 from raysim.simulation.events import RunStopped
@@ -296,7 +299,153 @@ def test_without_a_folder_the_run_stops_without_a_checkpoint() -> None:
     assert "resume" not in str(stopped.value)
 
 
+# --- hooks of a user's own -----------------------------------------------------------------------------------------
+def mine(**attributes: Any) -> Method:
+    """A method of a class of the user's own, with these hooks."""
+    return type("Mine", (Method,), {"__module__": __name__, "name": "mine", **attributes})()  # type: ignore[no-any-return]
+
+
+def raises(self: Any, ctx: Any) -> None:
+    raise ValueError("my bug")
+
+
+def reads(self: Any, ctx: Any) -> None:
+    ctx.state["mine.x"].clone()
+
+
+def writes(self: Any, ctx: Any) -> None:
+    ctx.state["mine.x"] = torch.zeros(1)
+
+
+def removes(self: Any, ctx: Any) -> None:
+    del ctx.state["mine.x"]
+
+
+def keeps_a_number(self: Any, ctx: Any) -> None:
+    ctx.state["mine.x"] = 0.5
+
+
+def reports(self: Any, ctx: Any) -> None:
+    ctx.report["mine.z"] = None
+
+
+def declares(self: Any, layout: Any, samples: int) -> dict[str, Tensor]:
+    return {"mine.x": torch.zeros(1)}
+
+
+def stopped_by(method: Method, lanes: int = 1) -> list[str]:
+    """The lines of what ends a run with this method."""
+    with pytest.raises((RunStopped, Refused)) as stopped:
+        run(run_spec(method, lanes=lanes), ALL, rounds=1)
+    return str(stopped.value).splitlines()
+
+
+UNDECLARED = "ctx.state['mine.x'] is not declared: return it from the method's `state`, or use ctx.kept"
+
+
+@pytest.mark.parametrize(
+    ("method", "sentence"),
+    [
+        (mine(loss=lambda *given: None), "method 'mine' returns nothing from loss: return a scalar"),
+        (mine(transform=lambda *given: None), "method 'mine' returns nothing from transform: return the batch"),
+        (mine(logits=lambda *given: None), "method 'mine' returns nothing from logits: return the logits"),
+        (mine(perturb=lambda *given: 1.0), "method 'mine' returns a value of type float from perturb: return the grad"),
+        (mine(draws=lambda *given: None), "method 'mine' returns nothing from draws: return a mapping"),
+        (mine(finish=reports), "ctx.report['mine.z'] is None: give a number, or leave it out"),
+        (mine(finish=writes), UNDECLARED),
+        (mine(finish=removes, state=declares), "ctx.state['mine.x'] was removed: put another tensor in its place"),
+        (mine(finish=keeps_a_number, state=declares), "ctx.state['mine.x'] is a value of type float: keep a tensor"),
+    ],
+)
+def test_what_a_hook_does_wrong_is_one_sentence_without_a_traceback(method: Method, sentence: str) -> None:
+    (line,) = stopped_by(method)
+    assert line.startswith("6 of 6 clients failed in round 1, first: client 1, version 0, host host-0: " + sentence)
+    assert "tolerate" not in line, "nobody would be left"
+
+
+@pytest.mark.parametrize(("hook", "sentence"), [(raises, "ValueError: my bug"), (reads, UNDECLARED)])
+def test_a_hook_that_fails_shows_the_users_own_lines(hook: Any, sentence: str) -> None:
+    first, *trace = stopped_by(mine(finish=hook))
+    assert first.startswith(
+        "6 of 6 clients failed in round 1, first: method 'mine', client 1, version 0, host host-0: "
+    )
+    assert sentence in first
+    assert trace[0] == "Traceback (most recent call last):"
+    assert [line for line in trace if line.startswith("  File ")] == [trace[1]]
+    assert f"in {hook.__name__}" in trace[1]
+
+
+@pytest.mark.parametrize("hook", ["loss", "transform", "logits", "perturb"])
+def test_in_lanes_a_hook_that_returns_nothing_is_not_said_to_need_a_loop(hook: str) -> None:
+    (line,) = stopped_by(mine(**{hook: lambda *given: None}), lanes=3)
+    assert line.startswith(f"method 'mine' returns nothing from {hook}: return ")
+
+
+def test_in_lanes_a_step_that_reads_undeclared_state_says_so() -> None:
+    (line,) = stopped_by(mine(term=lambda self, ctx, out, batch: ctx.state["mine.x"].sum()), lanes=3)
+    assert line.startswith(UNDECLARED)
+
+
 # --- the server ---------------------------------------------------------------------------------------------------
+WHERE = "on the server in round 1: "
+
+
+def reports_text(self: Any, aggregation: Any, server: Any) -> None:
+    server.report["mine.z"] = "much"
+
+
+@pytest.mark.parametrize(
+    ("hooks", "sentence"),
+    [
+        (
+            {"combine": lambda *given: None},
+            "method 'mine' returns nothing from combine: return a tensor of shape [layout.",
+        ),
+        (
+            {"combine": lambda *given: torch.zeros(3)},
+            "method 'mine' returns a tensor of shape [3] from combine: return",
+        ),
+        (
+            {"mix": lambda *given: None},
+            "method 'mine' returns nothing from mix: return a tensor of shape [layout.trained]",
+        ),
+        ({"apply": lambda *given: given[1]}, "from apply: return nothing, and write the parameters into `out`"),
+        (
+            {"weigh": lambda *given: None},
+            "method 'mine' returns nothing from weigh: return aggregation.reweighted(weights)",
+        ),
+        (
+            {"weigh": lambda s, a, server: a.reweighted([1.0])},
+            "method 'mine' returns 1 weights for 6 updates from weigh",
+        ),
+        (
+            {"weigh": lambda s, a, server: a.reweighted(None)},
+            "method 'mine' returns no weights for 6 updates from weigh",
+        ),
+        (
+            {"weigh": lambda s, a, server: a.reweighted([math.nan] * 6)},
+            "method 'mine' returns the weight nan for client",
+        ),
+        ({"absorb": reports_text}, "server.report['mine.z'] is a value of type str: give a number, or leave it out"),
+    ],
+)
+def test_what_a_hook_returns_to_the_server_is_one_sentence(hooks: Mapping[str, Any], sentence: str) -> None:
+    (line,) = stopped_by(mine(**hooks))
+    assert line.startswith(WHERE) and sentence in line
+    assert line.endswith("The run goes on from its last checkpoint with resume=latest")
+
+
+def test_apply_may_return_what_it_wrote() -> None:
+    returning = mine(
+        apply=lambda self, direction, out, aggregation, server: torch.add(server.params, direction, out=out)
+    )
+    assert run(run_spec(returning), ALL, rounds=1).bits == run(run_spec(), ALL, rounds=1).bits
+
+
+@pytest.mark.parametrize(("hook", "sentence"), [("send", "return a Download"), ("scored", "return a tensor of shape")])
+def test_what_a_hook_returns_to_be_sent_or_scored_is_checked(hook: str, sentence: str) -> None:
+    with pytest.raises(HookMistake, match=f"method 'mine' returns nothing from {hook}: {sentence}"):
+        run(run_spec(mine(**{hook: lambda *given: None})), ALL, rounds=1)
 
 
 @pytest.mark.parametrize("error", [ZeroDivisionError, ValueError, SystemExit])

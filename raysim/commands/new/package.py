@@ -44,7 +44,7 @@ def next_steps(folder: Path) -> str:
     name = folder.name
     steps = {
         f"cd {folder} && python -m pytest": "their tests, without installing anything",
-        f"raysim run --allow {name} method={name} data={name}": "there: their names are words",
+        f"raysim run --allow {name} method={name} model={name} data={name} rounds=10": "there: their names are words",
         f"raysim submit --with {name} run --allow {name} method={name} out=/shared/runs/{name}": "there, on a cluster",
         "uv pip install -e .": "from then on everywhere, without --allow",
     }

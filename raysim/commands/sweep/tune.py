@@ -414,7 +414,7 @@ def _search(
     since: float,
 ) -> tune.ResultGrid:
     from raysim.commands.sweep import report as sweep_report
-    from raysim.experiment.recorder import say
+    from raysim.experiment.recorder import say, warn
 
     spec, tracking = experiments[0].spec, experiments[0].execution.tracking
     rounds = max(experiment.spec.settings.rounds for experiment in experiments)
@@ -434,6 +434,8 @@ def _search(
 
     records = Records(search, folder, metric, count, tell, tracked, tracking.uri or "")
     _introduce(search, records, experiments, each, slots, tell)
+    for text in dict.fromkeys(text for experiment in experiments for text in experiment.warnings):
+        warn(console, text)
     needs = _times(each, options.seeds * options.hosts if options.hosts else 1)
     free = ray.available_resources()
     if any(free.get(name, 0.0) < amount for name, amount in needs.items()):
@@ -486,8 +488,6 @@ def _introduce(
         tell(f"{key:<10}{text}")
     if over := sum(record.status in ENDED for record in records.all.values()):
         tell(f"continuing: {over} of {records.total} trials have ended")
-    for text in dict.fromkeys(text for experiment in experiments for text in experiment.warnings):
-        tell(text)
 
 
 def _described(found: Any) -> str:

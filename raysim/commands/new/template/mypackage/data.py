@@ -13,11 +13,11 @@ from raysim.primitives.streams import stream
 
 @dataclass(frozen=True)
 class MyData(Source):
-    """So many images of `size` pixels, a sixth of them for tests."""
+    """So many images of `pixels` by `pixels`, a sixth of them for tests."""
 
-    samples: int = 600
+    samples: int = 1200
     pixels: int = 8
-    noise: float = 60.0
+    noise: float = 120.0
     seed: int = 0
 
     def check(self) -> None:
