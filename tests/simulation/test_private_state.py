@@ -270,8 +270,14 @@ def test_private_state_under_the_name_of_a_personal_tensor_is_refused_before_the
 
 
 def test_private_state_of_two_methods_under_one_name_is_refused_before_the_start() -> None:
-    methods = [Keeps("mine", "some.state"), Keeps("yours", "some.state")]
+    class Mine(Keeps):
+        name = "mine"
+
+    class Yours(Mine):
+        """May keep what its base class keeps, but not beside it."""
+
+    methods = [Mine("mine", "mine.state"), Yours("yours", "mine.state")]
     _, layout = build_networks(run_spec(*methods, model=NORMED_MLP))
-    with pytest.raises(ValueError, match=r"'yours' keeps 'some\.state', a name that method 'mine' has given already"):
+    with pytest.raises(ValueError, match=r"'yours' keeps 'mine\.state', a name that method 'mine' has given already"):
         check_private_names(methods, layout)
     check_private_names([Keeps("mine", "mine.state"), FedBN(), Keeps("yours", "yours.state")], layout)
