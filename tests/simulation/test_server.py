@@ -240,6 +240,45 @@ def test_the_parts_of_a_step_come_in_their_order() -> None:
     assert torch.equal(found.vector, plain.vector), "weights that are all twice as large are the same weights"
 
 
+def test_a_rule_for_the_step_sees_the_direction_before_others_change_it() -> None:
+    log: list[str] = []
+
+    class Mixing(Method):
+        name = "mixing"
+
+        def mix(self, direction: Tensor, aggregation: Aggregation, server: Any) -> Tensor:
+            log.append(self.name)
+            return direction
+
+    class Ruling(Mixing):
+        name = "ruling"
+
+        def apply(self, direction: Tensor, out: Tensor, aggregation: Aggregation, server: Any) -> None:
+            torch.add(server.params, direction, out=out)
+
+    for methods in ([Mixing(), Ruling()], [Ruling(), Mixing()]):
+        step(server(*methods), [update(client) for client in ALL])
+    assert log == ["ruling", "mixing"] * 2
+
+
+def test_what_is_reported_of_a_step_is_of_that_step_alone() -> None:
+    class First(Method):
+        name = "first"
+
+        def absorb(self, aggregation: Aggregation, server: Any) -> None:
+            if server.version == 0:
+                server.report["first.seen"] = 1.0
+
+    found = step(server(First()), [update(0)])
+    assert found.report == {"first.seen": 1.0}
+    assert step(found, [update(1, found.version)]).report == {}
+
+
+def test_clients_with_one_sample_have_their_share_and_those_without_none() -> None:
+    found = Server(LAYOUT, torch.tensor(START), torch.zeros(1, dtype=torch.int64), (), np.array([1, 0, 2, 1]), 0, TASK)
+    assert found.sample_ends.tolist() == [0.25, 0.75, 1.0] and found.able == 3
+
+
 class Halving(Method):
     """Weights by half, whoever else weighs."""
 

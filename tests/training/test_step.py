@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import warnings
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -315,3 +316,15 @@ def test_what_a_loss_does_not_depend_on_has_a_gradient_of_zeros() -> None:
     used, unused = torch.tensor([2.0, 3.0], requires_grad=True), torch.ones(3, requires_grad=True)
     first, second = gradients(used.square().sum(), [used, unused])
     assert first.tolist() == [4.0, 6.0] and second.tolist() == [0.0, 0.0, 0.0]
+
+
+def test_gradients_of_all_stages_lie_in_one_place_that_grows() -> None:
+    step, _ = at_work((), Optimizer())
+    sizes, places = (3, 5, 2), []
+    for size in sizes:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")  # a result that does not fit is made room for, with a warning
+            flat = step._flatten([torch.ones(size - 1), torch.zeros(1)])
+        assert flat.tolist() == [1.0] * (size - 1) + [0.0]
+        places.append(flat.data_ptr())
+    assert places[1] == places[2]
