@@ -80,7 +80,8 @@ def _kind(value: Any) -> str:
 def check_report(report: Mapping[str, Any], where: str) -> None:
     """Refuse what is no number in a column of the history."""
     for name, value in report.items():
-        if not isinstance(value, (int, float)) and np.asarray(value).dtype.kind not in "biuf":
+        on_device = isinstance(value, Tensor) and value.numel() == 1  # wherever it is, it is a number
+        if not (isinstance(value, (int, float)) or on_device) and np.asarray(value).dtype.kind not in "biuf":
             raise HookMistake(f"{where}.report['{name}'] is {_kind(value)}: give a number, or leave it out")
 
 
