@@ -38,6 +38,7 @@ from raysim.primitives.stores import is_remote, parted, store
 
 Node: TypeAlias = dict[str, Any]
 
+NAMED_FREELY = ("runtime.resources",)  # keys below which any name may be given
 LISTS = ("method", "observer")  # groups of which any number of options is chosen
 NONE = {"method": "fedavg"}  # what a list without any is called
 COMPLETE = ("method", "schedule", "fleet", "data", "partition", "model", "runtime")  # groups without which nothing runs
@@ -548,6 +549,8 @@ def _check_key(config: DictConfig, key: str, known: Groups) -> None:
         if isinstance(node, DictConfig) and part in node and (path or part != "choices"):
             node, path = node[part], [*path, part]
             continue
+        if ".".join(path) in NAMED_FREELY:
+            return
         raise Refused(_unknown(config, node, path, part, key, known))
 
 
@@ -596,7 +599,7 @@ def _assign(config: DictConfig, key: str, value: Any, text: str) -> None:
         listed = isinstance(value, str) and "/" not in value and OmegaConf.is_list(OmegaConf.select(config, key))
         if listed:  # as a list of options; paths stay whole
             value = [read_override(f"{key}={each}").value() for each in value.split("+")]
-        OmegaConf.update(config, key, value, merge=True)
+        OmegaConf.update(config, key, value, merge=True, force_add=key.rpartition(".")[0] in NAMED_FREELY)
     except OmegaConfBaseException as error:
         raise Refused(f"'{text}' does not fit there: {key} takes a single value") from error
 

@@ -70,7 +70,7 @@ def place(experiment: Experiment) -> Place:
     if options.resume is None:
         folder = user_path(options.out) if options.out else dated_folder(Path("runs"), experiment.title)
         check_free(folder)
-        _check_writable(folder, kept)
+        check_writable(folder, kept)
         if kept.folder and {*store(kept.folder).names()} - {HELD}:
             raise Refused(
                 f"checkpoint.folder={without_password(kept.folder)} holds something already: choose another one, or "
@@ -82,7 +82,7 @@ def place(experiment: Experiment) -> Place:
     folder = user_path(to_continue(options.out))
     if folder.exists() and not (folder / CONFIG).is_file() and not _just_begun(folder):
         raise Refused(f"out={folder} is not the folder of a run: choose another one, or leave resume out")
-    _check_writable(folder, kept)
+    check_writable(folder, kept)
     for where in (str(folder), kept.folder):
         _check_run_in(where, experiment.config)
     if (done := _rounds_done(folder)) >= rounds:
@@ -135,7 +135,7 @@ def _continued(experiment: Experiment, address: str) -> Place:
         raise Refused(
             f"out={folder} exists already, and {address} does not belong to it: choose another out, or leave it out"
         )
-    _check_writable(folder, experiment.spec.settings.checkpoint)
+    check_writable(folder, experiment.spec.settings.checkpoint)
     return _from(address, Place(folder, folder.exists()), experiment.spec.settings.rounds)
 
 
@@ -147,7 +147,8 @@ def _from(address: str, where: Place, rounds: int) -> Place:
     return replace(where, resume=address, note=f"continuing from {shown}")
 
 
-def _check_writable(folder: Path, kept: Checkpoint) -> None:
+def check_writable(folder: Path, kept: Checkpoint) -> None:
+    """Refuse a folder, or one for checkpoints apart from it, that nobody can make or write."""
     for name, place in [("out", folder), *(("checkpoint.folder", path) for path in apart(kept, folder))]:
         parent = place.absolute()
         while not parent.exists():

@@ -10,6 +10,7 @@ import re
 import shutil
 import socket
 import sys
+import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +18,7 @@ from typing import Any, BinaryIO, TextIO
 
 from raysim.primitives.errors import Refused
 
+_SOON = 3.0  # seconds of a wait that nobody need be told of
 HELD = ".held"  # the file that the process of a run locks
 _FULL = ("No space left on device", "Disk quota exceeded", "File too large")  # in errors of libraries' own kinds
 
@@ -155,7 +157,7 @@ def alone(folder: Path, setting: str) -> Iterator[None]:
     except OSError as error:
         raise ValueError(f"{folder} cannot be written ({error}): name another folder in {setting}") from error
     with handle:
-        if not _locked(handle):
+        if not _locked_soon(handle):
             print(f"raysim: waiting for {_owner(handle)}, which writes {folder}", file=sys.stderr, flush=True)
             _locked(handle, wait=True)
         _sign(handle)
@@ -173,6 +175,14 @@ def held(folder: Path) -> Iterator[None]:
             raise Refused(f"{folder} is in use by {_owner(handle)}: wait for its end, or choose another folder")
         _sign(handle)
         yield
+
+
+def _locked_soon(handle: TextIO) -> bool:
+    """Lock a file for which others are quick, such as the trials of one search; False where it takes them seconds."""
+    until = time.monotonic() + _SOON
+    while not (locked := _locked(handle)) and time.monotonic() < until:
+        time.sleep(0.05)
+    return locked
 
 
 def _locked(handle: TextIO, wait: bool = False) -> bool:

@@ -138,8 +138,8 @@ def summarise(rows: Sequence[Row], thresholds: Sequence[float] = THRESHOLDS, **m
     """What `summary.json` holds: last known value of every column, scores of the metric, and `more` as it is.
 
     Scores are those of `accuracy`, or of `accuracy_global` where no client has a test of its own; where both exist
-    the second come again with the suffix `_global`; likewise of another metric. `failures` is the last round's,
-    `failures_total` the run's.
+    the second come again with the suffix `_global`; likewise of another metric. `failures` and `host_deaths` are the
+    last round's, `failures_total` and `host_deaths_total` the run's.
     """
     metric = metric_of(rows)
     usual = [name.replace("accuracy", metric) for name in COLUMNS]
@@ -148,7 +148,9 @@ def summarise(rows: Sequence[Row], thresholds: Sequence[float] = THRESHOLDS, **m
     final = {name: (last_measured(rows, name) or {}).get(name) for name in names}
     local, central, higher = columns[metric], columns[f"{metric}_global"], metric not in LOWER_IS_BETTER
     summary: dict[str, object] = {"rounds": final.pop("round") or 0, **final}
-    summary["failures_total"] = sum(int(value) for value in known(columns["failures"]))
+    for name in ("failures", "host_deaths"):
+        if name in columns:
+            summary[f"{name}_total"] = sum(int(value) for value in known(columns[name]))
     summary.update(_scores(local if known(local) else central, thresholds, higher))
     if known(local) and known(central):
         summary.update(_scores(central, thresholds, higher, "_global"))

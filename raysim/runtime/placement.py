@@ -147,6 +147,11 @@ def _too_many(options: RayOptions, each: Resources, nodes: Sequence[Resources], 
     key = KEYS.get(short, f"runtime.resources.{short}")
     strict = " on one node (runtime.strategy=STRICT_PACK)" if options.strategy == "STRICT_PACK" else ""
     advice = f"set runtime.hosts={places}" if places else f"lower {key}, or use runtime=inprocess"
+    if not any(node.get(short) for node in nodes):  # fewer of it would be too many, too
+        start = "start nodes with GPUs, or set device=cpu"
+        advice = (
+            start if short == "GPU" else f"start nodes that declare {short} (ray start --resources), or leave {key} out"
+        )
     if short == "memory" and not places:
         advice = "make local.batch or the model smaller, or find larger nodes"
     return (

@@ -19,14 +19,25 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import yaml
 
 from raysim import cli
-from raysim.commands.submit.package import Command, check_command, check_size, pack, pieces, runtime_env, size
+from raysim.commands.submit.package import (
+    Command,
+    check_command,
+    check_size,
+    pack,
+    pieces,
+    runtime_env,
+    size,
+    with_source,
+)
 from raysim.experiment.compose import compose
+from raysim.primitives.commit import source
 from raysim.primitives.errors import Refused
 
 ROOT = Path(__file__).parents[2]
@@ -298,6 +309,34 @@ def test_a_token_file_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(tmp_path / "none"))
     with pytest.raises(ValueError, match="none holds no token"):
         jobs.connect("http://127.0.0.1:1")
+
+
+@pytest.mark.parametrize(
+    ("exit_code", "status", "sentence"),
+    [
+        (1, 1, ""),
+        (130, 130, ""),
+        (137, 137, "ended by signal 9, most often for want of memory: submitted again with resume=latest, it goes on"),
+        (-15, 143, "ended by signal 15: submitted again with resume=latest, it goes on"),
+    ],
+)
+def test_a_job_that_could_say_nothing_at_its_end_is_said_to_be_killed(
+    exit_code: int, status: int, sentence: str
+) -> None:
+    from ray.job_submission import JobStatus
+
+    from raysim.commands.submit import job_server as jobs
+
+    details = SimpleNamespace(status=JobStatus.FAILED, driver_exit_code=exit_code, message="")
+    client: Any = SimpleNamespace(get_job_info=lambda job: details)
+    assert jobs.status(client, "a") == (status, sentence and f"job a was {sentence}")
+
+
+def test_a_job_is_told_the_commit_that_is_packed_beside_what_the_user_gives() -> None:
+    given = {"pip": ["x"], "env_vars": {"A": "1"}}
+    env = with_source(given)
+    assert env["pip"] == ["x"] and env["env_vars"] == {"RAYSIM_SOURCE": json.dumps(source()), "A": "1"}
+    assert given["env_vars"] == {"A": "1"} and with_source({})["env_vars"].keys() == {"RAYSIM_SOURCE"}
 
 
 # --- a real cluster -------------------------------------------------------------------------------------------------

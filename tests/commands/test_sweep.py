@@ -72,6 +72,12 @@ def refusal(words: Sequence[str]) -> str:
 
 
 # --- before it starts ---------------------------------------------------------------------------------------------
+def test_where_nothing_can_be_written_is_refused_before_ray_starts(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("letter").write_text("")
+    assert cli.call(["sweep", *STUDY, "out=letter/a", LRS]) == 2
+    assert "out=letter/a cannot be made because" in (said := capsys.readouterr().err) and "letter is a file" in said
+
+
 def test_a_wrong_key_is_answered_with_the_nearest_one() -> None:
     assert "did you mean lr?" in refusal(["local.lrr=0.1,0.2"])
     assert "did you mean mu?" in refusal(["method=[fedprox]", "method.fedprox.muu=0.1,0.2"])

@@ -160,6 +160,13 @@ def test_a_word_of_a_study_stands_for_its_values(word: str, values: list[str]) -
     assert spread(word) == (key, [f"{key}={value}" for value in values])
 
 
+def test_resources_of_a_cluster_have_any_name() -> None:
+    config = plain(compose(["runtime.resources.slot=2", "runtime.resources.tape=0.5"]))
+    assert config["runtime"]["resources"] == {"slot": 2, "tape": 0.5}
+    with pytest.raises(Refused, match=r"runtime.resorces does not exist: did you mean resources\?"):
+        compose(["runtime.resorces.slot=2"])
+
+
 @pytest.mark.parametrize("word", ["seed=4..0", "seed=0..10000", f"seed=0..{10**17}"])
 def test_counting_is_upwards_and_ends(word: str) -> None:
     with pytest.raises(Refused, match="10,000 values at most"):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from raysim.primitives.commit import source
+from raysim.primitives.commit import SOURCE, source
 from raysim.results.tracking import origin
 
 
@@ -24,6 +24,11 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def git(*words: str) -> str:
     named = ("git", "-c", "user.name=a", "-c", "user.email=a@b", *words)
     return subprocess.run(named, capture_output=True, text=True, check=True).stdout.strip()
+
+
+def test_a_submitted_job_knows_the_commit_that_was_packed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(SOURCE, '{"commit": "abc", "dirty": "true"}')
+    assert source() == {"commit": "abc", "dirty": "true"}
 
 
 def test_runs_studies_and_searches_are_tagged_with_the_commit_and_whether_files_differ_from_it() -> None:

@@ -70,8 +70,12 @@ def test_a_run_that_never_fits_is_told_the_resource_what_the_nodes_have_and_the_
         "too little GPU: runtime.hosts=9 needs 9 x 1 CPU and 0.25 GPU, the cluster has a node of 4 CPU and 1 GPU "
         "and 2 nodes of 2 CPU and 0 GPU each: set runtime.hosts=4"
     )
-    with pytest.raises(ValueError, match=r"too little slot: .* lower runtime.resources.slot, or use runtime=inprocess"):
+    with pytest.raises(ValueError, match=r"too little slot: .* declare slot .* or leave runtime.resources.slot out"):
         fitting(RayOptions(), {"CPU": 1.0, "slot": 1.0}, CLUSTER, 20)
+    with pytest.raises(ValueError, match=r"too little GPU: .* start nodes with GPUs, or set device=cpu"):
+        fitting(RayOptions(), {"CPU": 1.0, "GPU": 1.0}, CLUSTER[1:], 20)
+    with pytest.raises(ValueError, match=r"too little GPU: .* lower runtime.gpus"):
+        fitting(RayOptions(), {"CPU": 1.0, "GPU": 2.0}, CLUSTER, 20)
     with pytest.raises(ValueError, match=r"on one node \(runtime.strategy=STRICT_PACK\).* set runtime.hosts=4"):
         fitting(RayOptions(hosts=5, strategy="STRICT_PACK"), {"CPU": 1.0}, CLUSTER, 20)
 

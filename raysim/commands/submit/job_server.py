@@ -6,6 +6,7 @@ import asyncio
 import logging
 import os
 import re
+import signal
 import socket
 import sys
 import time
@@ -131,7 +132,11 @@ def status(client: JobSubmissionClient, job: str) -> tuple[int, str]:
     if details.driver_exit_code is None:
         return 1, f"job {job} could not run: {' '.join((details.message or 'no reason is known').split())}"
     code = int(details.driver_exit_code)
-    return (code, "") if code > 0 else (128 - code, f"job {job} was ended by signal {-code}")
+    if code > 0 and code != 128 + signal.SIGKILL:
+        return code, ""  # it has said why
+    number = code - 128 if code > 0 else -code
+    why = ", most often for want of memory" if number == signal.SIGKILL else ""
+    return 128 + number, f"job {job} was ended by signal {number}{why}: submitted again with resume=latest, it goes on"
 
 
 def again(url: str, job: str) -> str:

@@ -6,6 +6,7 @@ folder that one happens to be in.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
@@ -22,6 +23,7 @@ import yaml
 
 from raysim.experiment.compose import compose, config_folders, groups, plain
 from raysim.experiment.plugins import brought, installed
+from raysim.primitives.commit import SOURCE, source
 from raysim.primitives.errors import Refused, refusing
 from raysim.primitives.files import conf_folder, user_path
 
@@ -245,7 +247,7 @@ def submit(
     _say(f"to upload: {size(found)}")
     with tempfile.TemporaryDirectory(prefix="raysim-") as folder, refusing():
         pack(found, Path(folder))
-        job = jobs.submit(client, command.entrypoint, {**env, "working_dir": folder})
+        job = jobs.submit(client, command.entrypoint, {**with_source(env), "working_dir": folder})
     _say(f"job {job} at {url}: {command.entrypoint}")
     if not wait:
         _say(jobs.again(url, job))
@@ -258,6 +260,11 @@ def submit(
     if sentence:
         sys.stderr.write(f"raysim: {sentence}\n")
     return code
+
+
+def with_source(env: Mapping[str, Any]) -> dict[str, Any]:
+    """The job's environment, which knows the commit that was packed."""
+    return {**env, "env_vars": {SOURCE: json.dumps(source()), **(env.get("env_vars") or {})}}
 
 
 def _say(text: str) -> None:

@@ -34,6 +34,7 @@ from raysim.commands.sweep.records import ENDED, Records, Watch
 from raysim.commands.sweep.search import Options, Search, SweepRequest, read_request, store
 from raysim.commands.sweep.space import Choice, Point, Space, nearest
 from raysim.experiment.many_runs import how_to_go_on, join_ray, last_score, value_label
+from raysim.experiment.run_folder import check_writable
 from raysim.experiment.settings import Experiment, Interrupted, RuntimeOptions
 from raysim.primitives.errors import Refused, first_line, refusing
 from raysim.primitives.files import held
@@ -351,6 +352,7 @@ def sweep(
     search, folder = request.search, request.folder
     experiments = _checked(search, allow)
     spec = experiments[0].spec
+    check_writable(folder, spec.settings.checkpoint)
     options = _cluster_options(experiments[0].execution.runtime, request.words)
     with ExitStack() as session:
         join_ray(options, session)
