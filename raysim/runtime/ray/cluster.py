@@ -102,7 +102,18 @@ def address() -> str:
 def disconnect() -> None:
     """Leave the cluster; one that `connect` started ends."""
     _wake()
-    ray.shutdown()
+    left = threading.Event()
+    threading.Thread(target=_keep_awake, args=(left,), daemon=True).start()
+    try:
+        ray.shutdown()
+    finally:
+        left.set()
+
+
+def _keep_awake(left: threading.Event) -> None:
+    """What is stopped just now may not be so yet when one looks for the first time."""
+    while not left.wait(1.0):
+        _wake()
 
 
 def _wake() -> None:
