@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from tiny_runs import LOCAL, NOTHING, SEED, even, run_spec
-from torch import Tensor
+from tiny_runs import LOCAL, NOTHING, ROUNDS, SEED, even, run, run_spec
+from torch import Tensor, nn
 
 from raysim.api.context import Batch, Context, Outputs
 from raysim.api.messages import Job
@@ -135,6 +136,30 @@ def test_gradients_pass_through_frozen_networks() -> None:
     for job in JOBS[:2]:
         outcome = trainer.train(job, vector.shared.clone(), vector.counters.clone(), {}, NOTHING)
         assert outcome is not None
+
+
+class Starting(Method):
+    """Its own head starts from zero at every participation; notes the head of the frozen model."""
+
+    name = "starting"
+    paper = "none"
+
+    def personal(self, networks: Mapping[str, nn.Module]) -> Sequence[str]:
+        return ("model.head.weight", "model.head.bias")
+
+    def receive(self, ctx: Context) -> None:
+        with torch.no_grad():
+            for value in ctx.vector.networks["model"].get_submodule("head").parameters():
+                value.zero_()
+
+    def term(self, ctx: Context, out: Outputs, batch: Batch) -> Tensor:
+        frozen = ctx.frozen()["model"].get_submodule("head")
+        assert not any(bool(value.any()) for value in frozen.parameters())
+        return out.logits.sum() * 0.0
+
+
+def test_frozen_networks_start_from_what_methods_made_of_the_personal_part() -> None:
+    run(run_spec(Starting()), ROUNDS, rounds=2)
 
 
 def test_a_chunk_is_a_million_floats(monkeypatch: pytest.MonkeyPatch) -> None:
