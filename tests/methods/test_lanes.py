@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -28,7 +29,7 @@ from raysim.models import Mlp
 from raysim.models.classifier import ModelRecipe, Shape
 from raysim.training.host import Host
 from raysim.training.lane import NotInLanes
-from raysim.training.lane_step import after
+from raysim.training.lane_step import after, stacked_given
 from raysim.training.lanes import uses_graph, usual_lanes
 from raysim.training.run_spec import build_networks
 from raysim.training.tape import Tape
@@ -319,3 +320,25 @@ def test_a_tape_that_leaves_other_statistics_is_never_played(monkeypatch: pytest
 def test_a_second_pass_of_a_later_stage_computes_everything_anew() -> None:
     fedbr = FedBR(projection="code", pseudo_batch=4, samples_per_mean=3)
     assert_alike(study(FedSAM(0.5), fedbr, model=MLP), rounds=2)
+
+
+def test_a_download_is_shared_by_lanes_only_where_all_have_the_same_one() -> None:
+    """Three clients, of whom each has something of its own besides, and the last one an older version."""
+    new, old = torch.ones(2), torch.zeros(2)
+    base = torch.zeros(2)
+    lanes: Any = SimpleNamespace(
+        asked=SimpleNamespace(entries=[("download", "direction")]),
+        shape=lambda lane, table, key: (2,),
+        stacked=lambda table, key, rows, active: torch.stack([lane.ctx.download[key] for lane in active]),
+        clients=lambda rows, active: torch.tensor(rows),
+    )
+
+    def given(*directions: Tensor) -> tuple[Any, dict[str, Tensor]]:
+        own = [{"direction": each, "own": torch.tensor(number)} for number, each in enumerate(directions)]
+        active: Any = [SimpleNamespace(ctx=SimpleNamespace(download=each, base=base)) for each in own]
+        return stacked_given(lanes, range(len(active)), active)
+
+    asked, common = given(new, new, new)
+    assert common == {"direction": new} and not asked["download"]
+    asked, common = given(new, new, old)
+    assert not common and asked["download"]["direction"].tolist() == [[1, 1], [1, 1], [0, 0]]
