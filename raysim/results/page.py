@@ -473,7 +473,9 @@ def _checksum(value: object) -> str:
 def _repeat(groups: Sequence[Group]) -> Part:
     """A command and the checksums of each run, and the versions of what made them."""
     runs = [(group.label, run) for group in groups for run in group.runs]
-    commands = [run_again(run.config, run.folder / "config.yaml", "out=again") for _, run in runs]
+    places = [f"out=again/{number}" if len(runs) > 1 else "out=again" for number in range(1, len(runs) + 1)]
+    again = zip(runs, places, strict=True)
+    commands = [run_again(run.config, run.folder / "config.yaml", place) for (_, run), place in again]
     columns = [
         Column("", [label for label, _ in runs]),
         Column("seed", [str(run.config.get("seed", NOTHING)) for _, run in runs]),

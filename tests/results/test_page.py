@@ -103,6 +103,13 @@ def test_what_differs_is_listed_by_key_with_those_who_have_each_value(tmp_path: 
     assert "batch" not in different
 
 
+def test_commands_of_several_runs_can_be_pasted_one_after_the_other(tmp_path: Path) -> None:
+    runs = seeded(tmp_path, "fedprox", [0.5, 0.75])
+    places = re.findall(r"out=\S*?(?=<)", section(written(runs, tmp_path), "How to repeat it"))
+    assert places == ["out=again/1", "out=again/2"]
+    assert re.findall(r"out=\S*?(?=<)", section(written(runs[:1], tmp_path), "How to repeat it")) == ["out=again"]
+
+
 def test_checksums_are_short_and_whole_where_one_points(tmp_path: Path) -> None:
     run = make(tmp_path / "one", [0.5])
     run.summary.update(model_sha256="0123456789abcdef" * 4)
