@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
+from raysim.primitives import files
 from raysim.primitives.files import without_password
 
 
@@ -38,3 +41,15 @@ def test_no_secret_of_an_address_is_left(text: str, bare: str) -> None:
 )
 def test_what_is_no_secret_stays(text: str) -> None:
     assert without_password(text) == text
+
+
+def test_a_wait_for_one_who_is_quick_is_not_spoken_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(files, "_SOON", 1e9)
+    with (tmp_path / ".lock").open("a+") as other:
+        assert files._locked(other)
+        monkeypatch.setattr(files.time, "sleep", lambda seconds: other.close())  # who ends as soon as one waits
+        with files.alone(tmp_path, "a setting"):
+            assert other.closed
+    assert capsys.readouterr().err == ""

@@ -87,6 +87,11 @@ def check_metrics(names: Sequence[str]) -> None:
             raise Refused(f"--metric {name} does not exist: {instead(name, [*simple, 'rounds_to.0.80'])}")
 
 
+def _both(summary: Mapping[str, object], metric: str) -> tuple[float | None, float | None]:
+    """A run's score on the clients' own tests, and on the central test set."""
+    return score(summary, metric), score(summary, f"{metric}_global")
+
+
 def gather(campaign: Campaign, metrics: Sequence[str]) -> tuple[list[str], list[Scores]]:
     """Read the finished runs. Without metrics: the usual ones, and the highest threshold that every run reached."""
     runs = [load_run(f) if (f := campaign.results(c)).joinpath("summary.json").is_file() else None
@@ -98,8 +103,9 @@ def gather(campaign: Campaign, metrics: Sequence[str]) -> tuple[list[str], list[
     highest = max(set.intersection(*reached) if reached else (), key=float, default=None)
     many = any((score(each, "rounds") or 0) > FEW for each in there)
     usual = [name for name in METRICS if many or name != "best5_mean"]
-    usual += dict.fromkeys(f"{m}_global" for s in there for m in [str(s.get("metric", "accuracy"))]
-                           if score(s, m) is not None and score(s, f"{m}_global") is not None)  # fmt: skip
+    scored_by = dict.fromkeys(str(each.get("metric", "accuracy")) for each in there)
+    both = [name for name in scored_by if any(None not in _both(each, name) for each in there)]
+    usual += [f"{name}_global" for name in both]
     names = list(metrics) or [*usual, *([f"rounds_to.{highest}"] if highest else [])]
     return names, [
         Scores(cell, run, {name: score(run.summary, name) if run else None for name in names})
