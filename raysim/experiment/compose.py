@@ -326,11 +326,17 @@ def read_override(text: str) -> Override:
         if not override.is_delete() and not override.is_sweep_override():
             override.value()
     except (HydraException, ValueError, TypeError) as error:
-        hint = _QUOTE if "=" in text else "write the name of a setting, '=' and its value"
+        hint = _QUOTE if "=" in text else _with_key(text)
         if len(found_words := text.split()) > 1 and all("=" in word for word in found_words):
             hint = f"these are {len(found_words)} settings: give each a word of its own, without quotes around all"
         raise Refused(f"'{text}' cannot be read as key=value: {hint}") from error
     return override
+
+
+def _with_key(word: str) -> str:
+    """What to write for a word without a key: "fedprox" is an option of method."""
+    found = [f"{group}={word}" for group, options in groups().files.items() if group != SWEEP and word in options]
+    return f"write {' or '.join(found)}" if found else "write the name of a setting, '=' and its value"
 
 
 def _counted(text: str) -> str:

@@ -30,8 +30,10 @@ def installed() -> tuple[str, ...]:
 def allowed(packages: Sequence[str]) -> list[Path]:
     """The folders `conf` that lie inside these packages, which are also looked for in the current folder.
 
-    Raises Refused for one that is nowhere.
+    Raises Refused for one that is nowhere, and for text, which is a sequence of letters.
     """
+    if isinstance(packages, str):
+        raise Refused(f"allow={packages!r} is one text where a list of packages belongs: write allow=[{packages!r}]")
     if packages and not {"", here := os.getcwd()} & {*sys.path}:
         sys.path.append(here)  # behind the folder of the user's own script
     for package in packages:

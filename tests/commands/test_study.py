@@ -104,6 +104,7 @@ def test_the_database_lies_beside_the_runs() -> None:
         (["local.lr=0.1,-1"], "(run fedavg_lr--1_seed-0)"),
         (["method=[fedavgm],[fedavgm,fedadam]"], "fedavgm"),
         (["rounds=glob(*)"], "rounds=VALUE,VALUE or rounds=0..4"),
+        (["seed=0-2"], "write seed=0..2 for all"),
         (["seed=3..0"], "write the lower end first"),
         (["hydra/launcher=ray", "seed=0..1"], "raysim study --parallel N"),
         (["out=a,b"], "two folders"),

@@ -245,6 +245,8 @@ def test_weighting_is_by_samples_unless_a_method_or_the_user_asks_otherwise() ->
         (["method=fedbr+fedproxx"], ["method=fedproxx", "did you mean fedprox?"]),
         (["method=fedavg+fedprox"], ["method=fedavg+fedprox", "leave it out"]),
         (["seed=0..4"], ["'seed=0..4'", "raysim study seed=0..4"]),
+        (["fedprox"], ["'fedprox'", "key=value: write method=fedprox"]),
+        (["mnist_fedprox"], ["write the name of a setting"]),
         (["method=fedavg,fedprox"], ["raysim study method=fedavg,fedprox", "a+b"]),
         (["thresholds=a+b"], ["thresholds[0]=a", "a number"]),
         (["method.fedavg.mu=1"], ["method.fedavg.mu does not exist", "fedavg has no values of its own"]),

@@ -138,6 +138,8 @@ def test_a_package_that_is_nowhere_is_named(package: Path, capsys: pytest.Captur
     assert capsys.readouterr().err.startswith("raysim: there is no package quitely to allow: ")
     with pytest.raises(Refused, match=r"there is no package quitely\.parts to allow"):
         build("rounds=1", allow=["quitely.parts"])
+    with pytest.raises(Refused, match=r"allow='quietly' is one text .* write allow=\['quietly'\]"):
+        build("rounds=1", allow="quietly")
     assert brought(["quitely"]) == [], "a job is told by the nodes, which may have it"
 
 

@@ -151,6 +151,8 @@ def _cells(campaign: Campaign) -> Iterator[Cell]:
 
 def _seed(word: str) -> int:
     text = word.partition("=")[2]
+    if re.fullmatch(r"\d+-\d+", text):
+        raise Refused(f"{word} is no number: write seed={text.replace('-', '..')} for all from the first to the last")
     if not text.isdigit():
         raise Refused(f"{word} must be a whole number of at least 0")
     return int(text)
