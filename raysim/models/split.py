@@ -205,8 +205,16 @@ class Own(Foreign):
         if isinstance(self.source, nn.Module):
             return copy.deepcopy(self.source)
         known = dict(zip(FILLED_IN, (input_shape, num_classes, tokens), strict=True))
-        names = inspect.signature(self.source).parameters
-        net = self.source(**{**{key: value for key, value in known.items() if key in names}, **self.options})
+        signature = inspect.signature(self.source)
+        given = {**{key: value for key, value in known.items() if key in signature.parameters}, **self.options}
+        try:
+            signature.bind(**given)
+        except TypeError as error:
+            raise ValueError(
+                f"the model {self.source.__name__} cannot be called ({error}): the data give "
+                f"{', '.join(FILLED_IN)} where it has such arguments, functools.partial gives the others"
+            ) from error
+        net = self.source(**given)
         if not isinstance(net, nn.Module):
             raise ValueError(f"the model {self.source.__name__} makes a {type(net).__name__}, and no torch.nn.Module")
         return net

@@ -218,6 +218,11 @@ def test_methods_that_no_file_can_hold_are_given_again_to_load() -> None:
         ({"partition": {"a": [0, 1], "b": [1, 2]}}, "^partition gives row 1 to client a and to client b: give it"),
         ({"partition": {"a": [0, 1], "b": [0.5]}}, "^partition, client b has no list of row numbers"),
         ({"seed": None}, "seed=null must be an integer"),
+        (
+            {"model": lambda depth: flat(3, depth)},
+            r"<lambda> cannot be called \(missing a required argument: 'depth'\)",
+        ),
+        ({"model": functools.partial(nn.Linear, width=3)}, r"Linear cannot be called \(missing .*'in_features'\)"),
         ({"model": lambda: flat(7)}, "set its number of outputs to 3, as functools.partial"),
         ({"model": 3}, "model=3 does not fit there: give a torch.nn.Module, its class or a function that makes one"),
         ({"model": Mlp}, r"model=Mlp is a class: give an object of it, Mlp\(...\)"),
