@@ -7,7 +7,7 @@ import itertools
 import math
 import textwrap
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -35,11 +35,16 @@ _MODELS, _ROWS, _PANELS = 4, 150, 6  # clients and rows of a t-SNE (a few second
 
 @contextmanager
 def figure_file(
-    path: Path | io.BytesIO, title: str, size: tuple[float, float], *, dark: bool = False
+    path: Path | io.BytesIO,
+    title: str,
+    size: tuple[float, float],
+    *,
+    dark: bool = False,
+    about: Mapping[str, str] | None = None,
 ) -> Iterator[Figure]:
     """A figure in the report's looks; when the block ends it is a PNG with 130 pixels per inch.
 
-    dark: for a dark page.
+    dark: for a dark page. about: what the file says of itself.
     """
     import matplotlib
     from matplotlib.figure import Figure
@@ -49,7 +54,7 @@ def figure_file(
         figure = Figure(figsize=size, dpi=130, layout=ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.1))
         figure.suptitle(textwrap.fill(title, int(9 * size[0])), fontsize=13)
         yield figure
-        figure.savefig(buffer := io.BytesIO(), format="png")
+        figure.savefig(buffer := io.BytesIO(), format="png", metadata=about)
     if isinstance(path, io.BytesIO):
         path.write(buffer.getvalue())
     else:

@@ -8,10 +8,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
+from matplotlib.figure import Figure
+from PIL import Image
 from test_papers import MNIST, WIDE, line, make, rows
 
-from raysim.commands.papers import pages, results
+from raysim.commands.papers import pages, pictures, results
 from raysim.commands.papers.comparison import compare
 from raysim.commands.papers.gains import gains
 from raysim.commands.papers.tables import PAPERS, tables
@@ -119,6 +122,14 @@ def test_the_pages_are_those_that_the_stored_results_make() -> None:
         assert (folder / name).read_text() == text, f"{name}: run python -m raysim.commands.papers.pages docs/papers"
 
 
+@pytest.mark.parametrize("paper", PAPERS)
+def test_a_page_has_a_picture_of_the_stored_results(paper: str) -> None:
+    drawn = Image.open(conf_folder().parent / "docs" / "papers" / f"{paper}.png")
+    assert drawn.text["Description"] == pictures.numbers(results.kept(paper)), (  # type: ignore[attr-defined]
+        "run python -m raysim.commands.papers.pages docs/papers"
+    )
+
+
 def page_of(runs: Sequence[Run], causes: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setattr(pages, "_known", lambda paper: {"causes": causes, "claims": ["Nothing seen of it."]})
     return pages.page("fedbr", runs)
@@ -218,6 +229,25 @@ def test_splits_that_are_equally_uneven_have_no_order() -> None:
     text = "\n".join(gains(runs))
     assert "| `method=fedbr` | 4 |" in text
     assert "by split" not in text and "Spearman" not in text and "A seed is a split" not in text
+
+
+def test_a_picture_shows_means_intervals_and_splits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runs = [stored("fedavg", seed, 0.5, entropy=seed) for seed in range(4)]
+    runs += [stored("fedbr", seed, 0.9 - 0.1 * seed, entropy=seed) for seed in range(4)]
+    runs += [stored("moon method.moon.mu=1", seed, 0.4 + 0.1 * seed, entropy=seed) for seed in range(3)]
+    figures: list[Figure] = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: figures.append(figure))
+    pictures.draw(runs, tmp_path / "a.png")
+    means, splits = figures[0].axes
+    assert [label.get_text() for label in means.get_yticklabels()] == ["fedbr", "moon, mu=1"]
+    # fedbr: 40, 30, 20, 10; moon: -10, 0, 10; the intervals by t(0.975, 3) = 3.1824 and t(0.975, 2) = 4.3027.
+    lines = [np.round(np.asarray(line.get_xdata(), float), 2).tolist() for line in means.lines]
+    assert lines == [[4.46, 45.54], [25.0], [-24.84, 24.84], [0.0], [0.0, 0.0]]
+    blue, grey = (means.lines[place].get_color() for place in (0, 2))
+    assert blue == means.lines[1].get_color() != grey, "an interval around 0 is grey"
+    (dots, _) = splits.lines
+    assert np.allclose(dots.get_xydata(), [(0, 40), (1, 30), (2, 20), (3, 10)])
+    assert pictures.numbers(runs) != pictures.numbers(runs[:-1]) and pictures.numbers(runs[:4]) == ""
 
 
 def test_too_few_shared_seeds_and_other_settings_are_not_compared() -> None:

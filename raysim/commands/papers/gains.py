@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from statistics import mean
 
 from raysim.primitives.checks import known
 from raysim.results.history import column
 from raysim.results.markdown import table
 from raysim.results.report import Run
-from raysim.results.significance import FEWEST, paired
+from raysim.results.significance import FEWEST, Difference, paired
 
 FEDAVG = "method=fedavg"
 # Columns of a summary that are compared, and what they are called.
@@ -22,8 +23,42 @@ Runs = dict[str, dict[int, Run]]  # of one setting: by methods and their options
 HOW = ("device=", "runtime.", "data.root=")  # words of a command that say where and how, not what
 
 
-def by_setting(runs: Sequence[Run]) -> dict[str, Runs]:
-    """The runs by all that their commands say besides methods and seed."""
+@dataclass(frozen=True)
+class Setting:
+    """All that the commands of these runs say besides methods and seed, and the methods that share enough seeds."""
+
+    words: str
+    fedavg: Own
+    others: Runs
+    too_few: Runs  # methods that share fewer seeds with FedAvg
+    scores: Mapping[str, str]  # that all have
+
+    @property
+    def uneven(self) -> bool:
+        """Whether its splits have an order."""
+        return len({entropy(run) for run in self.fedavg.values()}) > 1
+
+    @property
+    def commonest(self) -> tuple[str, Own]:
+        """The method that shares the most seeds with FedAvg."""
+        return max(self.others.items(), key=lambda each: len(self.seeds(each[1])))
+
+    def seeds(self, own: Own) -> list[int]:
+        """Those that a method and FedAvg have, the most uneven split first."""
+        return sorted(own.keys() & self.fedavg.keys(), key=lambda seed: (entropy(self.fedavg[seed]), seed))
+
+    def pairs(self, own: Own, key: str) -> list[tuple[float, float]]:
+        """FedAvg's score and the method's, in percent, for each of the seeds."""
+        return [(_score(self.fedavg[seed], key), _score(own[seed], key)) for seed in self.seeds(own)]
+
+    def gain(self, own: Own, key: str) -> Difference:
+        """What a method gains, in points."""
+        before, after = zip(*self.pairs(own, key), strict=True)
+        return paired(after, before)
+
+
+def by_setting(runs: Sequence[Run]) -> list[Setting]:
+    """The settings in which FedAvg and another method share enough seeds."""
     found: dict[str, Runs] = {}
     for run in runs:
         words = str(run.summary.get("command")).split()[2:]
@@ -31,32 +66,34 @@ def by_setting(runs: Sequence[Run]) -> dict[str, Runs]:
         others = [word for word in words if not word.startswith(("method", "seed=", *HOW))]
         own = found.setdefault(" ".join(others), {}).setdefault(" ".join(methods), {})
         own[int(str(run.config["seed"]))] = run
-    return found
+    settings = [_setting(words, by_method) for words, by_method in found.items()]
+    return [setting for setting in settings if setting.others]
+
+
+def _setting(words: str, by_method: Runs) -> Setting:
+    fedavg = by_method.pop(FEDAVG, {})
+    enough = {name: len(own.keys() & fedavg.keys()) >= FEWEST for name, own in sorted(by_method.items())}
+    others, too_few = ({name: by_method[name] for name in enough if enough[name] is which} for which in (True, False))
+    every = [run for own in (fedavg, *others.values()) for run in own.values()]
+    scores = {key: title for key, title in SCORES.items() if all(run.summary.get(key) is not None for run in every)}
+    if "best5_mean" in scores and all(_is_central(run) for run in every):
+        scores["best5_mean"] = "central"  # who has no test of their own is scored there
+    return Setting(words, fedavg, others, too_few, scores)
 
 
 def gains(runs: Sequence[Run]) -> Iterator[str]:
-    """A section as Markdown, of every setting in which FedAvg and another method share enough seeds."""
-    for setting, by_method in by_setting(runs).items():
-        fedavg = by_method.pop(FEDAVG, {})
-        others = {name: own for name, own in sorted(by_method.items()) if len(own.keys() & fedavg.keys()) >= FEWEST}
-        if not others:
-            continue
-        every = [run for own in (fedavg, *others.values()) for run in own.values()]
-        scores = {key: title for key, title in SCORES.items() if all(run.summary.get(key) is not None for run in every)}
-        if "best5_mean" in scores and all(_is_central(run) for run in every):
-            scores["best5_mean"] = "central"  # who has no test of their own is scored there
-        uneven = len({_entropy(run) for run in fedavg.values()}) > 1  # else their splits have no order
-        yield f"## Over FedAvg, seed by seed: {setting}"
+    """A section as Markdown of every setting."""
+    for setting in by_setting(runs):
+        yield f"## Over FedAvg, seed by seed: {setting.words}"
         yield (
-            f"{'A seed is a split, too. ' if uneven else ''}Gains in points, best five rounds: mean of the differences "
-            "over the seeds that both have, 95 % interval (Student)."
+            f"{'A seed is a split, too. ' if setting.uneven else ''}Gains in points, best five rounds: mean of the "
+            "differences over the seeds that both have, 95 % interval (Student)."
         )
-        head = ("methods", "seeds", *scores.values())
-        yield table(head, [_gain(name, own, fedavg, scores) for name, own in others.items()])
-        if uneven:
-            name, own = max(others.items(), key=lambda each: len(each[1].keys() & fedavg.keys()))
-            yield from _by_split(name, own, fedavg, scores)
-        yield from _terms(by_method, fedavg)
+        head = ("methods", "seeds", *setting.scores.values())
+        yield table(head, [_gain(name, own, setting) for name, own in setting.others.items()])
+        if setting.uneven:
+            yield from _by_split(setting)
+        yield from _terms(setting.others | setting.too_few, setting.fedavg)
 
 
 def _terms(by_method: Runs, fedavg: Own) -> Iterator[str]:
@@ -101,13 +138,14 @@ def _term(run: Run, name: str) -> float:
     return mean(known(column(run.rows, name))[-5:])
 
 
-def _by_split(name: str, own: Own, fedavg: Own, scores: Mapping[str, str]) -> Iterator[str]:
+def _by_split(setting: Setting) -> Iterator[str]:
     """The method that shares the most seeds with FedAvg, from the most uneven split to the most even one."""
-    seeds = sorted(own.keys() & fedavg.keys(), key=lambda seed: _entropy(fedavg[seed]))
-    entropies = [_entropy(fedavg[seed]) for seed in seeds]
+    name, own = setting.commonest
+    seeds = setting.seeds(own)
+    entropies = [entropy(setting.fedavg[seed]) for seed in seeds]
     columns, said = [], []
-    for key, title in scores.items():
-        pairs = [(_score(fedavg[seed], key), _score(own[seed], key)) for seed in seeds]
+    for key, title in setting.scores.items():
+        pairs = setting.pairs(own, key)
         columns.append([f"{before:.2f} → {after:.2f} ({after - before:+.2f})" for before, after in pairs])
         if len(seeds) > FEWEST:
             from scipy.stats import spearmanr
@@ -118,27 +156,27 @@ def _by_split(name: str, own: Own, fedavg: Own, scores: Mapping[str, str]) -> It
         f"`{name}` by split, the most uneven one first (label entropy: mean over clients, nats; FedAvg's score → the "
         "method's):"
     )
-    facts = [f"{seed}" for seed in seeds], [f"{entropy:.3f}" for entropy in entropies]
-    yield table(("seed", "label entropy", *scores.values()), list(zip(*facts, *columns, strict=True)))
+    facts = [f"{seed}" for seed in seeds], [f"{each:.3f}" for each in entropies]
+    yield table(("seed", "label entropy", *setting.scores.values()), list(zip(*facts, *columns, strict=True)))
     if said:
         yield f"Rank correlation (Spearman) of the gain with the label entropy, {len(seeds)} splits: {'; '.join(said)}."
 
 
-def _gain(name: str, own: Own, fedavg: Own, scores: Mapping[str, str]) -> tuple[str, ...]:
-    seeds = sorted(own.keys() & fedavg.keys())
+def _gain(name: str, own: Own, setting: Setting) -> tuple[str, ...]:
     cells = []
-    for key in scores:
-        found = paired([_score(own[seed], key) for seed in seeds], [_score(fedavg[seed], key) for seed in seeds])
+    for key in setting.scores:
+        found = setting.gain(own, key)
         interval = f" ({found.note})" if found.low is None else f" ({found.low:+.2f} to {found.high:+.2f})"
         cells.append(f"{found.mean:+.2f}{interval}")
-    return f"`{name}`", f"{len(seeds)}", *cells
+    return f"`{name}`", f"{len(setting.seeds(own))}", *cells
 
 
 def _score(run: Run, key: str) -> float:
     return 100 * float(str(run.summary[key]))
 
 
-def _entropy(run: Run) -> float:
+def entropy(run: Run) -> float:
+    """How uneven a run's split is: mean label entropy of its clients, nats."""
     split = run.summary["split"]
     assert isinstance(split, Mapping), "a stored run says how uneven its split is"
     return float(split["label_entropy"])

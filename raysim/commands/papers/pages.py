@@ -14,6 +14,7 @@ from typing import Any
 
 from raysim.commands.papers.comparison import Entry, matched
 from raysim.commands.papers.gains import gains
+from raysim.commands.papers.pictures import ABOUT, draw, numbers
 from raysim.commands.papers.presets import PAPER_RUNS
 from raysim.commands.papers.results import kept
 from raysim.commands.papers.tables import PAPERS, Table, tables
@@ -46,6 +47,8 @@ def page(paper: str, runs: Sequence[Run]) -> str:
     ]
     if claims := known["claims"]:
         parts.append("\n".join(["**What we could not see.**", "", *(f"- {text}" for text in claims)]))
+    if numbers(runs):
+        parts.append(f"![{ABOUT}]({paper}.png)")
     parts += gains(runs)
     for name, table in every.items():
         parts += _table(name, table, runs, known["causes"])
@@ -185,10 +188,13 @@ def _commands(entries: Sequence[Entry]) -> str:
 
 
 def write(folder: Path) -> None:
-    """Write all pages."""
+    """Write all pages and their pictures."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, text in pages().items():
         (folder / name).write_text(text, encoding="utf-8")
+    for paper in PAPERS:
+        if numbers(runs := kept(paper)):
+            draw(runs, folder / f"{paper}.png")
 
 
 if __name__ == "__main__":
