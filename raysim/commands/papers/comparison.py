@@ -186,7 +186,7 @@ def _different(run: Run, preset: Mapping[str, str], command: Command, row_keys: 
     return {
         key: f"{key}={settings[key]} instead of {value}"
         for key, value in expected.items()
-        if key in settings and not _equal(settings[key], value) and not _is_free(key) and (key, value) not in OPEN
+        if key in settings and not is_equal(settings[key], value) and not _is_free(key) and (key, value) not in OPEN
     }
 
 
@@ -194,7 +194,8 @@ def _is_free(key: str) -> bool:
     return any(key == free or key.startswith(f"{free}.") for free in FREE) or key.endswith((".root", ".cache"))
 
 
-def _equal(one: str, other: str) -> bool:
+def is_equal(one: str, other: str) -> bool:
+    """Whether two values are the same as numbers, or else as texts."""
     try:
         return float(one) == float(other)
     except ValueError:
