@@ -191,6 +191,16 @@ def test_a_method_is_compared_with_fedavg_on_the_seeds_that_both_have() -> None:
     assert "Spearman" not in text, "three splits have no correlation"
 
 
+def test_a_whole_number_written_in_two_ways_is_one_setting() -> None:
+    words = (" local.lr=10", " local.lr=10.0", " local.lr=10")
+    runs = [stored(method, seed, 0.5, words[seed]) for method in ("fedavg", "fedbr") for seed in range(3)]
+    text = "\n".join(gains(runs))
+    assert text.startswith("## Over FedAvg, seed by seed: experiment=fedbr/x rounds=40 local.lr=10\n")
+    assert "| `method=fedbr` | 3 |" in text
+    runs = [stored(method, seed, 0.5, f" local.lr=1.0{seed}") for method in ("fedavg", "fedbr") for seed in range(3)]
+    assert not list(gains(runs)), "1.01 and 1.02 are two"
+
+
 def test_terms_of_the_loss_are_compared_and_a_run_without_own_tests_is_scored_centrally() -> None:
     def run(method: str, seed: int, shift: float) -> Run:
         rows: list[Row] = [{"accuracy": None, "accuracy_global": 0.5, "decomposition.shift": value} for value in

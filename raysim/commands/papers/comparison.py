@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -184,7 +185,7 @@ def _different(run: Run, preset: Mapping[str, str], command: Command, row_keys: 
     settings = {key: preset[key] for key in row_keys if key in preset} | _flat(run.config)
     expected = {**preset, **{key: str(value) for key, value in command.overrides.items()}}
     return {
-        key: f"{key}={settings[key]} instead of {value}"
+        key: plainly(f"{key}={settings[key]} instead of {value}")
         for key, value in expected.items()
         if key in settings and not is_equal(settings[key], value) and not _is_free(key) and (key, value) not in OPEN
     }
@@ -192,6 +193,11 @@ def _different(run: Run, preset: Mapping[str, str], command: Command, row_keys: 
 
 def _is_free(key: str) -> bool:
     return any(key == free or key.startswith(f"{free}.") for free in FREE) or key.endswith((".root", ".cache"))
+
+
+def plainly(text: str) -> str:
+    """10.0 and 10 are one setting."""
+    return re.sub(r"(?<==)(-?\d+)\.0\b", r"\1", text)
 
 
 def is_equal(one: str, other: str) -> bool:

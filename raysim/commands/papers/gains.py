@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import mean
 
+from raysim.commands.papers.comparison import plainly
 from raysim.primitives.checks import known
 from raysim.results.history import column
 from raysim.results.markdown import table
@@ -61,7 +62,7 @@ def by_setting(runs: Sequence[Run]) -> list[Setting]:
     """The settings in which FedAvg and another method share enough seeds."""
     found: dict[str, Runs] = {}
     for run in runs:
-        words = str(run.summary.get("command")).split()[2:]
+        words = plainly(str(run.summary.get("command"))).split()[2:]
         methods = [word for word in words if word.startswith("method")]
         others = [word for word in words if not word.startswith(("method", "seed=", *HOW))]
         own = found.setdefault(" ".join(others), {}).setdefault(" ".join(methods), {})
