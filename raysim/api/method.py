@@ -1,255 +1,125 @@
-"""What a method may do: the hooks, the stages of an iteration, and the check that a list of methods fits together.
+"""What a method may do: fourteen hooks, of which it fills those that it needs.
 
-A method overrides the hooks that it needs. Every default does nothing, and a hook that no method of a run overrides
-is never called. Hooks that run once per batch keep to tensors: no `.item()`, no `if tensor`, no fresh random numbers.
-Constructors store their arguments under their own names, after checking them.
+Every default does nothing, and a hook that no method of a run fills is never called. `setup`
+declares; `begin`, `batch`, `loss`, `gradient`, `perturb` and `end` are the moments of a client's
+job; `weigh`, `combine`, `step` and `absorb` those of an aggregation. Hooks that run once for each
+batch keep to tensors (no `.item()`, no `if tensor`), because a step may be captured as a CUDA graph.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Literal, TypeAlias
+from collections.abc import Callable
+from typing import TYPE_CHECKING, ClassVar
 
-import numpy as np
 from torch import Tensor, nn
 
-from raysim.api.context import Stage
-from raysim.api.declarations import Cost, Download, Finetune, Network, Participation, Task
-
 if TYPE_CHECKING:
-    from raysim.api.context import Batch, Context, Contribution, Outputs, Own, Plan
-    from raysim.api.declarations import Local
-    from raysim.api.server_view import Aggregation, Server
-    from raysim.vectors.layout import Layout
-
-
-Need: TypeAlias = Literal["classes", "features", "images", "numbers"]
+    from raysim.api.context import Batch, Outputs
+    from raysim.api.declarations import Participation, Task
+    from raysim.api.local_job import LocalJob, PersonalModel
+    from raysim.api.server_view import Aggregation, ServerView
+    from raysim.api.setup import Setup
 
 
 class Method:
-    """One part of a federated algorithm. `ctx` is the job at work, `server` the coordinator's side.
+    """One part of a federated algorithm.
 
-    Besides hooks a class may say of itself:
-    name: what it is called; every class has one. paper: where it is from, if from a paper.
-    weighting: the raw weights that it asks for, unless the configuration names others.
-    needs: what it can do nothing without: "classes" as labels, "features" that a head turns into outputs, "images", or
-    "numbers", inputs that can be added up and have a gradient.
-    targets: "soft" if it makes labels soft, "integer" if it needs them whole.
-    excludes: other methods, and why the two do not combine.
-    needs_single_updates: whether its `absorb` reads deltas, and `moves` of updates.
-    keep_optimizer: whether it keeps the optimisers of a client itself, as `local.keep_optimizer` does.
-    pools: whether it trains one model on the clients' pooled data.
+    The constructor stores its arguments under their own names, after checking them.
+
+    name: what the method is called; everything that it keeps, sends and reports carries it.
+    paper: where it is from. weighting: the weights of updates that it asks for, unless the
+    configuration says otherwise. pools: it trains one model on the data of all clients.
     """
 
     name: ClassVar[str]
     paper: ClassVar[str] = ""
     weighting: ClassVar[str] = "samples"
-    needs: ClassVar[frozenset[Need]] = frozenset()
-    targets: ClassVar[Literal["any", "soft", "integer"]] = "any"
-    excludes: ClassVar[Mapping[str, str]] = {}
-    needs_single_updates: ClassVar[bool] = False
-    keep_optimizer: bool = False
     pools: ClassVar[bool] = False
 
     def __repr__(self) -> str:
-        name = getattr(self, "name", type(self).__name__)  # a class without one is refused in a sentence that shows it
-        return f"{name}({', '.join(f'{key}={value!r}' for key, value in parameters(self).items())})"
+        name = getattr(self, "name", type(self).__name__)  # a class may lack one: refused later
+        settings = ", ".join(f"{key}={value!r}" for key, value in parameters(self).items())
+        return f"{name}({settings})"
 
-    @property
-    def idle(self) -> frozenset[str]:
-        """Slots that its class fills and that do nothing at its settings."""
-        return frozenset()
-
-    # --- declared once -------------------------------------------------------------------------------------------
+    # --- before the run -----------------------------------------------------------------------
     def model(self, task: Task, model: nn.Module) -> nn.Module:
-        """Exclusive. Replace or wrap the model; it keeps `features` and `head`."""
+        """Replace or wrap the model; only one method of a list may. It keeps `features`, `head`."""
         return model
 
-    def networks(self, task: Task, model: nn.Module) -> Mapping[str, Network]:
-        """Networks besides the model, by full name ("fedbr.projector"). torch's generator is seeded for them."""
-        return {}
+    def setup(self, run: Setup) -> None:
+        """Declare networks, state, what is sent and uploaded, stages, needs and warnings."""
 
-    def personal(self, networks: Mapping[str, nn.Module]) -> Sequence[str]:
-        """Names of tensors ("model.bn1.weight") that stay on the client."""
-        return ()
+    def cost(self, job: Participation) -> float:
+        """Return the samples that a job passes through the model in addition to plain training.
 
-    def state(self, layout: Layout, samples: int) -> Mapping[str, Tensor]:
-        """Initial private state of a client with so many training samples, by full name. Never changed in place."""
-        return {}
-
-    def stages(self, plan: Plan) -> Sequence[tuple[Stage, ...]]:
-        """Exclusive. A cycle of iterations, each some stages; at most one stage of an iteration has the task loss."""
-        return ((Stage(),),)
-
-    def draws(self, plan: Plan, generator: np.random.Generator) -> Mapping[str, Sequence[Tensor]]:
-        """Random values drawn before the first step, one per step, by full name; read with `ctx.drawn(name)`."""
-        return {}
-
-    def cost(self, job: Participation) -> Cost:
-        """What a job costs besides training on all its samples and moving the vector.
-
-        Every float that travels besides it is declared here: also what `send` and `upload` move. It follows from the
-        job alone, and never from a result of training.
+        In units of a forward and backward pass; known at dispatch, never from training.
         """
-        return Cost()
+        return 0.0
 
-    def check(self, setup: Setup) -> Sequence[str]:
-        """Sentences to warn with before the run starts; raises ValueError to refuse it."""
-        return ()
+    # --- a client's job -----------------------------------------------------------------------
+    def begin(self, job: LocalJob) -> None:
+        """Act after the received model was loaded, before training."""
 
-    # --- before round 0 ------------------------------------------------------------------------------------------
-    def contribute(self, client: Contribution) -> Mapping[str, np.ndarray]:
-        """What each client sends once, before round 0, by full name."""
-        return {}
-
-    def assemble(self, parts: Mapping[str, Sequence[np.ndarray]], server: Server) -> None:
-        """Turn the contributions (a list per name, by client id) into server state."""
-
-    # --- once per job --------------------------------------------------------------------------------------------
-    def receive(self, ctx: Context) -> None:
-        """After the broadcast was loaded, before training."""
-
-    def select(self, ctx: Context, epoch: int, epochs: int) -> np.ndarray | None:
-        """Exclusive. Positions in the client's samples that epoch 1..epochs trains on; None: all, in this job."""
-        return None
-
-    def planned(self, ctx: Context) -> None:
-        """After the batches were planned (`ctx.plan`) and `draws` drawn, before the first step: what steps will need.
-
-        What a step uses of the client itself, or draws with knowledge of what was received, is put into `ctx.kept` or
-        `ctx.draws` here.
-        """
-
-    def finish(self, ctx: Context) -> None:
-        """After training: fill `ctx.upload` and replace entries of `ctx.state`."""
-
-    # --- once per batch: tensors in, tensors out -----------------------------------------------------------------
-    def transform(self, ctx: Context, batch: Batch) -> Batch:
-        """Change inputs and targets."""
+    def batch(self, job: LocalJob, batch: Batch) -> Batch:
+        """Return the batch with other inputs or targets."""
         return batch
 
-    def rows(self, ctx: Context, batch: Batch) -> Tensor | None:
-        """More inputs [R, ...] for the model's forward pass; their features are in `out.rows(name)`, and only there."""
-        return None
+    def loss(self, job: LocalJob, out: Outputs, loss: Tensor) -> Tensor:
+        """Return the loss to minimise: usually `loss` plus a term of the method.
 
-    def logits(self, ctx: Context, logits: Tensor, batch: Batch) -> Tensor:
-        """Exclusive. Change the logits of the task loss; everything else sees the raw ones."""
-        return logits
+        `loss` is what the task and the methods before this one made; `out` has features and logits.
+        """
+        return loss
 
-    def loss(self, ctx: Context, out: Outputs, batch: Batch) -> Tensor:
-        """Exclusive. Replace the task loss."""
-        raise NotImplementedError
+    def gradient(self, job: LocalJob, grad: Tensor, at: slice) -> None:
+        """Correct, in place, the gradient of the shared parameters `job.params[at]`."""
 
-    def term(self, ctx: Context, out: Outputs, batch: Batch) -> Tensor:
-        """A scalar that is added to the task loss."""
-        raise NotImplementedError
+    def perturb(
+        self,
+        job: LocalJob,
+        params: Tensor,
+        grad: Tensor,
+        gradient_at: Callable[[Tensor], Tensor],
+    ) -> Tensor:
+        """Return the gradient to use, made of gradients at shifted points (SAM); one method may.
 
-    def perturb(self, ctx: Context, params: Tensor, grad: Tensor, gradient_at: Callable[[Tensor], Tensor]) -> Tensor:
-        """Exclusive. The gradient to use in place of `grad`, made of gradients at shifted points (SAM).
-
-        params, grad [n]: all parameters that `ctx.stage` trains, shared and personal ones, and their gradient; not to
-        be changed. gradient_at(shift) is the gradient [n] at params + shift: the same batch, random draws and terms of
-        all methods in one more forward and backward pass. Afterwards parameters, BatchNorm's statistics and private
-        state are what they were. `gradient`, clipping and the optimiser act on what is returned.
+        params, grad: [n] all parameters that `job.stage` trains and their gradient; not to be
+        changed. gradient_at(shift): the gradient [n] at params + shift on the same batch, with the
+        same random numbers. Corrections, clipping and the optimizer act on what is returned.
         """
         return grad
 
-    # The order of kinds in which corrections apply: "add" to the gradient, "shift" it, "mix" it.
-    correction: ClassVar[str] = "add"
+    def end(self, job: LocalJob) -> None:
+        """Act after training: fill `job.upload`, replace entries of `job.state`."""
 
-    def gradient(self, ctx: Context, grad: Tensor, part: slice) -> None:
-        """Correct, in place, the gradient of the shared parameters `ctx.vector.data[part]` that `ctx.stage` trains."""
-
-    def watch(self, row: Mapping[str, int | float | None]) -> str:
-        """A sentence to warn with once a round is done, from its row of the history; "" where nothing is amiss.
-
-        Asked of every round until it says something, and then no more.
-        """
-        return ""
-
-    # --- scoring -------------------------------------------------------------------------------------------------
-    def predict(self, logits: Tensor) -> Tensor:
-        """Exclusive. Logits [B, C'] to the scores [B, C] that evaluation ranks."""
-        return logits
-
-    def personalise(self, own: Own) -> None:
-        """Change `own.vector` into the client's own model; it holds the shared part and the client's personal one.
-
-        For clients that never trained, too. Touches nothing else: training goes on as if nobody had looked.
-        """
-
-    def finetuning(self) -> Finetune | None:
-        """Exclusive. Fine-tuning that it asks evaluation for, in place of `evaluate.finetune`."""
-        return None
-
-    # --- on the server -------------------------------------------------------------------------------------------
-    def start(self, server: Server) -> None:
-        """Create the method's entries in `server.state`."""
-
-    def send(self, server: Server) -> Download:
-        """What clients receive besides the vector, in `ctx.download`; asked for once, after `start`."""
-        return Download()
-
-    def weigh(self, aggregation: Aggregation, server: Server) -> Aggregation:
-        """Change the weights, or what the weighted sum is divided by, with `aggregation.reweighted`; chains."""
+    # --- an aggregation -----------------------------------------------------------------------
+    def weigh(self, aggregation: Aggregation, server: ServerView) -> Aggregation:
+        """Return the aggregation with other weights: `aggregation.reweighted(weights)`."""
         return aggregation
 
-    def combine(self, aggregation: Aggregation, server: Server) -> Tensor:
-        """Exclusive. Updates to one direction [layout.trained], or [layout.shared] to decide on buffers as well."""
+    def combine(self, aggregation: Aggregation, server: ServerView) -> Tensor:
+        """Combine updates into one direction [layout.trained]; only one method of a list may.
+
+        A vector [layout.shared] decides on buffers as well.
+        """
         raise NotImplementedError
 
-    def mix(self, direction: Tensor, aggregation: Aggregation, server: Server) -> Tensor:
-        """Change the combined direction [layout.trained], in place or into another tensor, or only look at it; chains.
+    def step(self, direction: Tensor, aggregation: Aggregation, server: ServerView) -> Tensor:
+        """Return the step [layout.trained] that is added to the current version.
 
-        The method that fills `apply` comes first and sees what was combined; the others follow in the list's order.
+        direction: [layout.trained] as the methods before this one left it; it may be changed in
+        place.
         """
         return direction
 
-    def apply(self, direction: Tensor, out: Tensor, aggregation: Aggregation, server: Server) -> None:
-        """Exclusive. Write the parameters that follow on `server.params` into `out`; all are [layout.trained]."""
-        raise NotImplementedError
+    def absorb(self, aggregation: Aggregation, server: ServerView) -> None:
+        """Update server state after the step."""
 
-    def absorb(self, aggregation: Aggregation, server: Server) -> None:
-        """Update `server.state` after the step."""
-
-    def scored(self, server: Server) -> Tensor:
-        """Exclusive. The shared vector [layout.shared] that evaluation uses."""
-        return server.vector
-
-
-@dataclass(frozen=True)
-class Setup:
-    """What a run is made of, as a method sees it before the start.
-
-    methods: all of the list. size: most results in one aggregation. stale: whether results may arrive that started from
-    an earlier version than the current one.
-    """
-
-    task: Task
-    local: Local
-    networks: Mapping[str, nn.Module]
-    layout: Layout
-    methods: Sequence[Method]
-    size: int
-    stale: bool
-
-    def warn_of_second_correction(self, name: str, other: str) -> tuple[str, ...]:
-        """For a method that corrects the same bias as another one: a warning where both are in the list."""
-        if all(method.name != other for method in self.methods):
-            return ()
-        return (f"methods '{other}' and '{name}' correct the same bias, so it is corrected twice: leave one out",)
-
-    def warn_if_single(self, name: str, effect: str) -> tuple[str, ...]:
-        """For a method that compares the results of an aggregation: a warning where each has only one."""
-        if self.size > 1:
-            return ()
-        return (
-            f"method '{name}' compares the results of an aggregation, and each has only one, so that {effect}: choose "
-            "a schedule that aggregates two or more at once, or leave the method out",
-        )
+    # --- scoring ------------------------------------------------------------------------------
+    def personalise(self, client: PersonalModel) -> None:
+        """Change `client.vector` into the client's own model, for clients never trained as well."""
 
 
 def parameters(method: Method) -> dict[str, object]:
-    """A method's hyperparameters, by name."""
+    """Return a method's settings by name."""
     return {key: value for key, value in vars(method).items() if not key.startswith("_")}

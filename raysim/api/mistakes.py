@@ -10,8 +10,7 @@ from typing import Any, TypeVar
 import numpy as np
 from torch import Tensor
 
-from raysim.api.composition import culprit
-from raysim.api.method import Method
+from raysim.api.composition import failing_method
 
 T = TypeVar("T")
 _OURS = str(Path(__file__).parents[1])
@@ -42,21 +41,21 @@ class State(dict[str, Tensor]):
         raise Undeclared(name)
 
 
-def returned(value: T, kind: Any, method: Method, hook: str, instead: str) -> T:
+def returned(value: T, kind: Any, method: str, hook: str, instead: str) -> T:
     """What a hook returned, if it is of this kind, a class. instead: what to return."""
     if not isinstance(value, kind):
         raise _wrong(value, method, hook, instead)
     return value
 
 
-def scalar(value: Any, method: Method, hook: str) -> Tensor:
+def scalar(value: Any, method: str, hook: str) -> Tensor:
     """What a hook returned, if it is one number; a shape is known without waiting for the device."""
     if value is None or (isinstance(value, Tensor) and value.numel() != 1):
         raise _wrong(value, method, hook, "a scalar, such as its mean()")
     return value  # type: ignore[no-any-return]
 
 
-def vector(value: Any, method: Method, hook: str, sizes: Mapping[str, int]) -> Tensor:
+def vector(value: Any, method: str, hook: str, sizes: Mapping[str, int]) -> Tensor:
     """What a hook returned, if it is a vector of one of these sizes, by their names."""
     if not (isinstance(value, Tensor) and value.dim() == 1 and len(value) in sizes.values()):
         names = {size: name for name, size in reversed([*sizes.items()])}  # without buffers the sizes are the same
@@ -65,9 +64,9 @@ def vector(value: Any, method: Method, hook: str, sizes: Mapping[str, int]) -> T
     return value
 
 
-def _wrong(value: Any, method: Method, hook: str, instead: str) -> HookMistake:
+def _wrong(value: Any, method: str, hook: str, instead: str) -> HookMistake:
     what = "nothing" if value is None else _kind(value)
-    return HookMistake(f"method '{method.name}' returns {what} from {hook}: return {instead}")
+    return HookMistake(f"method '{method}' returns {what} from {hook}: return {instead}")
 
 
 def _kind(value: Any) -> str:
@@ -106,7 +105,7 @@ def said(error: BaseException) -> str:
 
 def traced(error: BaseException) -> str:
     """An error's traceback; of a user's method without raysim's lines, and of a mistake the user's lines alone."""
-    method = culprit(error)
+    method = failing_method(error)
     theirs = method is not None and not type(method).__module__.startswith("raysim.")
     told = traceback.TracebackException.from_exception(error)
     if isinstance(error, HookMistake):  # which has said the rest

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, Protocol, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from raysim.api.declarations import Task
+from raysim.api.entries import Entries
 from raysim.api.messages import Published, Update
 from raysim.vectors.layout import Layout
 
@@ -19,76 +20,148 @@ Weighting: TypeAlias = Literal["samples", "uniform"]
 
 @dataclass(frozen=True)
 class Aggregation:
-    """What one step of the server is made of: the updates in the order of acceptance, and how much each counts.
+    """What one step of the server is made of, as one method sees it.
 
-    deltas: [layout.shared] of each update, on the CPU. There are none in a run whose hosts may sum them beforehand: one
-    in which no method fills `weigh` or `combine`, or has `needs_single_updates`.
+    updates: in the order of acceptance. deltas: [layout.shared] of each update, on the CPU; empty
+    in a run whose workers may add updates up, which is one where no method fills `weigh` or
+    `combine` or declares `read_updates`. weights: of each update, not normalised. staleness: of
+    each update, the aggregations between its base version and the current one. bases: what updates
+    started from, by version. combined: [layout.trained] the direction as it was combined, before a
+    method's `step` changed it; known in `step`.
     """
 
     updates: Sequence[Update]
     deltas: Sequence[Tensor]
-    weights: Sequence[float]  # of each update, not normalised
-    staleness: Sequence[int]  # of each update: aggregations between its dispatch and its arrival
-    bases: Mapping[int, Published]  # by version: what the updates started from
+    weights: Sequence[float]
+    staleness: Sequence[int]
+    bases: Mapping[int, Published]
     normaliser: Callable[[Sequence[float]], float] = sum  # from the weights to the divisor
+    method: str = ""
+    combined: Tensor | None = None
 
     @property
     def divisor(self) -> float:
-        """What the weighted sum of deltas is divided by: the sum of the weights, unless a method asks for another."""
+        """Return what the weighted sum is divided by: the sum of weights, or a method's choice."""
         return float(self.normaliser(self.weights))
 
+    @property
+    def clients(self) -> list[int]:
+        """Return the client of each update."""
+        return [update.client for update in self.updates]
+
+    def uploads(self, name: str) -> list[Tensor]:
+        """Return what each update brought under a name that the method declared as an upload."""
+        key = f"{self.method}.{name}"
+        return [torch.from_numpy(update.extras[key]) for update in self.updates]
+
     def reweighted(
-        self, weights: Sequence[float], normaliser: Callable[[Sequence[float]], float] | None = None
+        self,
+        weights: Sequence[float],
+        normaliser: Callable[[Sequence[float]], float] | None = None,
     ) -> Aggregation:
-        """The same updates with other weights, and with another rule for the divisor if one is given."""
+        """Return the same updates with other weights, and with another divisor if one is given."""
         return replace(self, weights=weights, normaliser=normaliser or self.normaliser)
 
     def base(self, update: Update) -> Tensor:
-        """[layout.shared] the vector that the client received; with its delta added, the client's model."""
+        """Return the vector [layout.shared] that an update started from."""
         return torch.from_numpy(self.bases[update.version].vector)
 
 
-class Server(Protocol):
-    """The shared vector x, and what methods keep beside it. Only `state` and `report` are a hook's to write."""
+class ServerView:
+    """The server as one method sees it. Only `state` and `report` are the method's to write.
 
-    layout: Layout
-    seed: int
-    task: Task
-    version: int  # aggregations so far
-    weighting: Weighting
-    group: int  # consecutive updates that are summed together
-    size: int  # most updates in one aggregation
-    counts: np.ndarray  # int64 [clients] training samples
-    able: int  # clients that have some
-    samples: int  # of all clients
-    vector: Tensor  # [layout.shared]
-    counters: Tensor  # [layout.shared_counters]
-    state: dict[str, Tensor]  # what methods keep, by "method.name"; all of it is in a checkpoint
-    report: dict[str, float]  # columns of this step's history row, by "method.name"
+    state: server state that the method declared, by its own names; part of every checkpoint.
+    report: numbers for this aggregation's row of the history.
+    """
+
+    def __init__(self, server: Any, method: str):
+        self._server = server
+        self._method = method
+        self.state: Entries[Tensor] = Entries(server, "state", method)
+        self.report: Entries[float] = Entries(server, "report", method)
+
+    @property
+    def layout(self) -> Layout:
+        """Where each tensor lies in the flat vector."""
+        return self._server.layout  # type: ignore[no-any-return]
+
+    @property
+    def seed(self) -> int:
+        """The seed of the run."""
+        return self._server.seed  # type: ignore[no-any-return]
+
+    @property
+    def task(self) -> Task:
+        """What is learnt."""
+        return self._server.task  # type: ignore[no-any-return]
+
+    @property
+    def version(self) -> int:
+        """Aggregations so far."""
+        return self._server.version  # type: ignore[no-any-return]
+
+    @property
+    def weighting(self) -> Weighting:
+        """How updates are weighted before a method changes it."""
+        return self._server.weighting  # type: ignore[no-any-return]
+
+    @property
+    def group(self) -> int:
+        """How many consecutive updates are added up together."""
+        return self._server.group  # type: ignore[no-any-return]
+
+    @property
+    def size(self) -> int:
+        """The most updates in one aggregation."""
+        return self._server.size  # type: ignore[no-any-return]
+
+    @property
+    def counts(self) -> np.ndarray:
+        """int64 [clients] training samples."""
+        return self._server.counts  # type: ignore[no-any-return]
+
+    @property
+    def able(self) -> int:
+        """Clients that have training samples."""
+        return self._server.able  # type: ignore[no-any-return]
+
+    @property
+    def samples(self) -> int:
+        """Training samples of all clients."""
+        return self._server.samples  # type: ignore[no-any-return]
 
     @property
     def clients(self) -> int:
-        """All clients of the run, sampled or not."""
-        ...
+        """All clients of the run."""
+        return self._server.clients  # type: ignore[no-any-return]
+
+    @property
+    def vector(self) -> Tensor:
+        """[layout.shared] the current version."""
+        return self._server.vector  # type: ignore[no-any-return]
 
     @property
     def params(self) -> Tensor:
-        """[layout.trained] the shared trainable parameters."""
-        ...
+        """[layout.trained] the shared trainable parameters of the current version."""
+        return self._server.params  # type: ignore[no-any-return]
+
+    @property
+    def counters(self) -> Tensor:
+        """[layout.shared_counters] integer buffers of the current version."""
+        return self._server.counters  # type: ignore[no-any-return]
 
     @property
     def sample_ends(self) -> np.ndarray:
-        """float64 [able]: where the share of [0, 1) ends that each client with samples has, by its samples."""
-        ...
+        """float64 [able]: where each client's share of [0, 1) ends, by its samples."""
+        return self._server.sample_ends  # type: ignore[no-any-return]
 
     def stream(self, purpose: str) -> np.random.Generator:
-        """The random stream of this purpose and version."""
-        ...
+        """Return the random generator of the method's purpose and this version."""
+        return self._server.stream(f"{self._method}.{purpose}")  # type: ignore[no-any-return]
 
     def weight(self, client: int) -> float:
-        """A client's raw weight before any method changes it."""
-        ...
+        """Return a client's weight before a method changes it."""
+        return self._server.weight(client)  # type: ignore[no-any-return]
 
-    def fills(self, slot: str) -> bool:
-        """Whether a method of the run fills this hook."""
-        ...
+
+Server: TypeAlias = ServerView

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 
-from raysim.api.composition import SLOTS, owners
-from raysim.api.declarations import Participation, RunFacts
+from raysim.api.declarations import Cost, Participation, RunFacts
+from raysim.api.declare import Declarations
+from raysim.api.setup import Declared, number_of_floats
 from raysim.simulation.fleet import Fleet
 from raysim.simulation.planner import Load, Planner
 from raysim.simulation.schedule import Schedule
@@ -15,35 +18,78 @@ from raysim.training.run_spec import RunSpec, sample_flops
 from raysim.vectors.layout import Layout
 
 
+@dataclass(frozen=True)
+class _Traffic:
+    """Floats that some jobs receive in addition to the model."""
+
+    floats: int
+    when: Callable[[Participation], bool]
+
+
 class Loads:
     """The load of each job of a run. counts: int64 [clients] training samples."""
 
-    def __init__(self, spec: RunSpec, layout: Layout, counts: np.ndarray):
-        self._local, self._counts, self._shared = spec.settings.local, counts, layout.shared
-        self._costers = owners(spec.methods, "cost")
-        filled = frozenset(slot for slot in SLOTS if owners(spec.methods, slot))
-        self._run = RunFacts(spec.task, layout, int(np.count_nonzero(counts)), filled)
+    def __init__(self, spec: RunSpec, declarations: Declarations, counts: np.ndarray):
+        layout = declarations.layout
+        self._local, self._counts = spec.settings.local, counts
+        self._costs = [hook for _, hook in declarations.filling("cost")]
+        self._costs += [each.old_cost for each in declarations.methods if each.old_cost]
+        self._down = [
+            traffic for each in declarations.methods for traffic in _downloads(each, layout)
+        ]
+        uploads = [
+            number_of_floats(floats, layout)
+            for each in declarations.methods
+            for floats in each.uploads.values()
+        ]
+        self._floats_down, self._floats_up = layout.shared, layout.shared + sum(uploads)
+        hooks = frozenset(hook for each in declarations.methods for hook in each.hooks)
+        clients = int(np.count_nonzero(counts))
+        self._run = RunFacts(spec.task, layout, clients, hooks)
         self._plain: dict[int, Load] = {}  # by samples, where no method adds anything
 
     def __call__(self, client: int, version: int, earlier: int, accepted: int) -> Load:
-        """Of a client's next job. earlier, accepted: see `Participation`."""
+        """Return the load of a client's next job. earlier, accepted: see `Participation`."""
         samples = self._counts.item(client)
-        if (load := self._plain.get(samples)) is None:
-            trained = self._local.budget(samples)
-            job = Participation(version, samples, trained, earlier, accepted, self._run)
-            costs = [method.cost(job) for method in self._costers]
-            load = Load(
-                trained + sum(cost.samples for cost in costs),
-                self._shared + sum(cost.down for cost in costs),
-                self._shared + sum(cost.up for cost in costs),
-            )
-            if not self._costers:
-                self._plain[samples] = load
+        load = self._plain.get(samples)
+        if load is not None:
+            return load
+        trained = self._local.budget(samples)
+        job = Participation(version, samples, trained, earlier, accepted, self._run)
+        passed, down, up = trained, self._floats_down, self._floats_up
+        for hook in self._costs:
+            cost = hook(job)
+            if isinstance(cost, Cost):
+                passed, down, up = passed + cost.samples, down + cost.down, up + cost.up
+            else:
+                passed += cost
+        down += sum(traffic.floats for traffic in self._down if traffic.when(job))
+        load = Load(passed, down, up)
+        if not self._costs and not self._down:
+            self._plain[samples] = load
         return load
 
 
-def make_planner(spec: RunSpec, layout: Layout, schedule: Schedule, fleet: Fleet) -> Planner:
-    """The planner of a run, at its start."""
+def _downloads(declared: Declared, layout: Layout) -> list[_Traffic]:
+    """Return what a method sends with the model."""
+    downloads = []
+    for send in declared.sends:
+        when = send.when
+        if send.to == "once":
+            when = functools.partial(_is_first, when)
+        downloads.append(_Traffic(number_of_floats(send.floats, layout), when))
+    return downloads
+
+
+def _is_first(when: Callable[[Participation], bool], job: Participation) -> bool:
+    return job.earlier == 0 and when(job)
+
+
+def make_planner(
+    spec: RunSpec, declarations: Declarations, schedule: Schedule, fleet: Fleet
+) -> Planner:
+    """Return the planner of a run, at its start."""
     counts, seed = spec.data.partition.train.counts, spec.settings.seed
     devices = fleet.devices(seed, len(counts), functools.partial(sample_flops, spec))
-    return Planner(schedule, devices, seed, counts, Loads(spec, layout, counts), fleet.patience)
+    loads = Loads(spec, declarations, counts)
+    return Planner(schedule, devices, seed, counts, loads, fleet.patience)

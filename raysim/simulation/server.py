@@ -6,18 +6,22 @@ import functools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
+from dataclasses import replace
 from types import NoneType
+from typing import cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from raysim.api.composition import blamed, overrides, owner, owners
+from raysim.api.composition import failing_method_name
 from raysim.api.declarations import Download, Task, Tensors
+from raysim.api.declare import Declarations
 from raysim.api.messages import Arrays, Published, SingleUpdate, Sum, Update
 from raysim.api.method import Method
 from raysim.api.mistakes import HookMistake, check_report, returned, said, traced, vector
-from raysim.api.server_view import Aggregation, Weighting
+from raysim.api.server_view import Aggregation, ServerView, Weighting
+from raysim.api.setup import Declared, Send, number_of_floats
 from raysim.primitives.streams import stream
 from raysim.simulation.events import RunStopped
 from raysim.vectors.blocks import Group, folded, grouped, in_blocks, is_finite
@@ -41,10 +45,9 @@ class Server:
 
     def __init__(
         self,
-        layout: Layout,
+        declarations: Declarations,
         vector: Tensor,
         counters: Tensor,
-        methods: Sequence[Method],
         counts: np.ndarray,
         seed: int,
         task: Task,
@@ -52,28 +55,46 @@ class Server:
         group: int = 5,
         size: int = 0,
     ):
-        self.layout, self.methods, self.seed, self.weighting, self.group = layout, methods, seed, weighting, group
+        self.declarations, self.layout = declarations, (layout := declarations.layout)
+        self.seed, self.weighting, self.group = seed, weighting, group
         self.task, self.size = task, size  # size: most updates in one aggregation
         self.vector, self.counters = vector, counters  # [layout.shared], [layout.shared_counters]
         self.counts = counts  # int64 [clients] training samples
         # Clients that have samples, and all samples; counted once, for they may be a million.
         self.able, self.samples = int(np.count_nonzero(counts)), int(np.sum(counts))
-        self.needs_single_updates = any(method.needs_single_updates for method in methods)
-        self.state: dict[str, Tensor] = {}  # what methods keep, by "method.name"; all of it is in a checkpoint
+        self.needs_single_updates = declarations.reads_updates
+        self.state: dict[str, Tensor] = {}  # by "method.name"; all of it is in a checkpoint
         self.version = 0
         self.report: dict[str, float] = {}  # columns of this step's history row, by "method.name"
-        self._weighers, self._absorbers = owners(methods, "weigh"), owners(methods, "absorb")
-        # A rule for the step may ask how large the combined direction is, before others change it.
-        self._mixers = sorted(owners(methods, "mix"), key=lambda method: not overrides(method, "apply"))
-        self._combiner, self._applier = owner(methods, "combine"), owner(methods, "apply")
-        self._scorer = owner(methods, "scored")
+        self._views = {each.method: self._view(each) for each in declarations.methods}
+        self._weighers = declarations.filling("weigh")
+        self._absorbers = declarations.filling("absorb")
+        self._combiner = declarations.only("combine")
+        # The owner of the step is the server's rule: it acts on what the others made.
+        steppers = declarations.filling("step")
+        self._steppers = sorted(steppers, key=lambda pair: "step" in pair[0].owned)
+        self._old_mixers = sorted(
+            [each for each in declarations.methods if each.old_mix],
+            key=lambda each: each.old_apply is None,
+        )
+        self._old_applier = next((e for e in declarations.methods if e.old_apply), None)
+        self._scored = declarations.one("scored")
         # What hooks may return, by the size's name.
-        self._trained, self._shared = {"layout.trained": layout.trained}, {"layout.shared": layout.shared}
-        for method in methods:
-            method.start(self)
-        self._downloads = [
-            returned(method.send(self), Download, method, "send", "a Download") for method in owners(methods, "send")
-        ]
+        self._trained = {"layout.trained": layout.trained}
+        self._shared = {"layout.shared": layout.shared}
+        self._downloads: list[Download] = []
+        for each in declarations.methods:
+            for name, initial in each.server_state.items():
+                self.state[f"{each.method}.{name}"] = initial(self._views[each.method])
+            if each.old_start is not None:
+                each.old_start(self)
+            if each.old_send is not None:
+                self._downloads.append(
+                    returned(each.old_send(self), Download, each.method, "send", "a Download")
+                )
+
+    def _view(self, declared: Declared) -> ServerView:
+        return cast(ServerView, self) if declared.full_names else ServerView(self, declared.method)
 
     @property
     def clients(self) -> int:
@@ -95,9 +116,11 @@ class Server:
         """Whether hosts may sum updates: weights are known beforehand and nobody needs single updates."""
         return not self._weighers and self._combiner is None and not self.needs_single_updates
 
-    def fills(self, slot: str) -> bool:
+    def fills(self, hook: str) -> bool:
         """Whether a method of the run fills this hook."""
-        return bool(owners(self.methods, slot))
+        return bool(self.declarations.filling(hook)) or any(
+            getattr(each, f"old_{hook}", None) for each in self.declarations.methods
+        )
 
     def stream(self, purpose: str) -> np.random.Generator:
         """The random stream of this purpose and version."""
@@ -109,23 +132,54 @@ class Server:
 
     def scored(self) -> Tensor:
         """[layout.shared] the vector that evaluation uses."""
-        if self._scorer is None:
+        declared = self._scored
+        if declared is None or declared.scored is None:
             return self.vector
-        return vector(self._scorer.scored(self), self._scorer, "scored", self._shared)
+        scored = declared.scored(self._views[declared.method])
+        return vector(scored, declared.method, "scores", self._shared)
 
-    # --- what is sent ----------------------------------------------------------------------------------------------
+    # --- what is sent ---------------------------------------------------------------------------
     def published(self) -> Published:
-        """What all clients of this version receive."""
+        """Return what all clients of this version receive."""
         extras = _arrays(each.version() for each in self._downloads if each.version is not None)
+        extras |= self._sent("all")
         return Published(self.version, self.vector.numpy(), self.counters.numpy(), extras)
 
     def sent_once(self) -> Arrays:
-        """What every client receives besides, at its first participation."""
-        return _arrays(each.once() for each in self._downloads if each.once is not None)
+        """Return what every client receives besides, with its first job."""
+        extras = _arrays(each.once() for each in self._downloads if each.once is not None)
+        return extras | self._sent("once")
 
     def sent_to(self, client: int) -> Arrays:
-        """What this client alone receives besides."""
-        return _arrays(each.client(client) for each in self._downloads if each.client is not None)
+        """Return what this client alone receives besides."""
+        extras = _arrays(each.client(client) for each in self._downloads if each.client is not None)
+        return extras | self._sent("client", client)
+
+    def _sent(self, to: str, *client: int) -> dict[str, np.ndarray]:
+        """Return what methods declared to send, by full name, after a check of its size."""
+        arrays: dict[str, np.ndarray] = {}
+        for declared in self.declarations.methods:
+            for send in declared.sends:
+                if send.to != to:
+                    continue
+                tensor = self._value(declared, send, *client)
+                if tensor is not None:
+                    arrays[f"{declared.method}.{send.name}"] = tensor.numpy()
+        return arrays
+
+    def _value(self, declared: Declared, send: Send, *client: int) -> Tensor | None:
+        view = self._views[declared.method]
+        if send.value is None:
+            tensor = self.state.get(f"{declared.method}.{send.name}")
+        else:
+            tensor = send.value(*client, view)
+        expected = number_of_floats(send.floats, self.layout)
+        if tensor is not None and tensor.numel() != expected:
+            raise HookMistake(
+                f"method '{declared.method}' sends {tensor.numel()} floats as '{send.name}' and "
+                f"declares {expected}. Correct the size in run.send(\"{send.name}\", ...)."
+            )
+        return tensor
 
     # --- the step --------------------------------------------------------------------------------------------------
 
@@ -142,11 +196,10 @@ class Server:
             with self._named():
                 aggregation = self._weighed(updates, staleness, bases)
                 direction, buffers = self._combined(aggregation, updates, sums)
-                for method in self._mixers:
-                    direction = vector(method.mix(direction, aggregation, self), method, "mix", self._trained)
+                direction = self._stepped(direction, aggregation)
                 self._move(direction, buffers, aggregation)
-                for method in self._absorbers:
-                    method.absorb(aggregation, self)
+                for declared, absorb in self._absorbers:
+                    absorb(self._scoped(aggregation, declared), self._views[declared.method])
                 check_report(self.report, "server")
         self.version += 1
 
@@ -156,7 +209,7 @@ class Server:
         try:
             yield
         except (Exception, SystemExit) as error:
-            name, where = blamed(error), f"on the server in round {self.version + 1}"
+            name, where = failing_method_name(error), f"on the server in round {self.version + 1}"
             if not (name or isinstance(error, HookMistake)):
                 raise
             text = f"method {name!r} failed {where}" if name else where
@@ -175,12 +228,32 @@ class Server:
             staleness=[late for update, late in zip(updates, staleness, strict=True) if update is not None],
             bases=bases,
         )
-        for method in self._weighers:
-            aggregation = returned(
-                method.weigh(aggregation, self), Aggregation, method, "weigh", "aggregation.reweighted(weights)"
-            )
-            _check_weights(aggregation, method)
+        for declared, weigh in self._weighers:
+            weighed = weigh(self._scoped(aggregation, declared), self._views[declared.method])
+            instead = "aggregation.reweighted(weights)"
+            aggregation = returned(weighed, Aggregation, declared.method, "weigh", instead)
+            _check_weights(aggregation, declared.method)
         return aggregation
+
+    def _scoped(self, aggregation: Aggregation, declared: Declared) -> Aggregation:
+        """Return the aggregation as one method sees it."""
+        return replace(aggregation, method=declared.method)
+
+    def _stepped(self, direction: Tensor, aggregation: Aggregation) -> Tensor:
+        """Return the step that the methods make of the combined direction."""
+        for each in self._old_mixers:
+            assert each.old_mix is not None, "only methods with this hook are listed"
+            mixed = each.old_mix(direction, aggregation, self)
+            direction = vector(mixed, each.method, "mix", self._trained)
+        if len(self._steppers) > 1:  # the first may change the direction in place
+            aggregation = replace(aggregation, combined=direction.clone())
+        else:
+            aggregation = replace(aggregation, combined=direction)
+        for declared, step in self._steppers:
+            view = self._views[declared.method]
+            made = step(direction, self._scoped(aggregation, declared), view)
+            direction = vector(made, declared.method, "step", self._trained)
+        return direction
 
     def _combined(
         self, aggregation: Aggregation, updates: Sequence[Update | None], sums: Sequence[Sum]
@@ -191,9 +264,9 @@ class Server:
             total, divisor = self._folded(updates, aggregation.weights, sums), aggregation.divisor
             in_blocks(trained, lambda part: total[part].div_(divisor))
             return total[:trained], self._averaged(total[trained:], aggregation)
-        combined = vector(
-            self._combiner.combine(aggregation, self), self._combiner, "combine", self._trained | self._shared
-        )
+        declared, combine = self._combiner
+        made = combine(self._scoped(aggregation, declared), self._views[declared.method])
+        combined = vector(made, declared.method, "combine", self._trained | self._shared)
         if len(combined) == self.layout.shared:
             return combined[:trained], combined[trained:]
         buffers = [delta[trained:].numpy() for delta in aggregation.deltas]
@@ -203,12 +276,14 @@ class Server:
         """Take the step, into a new vector: the old one may lie in an object store."""
         trained, start, moved = self.layout.trained, self.params, torch.empty_like(self.vector)
         out = moved[:trained]
-        if self._applier is None:
+        if self._old_applier is None:
             in_blocks(trained, lambda part: torch.add(start[part], direction[part], out=out[part]))
         else:
-            made: object = self._applier.apply(direction, out, aggregation, self)  # type: ignore[func-returns-value]
+            assert self._old_applier.old_apply is not None, "only a method with this hook is here"
+            made: object = self._old_applier.old_apply(direction, out, aggregation, self)
             if made is not None and made is not out:
-                returned(made, NoneType, self._applier, "apply", "nothing, and write the parameters into `out`")
+                instead = "nothing, and write the parameters into `out`"
+                returned(made, NoneType, self._old_applier.method, "apply", instead)
         # Buffers are statistics: no server rate or momentum touches them.
         torch.add(self.vector[trained:], buffers, out=moved[trained:])
         if not all(in_blocks(len(moved), lambda part: is_finite(moved[part]))):
@@ -260,18 +335,18 @@ class Server:
         return folded(groups)
 
 
-def _check_weights(aggregation: Aggregation, method: Method) -> None:
+def _check_weights(aggregation: Aggregation, method: str) -> None:
     """Refuse weights that are not one finite number for each update."""
     weights, updates = aggregation.weights, aggregation.updates
     count = len(weights) if isinstance(weights, Sized) else "no"
     if count != len(updates):
         raise HookMistake(
-            f"method '{method.name}' returns {count} weights for {len(updates)} updates from weigh: return one for each"
+            f"method '{method}' returns {count} weights for {len(updates)} updates from weigh: return one for each"
         )
     for weight, update in zip(weights, updates, strict=True):
         if not (hasattr(weight, "__float__") and math.isfinite(weight)):
             raise HookMistake(
-                f"method '{method.name}' returns the weight {weight} for client {update.client} from weigh: return a "
+                f"method '{method}' returns the weight {weight} for client {update.client} from weigh: return a "
                 "finite number"
             )
 

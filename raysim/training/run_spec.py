@@ -3,26 +3,26 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import sys
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Literal, TypeAlias
 
+import numpy as np
 import torch
 from torch import nn
 
-from raysim.api.composition import check_needs, owner, owners
 from raysim.api.declarations import Evaluation, Local, Task
+from raysim.api.declare import Declarations, RunSettingsForMethods, declare
 from raysim.api.losses import RowLoss, named, tried
 from raysim.api.method import Method
 from raysim.api.server_view import Weighting
 from raysim.data.federated import FederatedData
 from raysim.models import Classifier, ModelRecipe, split, splits
 from raysim.primitives.checks import above, at_least, between, in_range
-from raysim.primitives.streams import torch_seed
 from raysim.training.attack import Attack, Attackers
-from raysim.vectors.layout import Layout, plan_layout
+from raysim.vectors.layout import Layout
 
 Precision: TypeAlias = Literal["float32", "tf32", "bfloat16"]
 
@@ -141,6 +141,8 @@ class RunSpec:
     graph: bool = False
     precision: Precision = "float32"
     loss: RowLoss | None = None
+    size: int = sys.maxsize  # most updates in one aggregation
+    stale: bool = False  # whether updates may start from an earlier version than the current one
 
     def __post_init__(self) -> None:
         at_least("runtime.lanes", self.lanes, 1)
@@ -164,13 +166,6 @@ class RunSpec:
         settings = self.settings
         return Attackers(settings.attack, settings.seed, self.data.partition.train.counts, settings.faults.norm)
 
-    @property
-    def evaluation(self) -> Evaluation:
-        """What is evaluated: as the settings say, except that a method's own fine-tuning takes the place of theirs."""
-        method = owner(self.methods, "finetuning")
-        finetune = method.finetuning() if method is not None else None
-        return self.settings.evaluate if finetune is None else replace(self.settings.evaluate, finetune=finetune)
-
 
 def build_model(spec: RunSpec) -> nn.Module:
     """The model as its recipe makes it, before methods change it; the same in every process."""
@@ -181,41 +176,49 @@ def build_model(spec: RunSpec) -> nn.Module:
     return model if splits(model) or isinstance(model, Classifier) else split(model, task.num_classes, task.example(2))
 
 
-def build_networks(spec: RunSpec) -> tuple[dict[str, nn.Module], Layout]:
-    """Model and extra networks with their initial values, and the layout; the same in every process."""
-    task, methods = spec.task, spec.methods
+def declare_run(spec: RunSpec) -> Declarations:
+    """Return what the methods of a run declare, with its networks; the same in every process."""
+    settings, task = spec.settings, spec.task
+    facts = RunSettingsForMethods(
+        settings.local,
+        settings.rounds,
+        settings.seed,
+        settings.weighting,
+        int(np.count_nonzero(spec.data.partition.train.counts)),
+        spec.size,
+        spec.stale,
+    )
     with torch.random.fork_rng(devices=[]):
-        model: nn.Module = build_model(spec)
-        check_needs(methods, task, splits(model))
-        _check_loss(task, methods)
-        _check_evaluation(spec.evaluation, task, splits(model))
-        if (wrapper := owner(methods, "model")) is not None:
-            torch.manual_seed(torch_seed(spec.settings.seed, f"model.{wrapper.name}"))
-            model = wrapper.model(task, model)
-        networks = {"model": model}
-        stays: set[str] = set()
-        for method in owners(methods, "networks"):
-            torch.manual_seed(torch_seed(spec.settings.seed, f"networks.{method.name}"))
-            for name, network in method.networks(task, model).items():
-                if name in networks:
-                    raise ValueError(f"method '{method.name}' adds network '{name}', which exists already; rename one")
-                networks[name] = network.module
-                if network.personal:
-                    stays |= {f"{name}.{leaf}" for leaf, _ in network.module.named_parameters()}
-                    stays |= {f"{name}.{leaf}" for leaf, _ in network.module.named_buffers()}
-    for method in owners(methods, "personal"):
-        stays |= set(method.personal(networks))
-    return networks, plan_layout(networks, stays)
+        model = build_model(spec)
+        has_head = splits(model)
+        declarations = declare(spec.methods, task, model, facts)
+    _check_loss(task, declarations)
+    _check_evaluation(evaluation_of(spec, declarations), task, has_head)
+    return declarations
 
 
-def _check_loss(task: Task, methods: Sequence[Method]) -> None:
+def build_networks(spec: RunSpec) -> tuple[dict[str, nn.Module], Layout]:
+    """Return model and extra networks with their initial values, and the layout."""
+    declarations = declare_run(spec)
+    return declarations.networks, declarations.layout
+
+
+def evaluation_of(spec: RunSpec, declarations: Declarations) -> Evaluation:
+    """Return what is evaluated: a method's own fine-tuning takes the place of the settings'."""
+    declared = declarations.one("finetune")
+    if declared is None or declared.finetune is None:
+        return spec.settings.evaluate
+    return replace(spec.settings.evaluate, finetune=declared.finetune)
+
+
+def _check_loss(task: Task, declarations: Declarations) -> None:
     """Refuse a loss that does not fit the data, or that a method would take no notice of."""
     if task.loss is None:
         return
     tried(task.loss, task.kind, task.num_classes)
-    if (method := owner(methods, "loss")) is not None:
+    if (owner := declarations.owner("loss")) is not None:
         raise ValueError(
-            f"method '{method.name}' brings a loss of its own, and loss={named(task.loss)} would change nothing: leave "
+            f"method '{owner.method}' brings a loss of its own, and loss={named(task.loss)} would change nothing: leave "
             "one of them out"
         )
 

@@ -1,0 +1,209 @@
+"""Let the methods of a run declare what they need, and make its networks and layout of it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from raysim.api.private_state import reserved_names
+from raysim.api.composition import check_needs, check_together, filled_hooks
+from raysim.api.declarations import Local, Network, Task
+from raysim.api.method import Method
+from raysim.api.server_view import Weighting
+from raysim.api.setup import Declared, Setup
+from raysim.models.classifier import splits
+from raysim.primitives.streams import torch_seed
+from raysim.vectors.layout import Layout, plan_layout
+
+
+@dataclass(frozen=True)
+class RunSettingsForMethods:
+    """What methods may know of a run's settings before it starts; see `Setup`."""
+
+    local: Local
+    rounds: int
+    seed: int
+    weighting: Weighting | None
+    clients: int
+    size: int = sys.maxsize
+    stale: bool = False
+
+
+@dataclass(frozen=True)
+class Declarations:
+    """What the methods of a run declared, with the networks and the layout that follow from it."""
+
+    task: Task
+    networks: dict[str, nn.Module]
+    layout: Layout
+    methods: tuple[Declared, ...]
+
+    def filling(self, hook: str) -> list[tuple[Declared, Callable[..., Any]]]:
+        """Return the hook of each method that fills it, in the order of the list."""
+        return [
+            (each, each.hooks[hook])
+            for each in self.methods
+            if hook in each.hooks and hook not in each.skipped
+        ]
+
+    def only(self, hook: str) -> tuple[Declared, Callable[..., Any]] | None:
+        """Return the hook of the one method that fills it, if any."""
+        return next(iter(self.filling(hook)), None)
+
+    def owner(self, hook: str) -> Declared | None:
+        """Return the method that owns a chain of hooks ("loss", "step"), if any."""
+        return next((each for each in self.methods if hook in each.owned), None)
+
+    def one(self, fact: str) -> Declared | None:
+        """Return the one method that declared a fact such as "stages", if any."""
+        return next(
+            (each for each in self.methods if getattr(each, fact) is not None), None
+        )
+
+    @property
+    def keeps_client_state(self) -> bool:
+        """Whether clients keep anything besides the run's own optimizers."""
+        declared = any(each.keeps_client_state or each.keeps_optimizer for each in self.methods)
+        return declared or self.layout.has_personal
+
+    @property
+    def reads_updates(self) -> bool:
+        """Whether a method needs single updates."""
+        return any(each.reads_updates for each in self.methods)
+
+    @property
+    def warnings(self) -> Iterator[str]:
+        """What methods warn of before the run."""
+        for each in self.methods:
+            yield from each.warnings
+
+
+def declare(
+    methods: Sequence[Method], task: Task, model: nn.Module, settings: RunSettingsForMethods
+) -> Declarations:
+    """Call `setup` of each method and return what was declared; the same in every process.
+
+    torch's generator is seeded for each method, so that its networks do not depend on others.
+    Raises ValueError where the methods do not fit together, the data or the model.
+    """
+    has_features = splits(model)
+    model, failure = _replace_model(methods, task, model, settings.seed)
+    networks: dict[str, nn.Module] = {"model": model}
+    layout_later: list[Layout] = []
+    hooks_by_name = {method.name: filled_hooks(method) for method in methods}
+    all_declared: list[Declared] = []
+    private: set[str] = set()
+    for method in methods:
+        declared = Declared(method.name)
+        setup = Setup(
+            method.name,
+            task,
+            settings.local,
+            networks,
+            hooks_by_name,
+            declared,
+            settings.rounds,
+            settings.seed,
+            settings.weighting,
+            settings.clients,
+            settings.size,
+            settings.stale,
+            layout_later,
+        )
+        declared.hooks = {hook: getattr(method, hook) for hook in filled_hooks(method)}
+        torch.manual_seed(torch_seed(settings.seed, f"networks.{method.name}"))
+        needs_before = len(declared.needs)
+        _call_setup(method, setup, has_features)
+        if len(declared.needs) > needs_before:
+            check_needs([declared], task, has_features)
+        _add_networks(networks, private, declared)
+        all_declared.append(declared)
+    if failure is not None:
+        raise failure
+    check_together(methods, all_declared)
+    for declared in all_declared:
+        private |= set(declared.private_parameters)
+        for names in declared.late_private_parameters:
+            private |= set(names(networks))
+    layout = plan_layout(networks, private)
+    layout_later.append(layout)
+    declarations = Declarations(task, networks, layout, tuple(all_declared))
+    _check_state_names(declarations)
+    return declarations
+
+
+def _replace_model(
+    methods: Sequence[Method], task: Task, model: nn.Module, seed: int
+) -> tuple[nn.Module, Exception | None]:
+    """Return the model as the one method that replaces it wants it, or why that failed.
+
+    A failure is raised later: what the method declares may tell its reason better.
+    """
+    for method in methods:
+        if "model" in filled_hooks(method):
+            torch.manual_seed(torch_seed(seed, f"model.{method.name}"))
+            try:
+                return method.model(task, model), None
+            except Exception as error:
+                return model, error
+    return model, None
+
+
+def _call_setup(method: Method, setup: Setup, has_features: bool) -> None:
+    """Call `setup`; where it fails because of a missing need, say which need is missing."""
+    try:
+        method.setup(setup)
+    except Exception:
+        check_needs([setup.declared], setup.task, has_features)
+        raise
+
+
+def _add_networks(
+    networks: dict[str, nn.Module], private: set[str], declared: Declared
+) -> None:
+    for name, network in declared.networks.items():
+        if name in networks:
+            raise ValueError(
+                f"method '{declared.method}' adds the network '{name}', which exists already. "
+                "Rename one of them."
+            )
+        networks[name] = network.module
+        if network.personal:
+            private |= _tensor_names(name, network)
+
+
+def _tensor_names(name: str, network: Network) -> set[str]:
+    module = network.module
+    leaves = [leaf for leaf, _ in (*module.named_parameters(), *module.named_buffers())]
+    return {f"{name}.{leaf}" for leaf in leaves}
+
+
+def _check_state_names(declarations: Declarations) -> None:
+    """Raise ValueError for client state under a name that is taken or is not the method's."""
+    taken = dict.fromkeys(
+        reserved_names(declarations.layout), "a private tensor of the run's networks"
+    )
+    for declared in declarations.methods:
+        if not declared.keeps_client_state:
+            continue
+        values: object = declared.client_states(declarations.layout, 1)
+        if not isinstance(values, Mapping):
+            raise ValueError(
+                f"method '{declared.method}' returns {values!r} from state. Return a mapping of "
+                "names to tensors."
+            )
+        for name in values:
+            if name in taken:
+                raise ValueError(
+                    f"method '{declared.method}' keeps '{name}', the name of {taken[name]}. "
+                    "Rename it."
+                )
+            taken[name] = f"an entry of method '{declared.method}'"
+
+
+

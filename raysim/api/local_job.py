@@ -1,0 +1,247 @@
+"""What the hooks of one method see of a client's local training."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from raysim.api.context import Context, Plan, Stage
+from raysim.api.declarations import Local, Task
+from raysim.api.entries import Entries
+from raysim.data.partition import CSR
+from raysim.vectors.layout import Layout, Vector
+
+if TYPE_CHECKING:
+    from raysim.models import Classifier
+
+
+class LocalJob:
+    """A client's local training, as one method sees it.
+
+    Names are the method's own: `job.state["control"]` of SCAFFOLD is stored, sent and counted as
+    "scaffold.control". Parameters are slices of one flat vector: `job.params[at]`.
+
+    state: client state that the method declared; replace entries, never change tensors in place.
+    received: what the method sent with the model. upload: what it sends back; fill it in `end`.
+    report: numbers for the history, which do not travel. scratch: anything that the method needs
+    until the end of this job.
+    """
+
+    __slots__ = ("context", "method", "received", "report", "scratch", "state", "upload")
+
+    def __init__(self, context: Context, method: str):
+        self.context = context
+        self.method = method
+        self.state: Entries[Any] = Entries(context, "state", method)
+        self.received: Entries[Tensor] = Entries(context, "download", method)
+        self.upload: Entries[Tensor] = Entries(context, "upload", method)
+        self.report: Entries[float] = Entries(context, "report", method)
+        self.scratch: Entries[Any] = Entries(context, "kept", method)
+
+    # --- which job ----------------------------------------------------------------------------
+    @property
+    def client(self) -> int:
+        """Number of the client."""
+        return self.context.client
+
+    @property
+    def participation(self) -> int:
+        """How many jobs this client was given before."""
+        return self.context.participation
+
+    @property
+    def version(self) -> int:
+        """The version of the model that training starts from: aggregations before it."""
+        return self.context.version
+
+    @property
+    def samples(self) -> int:
+        """Training samples of the client."""
+        return self.context.samples
+
+    @property
+    def rate(self) -> float:
+        """The learning rate of this job, before the factor of a stage."""
+        return self.context.rate
+
+    @property
+    def plan(self) -> Plan:
+        """The batches of this job; known after `begin`."""
+        return self.context.plan
+
+    @property
+    def step(self) -> int:
+        """Number of the batch at work, from 0."""
+        return self.context.step
+
+    @property
+    def stage(self) -> Stage:
+        """The stage at work."""
+        return self.context.stage
+
+    @property
+    def losses(self) -> Tensor:
+        """[steps] task loss of each step, without terms that methods add; known in `end`."""
+        return self.context.losses
+
+    # --- the run ------------------------------------------------------------------------------
+    @property
+    def task(self) -> Task:
+        """What is learnt."""
+        return self.context.trainer.task
+
+    @property
+    def local(self) -> Local:
+        """The settings `local.*`."""
+        return self.context.trainer.local
+
+    @property
+    def layout(self) -> Layout:
+        """Where each tensor lies in the flat vector."""
+        return self.context.vector.layout
+
+    @property
+    def partition(self) -> CSR:
+        """The training rows of every client, which only a simulator knows."""
+        return self.context.trainer.partition
+
+    @property
+    def num_classes(self) -> int:
+        """Outputs of the model: the task's classes and those that a method adds."""
+        return self.context.num_classes
+
+    # --- the model ----------------------------------------------------------------------------
+    @property
+    def vector(self) -> Vector:
+        """All networks as one flat vector."""
+        return self.context.vector
+
+    @property
+    def params(self) -> Tensor:
+        """[layout.total] the flat vector in training: shared parameters first."""
+        return self.context.vector.data
+
+    @property
+    def start(self) -> Tensor:
+        """[layout.shared] what training starts from: `broadcast` unless a method changed it."""
+        return self.context.base
+
+    @start.setter
+    def start(self, vector: Tensor) -> None:
+        self.context.base = vector
+        self.context.vector.shared.copy_(vector)
+
+    @property
+    def broadcast(self) -> Tensor:
+        """[layout.shared] the model that the client received; the update is measured from it."""
+        return self.context.received
+
+    @property
+    def model(self) -> Classifier:
+        """The model in training."""
+        return self.context.model
+
+    @property
+    def networks(self) -> Mapping[str, nn.Module]:
+        """All networks in training, by full name."""
+        return self.context.networks
+
+    def network(self, name: str) -> nn.Module:
+        """Return the network that this method declared under `name`."""
+        return self.context.networks[f"{self.method}.{name}"]
+
+    def frozen(self, name: str = "received", values: Tensor | None = None) -> Mapping[str, nn.Module]:
+        """Return a second set of networks in eval mode, without gradients.
+
+        They hold the received model with the client's own private parameters, or `values`
+        [layout.total], such as a vector kept from an earlier job; loaded once per job and name.
+        """
+        return self.context.frozen(name, values)
+
+    def moves(self) -> Iterator[tuple[slice, int, float]]:
+        """Yield each trained stretch of the vector with its number of steps and learning rate."""
+        for part, steps, factor in self.context.optimizers.movements():
+            yield part, steps, self.rate * factor
+
+    def statistics_kept(self) -> AbstractContextManager[None]:
+        """Leave BatchNorm's running statistics alone in forward passes inside this context."""
+        return self.context.statistics_kept()
+
+    # --- data and random numbers --------------------------------------------------------------
+    def data(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield batches of the client's training samples, in order and without augmentation."""
+        return self.context.data()
+
+    @property
+    def rows(self) -> np.ndarray:
+        """int64 [samples] the client's rows of the data set."""
+        return self.context.trainer.partition.rows(self.context.client)
+
+    def gather(
+        self, rows: np.ndarray, generator: np.random.Generator | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Return inputs and labels of rows of the data set, augmented if a generator is given."""
+        return self.context.trainer.gather(rows, generator)
+
+    def class_counts(self) -> Tensor:
+        """Return the client's training samples of each class: int64 [C] on the CPU."""
+        return self.context.class_counts()
+
+    def stream(self, purpose: str) -> np.random.Generator:
+        """Return this job's random generator for a purpose of the method."""
+        return self.context.stream(f"{self.method}.{purpose}")
+
+    def drawn(self, name: str) -> Tensor:
+        """Return this step's entry of what the function declared with `run.draw` returned."""
+        return self.context.draws[f"{self.method}.{name}"][self.context.step]
+
+    def input_gradient(self, loss: Tensor, inputs: Tensor) -> Tensor:
+        """Return the gradient of a scalar by `inputs`, itself with a gradient."""
+        return self.context.input_gradient(loss, inputs)
+
+
+class PersonalModel:
+    """A client's own model, as a method's `personalise` sees it before it is scored.
+
+    vector: the shared part and the client's private part; change it in place. state: the client's
+    state after its last aggregated job, the initial one if there was none. received: what the
+    method would send to this client alone. trained: whether a job of it was aggregated.
+    """
+
+    def __init__(
+        self,
+        client: int,
+        vector: Vector,
+        state: Mapping[str, Any],
+        received: Mapping[str, Tensor],
+        data: Callable[[], Iterator[tuple[Tensor, Tensor]]],
+        trained: bool,
+        method: str = "",
+    ):
+        self.client = client
+        self.vector = vector
+        self.data = data
+        self.trained = trained
+        self.all_state = state
+        self.all_received = received
+        self.state: Entries[Any] = Entries(self, "all_state", method)
+        self.received: Entries[Tensor] = Entries(self, "all_received", method)
+
+    def of(self, method: str) -> PersonalModel:
+        """Return the same client as another method sees it."""
+        return PersonalModel(
+            self.client,
+            self.vector,
+            self.all_state,
+            self.all_received,
+            self.data,
+            self.trained,
+            method,
+        )
+
+

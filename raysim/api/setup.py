@@ -1,0 +1,369 @@
+"""What a method declares about a run before it starts: each fact once, in `Method.setup`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from raysim.api.context import Contribution, Plan, Stage
+from raysim.api.declarations import (
+    Cost,
+    Download,
+    Finetune,
+    Local,
+    Network,
+    Participation,
+    Task,
+)
+from raysim.api.local_job import LocalJob
+from raysim.api.server_view import ServerView, Weighting
+from raysim.vectors.layout import Layout
+
+if TYPE_CHECKING:
+    from raysim.models import Classifier
+
+Need: TypeAlias = Literal["classes", "features", "images", "numbers"]
+Targets: TypeAlias = Literal["any", "soft", "integer"]
+Correction: TypeAlias = Literal["add", "shift", "mix"]
+Floats: TypeAlias = int | Callable[[Layout], int]
+Cycle: TypeAlias = Sequence[Sequence[Stage]]
+Contributed: TypeAlias = Mapping[str, np.ndarray]
+Pooled: TypeAlias = Mapping[str, Sequence[np.ndarray]]
+Always: TypeAlias = Callable[[Participation], bool]
+
+
+def always(job: Participation) -> bool:
+    """Return True: the default for `when`."""
+    return True
+
+
+def num_parameters(layout: Layout) -> int:
+    """Return the number of shared trainable parameters."""
+    return layout.trained
+
+
+def number_of_floats(floats: Floats, layout: Layout) -> int:
+    """Return a declared size as a number."""
+    return floats(layout) if callable(floats) else floats
+
+
+@dataclass(frozen=True)
+class Send:
+    """Something that clients receive next to the model.
+
+    value: makes it, or returns None where nothing is sent now; None: the server state of that name.
+    to: "all" clients with each version, each client "once", or one "client" at a time.
+    when: whether a job receives it, as far as it is known at dispatch; it decides what is counted.
+    """
+
+    name: str
+    value: Callable[..., Tensor | None] | None
+    floats: Floats
+    to: Literal["all", "once", "client"]
+    when: Always
+
+
+@dataclass(frozen=True)
+class RoundWarning:
+    """A text to warn with, once, after the first round whose history row is told to be unusual."""
+
+    text: Callable[[Mapping[str, Any]], str]
+
+
+@dataclass
+class Declared:
+    """What one method declared in `setup`."""
+
+    method: str
+    networks: dict[str, Network] = field(default_factory=dict)
+    private_parameters: list[str] = field(default_factory=list)
+    late_private_parameters: list[Callable[[Mapping[str, nn.Module]], Sequence[str]]] = field(
+        default_factory=list
+    )
+    client_state: dict[str, Callable[[int], Any]] = field(default_factory=dict)
+    server_state: dict[str, Callable[[ServerView], Tensor]] = field(default_factory=dict)
+    sends: list[Send] = field(default_factory=list)
+    uploads: dict[str, Floats] = field(default_factory=dict)
+    stages: Callable[[Plan], Cycle] | None = None
+    select: Callable[[LocalJob, int, int], np.ndarray | None] | None = None
+    draws: dict[str, Callable[[LocalJob, np.random.Generator], Sequence[Tensor]]] = field(
+        default_factory=dict
+    )
+    contribute: Callable[[Contribution], Contributed] | None = None
+    assemble: Callable[[Pooled, ServerView], None] | None = None
+    finetune: Finetune | None = None
+    scored: Callable[[ServerView], Tensor] | None = None
+    owned: set[str] = field(default_factory=set)
+    skipped: set[str] = field(default_factory=set)
+    correction: Correction = "add"
+    targets: Targets = "any"
+    needs: list[Need] = field(default_factory=list)
+    excludes: dict[str, str] = field(default_factory=dict)
+    keeps_optimizer: bool = False
+    reads_updates: bool = False
+    warnings: list[str] = field(default_factory=list)
+    round_warnings: list[RoundWarning] = field(default_factory=list)
+    checks: list[Callable[[Layout], Sequence[str]]] = field(default_factory=list)
+    # Hooks that the run calls, each with the arguments that `Method` gives it.
+    hooks: dict[str, Callable[..., Any]] = field(default_factory=dict)
+    initial_state: Callable[[Layout, int], dict[str, Any]] | None = None
+    # What only methods with the earlier hooks have.
+    full_names: bool = False
+    old_keeps_optimizer: bool = False
+    old_draws: Callable[[Any], Mapping[str, Sequence[Tensor]]] | None = None
+    old_planned: Callable[[Any], None] | None = None
+    old_rows: Callable[..., Tensor | None] | None = None
+    old_start: Callable[[Any], None] | None = None
+    old_send: Callable[[Any], Download] | None = None
+    old_apply: Callable[..., None] | None = None
+    old_mix: Callable[..., Tensor] | None = None
+    old_cost: Callable[[Participation], Cost] | None = None
+    old_predict: Callable[[Tensor], Tensor] | None = None
+    old_check: Callable[[Any], Sequence[str]] | None = None
+
+    def client_states(self, layout: Layout, samples: int) -> dict[str, Any]:
+        """Return the initial state of a client with so many training samples, by full name."""
+        if self.initial_state is not None:
+            return self.initial_state(layout, samples)
+        return {
+            f"{self.method}.{name}": initial(samples)
+            for name, initial in self.client_state.items()
+        }
+
+    @property
+    def keeps_client_state(self) -> bool:
+        """Whether the method keeps something for each client."""
+        return bool(self.client_state) or self.initial_state is not None
+
+
+@dataclass
+class Setup:
+    """A run before its start, to which a method declares what it needs: the argument of `setup`.
+
+    Facts: `task`, `local` (the settings `local.*`), `rounds`, `seed`, `weighting` (as the
+    configuration asks, None: left to the methods), `networks` (the model and what methods before
+    this one added), `clients` (those that have training samples), `size` (most updates in one
+    aggregation), `stale` (whether updates may start from an earlier version than the current one)
+    and `methods` (the names of all methods of the list, with the hooks that each fills).
+    """
+
+    method: str
+    task: Task
+    local: Local
+    networks: Mapping[str, nn.Module]
+    methods: Mapping[str, frozenset[str]]
+    declared: Declared
+    rounds: int = 1
+    seed: int = 0
+    weighting: Weighting | None = None
+    clients: int = 0
+    size: int = sys.maxsize
+    stale: bool = False
+    _layout: list[Layout] = field(default_factory=list)
+
+    # --- what the method can count on ---------------------------------------------------------
+    @property
+    def model(self) -> Classifier:
+        """The model, after a method that replaces it."""
+        return self.networks["model"]  # type: ignore[return-value]
+
+    def others_fill(self, hook: str) -> list[str]:
+        """Return the names of the other methods of the list that fill a hook."""
+        return [
+            name for name, hooks in self.methods.items() if name != self.method and hook in hooks
+        ]
+
+    def needs(self, *needs: Need) -> None:
+        """Refuse a run without what the method needs.
+
+        "classes": labels are classes. "features": the model has features in front of a linear
+        head. "images": inputs are images. "numbers": inputs can be added up and have a gradient.
+        """
+        self.declared.needs.extend(needs)
+
+    def excludes(self, other: str, why: str) -> None:
+        """Refuse a run whose list has the method `other`, too."""
+        self.declared.excludes[other] = why
+
+    def require(self, condition: object, text: str) -> None:
+        """Refuse the run with this text unless the condition holds: "key: what is wrong. Do ..."."""
+        if not condition:
+            raise ValueError(text)
+
+    def warn(self, text: str) -> None:
+        """Warn with this text before the run starts."""
+        self.declared.warnings.append(text)
+
+    def warn_if_single(self, effect: str) -> None:
+        """Warn that a method which compares updates gets only one in each aggregation."""
+        if self.size > 1:
+            return
+        self.warn(
+            f"method '{self.method}' compares the updates of an aggregation, and each aggregation "
+            f"has only one, so that {effect}. Choose a schedule that aggregates two or more at "
+            "once, or leave the method out."
+        )
+
+    def warn_of_second_correction(self, other: str) -> None:
+        """Warn where the list has another method that corrects the same bias."""
+        if other in self.methods:
+            self.warn(
+                f"methods '{other}' and '{self.method}' correct the same bias, so it is corrected "
+                "twice. Leave one of them out."
+            )
+
+    def warn_when(self, text: Callable[[Mapping[str, Any]], str]) -> None:
+        """Warn during the run: `text(row)` of a row of the history, until it is not empty."""
+        self.declared.round_warnings.append(RoundWarning(text))
+
+    # --- networks and client state ------------------------------------------------------------
+    def network(self, name: str, module: nn.Module, private: bool = False) -> None:
+        """Add a network next to the model; a private one stays on the client."""
+        self.declared.networks[f"{self.method}.{name}"] = Network(module, private)
+
+    def private_parameters(
+        self, names: Sequence[str] | Callable[[Mapping[str, nn.Module]], Sequence[str]]
+    ) -> None:
+        """Keep tensors on the client ("model.bn1.weight"), instead of sending and averaging them.
+
+        A function gets all networks of the run, those of later methods included.
+        """
+        if callable(names):
+            self.declared.late_private_parameters.append(names)
+        else:
+            self.declared.private_parameters.extend(names)
+
+    def client_state(self, name: str, initial: Callable[[int], Any]) -> None:
+        """Keep a value for each client between its jobs: `job.state[name]`.
+
+        initial(samples): the value of a client that never trained. A value is a tensor of any
+        shape, a number, bytes, or a mapping of such; it may change its shape and keys.
+        """
+        self.declared.client_state[name] = initial
+
+    def keep_optimizer(self) -> None:
+        """Let a client's optimizer continue in its next job, as `local.keep_optimizer` does."""
+        self.declared.keeps_optimizer = True
+
+    # --- the server and what travels ----------------------------------------------------------
+    def server_state(self, name: str, initial: Callable[[ServerView], Tensor]) -> None:
+        """Keep a tensor on the server: `server.state[name]`; it is part of every checkpoint."""
+        self.declared.server_state[name] = initial
+
+    def send(
+        self,
+        name: str,
+        value: Callable[[ServerView], Tensor | None] | None = None,
+        floats: Floats = num_parameters,
+        *,
+        once: bool = False,
+        when: Always = always,
+    ) -> None:
+        """Send a tensor to each client with the model: `job.received[name]`.
+
+        value(server) makes it, once for each version; None sends the server state of that name.
+        floats: its size. once: only with a client's first job. when(job): which jobs receive it.
+        """
+        to: Literal["all", "once"] = "once" if once else "all"
+        self.declared.sends.append(Send(name, value, floats, to, when))
+
+    def send_to_client(
+        self,
+        name: str,
+        value: Callable[[int, ServerView], Tensor | None],
+        floats: Floats = num_parameters,
+        *,
+        when: Always = always,
+    ) -> None:
+        """Send `value(client, server)` to one client alone, and when its own model is scored."""
+        self.declared.sends.append(Send(name, value, floats, "client", when))
+
+    def upload(self, name: str, floats: Floats = num_parameters) -> None:
+        """Let each job send a tensor of so many floats with its update: `job.upload[name]`."""
+        self.declared.uploads[name] = floats
+
+    def gather(
+        self,
+        client: Callable[[Contribution], Contributed],
+        server: Callable[[Pooled, ServerView], None],
+    ) -> None:
+        """Collect something from every client before round 0.
+
+        client(contribution) returns arrays by name; server(parts, server) gets, for each name, a
+        list with one array for each client, by client number.
+        """
+        self.declared.contribute = client
+        self.declared.assemble = server
+
+    def zeros(self, _: object = None) -> Tensor:
+        """Return zeros for all shared parameters: an initial value of client or server state."""
+        return torch.zeros(self._layout[0].trained)
+
+    # --- training -----------------------------------------------------------------------------
+    def stages(self, stages: Sequence[Stage] | Callable[[Plan], Cycle]) -> None:
+        """Decide what one step on a batch does: the stages, or a function of the job's plan.
+
+        The function returns a cycle of steps, each some stages. At most one stage of a step has
+        the task loss. Only one method of a list may do this.
+        """
+        self.declared.stages = stages if callable(stages) else lambda plan: (tuple(stages),)
+
+    def select(self, choose: Callable[[LocalJob, int, int], np.ndarray | None]) -> None:
+        """Choose the samples of an epoch: `choose(job, epoch, epochs)`, with epochs from 1.
+
+        It returns positions in the client's samples, or None for all of them in this job. Only
+        one method of a list may do this.
+        """
+        self.declared.select = choose
+
+    def draw(
+        self, name: str, draw: Callable[[LocalJob, np.random.Generator], Sequence[Tensor]]
+    ) -> None:
+        """Draw random tensors, one for each step, before the first step: `job.drawn(name)`.
+
+        `draw(job, generator)` may look at `job.plan` and at what was received.
+        """
+        self.declared.draws[name] = draw
+
+    def corrects(self, kind: Correction) -> None:
+        """Say how `gradient` changes the gradient: "add" to it, "shift" it or "mix" it.
+
+        Corrections of several methods are applied in this order of kinds.
+        """
+        self.declared.correction = kind
+
+    def targets(self, kind: Targets) -> None:
+        """Say whether the method makes labels "soft" or needs them as "integer"."""
+        self.declared.targets = kind
+
+    def owns(self, *hooks: Literal["loss", "step"]) -> None:
+        """Take a hook that is a chain alone: replace the task loss, or be the server's rule.
+
+        The owner's `loss` is called first and gets 0 instead of the usual loss. The owner's `step`
+        is called last. Only one method of a list may own each of them.
+        """
+        self.declared.owned.update(hooks)
+
+    def skip(self, *hooks: str) -> None:
+        """Do not call these hooks in this run: they do nothing at the method's settings."""
+        self.declared.skipped.update(hooks)
+
+    # --- scoring and the server's step --------------------------------------------------------
+    def finetune(self, how: Finetune) -> None:
+        """Fine-tune clients' models before they are scored, instead of `evaluate.finetune`."""
+        self.declared.finetune = how
+
+    def scores(self, vector: Callable[[ServerView], Tensor]) -> None:
+        """Score `vector(server)` [layout.shared] instead of the current version."""
+        self.declared.scored = vector
+
+    def read_updates(self) -> None:
+        """Make single updates and their moves available in `absorb`; sums on workers are off."""
+        self.declared.reads_updates = True
+
