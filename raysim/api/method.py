@@ -1,7 +1,8 @@
 """What a method may do: the hooks, the stages of an iteration, and the check that a list of methods fits together.
 
 A method overrides the hooks that it needs. Every default does nothing, and a hook that no method of a run overrides
-is never called. Hooks that run once per batch keep to tensors: no `.item()`, no `if tensor`, no fresh random numbers.
+is never called. Hooks that run once per batch keep to tensors (no `.item()`, no `if tensor`, no fresh random numbers),
+because a step may be captured as a CUDA graph.
 Constructors store their arguments under their own names, after checking them.
 """
 
@@ -115,10 +116,10 @@ class Method:
         return None
 
     def planned(self, ctx: Context) -> None:
-        """After the batches were planned (`ctx.plan`) and `draws` drawn, before the first step: what steps will need.
+        """Prepare what steps need, after the batches (`ctx.plan`) and the draws are known, before the first step.
 
-        What a step uses of the client itself, or draws with knowledge of what was received, is put into `ctx.kept` or
-        `ctx.draws` here.
+        Put tensors that depend on the client into `ctx.kept`, and draws that depend on what was received into
+        `ctx.draws`.
         """
 
     def finish(self, ctx: Context) -> None:
