@@ -47,7 +47,7 @@ ROOT = Path(__file__).resolve().parent.parent
 CORE = [
     f"raysim/{name}.py"
     for name in (
-        *("training/step", "training/trainer", "training/lane_step", "vectors/optimizer", "data/partition"),
+        *("training/step", "training/trainer", "vectors/optimizer", "data/partition"),
         *(f"simulation/{each}" for each in ("server", "schedule", "planner", "waiting", "fleet", "availability")),
         *(f"simulation/{each}" for each in ("evaluator", "checkpoint", "private_states")),
     )

@@ -73,24 +73,6 @@ def test_hosts_sum_their_own_groups_and_the_bits_stay(hosts: Hosts, monkeypatch:
     assert (there.bits, there.history) == (here.bits, here.history)
 
 
-@pytest.mark.parametrize("methods", [[], [Scaffold()]], ids=["fedavg", "scaffold"])
-def test_in_lanes_two_hosts_on_ray_have_the_bits_of_one_process_and_go_on_after_a_stop(
-    methods: list[Any], hosts: Hosts, tmp_path: Path
-) -> None:
-    def asked() -> Any:
-        return run_spec(*methods, model=NORMED_MLP, lanes=3)
-
-    def on_ray(**how: Any) -> Ran:
-        return ran(coordinate(asked(), Synchronous(6), Ideal(), hosts.runtime(asked(), 2), rounds=4, **how))
-
-    here = run(asked(), Synchronous(6), Ideal(), rounds=4)
-    there = on_ray(checkpoint_every=2, folder=str(tmp_path))
-    assert (there.bits, there.history) == (here.bits, here.history)
-    resumed = on_ray(resume=str(tmp_path / "checkpoints" / "round-000002"))
-    assert (resumed.bits, resumed.history) == (here.bits, here.history)
-    assert here.bits != run(run_spec(*methods, model=NORMED_MLP), Synchronous(6), Ideal(), rounds=4).bits, "a loop's"
-
-
 def _ranked(found: Ran) -> list[int]:
     """The versions whose ranking the clients hold."""
     states = found.private

@@ -160,15 +160,6 @@ class Context:
         """
         return self.trainer.frozen(self, name, values)
 
-    def leaf(self, inputs: Tensor) -> Tensor:
-        """Inputs whose gradient `input_gradient` will be asked for."""
-        return inputs.requires_grad_()
-
-    def input_gradient(self, loss: Tensor, inputs: Tensor) -> Tensor:
-        """The gradient of a scalar by what `leaf` returned, itself with gradient."""
-        (gradient,) = torch.autograd.grad(loss, inputs, create_graph=True)
-        return gradient
-
     def stream(self, purpose: str) -> np.random.Generator:
         """A random stream of this participation's own."""
         return stream(self.seed, purpose, self.client, self.participation)
@@ -215,15 +206,6 @@ class Outputs:
         if value is None:
             value = self._kept[name] = compute()
         return cast(T, value)
-
-    @property
-    def kept(self) -> Mapping[str, object]:
-        """What was computed so far."""
-        return self._kept
-
-    def recall(self, kept: Mapping[str, object]) -> None:
-        """Take over what an earlier stage of the iteration has computed."""
-        self._kept |= kept
 
     @property
     def features(self) -> Tensor:

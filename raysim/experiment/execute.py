@@ -50,8 +50,8 @@ from raysim.simulation.events import Event, ProcessLost, RunStopped, TooManyFail
 from raysim.simulation.fleet import Fleet
 from raysim.simulation.schedule import Schedule, Synchronous, check_concurrency
 from raysim.simulation.server import asked_weighting
-from raysim.training.lanes import uses_graph, usual_lanes
 from raysim.training.run_spec import Checkpoint, RunSettings, RunSpec, build_networks, sample_flops
+from raysim.training.step_mode import uses_graph, usual_lanes
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -33,13 +33,18 @@ if TYPE_CHECKING:
     from raysim.api.method import Setup
 
 DISCRIMINATOR = "dann.discriminator"
+DOMAIN = "dann.domain"
 
 
 def discriminator_loss(domain_logits: Tensor, domain: int | Tensor) -> Tensor:
-    """Cross-entropy of ``domain_logits`` (B, N) with the one label ``domain`` in [0, N): the mean over the batch."""
+    """Return the cross-entropy of ``domain_logits`` (B, N) with the label ``domain``, the mean over the batch.
+
+    ``domain``: in [0, N), the same for all rows; a tensor [] where the value must not be read in a step.
+    """
     scores = F.log_softmax(domain_logits, dim=-1)
-    if isinstance(domain, Tensor):  # as an index it would be waited for
-        return -scores.gather(1, domain.expand(len(scores), 1)).mean()
+    if isinstance(domain, Tensor):
+        # All columns are gathered so that the sum has the memory layout, and the bits, of the case below.
+        return -scores.gather(1, domain.expand_as(scores))[:, 0].mean()
     return -scores[:, domain].mean()
 
 
@@ -63,8 +68,6 @@ def is_discriminator_step(step: int, d_steps_per_g_step: int) -> bool:
 
 class _Reversal(torch.autograd.Function):
     """The identity, whose gradient is multiplied by -weight."""
-
-    generate_vmap_rule = True
 
     @staticmethod
     def forward(features: Tensor, weight: float) -> Tensor:
@@ -141,17 +144,21 @@ class Dann(Method):
         share = self.discriminator_steps / (1 + self.discriminator_steps) if self.mode == "alternate" else 0.0
         return Cost(samples=(FORWARD - 1) * share * job.trained)
 
+    def planned(self, ctx: Context) -> None:
+        """Keep the client's number as a tensor, which a recorded step can read."""
+        ctx.kept[DOMAIN] = torch.tensor(ctx.client, device=ctx.vector.data.device)
+
     def discriminate(self, ctx: Context, out: Outputs, batch: Batch) -> Tensor:
         """What the discriminator descends; the features are constants, so their graph is not built."""
         with torch.no_grad():
             features = out.features
-        return discriminator_loss(ctx.networks[DISCRIMINATOR](features), ctx.client)
+        return discriminator_loss(ctx.networks[DISCRIMINATOR](features), ctx.kept[DOMAIN])
 
     def term(self, ctx: Context, out: Outputs, batch: Batch) -> Tensor:
         """What joins the classifier's loss."""
         discriminator = ctx.networks[DISCRIMINATOR]
         if self.mode == "grl":
-            return discriminator_loss(discriminator(_Reversal.apply(out.features, self.lam)), ctx.client)
+            return discriminator_loss(discriminator(_Reversal.apply(out.features, self.lam)), ctx.kept[DOMAIN])
         if not self.lam:
             return out.logits.new_zeros(())
-        return adversary(discriminator(out.features), ctx.client, self.lam)
+        return adversary(discriminator(out.features), ctx.kept[DOMAIN], self.lam)

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
@@ -63,11 +63,6 @@ def label_terms(logits: Tensor, labels: Tensor, mean_targets: Tensor, lam: float
     return (1 - lam) * F.cross_entropy(logits, labels), lam * F.cross_entropy(logits, targets)
 
 
-def _gradient(loss: Tensor, inputs: Tensor) -> Tensor:
-    (gradient,) = torch.autograd.grad(loss, inputs, create_graph=True)
-    return gradient
-
-
 def loss_terms(
     logits: Tensor,
     inputs: Tensor,
@@ -76,15 +71,13 @@ def loss_terms(
     mean_targets: Tensor,
     lam: float,
     taylor_scale: str = "paper",
-    gradient_of: Callable[[Tensor, Tensor], Tensor] = _gradient,
 ) -> dict[str, Tensor]:
     """l1, l2, l3 and their sum, as "local", "mean_target", "taylor" and "total", all with gradient.
 
     ``logits`` (B, C) = f(u) of ``inputs`` u (B, ...), which require gradient; ``mean_inputs`` (B or 1, ...).
-    ``gradient_of``: that of a scalar by its inputs, with gradient itself.
     """
     local, mean_target = label_terms(logits, labels, mean_targets, lam)
-    gradient = gradient_of(local, inputs)
+    (gradient,) = torch.autograd.grad(local, inputs, create_graph=True)
     taylor = lam * (gradient * mean_inputs).sum()  # the mean over the batch: l1 is one, so the rows carry 1/B
     if taylor_scale == "public":
         taylor = taylor / len(inputs)
@@ -199,7 +192,9 @@ class FedMix(Method):
         pair = self._pair(ctx, len(batch.inputs))
         ctx.kept |= {"fedmix.pair_inputs": pair["inputs"], "fedmix.pair_targets": pair["targets"]}
         scaled = (1 - self.lam) * batch.inputs
-        return replace(batch, inputs=scaled + self.lam * pair["inputs"] if self.naive else ctx.leaf(scaled))
+        if self.naive:
+            return replace(batch, inputs=scaled + self.lam * pair["inputs"])
+        return replace(batch, inputs=scaled.requires_grad_())
 
     def loss(self, ctx: Context, out: Outputs, batch: Batch) -> Tensor:
         """l1 + l2, and l3 unless the inputs were mixed themselves."""
@@ -210,7 +205,7 @@ class FedMix(Method):
             local, mean_target = label_terms(out.logits, batch.targets, targets, self.lam)
             return local + mean_target
         parts = out.logits, batch.inputs, batch.targets, inputs, targets
-        return loss_terms(*parts, self.lam, self.taylor_scale, ctx.input_gradient)["total"]
+        return loss_terms(*parts, self.lam, self.taylor_scale)["total"]
 
     def _pair(self, ctx: Context, size: int) -> dict[str, Tensor]:
         """This step's pairs, "inputs" and "targets" of one row per sample, or one row."""

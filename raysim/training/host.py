@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from math import isfinite
 from typing import cast
 
@@ -37,12 +37,11 @@ from raysim.primitives.streams import stream
 from raysim.training.attack import check_norm
 from raysim.training.combiner import Combiner
 from raysim.training.determinism import coarser, make_deterministic
-from raysim.training.lane_scores import LaneScores, pays
-from raysim.training.lanes import Lanes
 from raysim.training.probe import balanced_rows
 from raysim.training.profile import HostTrack, device_use, watched
 from raysim.training.resident import Leftover, Resident
 from raysim.training.run_spec import RunSpec, build_networks
+from raysim.training.step_mode import check_step_mode
 from raysim.training.trainer import Clients, LocalRun, OneByOne, Trainer, load, private_state
 from raysim.training.transfer import Copies, numbers, on_device, up
 from raysim.vectors.layout import Vector
@@ -59,6 +58,7 @@ class Host(Combiner):
         self.spec, self.name = spec, name
         self.device = torch.device(spec.device)
         networks, self.layout = build_networks(spec)
+        check_step_mode(spec, networks)
         self.vector = Vector(networks, self.layout, self.device, spec.dtype)
         self._initial = private_state(self.vector, {})  # of a client that never trained; methods add theirs
         inputs, labels = on_device(spec.data.open(), self.device)
@@ -75,9 +75,7 @@ class Host(Combiner):
             spec.settings.seed,
             spec.autocast,
         )
-        lanes = None if spec.lanes == 1 and not spec.graph else Lanes(self.trainer, spec.lanes, spec.graph)
-        self.loop = lanes or OneByOne(self.trainer)
-        self._scores = LaneScores(lanes, spec.score_batch) if lanes and pays(self.device) and not lanes.apart else None
+        self.loop = OneByOne(self.trainer)
         self._stateful = owners(spec.methods, "state")
         self._personalisers = owners(spec.methods, "personalise")
         self._predictor = owner(spec.methods, "predict")
@@ -358,30 +356,16 @@ class Host(Combiner):
         since = time.perf_counter()
         received = self._receive(published)
         self.trainer.training(False)
-        reports: dict[int, Report] = {}
-
-        def load(index: int) -> None:
-            task = tasks[index]
+        reports: list[Report] = []
+        for index, task in enumerate(tasks):
             self._load(task, received, states[index] if states else None)
             if task.finetune is not None:
                 self._finetune(task.client, published.version, task.finetune)
                 self.trainer.training(False)
-
-        own = [index for index, task in enumerate(tasks) if task.client >= 0 and len(task.rows)] if self._scores else []
-        for index in sorted({*range(len(tasks))}.difference(own)):
-            load(index)
             with torch.no_grad():
-                reports[index] = self._report(tasks[index], self._outputs(tasks[index]))
-        if self._scores is not None:
-            for turn in self._scores.turns([tasks[i].client for i in own], [tasks[i].rows for i in own]):
-                for lane, place in turn.items():
-                    load(own[place])
-                    self._scores.keep(lane)
-                outputs = self._scores.outputs({lane: tasks[own[place]].rows for lane, place in turn.items()})
-                for lane, place in turn.items():
-                    reports[own[place]] = self._report(tasks[own[place]], [outputs[lane]])
+                reports.append(self._report(task))
         self._busy += time.perf_counter() - since
-        return [reports[index] for index in range(len(tasks))]
+        return reports
 
     def own_tensors(self, task: Score, published: Published, sent: StoredState | None = None) -> dict[str, Tensor]:
         """Every tensor, by full name, of the networks that would be scored."""
@@ -442,10 +426,10 @@ class Host(Combiner):
         for inputs, labels in self.trainer.in_parts(task.rows, self.spec.score_batch):
             yield model(inputs), labels
 
-    def _report(self, task: Score, outputs: Iterable[tuple[Tensor, Tensor]]) -> Report:
+    def _report(self, task: Score) -> Report:
         learnt = self.trainer.task
         scores, losses = [], []
-        for logits, labels in outputs:
+        for logits, labels in self._outputs(task):
             losses.append(learnt.objective.losses(logits, labels))
             scores.append(learnt.metric.rows(self._ranked(logits), labels))
         return Report(task.client, torch.cat(scores).cpu().numpy(), torch.cat(losses).cpu().numpy())

@@ -89,9 +89,9 @@ def test_the_domain_of_a_client_is_its_id_in_every_round_and_on_every_host(
     method, original = Present(0.5, width=4, mode=mode), dann.discriminator_loss
     labels: dict[tuple[int, int], list[int]] = {}
 
-    def watched(domain_logits: Tensor, domain: int) -> Tensor:
+    def watched(domain_logits: Tensor, domain: Tensor) -> Tensor:
         assert domain_logits.shape[1] == 6, "an output for each client of the run, not of the cohort"
-        labels.setdefault(method._now, []).append(domain)
+        labels.setdefault(method._now, []).append(int(domain))
         return original(domain_logits, domain)
 
     monkeypatch.setattr(dann, "discriminator_loss", watched)

@@ -156,15 +156,6 @@ def test_soft_targets_of_present_classes_have_a_finite_loss_and_gradient() -> No
     assert soft(LOGITS.float()).isfinite()
 
 
-@pytest.mark.parametrize("denominator", DENOMINATORS)
-def test_several_clients_at_once_give_what_a_loop_gives(denominator: str) -> None:
-    logits, labels = torch.stack([LOGITS, random(7, 5, seed=1)]), torch.stack([LABELS, SAME])
-    counts = torch.stack([COUNTS, ONE])
-    lanes = torch.func.vmap(lambda z, y, n: loss(z, y, n, denominator=denominator))(logits, labels, counts)
-    rows = [loss(*each, denominator=denominator) for each in zip(logits, labels, counts, strict=True)]
-    assert torch.allclose(lanes, torch.stack(rows), rtol=1e-12)
-
-
 # --- in a run -----------------------------------------------------------------------------------------------------
 
 

@@ -108,14 +108,6 @@ def test_a_missing_class_of_scale_zero_still_has_its_part_in_the_softmax() -> No
     assert loss(LOGITS, alpha=0.0).item() == pytest.approx(F.cross_entropy(rest, LABELS).item(), rel=1e-12)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_several_clients_at_once_give_what_a_loop_gives(kind: str) -> None:
-    logits, counts = torch.stack([LOGITS, random(7, 5, seed=1)]), torch.stack([COUNTS, COUNTS.flip(0)])
-    lanes = torch.func.vmap(lambda z, n: loss(z, n, kind=kind))(logits, counts)
-    rows = [loss(*each, kind=kind) for each in zip(logits, counts, strict=True)]
-    assert torch.allclose(lanes, torch.stack(rows), rtol=1e-12)
-
-
 # --- the head -----------------------------------------------------------------------------------------------------
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable
 from itertools import pairwise
@@ -838,62 +837,3 @@ class TestFedNTD:
     def test_with_two_classes_there_is_nothing_to_distil(self) -> None:
         labels = torch.tensor([0, 1, 1])
         close(fedntd.not_true_distillation_loss(random(3, 2), random(3, 2, seed=1), labels, 1.0), 0.0)
-
-
-LABELS, PARTNERS = torch.tensor([[0, 1, 2, 0], [1, 1, 0, 2]]), torch.tensor([[1, 0, 3, 2], [3, 2, 1, 0]])
-SAMPLES, LAMBDAS = torch.tensor([[[1], [2]], [[0], [3]]]), tensor(0.2, 0.9)
-LANES: dict[str, tuple[Callable[..., Tensor], list[Tensor]]] = {
-    "proximal_term": (lambda p, g: fedprox.proximal_term(p, g, 0.1), [random(2, 6), random(2, 6, seed=1)]),
-    "proximal_gradient": (lambda p, g: fedprox.proximal_gradient(p, g, 0.1), [random(2, 6), random(2, 6, seed=1)]),
-    "corrected_gradient": (scaffold.corrected_gradient, [random(2, 6), random(2, 6, seed=1), random(2, 6, seed=2)]),
-    "mixed_inputs": (
-        lambda x, y, lam, partners: mixup.mixed_batch(x, y, 3, lam, partners)["inputs"],
-        [random(2, 4, 5), LABELS, LAMBDAS, PARTNERS],
-    ),
-    "mixed_targets": (
-        lambda x, y, lam, partners: mixup.mixed_batch(x, y, 3, lam, partners)["targets"],
-        [random(2, 4, 5), LABELS, LAMBDAS, PARTNERS],
-    ),
-    "mixed_loss": (mixup.mixed_loss, [random(2, 4, 3), LABELS, LAMBDAS, PARTNERS]),
-    "contrastive_loss": (
-        lambda p, g, z: fedbr.contrastive_loss(p, g, z, 2.0, 1.0),
-        [random(2, 5, 4), random(2, 5, 4, seed=1), random(2, 5, 4, seed=2)],
-    ),
-    "pseudo_label_loss": (fedbr.pseudo_label_loss, [random(2, 5, 4)]),
-    "mixture_inputs": (
-        lambda means, x, y, i: fedbr.mixture_pseudo_data(means, x, y, i, 3)["inputs"],
-        [random(2, 2, 5), random(2, 4, 5, seed=1), LABELS, SAMPLES],
-    ),
-    "mixture_targets": (
-        lambda means, x, y, i: fedbr.mixture_pseudo_data(means, x, y, i, 3)["targets"],
-        [random(2, 2, 5), random(2, 4, 5, seed=1), LABELS, SAMPLES],
-    ),
-    "model_contrastive_loss": (
-        lambda z, g, p: moon.model_contrastive_loss(z, g, p, 0.5),
-        [random(2, 5, 4), random(2, 5, 4, seed=1), random(2, 3, 5, 4, seed=2)],
-    ),
-    "discriminator_loss": (lambda domains: dann.discriminator_loss(domains, 1), [random(2, 4, 3)]),
-    "generator_loss": (
-        lambda logits, y, domains: dann.generator_loss(logits, y, domains, 1, 0.3),
-        [random(2, 4, 3), LABELS, random(2, 4, 2, seed=1)],
-    ),
-    "update_direction": (lambda g, d: fedcm.update_direction(g, d, 0.1), [random(2, 6), random(2, 6, seed=1)]),
-    **{
-        f"decorrelation_penalty, {variant}": (
-            functools.partial(feddecorr.decorrelation_penalty, variant=variant),
-            [random(2, 5, 4)],
-        )
-        for variant in VARIANTS
-    },
-    "not_true_distillation_loss": (
-        lambda s, g, y: fedntd.not_true_distillation_loss(s, g, y, 2.0),
-        [random(2, 4, 3), random(2, 4, 3, seed=1), LABELS],
-    ),
-}
-
-
-@pytest.mark.parametrize("name", LANES)
-def test_several_clients_at_once_give_what_a_loop_gives(name: str) -> None:
-    function, arguments = LANES[name]
-    lanes = torch.func.vmap(function)(*arguments)
-    close(lanes, torch.stack([function(*rows) for rows in zip(*arguments, strict=True)]))

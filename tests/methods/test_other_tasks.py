@@ -68,20 +68,10 @@ def test_token_runs_have_the_same_bits_on_one_host_and_on_two(model: ModelRecipe
     assert there.bits == here.bits and there.history == here.history and not here.failures
 
 
-def test_a_transformer_trains_in_lanes_and_a_gru_says_that_it_cannot() -> None:
-    alone, lanes = (
-        run(run_spec(model=TRANSFORMER, data=data("tokens"), local=LOCAL, lanes=count)).rows[-1] for count in (1, 2)
-    )
-    assert lanes["loss_global"] == pytest.approx(alone["loss_global"], rel=1e-3)
-    with pytest.raises(ValueError, match=r"runtime\.lanes=2: the model or the loop cannot .* set runtime\.lanes=1"):
-        run(run_spec(model=GRU, data=data("tokens"), local=LOCAL, lanes=2))
-
-
-@pytest.mark.parametrize("lanes", [1, 2])
-def test_adapters_travel_alone_and_learn(lanes: int) -> None:
+def test_adapters_travel_alone_and_learn() -> None:
     pytest.importorskip("peft")
     model = Transformer(width=8, blocks=1, lora=Lora(rank=2, layers=["qkv"]))
-    ended = run(run_spec(model=model, data=data("tokens"), local=Local(lr=0.3, batch=8), lanes=lanes), rounds=6)
+    ended = run(run_spec(model=model, data=data("tokens"), local=Local(lr=0.3, batch=8)), rounds=6)
     assert ended.coordinator.layout.shared == 2 * (8 + 24) + 8 * 6 + 6  # one adapter, and the head
     assert ended.rows[-1]["loss_global"] < ended.rows[0]["loss_global"]  # type: ignore[operator]
 

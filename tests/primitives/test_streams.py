@@ -23,7 +23,6 @@ DRAWERS = {
     "models/split.py": {"torch.randn", "torch.randint"},  # inputs for trying a network out, of a generator of their own
     "conformance/parts.py": {"np.random.seed"},  # so that a part which draws from it is found
     "commands/bench/gpu.py": {"torch.randperm"},  # of a generator of its own, on the device
-    "training/across.py": {"torch.randn_like", "torch.rand_like"},  # names the calls that it draws for, lane by lane
 }
 SEEDERS = {"training/trainer.py": 2, "training/run_spec.py": 2, "models/classifier.py": 1, "conformance/parts.py": 1}
 

@@ -51,9 +51,8 @@ def test_between_calls_a_host_waits_to_be_called_and_then_for_the_message() -> N
 
 
 @pytest.mark.pictures
-@pytest.mark.parametrize("lanes", [1, 3])
-def test_a_profile_accounts_for_the_wall_time_of_every_process_and_changes_no_bit(lanes: int, tmp_path: Path) -> None:
-    asked = run_spec(Scaffold(), lanes=lanes)
+def test_a_profile_accounts_for_the_wall_time_of_every_process_and_changes_no_bit(tmp_path: Path) -> None:
+    asked = run_spec(Scaffold())
     timed = replace(asked, profile=True)
     *_, found, finished = coordinate(timed, runtime=several(timed, 2)).run()
     assert isinstance(found, Profiled) and isinstance(finished, Finished)

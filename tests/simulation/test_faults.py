@@ -333,10 +333,10 @@ def declares(self: Any, layout: Any, samples: int) -> dict[str, Tensor]:
     return {"mine.x": torch.zeros(1)}
 
 
-def stopped_by(method: Method, lanes: int = 1) -> list[str]:
+def stopped_by(method: Method) -> list[str]:
     """The lines of what ends a run with this method."""
     with pytest.raises((RunStopped, Refused)) as stopped:
-        run(run_spec(method, lanes=lanes), ALL, rounds=1)
+        run(run_spec(method), ALL, rounds=1)
     return str(stopped.value).splitlines()
 
 
@@ -373,17 +373,6 @@ def test_a_hook_that_fails_shows_the_users_own_lines(hook: Any, sentence: str) -
     assert trace[0] == "Traceback (most recent call last):"
     assert [line for line in trace if line.startswith("  File ")] == [trace[1]]
     assert f"in {hook.__name__}" in trace[1]
-
-
-@pytest.mark.parametrize("hook", ["loss", "transform", "logits", "perturb"])
-def test_in_lanes_a_hook_that_returns_nothing_is_not_said_to_need_a_loop(hook: str) -> None:
-    (line,) = stopped_by(mine(**{hook: lambda *given: None}), lanes=3)
-    assert line.startswith(f"method 'mine' returns nothing from {hook}: return ")
-
-
-def test_in_lanes_a_step_that_reads_undeclared_state_says_so() -> None:
-    (line,) = stopped_by(mine(term=lambda self, ctx, out, batch: ctx.state["mine.x"].sum()), lanes=3)
-    assert line.startswith(UNDECLARED)
 
 
 # --- the server ---------------------------------------------------------------------------------------------------

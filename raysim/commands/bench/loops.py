@@ -31,8 +31,8 @@ from raysim.simulation.coordinator import Coordinator
 from raysim.simulation.events import Finished, Profiled, Round
 from raysim.simulation.fleet import Ideal
 from raysim.simulation.schedule import Synchronous
-from raysim.training.lanes import usual_lanes
 from raysim.training.run_spec import RunSettings, RunSpec, build_networks
+from raysim.training.step_mode import usual_lanes
 
 METHODS = ("steps", "rules")  # workloads that compare methods instead of loops
 Say: TypeAlias = Callable[[Any], object]
