@@ -20,6 +20,7 @@ import pytest
 from safetensors import SafetensorError
 
 from raysim import cli
+from raysim.api.hooked_method import HookedMethod
 from raysim.api.method import Method
 from raysim.data.dataset import Samples, cached
 from raysim.experiment import execute as experiment
@@ -451,7 +452,7 @@ def test_an_output_that_cannot_be_written_is_one_sentence(words: list[str]) -> N
     assert ended.returncode in (1, 2)
 
 
-class Failing(Method):
+class Failing(HookedMethod):
     """A hook that fails."""
 
     name = "failing"

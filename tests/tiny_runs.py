@@ -14,11 +14,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from raysim.api.composition import SLOTS, owners
+from raysim.api.composition import check_names
 from raysim.api.context import Context, Stage
 from raysim.api.declarations import Evaluation, Local, Participation, RunFacts, Task
+from raysim.api.hooked_method import HookedMethod, OldSetup
 from raysim.api.messages import Job, SingleUpdate, Trained
-from raysim.api.method import Method, Setup
+from raysim.api.method import Method
 from raysim.api.private_state import PrivateState
 from raysim.api.server_view import Aggregation
 from raysim.conformance.runs import (
@@ -49,7 +50,7 @@ from raysim.runtime.inprocess import InProcess
 from raysim.simulation.coordinator import Coordinator
 from raysim.simulation.fleet import Devices, Fate, Fixed, Fleet, Ideal, Speeds, Trip
 from raysim.simulation.schedule import Schedule
-from raysim.training.run_spec import RunSpec, build_networks
+from raysim.training.run_spec import RunSpec, declare_run
 from raysim.vectors.layout import plan_layout
 
 
@@ -117,9 +118,15 @@ def setup(
     methods: Sequence[Method] = (),
     size: int = 4,
     stale: bool = False,
-) -> Setup:
+) -> OldSetup:
     """What `Method.check` is given: by default in rounds of 4."""
-    return Setup(task, local, networks, plan_layout(networks, set()), methods, size, stale)
+    return OldSetup(task, local, networks, plan_layout(networks, set()), methods, size, stale)
+
+
+def check_composition(methods: Sequence[Method], model: ModelRecipe = NORMED_MLP) -> None:
+    """Raise ValueError for a list of methods that do not fit together."""
+    check_names(methods)
+    declare_run(run_spec(*methods, model=model))
 
 
 def private(methods: Mapping[str, Tensor]) -> PrivateState[Tensor]:
@@ -135,9 +142,10 @@ def taking_part(
 ) -> Participation:
     """What a method's `cost` is asked of, in a run (None: in one whose facts do not matter)."""
     spec = spec or run_spec()
-    filled = frozenset(slot for slot in SLOTS if owners(spec.methods, slot))
+    declarations = declare_run(spec)
+    filled = frozenset(hook for each in declarations.methods for hook in each.hooks)
     facts = RunFacts(
-        spec.task, build_networks(spec)[1], int(np.count_nonzero(spec.data.partition.train.counts)), filled
+        spec.task, declarations.layout, int(np.count_nonzero(spec.data.partition.train.counts)), filled
     )
     return Participation(version, samples, trained, earlier, accepted, facts)
 
@@ -190,7 +198,7 @@ class Ticking(Fixed):
         return self._each
 
 
-class Ledger(Method):
+class Ledger(HookedMethod):
     """Writes down which updates are combined, in their order; it changes no weight."""
 
     name = "ledger"
@@ -206,7 +214,7 @@ class Ledger(Method):
         return aggregation
 
 
-class Asking(Method):
+class Asking(HookedMethod):
     """Takes the gradient at a shifted point, in every stage, and remembers both."""
 
     name = "asking"

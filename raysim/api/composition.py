@@ -33,7 +33,9 @@ _ALONE = {
 
 def fills(method: Method, hook: str) -> bool:
     """Return whether the method's class has a hook of its own."""
-    return getattr(type(method), hook) is not getattr(Method, hook)
+    function = getattr(type(method), hook)
+    is_translated = getattr(function, "__module__", "") == "raysim.api.hooked_method"
+    return function is not getattr(Method, hook) and not is_translated
 
 
 def filled_hooks(method: Method) -> frozenset[str]:
@@ -146,8 +148,7 @@ def check_names(methods: Sequence[Method]) -> None:
                 f"method '{name}' appears {names.count(name)} times in method={names}. Keep one "
                 "of them."
             )
-    for hook in ("model", "perturb", "combine"):
-        _check_alone(hook, [method.name for method in methods if fills(method, hook)])
+    _check_alone("model", [method.name for method in methods if fills(method, "model")])
 
 
 def _check_alone(what: str, names: Sequence[str]) -> None:
@@ -164,6 +165,8 @@ def check_together(methods: Sequence[Method], declared: Sequence[Declared]) -> N
         _check_alone(
             what, [each.method for each in declared if getattr(each, what) is not None]
         )
+    for hook in ("perturb", "combine"):
+        _check_alone(hook, [each.method for each in declared if each.has_hook(hook)])
     for hook in ("loss", "step"):
         _check_alone(hook, [each.method for each in declared if hook in each.owned])
     soft = next((each.method for each in declared if each.targets == "soft"), None)
@@ -190,7 +193,7 @@ def _check_pooling(methods: Sequence[Method], declared: Sequence[Declared]) -> N
         return
     for each in declared:
         private = bool(each.private_parameters or each.late_private_parameters)
-        if private or each.finetune is not None or "personalise" in each.hooks:
+        if private or each.finetune is not None or each.has_hook("personalise"):
             raise ValueError(
                 f"method '{each.method}' does not combine with method '{pooling}': it gives every "
                 "client a model of its own, where pooled data have one for all. Keep one of them."

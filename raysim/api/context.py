@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
 import numpy as np
 import torch
@@ -78,6 +78,11 @@ class Batch:
     raw_inputs: Tensor
     raw_targets: Tensor
     pair: tuple[Tensor, Tensor, Tensor] | None = None
+    rows: dict[str, Tensor] | None = None  # more inputs for the same forward pass, by method
+
+    def add_rows(self, method: str, inputs: Tensor) -> None:
+        """Pass more inputs [R, ...] through the model; `out.rows(method)` has their features."""
+        self.rows = {**(self.rows or {}), method: inputs}
 
 
 @dataclass(frozen=True)
@@ -85,7 +90,7 @@ class Stage:
     """One optimiser step within an iteration.
 
     trains: networks or modules whose parameters it steps ("model", "model.head", "fedbr.projector").
-    loss: its own loss; None is the task loss, to which all methods' terms are added.
+    loss: its own loss, called with (job, out); None is the task loss, to which methods add terms.
     ascend: step uphill; the gradient that hooks see is that of the negated loss.
     rate: factor on the run's learning rate. modes: networks or modules that are in train (True) or eval (False) mode
     meanwhile, set in this order.
@@ -93,7 +98,7 @@ class Stage:
 
     name: str = "task"
     trains: tuple[str, ...] = ("model",)
-    loss: Callable[[Context, Outputs, Batch], Tensor] | None = None
+    loss: Callable[..., Tensor] | None = None
     ascend: bool = False
     rate: float = 1.0
     modes: Mapping[str, bool] = field(default_factory=dict)
@@ -132,6 +137,12 @@ class Context:
     plan: Plan = field(init=False, repr=False, compare=False)  # known after `receive` and `select`
     # [iterations with the task] its loss without added terms; known in `finish`.
     losses: Tensor = field(init=False, repr=False, compare=False)
+    # What the hooks of each method see, by its name.
+    views: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
+
+    def view(self, method: str) -> Any:
+        """Return what the hooks of a method see of this job."""
+        return self.views[method]
 
     @property
     def model(self) -> Classifier:
@@ -194,11 +205,17 @@ def inferred(compute: Callable[[], Tensor]) -> Tensor:
 class Outputs:
     """What the model makes of a batch, each computed at most once however many methods ask."""
 
-    __slots__ = ("_kept", "_more", "batch", "ctx")
+    __slots__ = ("_kept", "batch", "ctx")
 
-    def __init__(self, ctx: Context, batch: Batch, more: Mapping[str, Tensor] | None = None):
-        self.ctx, self.batch, self._more = ctx, batch, more
+    def __init__(self, ctx: Context, batch: Batch):
+        self.ctx, self.batch = ctx, batch
         self._kept: dict[str, object] = {}
+
+    @property
+    def zero(self) -> Tensor:
+        """A scalar zero where the loss is computed."""
+        data = self.ctx.vector.data
+        return self.once("zero", lambda: torch.zeros((), dtype=data.dtype, device=data.device))
 
     def once(self, name: str, compute: Callable[[], T]) -> T:
         """The value of that name, computed on first demand and kept for the rest of the iteration."""
@@ -213,11 +230,12 @@ class Outputs:
         return self.once("features", self._features)
 
     def _features(self) -> Tensor:
-        if not self._more:
+        more = self.batch.rows
+        if not more:
             return self.ctx.model.features(self.batch.inputs)
-        parts = [self.batch.inputs, *self._more.values()]
+        parts = [self.batch.inputs, *more.values()]
         own, *others = self.ctx.model.features(torch.cat(parts)).split([len(part) for part in parts])
-        self._kept |= {f"rows.{name}": features for name, features in zip(self._more, others, strict=True)}
+        self._kept |= {f"rows.{name}": features for name, features in zip(more, others, strict=True)}
         return cast(Tensor, own)
 
     def rows(self, name: str) -> Tensor:

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from raysim.api.private_state import reserved_names
 from raysim.api.composition import check_needs, check_together, filled_hooks
 from raysim.api.declarations import Local, Network, Task
 from raysim.api.method import Method
+from raysim.api.private_state import reserved_names
 from raysim.api.server_view import Weighting
 from raysim.api.setup import Declared, Setup
 from raysim.models.classifier import splits
@@ -48,7 +48,7 @@ class Declarations:
         return [
             (each, each.hooks[hook])
             for each in self.methods
-            if hook in each.hooks and hook not in each.skipped
+            if each.has_hook(hook)
         ]
 
     def only(self, hook: str) -> tuple[Declared, Callable[..., Any]] | None:
@@ -134,6 +134,9 @@ def declare(
     layout_later.append(layout)
     declarations = Declarations(task, networks, layout, tuple(all_declared))
     _check_state_names(declarations)
+    for declared in all_declared:
+        for check in declared.checks:
+            declared.warnings += check(declarations)
     return declarations
 
 

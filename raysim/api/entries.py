@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from typing import Any, Generic, TypeVar
 
 V = TypeVar("V")
@@ -46,6 +46,10 @@ class Entries(MutableMapping[str, V], Generic[V]):
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
+
+    def __ior__(self, entries: Mapping[str, V]) -> Entries[V]:
+        self.update(entries)
+        return self
 
     def __repr__(self) -> str:
         return repr(dict(self))

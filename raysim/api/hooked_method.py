@@ -71,7 +71,7 @@ class HookedMethod(Method):
         """Random values drawn before the first step, one per step, by full name; read with `ctx.drawn(name)`."""
         return {}
 
-    def cost(self, job: Participation) -> Cost:  # type: ignore[override]
+    def cost(self, job: Participation) -> Cost:
         """What a job costs besides training on all its samples and moving the vector.
 
         Every float that travels besides it is declared here: also what `send` and `upload` move. It follows from the
@@ -122,7 +122,7 @@ class HookedMethod(Method):
         """Exclusive. Change the logits of the task loss; everything else sees the raw ones."""
         return logits
 
-    def loss(self, ctx: Context, out: Outputs, batch: Batch) -> Tensor:  # type: ignore[override]
+    def loss(self, ctx: Context, out: Outputs, batch: Batch) -> Tensor:
         """Exclusive. Replace the task loss."""
         raise NotImplementedError
 
@@ -130,7 +130,7 @@ class HookedMethod(Method):
         """A scalar that is added to the task loss."""
         raise NotImplementedError
 
-    def perturb(self, ctx: Context, params: Tensor, grad: Tensor, gradient_at: Callable[[Tensor], Tensor]) -> Tensor:  # type: ignore[override]
+    def perturb(self, ctx: Context, params: Tensor, grad: Tensor, gradient_at: Callable[[Tensor], Tensor]) -> Tensor:
         """Exclusive. The gradient to use in place of `grad`, made of gradients at shifted points (SAM).
 
         params, grad [n]: all parameters that `ctx.stage` trains, shared and personal ones, and their gradient; not to
@@ -143,7 +143,7 @@ class HookedMethod(Method):
     # The order of kinds in which corrections apply: "add" to the gradient, "shift" it, "mix" it.
     correction: ClassVar[str] = "add"
 
-    def gradient(self, ctx: Context, grad: Tensor, part: slice) -> None:  # type: ignore[override]
+    def gradient(self, ctx: Context, grad: Tensor, part: slice) -> None:
         """Correct, in place, the gradient of the shared parameters `ctx.vector.data[part]` that `ctx.stage` trains."""
 
     def watch(self, row: Mapping[str, int | float | None]) -> str:
@@ -158,7 +158,7 @@ class HookedMethod(Method):
         """Exclusive. Logits [B, C'] to the scores [B, C] that evaluation ranks."""
         return logits
 
-    def personalise(self, own: Own) -> None:  # type: ignore[override]
+    def personalise(self, own: Own) -> None:
         """Change `own.vector` into the client's own model; it holds the shared part and the client's personal one.
 
         For clients that never trained, too. Touches nothing else: training goes on as if nobody had looked.
@@ -242,21 +242,21 @@ class HookedMethod(Method):
             if overrides(self, slot):
                 hooks[hook] = getattr(self, slot)
         if overrides(self, "transform") or overrides(self, "rows"):
-            hooks["batch"] = self._batch
+            hooks["batch"] = self._translated_batch
         if any(overrides(self, slot) for slot in ("logits", "loss", "term")):
-            hooks["loss"] = self._loss
+            hooks["loss"] = self._translated_loss
             if overrides(self, "logits") or overrides(self, "loss"):
                 declared.owned.add("loss")
         if overrides(self, "apply"):
             declared.owned.add("step")
         declared.hooks = hooks
 
-    def _batch(self, ctx: Context, batch: Batch) -> Batch:
+    def _translated_batch(self, ctx: Context, batch: Batch) -> Batch:
         if overrides(self, "transform"):
             batch = self.transform(ctx, batch)
         return batch
 
-    def _loss(self, ctx: Context, out: Outputs, loss: Tensor) -> Tensor:
+    def _translated_loss(self, ctx: Context, out: Outputs, loss: Tensor) -> Tensor:
         if overrides(self, "loss"):
             loss = self.loss(ctx, out, out.batch)
         elif overrides(self, "logits"):
@@ -294,6 +294,7 @@ class OldSetup:
     methods: Sequence[Any]
     size: int
     stale: bool
+    declarations: Any = None
 
     def warn_of_second_correction(self, name: str, other: str) -> tuple[str, ...]:
         """For a method that corrects the same bias as another one: a warning where both are in the list."""

@@ -11,6 +11,8 @@ import numpy as np
 from torch import Tensor
 
 from raysim.api.composition import failing_method
+from raysim.api.declare import Declarations
+from raysim.api.setup import number_of_floats
 
 T = TypeVar("T")
 _OURS = str(Path(__file__).parents[1])
@@ -21,16 +23,18 @@ class HookMistake(ValueError):
 
 
 class Undeclared(HookMistake, KeyError):
-    """Private state that no method has declared."""
+    """Client state that no method has declared."""
 
     def __init__(self, name: str):
         super().__init__(name)
         self.name = name
 
     def __str__(self) -> str:
+        method, _, name = self.name.partition(".")
         return (
-            f"ctx.state['{self.name}'] is not declared: return it from the method's `state`, or use ctx.kept for what "
-            "lasts no longer than a job"
+            f"job.state['{name}'] of method '{method}' is not declared. Declare it in the method's "
+            f"setup with run.client_state(\"{name}\", ...), or use job.scratch for what is needed "
+            "in this job only."
         )
 
 
@@ -84,18 +88,63 @@ def check_report(report: Mapping[str, Any], where: str) -> None:
             raise HookMistake(f"{where}.report['{name}'] is {_kind(value)}: give a number, or leave it out")
 
 
-def check_state(kept: Mapping[str, Any], before: Collection[str], keepers: Collection[str]) -> None:
-    """Refuse private state after a job that lacks an entry it had before, or has one of a method that keeps nothing.
+class StateNames:
+    """The names under which the methods of a run may keep client state."""
 
-    keepers: names of methods that do. Where there are none, clients keep nothing, and it would be lost without a word.
+    def __init__(self, declarations: Declarations):
+        self.names = {
+            f"{each.method}.{name}" for each in declarations.methods for name in each.client_state
+        }
+        # Methods with the earlier hooks may keep more than their initial state has.
+        self.prefixes = {
+            each.method
+            for each in declarations.methods
+            if each.initial_state is not None or each.old_keeps_optimizer
+        }
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.names or name.partition(".")[0] in self.prefixes
+
+
+def check_state(state: Mapping[str, Any], before: Collection[str], names: StateNames) -> None:
+    """Raise HookMistake if client state lacks an entry after a job, or has one of another name.
+
+    before: the entries when the job began, which include those of the run's own optimizers.
     """
-    for name in kept:
-        if name not in before and name.partition(".")[0] not in keepers:
+    for name in state:
+        if name not in before and name not in names:
             raise Undeclared(name)
-        if not isinstance(kept[name], Tensor):
-            raise HookMistake(f"ctx.state['{name}'] is {_kind(kept[name])}: keep a tensor")
-    if left := next((name for name in before if name not in kept), ""):
-        raise HookMistake(f"ctx.state['{left}'] was removed: put another tensor in its place")
+    missing = next((name for name in before if name not in state), "")
+    if missing:
+        raise HookMistake(f"job.state['{missing}'] was removed. Put another value in its place.")
+
+
+def check_upload(upload: Mapping[str, Tensor], declarations: Declarations) -> None:
+    """Raise HookMistake for an upload that is not as a method declared it."""
+    for each in declarations.methods:
+        if each.full_names:
+            continue
+        prefix = f"{each.method}."
+        for key in upload:
+            name = key.removeprefix(prefix)
+            if key.startswith(prefix) and name not in each.uploads:
+                raise HookMistake(
+                    f"job.upload['{name}'] is not declared. Declare it in the method's setup: "
+                    f"run.upload(\"{name}\", floats)."
+                )
+        for name, floats in each.uploads.items():
+            expected = number_of_floats(floats, declarations.layout)
+            tensor = upload.get(prefix + name)
+            if tensor is None:
+                raise HookMistake(
+                    f"job.upload['{name}'] is missing, and method '{each.method}' declares it. "
+                    "Fill it in `end`."
+                )
+            if tensor.numel() != expected:
+                raise HookMistake(
+                    f"job.upload['{name}'] has {tensor.numel()} floats, and {expected} are "
+                    f"declared. Correct run.upload(\"{name}\", ...)."
+                )
 
 
 def said(error: BaseException) -> str:

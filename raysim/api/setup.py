@@ -109,14 +109,14 @@ class Declared:
     reads_updates: bool = False
     warnings: list[str] = field(default_factory=list)
     round_warnings: list[RoundWarning] = field(default_factory=list)
-    checks: list[Callable[[Layout], Sequence[str]]] = field(default_factory=list)
+    checks: list[Callable[[Any], Sequence[str]]] = field(default_factory=list)
     # Hooks that the run calls, each with the arguments that `Method` gives it.
     hooks: dict[str, Callable[..., Any]] = field(default_factory=dict)
     initial_state: Callable[[Layout, int], dict[str, Any]] | None = None
     # What only methods with the earlier hooks have.
     full_names: bool = False
     old_keeps_optimizer: bool = False
-    old_draws: Callable[[Any], Mapping[str, Sequence[Tensor]]] | None = None
+    old_draws: Callable[..., Mapping[str, Sequence[Tensor]]] | None = None
     old_planned: Callable[[Any], None] | None = None
     old_rows: Callable[..., Tensor | None] | None = None
     old_start: Callable[[Any], None] | None = None
@@ -135,6 +135,10 @@ class Declared:
             f"{self.method}.{name}": initial(samples)
             for name, initial in self.client_state.items()
         }
+
+    def has_hook(self, hook: str) -> bool:
+        """Return whether the run calls this hook of the method."""
+        return hook in self.hooks and hook not in self.skipped
 
     @property
     def keeps_client_state(self) -> bool:
@@ -199,6 +203,13 @@ class Setup:
     def warn(self, text: str) -> None:
         """Warn with this text before the run starts."""
         self.declared.warnings.append(text)
+
+    def check(self, check: Callable[[Any], Sequence[str]]) -> None:
+        """Call `check(run)` once all methods have declared; it returns warnings or raises ValueError.
+
+        `run.layout` is where each tensor lies, `run.methods` has what each method declared.
+        """
+        self.declared.checks.append(check)
 
     def warn_if_single(self, effect: str) -> None:
         """Warn that a method which compares updates gets only one in each aggregation."""

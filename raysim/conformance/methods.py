@@ -9,7 +9,7 @@ from functools import partial
 
 import numpy as np
 
-from raysim.api.composition import SLOTS, check_composition, check_private_names, doubts
+from raysim.api.composition import HOOKS, check_names, suspicious_methods
 from raysim.api.messages import SingleUpdate, Trained
 from raysim.api.method import Method, parameters
 from raysim.api.private_state import flat
@@ -21,7 +21,7 @@ from raysim.primitives.errors import Refused
 from raysim.simulation.events import RunStopped
 from raysim.simulation.fleet import Fleet
 from raysim.simulation.schedule import Schedule
-from raysim.training.run_spec import build_networks
+from raysim.training.run_spec import declare_run
 
 LEAST = 8  # different bytes that a secret has; fewer are found anywhere by chance
 
@@ -57,7 +57,7 @@ def _checks(method: Method, study: Study) -> Iterator[tuple[str, Callable[[], ob
 def named(method: Method) -> None:
     """Its attributes are its arguments, and none has the name of a hook."""
     assert isinstance(getattr(method, "name", None), str), f"{type(method).__name__} has no name"
-    taken = parameters(method).keys() & {*SLOTS}
+    taken = parameters(method).keys() & {*HOOKS}
     assert not taken, f"method {method.name!r} has an argument with the name of a hook: {sorted(taken)[0]}"
 
 
@@ -65,11 +65,11 @@ def fits(make: Make) -> None:
     """Its functions are hooks, or something calls them, and what clients keep bears its name."""
     spec = make()
     try:
-        check_composition(spec.methods)
-        check_private_names(spec.methods, build_networks(spec)[1])
+        check_names(spec.methods)
+        declare_run(spec)
     except ValueError as error:
         raise AssertionError(str(error)) from None
-    assert not (doubt := next(doubts(spec.methods), "")), doubt
+    assert not (doubt := next(suspicious_methods(spec.methods), "")), doubt
 
 
 # --- what travels -----------------------------------------------------------------------------------------------------

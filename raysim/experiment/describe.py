@@ -12,8 +12,10 @@ import numpy as np
 import torch
 from torch import nn
 
-from raysim.api.composition import SLOTS
+from raysim.api.composition import HOOKS
 from raysim.api.declarations import Local
+from raysim.api.declare import Declarations
+from raysim.api.hooked_method import OLD_SLOTS, HookedMethod
 from raysim.api.method import Method
 from raysim.data.federated import FederatedData, statistics
 from raysim.data.heterogeneity import described
@@ -21,8 +23,7 @@ from raysim.experiment.settings import Experiment
 from raysim.primitives.version import __version__
 from raysim.simulation.forecast import BUSY, forecast
 from raysim.simulation.load import make_planner
-from raysim.training.run_spec import build_networks
-from raysim.vectors.layout import Layout
+from raysim.training.run_spec import declare_run, evaluation_of
 
 LIBRARIES = ("torch", "numpy", "ray", "pyarrow", "mlflow")
 
@@ -33,7 +34,8 @@ def overview(experiment: Experiment, folder: Path) -> str:
     Raises ValueError where the fleet lets no run begin.
     """
     spec, settings, choices = experiment.spec, experiment.spec.settings, experiment.config["choices"]
-    networks, layout = build_networks(spec)
+    declarations = declare_run(spec)
+    networks, layout = declarations.networks, declarations.layout
     numbers: Any = statistics(spec.data)
     sizes = numbers["sizes"]
     tests = spec.data.partition.test.counts
@@ -56,9 +58,9 @@ def overview(experiment: Experiment, folder: Path) -> str:
         "attackers": _attackers(experiment),
         "rounds": f"{_several(settings.rounds, 'round')} of {experiment.schedule!r}, {settings.weighting} weights; "
         f"{_local(settings.local)}",
-        "schedule": _schedule(experiment, layout),
+        "schedule": _schedule(experiment, declarations),
         "BatchNorm": _batchnorm(networks, {entry.name for entry in layout.entries if entry.personal}),
-        "extra": "; ".join(_extra(experiment)),
+        "extra": "; ".join(_extra(experiment, declarations)),
         "hosts": f"{hosts}, {_several(spec.threads, 'thread')} each, device {spec.device}, "
         + ("one client at a time" if spec.lanes == 1 else f"{spec.lanes} clients at once (runtime.lanes)")
         + (", steps recorded and replayed (runtime.graph)" if spec.graph else "")
@@ -75,14 +77,14 @@ def split(data: FederatedData) -> dict[str, object]:
     return {**sizes, **numbers["heterogeneity"]}
 
 
-def _schedule(experiment: Experiment, layout: Layout) -> str:
+def _schedule(experiment: Experiment, declarations: Declarations) -> str:
     """What schedule and fleet make of the run, by its first steps; "" where one client has everything."""
     schedule, spec, runtime = experiment.schedule, experiment.spec, experiment.execution.runtime
     most = schedule.concurrency
     if most < 2:
         return ""
     hosts = runtime.hosts or 1
-    seen = forecast(make_planner(spec, layout, schedule, experiment.fleet), spec.settings.rounds, hosts)
+    seen = forecast(make_planner(spec, declarations, schedule, experiment.fleet), spec.settings.rounds, hosts)
     texts = [
         f"about {seen.at_work:.1f} of {most} clients at work, an aggregation every {seen.seconds:.3g} s of virtual time"
     ]
@@ -106,9 +108,9 @@ def _attackers(experiment: Experiment) -> str:
     return "" if how == "none" else f"{len(attackers.clients)} of {_several(len(counts), 'client')}: {how}"
 
 
-def _extra(experiment: Experiment) -> list[str]:
+def _extra(experiment: Experiment, declarations: Declarations) -> list[str]:
     """Evaluation that costs more than scoring, and how much."""
-    evaluation, texts = experiment.spec.evaluation, []
+    evaluation, texts = evaluation_of(experiment.spec, declarations), []
     if epochs := evaluation.finetune.epochs:
         when = "after the last round" if evaluation.finetune.last else f"every {evaluation.every} rounds"
         texts.append(f"fine-tuning of {evaluation.clients} clients for {epochs} epochs {when}")
@@ -124,7 +126,10 @@ def _extra(experiment: Experiment) -> list[str]:
 
 def slots(cls: type[Method]) -> list[str]:
     """The slots that a method fills; its checks of the settings are none."""
-    return [slot for slot in SLOTS if slot != "check" and getattr(cls, slot) is not getattr(Method, slot)]
+    if issubclass(cls, HookedMethod):
+        filled = [slot for slot in OLD_SLOTS if getattr(cls, slot) is not getattr(HookedMethod, slot)]
+        return [slot for slot in filled if slot != "check"]
+    return [hook for hook in HOOKS if getattr(cls, hook) is not getattr(Method, hook)]
 
 
 def _parameters(networks: Mapping[str, nn.Module]) -> str:

@@ -20,10 +20,11 @@ from omegaconf import DictConfig
 from safetensors import SafetensorError
 from torch import nn
 
-from raysim.api.composition import blamed, check_composition, check_private_names, doubts
+from raysim.api.composition import check_names, failing_method_name, suspicious_methods
 from raysim.api.declarations import Local
+from raysim.api.hooked_method import OldSetup
 from raysim.api.losses import RowLoss
-from raysim.api.method import Method, Setup
+from raysim.api.method import Method
 from raysim.api.mistakes import HookMistake, said, traced
 from raysim.data.federated import FederatedData, doubts_of_data, federate, pooled
 from raysim.data.partition import Partitioner
@@ -50,7 +51,7 @@ from raysim.simulation.events import Event, ProcessLost, RunStopped, TooManyFail
 from raysim.simulation.fleet import Fleet
 from raysim.simulation.schedule import Schedule, Synchronous, check_concurrency
 from raysim.simulation.server import asked_weighting
-from raysim.training.run_spec import Checkpoint, RunSettings, RunSpec, build_networks, sample_flops
+from raysim.training.run_spec import Checkpoint, RunSettings, RunSpec, declare_run, sample_flops
 from raysim.training.step_mode import uses_graph, usual_lanes
 
 if TYPE_CHECKING:
@@ -123,7 +124,7 @@ def _own_loss(node: Mapping[str, Any], allow: Sequence[str]) -> RowLoss | None:
 
 def _methods(config: Node, allow: Sequence[str], parts: Mapping[str, object]) -> tuple[Method, ...]:
     methods = _listed(config, "method", Method, allow, parts)
-    check_composition(methods)
+    check_names(methods)
     return methods
 
 
@@ -269,11 +270,23 @@ def _built(node: Node, allow: Sequence[str], objects: Given) -> Experiment:
     check_concurrency(schedule, data.partition.train.counts)
     loss = _object(node, "loss", allow, objects.parts) if node.get("loss") else None  # older runs have no such group
     threads, timed = execution.runtime.threads, execution.profile
-    spec = RunSpec(model, methods, data, settings, device, threads, profile=timed, loss=loss)
+    spec = RunSpec(
+        model,
+        methods,
+        data,
+        settings,
+        device,
+        threads,
+        profile=timed,
+        loss=loss,
+        size=schedule.size,
+        stale=schedule.stale,
+    )
     spec.attackers.check(spec.task.kind, data.partition.train, schedule.size)
     # What a fleet cannot be, such as a damaged trace, is found here and not in another process.
     fleet.devices(settings.seed, len(data.partition.train.counts), functools.partial(sample_flops, spec))
-    networks, layout = build_networks(spec)
+    declarations = declare_run(spec)
+    networks = declarations.networks
     runtime = execution.runtime
     if runtime.precision == "tf32" and not device.startswith("cuda"):
         raise Refused(
@@ -283,11 +296,28 @@ def _built(node: Node, allow: Sequence[str], objects: Given) -> Experiment:
     spec = replace(spec, graph=uses_graph(spec, networks, runtime.graph), precision=runtime.precision)
     spec = replace(spec, lanes=runtime.lanes or usual_lanes(spec, networks, schedule.concurrency))
     node = {**node, "runtime": {**node["runtime"], "lanes": spec.lanes, "graph": spec.graph}}
-    check_private_names(methods, layout)
-    setup = Setup(spec.task, settings.local, networks, layout, methods, schedule.size, schedule.stale)
-    warnings = tuple(text for method in methods for text in method.check(setup))
-    warnings = (*doubts(methods), *doubts_of_data(data), *warnings, *objects.warnings())
-    return Experiment(node, spec, schedule, fleet, execution, warnings, observers)
+    facts = OldSetup(
+        spec.task,
+        settings.local,
+        networks,
+        declarations.layout,
+        methods,
+        schedule.size,
+        schedule.stale,
+        declarations,
+    )
+    warnings = [*declarations.warnings]
+    for declared in declarations.methods:
+        if declared.old_check is not None:
+            warnings += declared.old_check(facts)
+    warnings = [
+        *suspicious_methods(methods),
+        *doubts_of_data(data),
+        *warnings,
+        *objects.warnings(),
+    ]
+    watches = tuple(watch for each in declarations.methods for watch in each.round_warnings)
+    return Experiment(node, spec, schedule, fleet, execution, tuple(warnings), observers, watches)
 
 
 def _absolute(kept: Checkpoint) -> Checkpoint:
@@ -438,7 +468,7 @@ def _named() -> Iterator[None]:
     except (Refused, RunStopped):
         raise
     except (Exception, SystemExit) as error:
-        name = blamed(error)
+        name = failing_method_name(error)
         if not (name or isinstance(error, HookMistake)):
             raise
         text = f"method {name!r} failed: {said(error)}" if name else said(error)

@@ -8,7 +8,6 @@ from contextlib import AbstractContextManager, closing, contextmanager, nullcont
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from raysim.api.composition import owners
 from raysim.experiment.describe import identity, split
 from raysim.experiment.result import Result
 from raysim.experiment.run_folder import last_checkpoint
@@ -201,7 +200,7 @@ def _observers(experiment: Experiment, folder: Path, console: Console, quiet: bo
         ClientFiles(experiment.spec.data),
         FailureFile(warns),
         HostDeaths(note),
-        MethodWarnings(owners(experiment.spec.methods, "watch"), warns),
+        MethodWarnings(experiment.round_warnings, warns),
         ProbeFiles(),
         Pictures(says),
         ProfileFiles(lambda table: None if quiet else console.print(table)),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
+from raysim.api.setup import RoundWarning
 from raysim.experiment.compose import Node
 from raysim.primitives.checks import between
 from raysim.results.history import THRESHOLDS
@@ -83,6 +84,7 @@ class Experiment:
     execution: ExecutionOptions
     warnings: tuple[str, ...]
     observers: tuple[Observer, ...] = ()  # that the configuration names
+    round_warnings: tuple[RoundWarning, ...] = ()  # of methods, asked after each round
 
     def __repr__(self) -> str:
         clients, rounds = len(self.spec.data.partition.train), self.spec.settings.rounds

@@ -28,14 +28,14 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 from torch import Tensor
 
-from raysim.api.method import Method
+from raysim.api.hooked_method import HookedMethod
 from raysim.methods.client_rows import PLACES, most_rows, padded, refuse_sample_weights, rows_of, start_rows
 from raysim.primitives.checks import at_least, one_of
 from raysim.vectors.blocks import in_blocks
 from raysim.vectors.row_store import Place, check_budget
 
 if TYPE_CHECKING:
-    from raysim.api.method import Setup
+    from raysim.api.hooked_method import OldSetup as Setup
     from raysim.api.server_view import Aggregation, Server
 
 
@@ -89,7 +89,7 @@ def _direction(total: Tensor, active: Tensor, server_lr: float) -> Tensor:
     return total * (server_lr / max(1, int(active.sum())))
 
 
-class ACE(Method):
+class ACE(HookedMethod):
     """The direction eta mean u_i, which may feed a server optimiser; with max_staleness it is ACED.
 
     cache: where updates are kept; budget: how much they may take, in GiB.

@@ -26,14 +26,14 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from raysim.api.method import Method
+from raysim.api.hooked_method import HookedMethod
 from raysim.methods.client_rows import PLACES, most_rows, refuse_sample_weights, rows_of, start_rows
 from raysim.primitives.checks import at_least, one_of
 from raysim.vectors.blocks import in_blocks
 from raysim.vectors.row_store import Place, check_budget
 
 if TYPE_CHECKING:
-    from raysim.api.method import Setup
+    from raysim.api.hooked_method import OldSetup as Setup
     from raysim.api.server_view import Aggregation, Server
 
 AVERAGES = ("all", "seen")
@@ -67,7 +67,7 @@ def _calibrate(
     return into
 
 
-class CA2FL(Method):
+class CA2FL(HookedMethod):
     """The direction eta v, which may feed a server optimiser.
 
     average: over whom h is the mean. cache: where updates are kept; budget: how much they may take, in GiB.

@@ -19,10 +19,10 @@ Choices where the source is silent or ours differ
 
 from __future__ import annotations
 
-from raysim.api.method import Method
+from raysim.api.hooked_method import HookedMethod
 
 
-class Centralized(Method):
+class Centralized(HookedMethod):
     """Says that the data is to be pooled; nothing else."""
 
     name = "centralized"

@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from raysim.api.method import Method
+from raysim.api.hooked_method import HookedMethod
 from raysim.methods.recombination import by_coordinate
 
 if TYPE_CHECKING:
-    from raysim.api.method import Setup
+    from raysim.api.hooked_method import OldSetup as Setup
     from raysim.api.server_view import Aggregation, Server
 
 
@@ -32,7 +32,7 @@ def coordinate_median(updates: Tensor) -> Tensor:
     return torch.lerp(ranked[(count - 1) // 2], ranked[count // 2], 0.5)
 
 
-class CoordinateMedian(Method):
+class CoordinateMedian(HookedMethod):
     """The median in place of the mean, parameter by parameter."""
 
     name = "coordinate_median"

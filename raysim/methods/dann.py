@@ -25,12 +25,12 @@ from torch import Tensor, nn
 
 from raysim.api.context import Stage
 from raysim.api.declarations import FORWARD, Cost, Network, Participation, Task
-from raysim.api.method import Method
+from raysim.api.hooked_method import HookedMethod
 from raysim.primitives.checks import above, at_least
 
 if TYPE_CHECKING:
     from raysim.api.context import Batch, Context, Outputs, Plan
-    from raysim.api.method import Setup
+    from raysim.api.hooked_method import OldSetup as Setup
 
 DISCRIMINATOR = "dann.discriminator"
 DOMAIN = "dann.domain"
@@ -82,7 +82,7 @@ class _Reversal(torch.autograd.Function):
         return grads[0] * -ctx.weight, None
 
 
-class Dann(Method):
+class Dann(HookedMethod):
     """lam weighs the adversary; the discriminator has three linear layers of `width` and an output per client.
 
     discriminator_steps: r, per generator step. rate: factor on local.lr for the discriminator.

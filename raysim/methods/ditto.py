@@ -29,7 +29,7 @@ import torch
 from torch import Tensor, nn
 
 from raysim.api.declarations import Cost, Network, Participation, Task
-from raysim.api.method import Method
+from raysim.api.hooked_method import HookedMethod
 from raysim.methods.fedprox import proximal_gradient
 from raysim.primitives.checks import above, at_least
 from raysim.vectors.optimizer import LocalOptimizer
@@ -47,7 +47,7 @@ def _trained(layout: Layout) -> list[tuple[Entry, Entry]]:
     return [(entry, counterparts[entry.path]) for entry in layout.within([PERSONAL])]
 
 
-class Ditto(Method):
+class Ditto(HookedMethod):
     """lam weighs the pull; 0 is local training from the initial model. lr_factor: on local.lr, for v_k."""
 
     name = "ditto"

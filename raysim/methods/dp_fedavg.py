@@ -39,9 +39,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from raysim.api.composition import owners
 from raysim.api.declarations import Participation, RunFacts
-from raysim.api.method import Method
+from raysim.api.hooked_method import HookedMethod
 from raysim.methods.norm_clipping import clip_factor
 from raysim.methods.recombination import counting
 from raysim.primitives.checks import above, at_least, between, in_range
@@ -49,7 +48,7 @@ from raysim.primitives.extras import optional
 from raysim.vectors.gram import combination
 
 if TYPE_CHECKING:
-    from raysim.api.method import Setup
+    from raysim.api.hooked_method import OldSetup as Setup
     from raysim.api.server_view import Aggregation, Server
 
 _ORDERS = (*range(2, 65), 80, 96, 128, 256, 512, 1024)
@@ -89,7 +88,7 @@ def epsilon(noise: float, clients: int, cohort: int, rounds: int, delta: float, 
     return float(rdp.compute_epsilon(np.array(_ORDERS), spent, delta)[0])
 
 
-class DPFedAvg(Method):
+class DPFedAvg(HookedMethod):
     """noise: z, of what is released in a round, in units of how much one client can change it. clip: C, in the first
     round. quantile: the share of updates that C shall not clip; None: C stays. rate: of C. bit_noise: s; None: the
     larger of m / 20 and z. delta: None: clients to the power of -1.1.
@@ -136,11 +135,17 @@ class DPFedAvg(Method):
                 "model.norm=group or another model, or keep them on the clients with method=dp_fedavg+fedbn"
             )
         facts = RunFacts(setup.task, setup.layout, setup.task.clients, frozenset())
-        for other in setup.methods:
-            more = any(owners([other], slot) for slot in ("contribute", "weigh", "mix", "absorb"))
-            if other is not self and (more or other.cost(Participation(0, 1, 1.0, 0, 0, facts)).up):
+        for other in setup.declarations.methods:
+            if other.method == self.name:
+                continue
+            reads = other.contribute is not None or other.old_mix is not None
+            reads |= any(hook in other.hooks for hook in ("weigh", "step", "absorb"))
+            up = len(other.uploads)
+            if other.old_cost is not None:
+                up += other.old_cost(Participation(0, 1, 1.0, 0, 0, facts)).up
+            if reads or up:
                 raise ValueError(
-                    f"method '{other.name}' uploads or looks at more than clipped updates, which 'dp_fedavg' does not "
+                    f"method '{other.method}' uploads or looks at more than clipped updates, which 'dp_fedavg' does not "
                     "hide: leave one of them out"
                 )
         if self.noise:

@@ -27,7 +27,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from raysim.api.method import Method
+from raysim.api.hooked_method import HookedMethod
 from raysim.methods.fedexp import squared_norm
 from raysim.primitives.checks import above, at_least, in_range, one_of
 from raysim.vectors.blocks import run_compiled
@@ -97,7 +97,7 @@ def _amsgrad(
         into[i] = params[i] + rate * (first[i] / (np.sqrt(growth * highest[i]) + eps))
 
 
-class FADAS(Method):
+class FADAS(HookedMethod):
     """The server's step, in place of a FedOpt optimiser; when to take it is the schedule's."""
 
     name = "fadas"

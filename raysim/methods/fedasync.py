@@ -30,12 +30,12 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from raysim.api.method import Method
+from raysim.api.hooked_method import HookedMethod
 from raysim.primitives.checks import at_least, between, in_range, one_of
 from raysim.vectors.blocks import in_blocks
 
 if TYPE_CHECKING:
-    from raysim.api.method import Setup
+    from raysim.api.hooked_method import OldSetup as Setup
     from raysim.api.server_view import Aggregation, Server
 
 KINDS = ("polynomial", "hinge", "constant")
@@ -93,7 +93,7 @@ _SETS = "it changes the step along a mean update, and FedAsync mixes single mode
 _WEIGHS = "its weights are those of a mean, and FedAsync mixes single models one after the other"
 
 
-class FedAsync(Method):
+class FedAsync(HookedMethod):
     """The mixing; when to mix is the schedule's. alpha_decay multiplies alpha once per version."""
 
     name = "fedasync"

@@ -22,12 +22,12 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import Tensor, nn
 
-from raysim.api.method import Method
+from raysim.api.hooked_method import HookedMethod
 from raysim.primitives.checks import one_of
 
 if TYPE_CHECKING:
     from raysim.api.context import Own
-    from raysim.api.method import Setup
+    from raysim.api.hooked_method import OldSetup as Setup
 
 STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 AFFINE = ("weight", "bias")
@@ -77,7 +77,7 @@ BATCHNORM = (nn.modules.batchnorm._BatchNorm,)
 NORMS = (*BATCHNORM, nn.GroupNorm, nn.LayerNorm, nn.modules.instancenorm._InstanceNorm)
 
 
-class FedBN(Method):
+class FedBN(HookedMethod):
     """layers: "batch" keeps BatchNorm on the client, "all" every normalisation layer of the model.
 
     name_rule: keep what has this text in its name instead. reestimate: see above; a pass for each such client in every

@@ -32,7 +32,7 @@ from torch import Tensor, nn
 
 from raysim.api.context import Stage, inferred
 from raysim.api.declarations import FORWARD, Cost, Download, Network, Participation, Task
-from raysim.api.method import Method
+from raysim.api.hooked_method import HookedMethod
 from raysim.data.batches import Pipeline
 from raysim.data.dataset import Dataset
 from raysim.data.partition import CSR
@@ -43,7 +43,7 @@ from raysim.primitives.streams import stream
 
 if TYPE_CHECKING:
     from raysim.api.context import Batch, Context, Contribution, Outputs, Plan
-    from raysim.api.method import Setup
+    from raysim.api.hooked_method import OldSetup as Setup
     from raysim.api.server_view import Server
     from raysim.models import Classifier
 
@@ -147,7 +147,7 @@ def _ends(partition: CSR, alike: bool) -> np.ndarray:
     return np.asarray(ends / ends[-1])
 
 
-class FedBR(Method):
+class FedBR(HookedMethod):
     """lam: weight of Component 1 (uniform answers), mu: of Component 2 (the contrast); 0 leaves it out.
 
     pseudo: "rsm", means of `samples_per_mean` samples of a client, of which each sends `means_per_client` (None: B)

@@ -28,12 +28,12 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from raysim.api.declarations import FORWARD, Cost, Participation
-from raysim.api.method import Method
+from raysim.api.hooked_method import HookedMethod
 from raysim.primitives.checks import at_least, one_of
 
 if TYPE_CHECKING:
     from raysim.api.context import Context
-    from raysim.api.method import Setup
+    from raysim.api.hooked_method import OldSetup as Setup
     from raysim.vectors.layout import Layout
 
 KINDS = ("cosine", "linear", "filter", "all")
@@ -93,7 +93,7 @@ def selected_indices(
     return split["order"][: split["num_unbiased"] + included_count(num_biased=num_biased, fraction=fraction)]
 
 
-class FedBSS(Method):
+class FedBSS(HookedMethod):
     """Losses and uncertainties are private state per sample; refreshed at every `refresh`-th stage-2 participation.
 
     A job is in stage 2 if the version it received is at least `warmup_rounds`, however late it arrives.

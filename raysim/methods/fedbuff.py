@@ -22,13 +22,12 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import Tensor
 
-from raysim.api.composition import overrides
-from raysim.api.method import Method
+from raysim.api.hooked_method import HookedMethod, overrides
 from raysim.methods.fedavg import weight_total, weighted_sum
 from raysim.primitives.checks import at_least, one_of
 
 if TYPE_CHECKING:
-    from raysim.api.method import Setup
+    from raysim.api.hooked_method import OldSetup as Setup
     from raysim.api.server_view import Aggregation, Server
 
 NORMALIZATIONS = ("count", "weights", "none")
@@ -87,7 +86,7 @@ def buffered_step(
     return params + server_lr * direction
 
 
-class FedBuff(Method):
+class FedBuff(HookedMethod):
     """The staleness weights and the divisor; when to aggregate is the schedule's (`schedule=buffered`)."""
 
     name = "fedbuff"

@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from raysim.api.declarations import Cost, Participation
-from raysim.api.method import Method
+from raysim.api.hooked_method import HookedMethod
 from raysim.methods.client_rows import most_rows, padded, refuse_sample_weights, rows_of, start_rows
 from raysim.primitives.checks import at_least, between
 from raysim.primitives.errors import Refused
@@ -202,7 +202,7 @@ _SETS = "it makes its own step, and FedCDA sets the model to a mean of cached on
 _WEIGHS = "its weights have no part in FedCDA's mean, in which all clients count alike"
 
 
-class FedCDA(Method):
+class FedCDA(HookedMethod):
     """A cache of every client's last models on the server, and the choice among them.
 
     memory: K. batches: B. smoothness: L. warmup: what the first rounds average, the participants' models ("fedavg") or

@@ -24,12 +24,12 @@ import torch
 from torch import Tensor
 
 from raysim.api.declarations import Cost, Download, Participation
-from raysim.api.method import Method
+from raysim.api.hooked_method import HookedMethod
 from raysim.primitives.checks import between
 
 if TYPE_CHECKING:
     from raysim.api.context import Context
-    from raysim.api.method import Setup
+    from raysim.api.hooked_method import OldSetup as Setup
     from raysim.api.server_view import Aggregation, Server
 
 
@@ -53,7 +53,7 @@ def server_direction(
     return total
 
 
-class FedCM(Method):
+class FedCM(HookedMethod):
     """alpha is the fresh gradient's part; 1 is FedAvg."""
 
     name = "fedcm"

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Literal, get_args
 
 from torch import Tensor
 
-from raysim.api.method import Method
+from raysim.api.hooked_method import HookedMethod
 from raysim.primitives.checks import at_least, one_of
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ def decorrelation_penalty(features: Tensor, variant: str = "authors") -> Tensor:
     return (gram / rows).square().mean()
 
 
-class FedDecorr(Method):
+class FedDecorr(HookedMethod):
     """beta weighs the penalty on the features of the batch that is trained on."""
 
     name = "feddecorr"

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 from torch import Tensor
 
-from raysim.api.method import Method
+from raysim.api.hooked_method import HookedMethod
 from raysim.primitives.checks import at_least
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ def updated_drift(drift: Tensor, mean_change: Tensor, participants: int, clients
     return drift - alpha * participants / clients * mean_change
 
 
-class FedDyn(Method):
+class FedDyn(HookedMethod):
     """alpha weighs the regularisation; 0 is FedAvg."""
 
     name = "feddyn"

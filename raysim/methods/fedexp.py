@@ -28,13 +28,13 @@ import torch
 from torch import Tensor
 
 from raysim.api.declarations import Cost, Participation
-from raysim.api.method import Method
+from raysim.api.hooked_method import HookedMethod
 from raysim.methods.fedavg import weight_total, weighted_sum
 from raysim.primitives.checks import above, at_least, in_range, one_of
 
 if TYPE_CHECKING:
     from raysim.api.context import Context
-    from raysim.api.method import Setup
+    from raysim.api.hooked_method import OldSetup as Setup
     from raysim.api.server_view import Aggregation, Server
 
 SCALES = ("one", "count")
@@ -96,7 +96,7 @@ def squared_norm(values: np.ndarray) -> float:
     return float(sums.sum(dtype=np.float64)) + float(rest @ rest)
 
 
-class FedExP(Method):
+class FedExP(HookedMethod):
     """epsilon bounds the stretch; minimum=0 exposes the raw ratio. Decays per version."""
 
     name = "fedexp"

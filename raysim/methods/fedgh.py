@@ -35,14 +35,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from raysim.api.method import Method
+from raysim.api.hooked_method import HookedMethod
 from raysim.methods.fedavg import weight_total, weighted_sum
 from raysim.methods.recombination import parameters_of, recombined
 from raysim.primitives.checks import above, one_of
 from raysim.vectors.gram import GRANULARITIES, Granularity, combination, gram, stretches
 
 if TYPE_CHECKING:
-    from raysim.api.method import Setup
+    from raysim.api.hooked_method import OldSetup as Setup
     from raysim.api.server_view import Aggregation, Server
 
 ConflictTest: TypeAlias = Literal["original", "current"]
@@ -98,7 +98,7 @@ def harmonized_aggregate(
     return weighted_sum(gradients, weights.double() @ torch.from_numpy(mixture)) / weight_total(weights)
 
 
-class FedGH(Method):
+class FedGH(HookedMethod):
     """order: of the pairs. conflict_test: of updates as they came, or line by line of the running ones."""
 
     name = "fedgh"
@@ -190,7 +190,7 @@ _KEPT = 0.99  # of the running mean, at every aggregation
 REFERENCE = "fedgh_hierarchical.reference"
 
 
-class HierarchicalFedGH(Method):
+class HierarchicalFedGH(HookedMethod):
     """Harmonises pair by pair, per tensor, sorted by past aggregates; eps keeps divisors away from 0."""
 
     name = "fedgh_hierarchical"

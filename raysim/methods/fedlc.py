@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from raysim.api.method import Method
+from raysim.api.hooked_method import HookedMethod
 from raysim.primitives.checks import at_least, one_of
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ def calibrated_cross_entropy(
     return others_loss(calibrated, labels, margins.isfinite().sum() > 1)
 
 
-class FedLC(Method):
+class FedLC(HookedMethod):
     """tau scales the margins. Replaces the loss, for "others" is no cross-entropy; terms read the raw logits."""
 
     name = "fedlc"

@@ -37,7 +37,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from raysim.api.method import Method
+from raysim.api.hooked_method import HookedMethod
 from raysim.methods.fedavg import weight_total, weighted_sum
 from raysim.methods.recombination import recombined
 from raysim.primitives.checks import above, at_least, in_range, one_of
@@ -45,7 +45,7 @@ from raysim.vectors.gram import GRANULARITIES, Granularity, gram
 
 if TYPE_CHECKING:
     from raysim.api.context import Batch, Context, Outputs
-    from raysim.api.method import Setup
+    from raysim.api.hooked_method import OldSetup as Setup
     from raysim.api.server_view import Aggregation, Server
 
 Kind: TypeAlias = Literal["marg_log", "batch_softmax", "logit_l2", "threshold"]
@@ -93,7 +93,7 @@ def _heaviest(targets: Tensor) -> Tensor:
     return targets if targets.ndim == 1 else targets.argmax(dim=1)
 
 
-class MarginControl(Method):
+class MarginControl(HookedMethod):
     """lam weighs the penalty on large logits; threshold: the margin up to which kind "threshold" leaves them alone."""
 
     name = "fedld_margin"
@@ -120,7 +120,7 @@ class MarginControl(Method):
         )
 
 
-class DampedMargin(Method):
+class DampedMargin(HookedMethod):
     """Multiplies the logits of the training loss by what falls with their margin, faster for a small temperature."""
 
     name = "fedld_damped"
@@ -172,7 +172,7 @@ def principal_gradient_aggregate(
     return weighted_sum(gradients, weights.double() @ coefficients) / weight_total(weights)
 
 
-class PrincipalGradient(Method):
+class PrincipalGradient(HookedMethod):
     """fraction: of the updates at hand, how many components are kept. tol: what counts as zero."""
 
     name = "fedld_principal"

@@ -34,14 +34,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from raysim.api.declarations import Cost, Download, Participation
-from raysim.api.method import Method
+from raysim.api.hooked_method import HookedMethod
 from raysim.data.partition import CSR
 from raysim.methods.mixup import soft_targets
 from raysim.primitives.checks import at_least, between
 
 if TYPE_CHECKING:
     from raysim.api.context import Batch, Context, Contribution, Outputs
-    from raysim.api.method import Setup
+    from raysim.api.hooked_method import OldSetup as Setup
     from raysim.api.server_view import Server
 
 
@@ -105,7 +105,7 @@ def _owners(partition: CSR) -> np.ndarray:
 INPUTS, TARGETS = "fedmix.inputs", "fedmix.targets"
 
 
-class FedMix(Method):
+class FedMix(HookedMethod):
     """lam: how much of the means is mixed in; 0 is FedAvg. means: pairs that each client sends before round 0.
 
     pairs: one for "each" sample of a step or "one" for all. naive: NaiveMix. taylor_scale, fresh: see above.

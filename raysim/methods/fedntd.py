@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from raysim.api.declarations import FORWARD, Cost, Participation
-from raysim.api.method import Method
+from raysim.api.hooked_method import HookedMethod
 from raysim.primitives.checks import above, at_least
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ def not_true_distillation_loss(logits: Tensor, global_logits: Tensor, labels: Te
     return temperature**2 * (teacher.exp() * (teacher - student)).sum(dim=1).mean()
 
 
-class FedNTD(Method):
+class FedNTD(HookedMethod):
     """beta weighs the distillation; temperature is its tau."""
 
     name = "fedntd"

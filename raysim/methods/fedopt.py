@@ -29,7 +29,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from raysim.api.method import Method
+from raysim.api.hooked_method import HookedMethod
 from raysim.primitives.checks import above, at_least, between
 from raysim.vectors.blocks import run_compiled
 
@@ -166,7 +166,7 @@ def _adaptive(
         into[i] = params[i] + rate * (first[i] / (np.sqrt(second[i]) + tau))
 
 
-class FedAvgM(Method):
+class FedAvgM(HookedMethod):
     """Server momentum."""
 
     name = "fedavgm"
@@ -187,7 +187,7 @@ class FedAvgM(Method):
         run_compiled(_fedavgm, arrays, [self.server_lr, self.momentum], self.nesterov)
 
 
-class _Adaptive(Method):
+class _Adaptive(HookedMethod):
     """Two moments on the server; subclasses say how the second one moves."""
 
     paper = "Reddi et al., ICLR 2021"

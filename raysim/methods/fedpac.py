@@ -43,13 +43,13 @@ from torch import Tensor, nn
 
 from raysim.api.context import Stage
 from raysim.api.declarations import FORWARD, Cost, Download, Participation
-from raysim.api.method import Method
+from raysim.api.hooked_method import HookedMethod
 from raysim.primitives.checks import above, at_least, between
 from raysim.vectors.row_store import extended, reserve, settled
 
 if TYPE_CHECKING:
     from raysim.api.context import Batch, Context, Outputs, Own, Plan
-    from raysim.api.method import Setup
+    from raysim.api.hooked_method import OldSetup as Setup
     from raysim.api.server_view import Aggregation, Server
     from raysim.vectors.layout import Layout, Vector
 
@@ -215,7 +215,7 @@ def _load_head(vector: Vector, head: Tensor) -> None:
         vector.data[run].copy_(values)
 
 
-class FedPAC(Method):
+class FedPAC(HookedMethod):
     """lam weighs R. head_epochs: of local.epochs, for the head; head_lr_factor: on local.lr there.
 
     min_weight: shares of other clients' heads that are too small to keep. The server keeps a head for each client that

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from raysim.api.method import Method
+from raysim.api.hooked_method import HookedMethod
 from raysim.primitives.checks import at_least
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ def proximal_gradient(params: Tensor, global_params: Tensor, mu: float) -> Tenso
     return mu * (params - global_params)
 
 
-class FedProx(Method):
+class FedProx(HookedMethod):
     """The gradient form: the loss of a step is reported without the term."""
 
     name = "fedprox"

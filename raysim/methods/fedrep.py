@@ -26,12 +26,12 @@ from torch import nn
 
 from raysim.api.context import Stage
 from raysim.api.declarations import FORWARD, Cost, Participation
-from raysim.api.method import Method
+from raysim.api.hooked_method import HookedMethod
 from raysim.primitives.checks import at_least, one_of
 
 if TYPE_CHECKING:
     from raysim.api.context import Plan
-    from raysim.api.method import Setup
+    from raysim.api.hooked_method import OldSetup as Setup
 
 
 def head_steps(steps: int, head_epochs: int, body_epochs: int) -> int:
@@ -39,7 +39,7 @@ def head_steps(steps: int, head_epochs: int, body_epochs: int) -> int:
     return steps * head_epochs // (head_epochs + body_epochs)
 
 
-class FedRep(Method):
+class FedRep(HookedMethod):
     """mode: "alternate" is FedRep, "joint" FedPer, to which the two numbers of epochs mean nothing."""
 
     name = "fedrep"

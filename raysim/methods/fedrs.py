@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from raysim.api.declarations import Task
-from raysim.api.method import Method
+from raysim.api.hooked_method import HookedMethod
 from raysim.models.classifier import Classifier
 from raysim.primitives.checks import between, one_of
 
@@ -46,7 +46,7 @@ def restricted_softmax_cross_entropy(
     return F.cross_entropy(logits * scales.to(logits.dtype), labels)
 
 
-class FedRS(Method):
+class FedRS(HookedMethod):
     """alpha is the scale of a class that the client has no sample of; 1 is FedAvg on the model without that bias."""
 
     name = "fedrs"

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from raysim.api.declarations import Cost, Participation
-from raysim.api.method import Method
+from raysim.api.hooked_method import HookedMethod
 from raysim.primitives.checks import at_least
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ def adaptive_shift(params: Tensor, grad: Tensor, rho: float, eta: float) -> Tens
     return scale * sharpness_shift(scale * grad, rho)
 
 
-class FedSAM(Method):
+class FedSAM(HookedMethod):
     """rho: how far uphill; 0 is FedAvg. adaptive: FedASAM's shift, with its eta."""
 
     name = "fedsam"

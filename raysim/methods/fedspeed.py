@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from raysim.api.declarations import Cost, Participation
-from raysim.api.method import Method
+from raysim.api.hooked_method import HookedMethod
 from raysim.methods.fedprox import proximal_gradient
 from raysim.primitives.checks import above, at_least, between
 
@@ -49,7 +49,7 @@ def updated_correction(correction: Tensor, trained: Tensor, received: Tensor, la
     return correction - (trained - received) / lam
 
 
-class FedSpeed(Method):
+class FedSpeed(HookedMethod):
     """lam: the larger, the weaker the proximal term. rho: the step uphill; alpha: share of the gradient there."""
 
     name = "fedspeed"

@@ -34,7 +34,7 @@ from torch import Tensor, nn
 
 from raysim.api.context import Stage
 from raysim.api.declarations import Network, Task
-from raysim.api.method import Method
+from raysim.api.hooked_method import HookedMethod
 from raysim.models.classifier import Classifier
 from raysim.primitives.checks import at_least
 
@@ -113,7 +113,7 @@ class Reference(nn.Module):
 REFERENCE = "fedsr.reference"
 
 
-class FedSR(Method):
+class FedSR(HookedMethod):
     """alpha_l2r weighs the norm, alpha_cmi the conditional information; width: Z, None: as wide as the features.
 
     samples: of z that a score is the mean of.

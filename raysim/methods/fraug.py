@@ -44,13 +44,13 @@ from torch import Tensor, nn
 
 from raysim.api.context import Stage, inferred
 from raysim.api.declarations import FORWARD, Cost, Network, Participation, Task
-from raysim.api.method import Method
+from raysim.api.hooked_method import HookedMethod
 from raysim.methods.fedbn import BATCHNORM, split_parameter_names
 from raysim.primitives.checks import above, at_least, between, one_of
 
 if TYPE_CHECKING:
     from raysim.api.context import Batch, Context, Outputs, Plan
-    from raysim.api.method import Setup
+    from raysim.api.hooked_method import OldSetup as Setup
     from raysim.vectors.layout import Layout
 
 RAMPS = ("exp", "laine_aila", "reciprocal", "constant")
@@ -218,7 +218,7 @@ FAR = 10.0  # times as large as real embeddings: no distance that the paper's se
 _OPTIMIZER = "fraug.optimizer."
 
 
-class FRAug(Method):
+class FRAug(HookedMethod):
     """rounds: T of the ramps, the run's own in the configuration. noise_dim: Z, half of D in the paper's networks.
 
     generator_lam, rtnet_lam: lambda of the two distances, of kind `*_metric`; with "mse" the generator's is the one

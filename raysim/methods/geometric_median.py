@@ -18,13 +18,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from raysim.api.method import Method
+from raysim.api.hooked_method import HookedMethod
 from raysim.methods.recombination import parameters_of
 from raysim.primitives.checks import above, at_least
 from raysim.vectors.gram import combination, gram
 
 if TYPE_CHECKING:
-    from raysim.api.method import Setup
+    from raysim.api.hooked_method import OldSetup as Setup
     from raysim.api.server_view import Aggregation, Server
 
 
@@ -44,7 +44,7 @@ def geometric_median(updates: Tensor, weights: Tensor, steps: int = 3, nu: float
     return found @ updates / found.sum()
 
 
-class GeometricMedian(Method):
+class GeometricMedian(HookedMethod):
     """steps: of Weiszfeld's algorithm. nu: distances below it count as if they were as long."""
 
     name = "geometric_median"

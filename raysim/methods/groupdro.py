@@ -21,12 +21,12 @@ import torch
 from torch import Tensor
 
 from raysim.api.declarations import Cost, Participation
-from raysim.api.method import Method
+from raysim.api.hooked_method import HookedMethod
 from raysim.primitives.checks import at_least
 
 if TYPE_CHECKING:
     from raysim.api.context import Context
-    from raysim.api.method import Setup
+    from raysim.api.hooked_method import OldSetup as Setup
     from raysim.api.server_view import Aggregation, Server
 
 
@@ -50,7 +50,7 @@ def _raise(log_weights: Tensor, losses: Tensor, indices: Tensor, step_size: floa
     return log_weights.index_add_(0, indices, step_size * losses.to(log_weights.dtype))  # a client may be there twice
 
 
-class GroupDRO(Method):
+class GroupDRO(HookedMethod):
     """step_size is eta_q. batches: those whose mean loss is l_i. prior: q at the start, equal or by samples."""
 
     name = "groupdro"

@@ -30,12 +30,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from raysim.api.method import Method
+from raysim.api.hooked_method import HookedMethod
 from raysim.primitives.checks import above, at_least, one_of
 from raysim.vectors.blocks import BLOCK, compiled, in_blocks, parts
 
 if TYPE_CHECKING:
-    from raysim.api.method import Setup
+    from raysim.api.hooked_method import OldSetup as Setup
     from raysim.api.server_view import Aggregation, Server
 
 GRANULARITIES, ALIGNS = ("kernel", "tensor"), ("always", "conflict")
@@ -125,7 +125,7 @@ def _candidates(name: str) -> Sequence[str]:
     return []
 
 
-class InCo(Method):
+class InCo(HookedMethod):
     """clamp_max bounds theta, value_clip every number of a mixed update (null: nothing does)."""
 
     name = "inco"

@@ -18,13 +18,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from raysim.api.method import Method
+from raysim.api.hooked_method import HookedMethod
 from raysim.methods.recombination import counting
 from raysim.primitives.checks import at_least
 from raysim.vectors.gram import combination, gram
 
 if TYPE_CHECKING:
-    from raysim.api.method import Setup
+    from raysim.api.hooked_method import OldSetup as Setup
     from raysim.api.server_view import Aggregation, Server
 
 
@@ -53,7 +53,7 @@ def _distances(products: Tensor) -> Tensor:
     return (squares[:, None] + squares - 2 * products).clamp_min(0)
 
 
-class Krum(Method):
+class Krum(HookedMethod):
     """byzantine: f, so many updates of an aggregation may be arbitrary. selected: so many are averaged; None: n - f."""
 
     name = "krum"

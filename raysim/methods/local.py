@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from raysim.api.method import Method
+from raysim.api.hooked_method import HookedMethod
 
 if TYPE_CHECKING:
     from raysim.api.context import Context
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 _PREFIX = "local.optimizer."
 
 
-class LocalTraining(Method):
+class LocalTraining(HookedMethod):
     """All networks are personal."""
 
     name = "local"

@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from raysim.api.method import Method
+from raysim.api.hooked_method import HookedMethod
 from raysim.primitives.checks import above
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ def mixed_loss(logits: Tensor, labels: Tensor, lam: float | Tensor, permutation:
     return lam * own + (1.0 - lam) * partner
 
 
-class Mixup(Method):
+class Mixup(HookedMethod):
     """All later losses see the mixed inputs and soft targets."""
 
     name = "mixup"

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from raysim.api.context import inferred
 from raysim.api.declarations import FORWARD, Cost, Participation, Task
-from raysim.api.method import Method
+from raysim.api.hooked_method import HookedMethod
 from raysim.models.classifier import Classifier
 from raysim.primitives.checks import above, at_least
 
@@ -43,7 +43,7 @@ def model_contrastive_loss(z_local: Tensor, z_global: Tensor, z_previous: Tensor
     return F.cross_entropy(logits, torch.zeros(len(z_local), dtype=torch.int64, device=z_local.device))
 
 
-class Moon(Method):
+class Moon(HookedMethod):
     """mu weighs the contrast. A projection of two linear layers (hidden `width`, output `out`) joins the model.
 
     width=None: as wide as the model's features. head="none" contrasts the features themselves. previous: how many of

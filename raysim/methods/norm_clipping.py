@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from raysim.api.method import Method
+from raysim.api.hooked_method import HookedMethod
 from raysim.methods.recombination import parameters_of
 from raysim.primitives.checks import above
 from raysim.vectors.gram import combination
@@ -29,7 +29,7 @@ def clip_factor(update: Tensor, bound: float) -> float:
     return bound / norm if norm > bound else 1.0
 
 
-class NormClipping(Method):
+class NormClipping(HookedMethod):
     """bound: the longest an update may be."""
 
     name = "norm_clipping"

@@ -35,14 +35,14 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from raysim.api.declarations import Cost, Participation
-from raysim.api.method import Method
+from raysim.api.hooked_method import HookedMethod
 from raysim.primitives.checks import at_least, one_of
 from raysim.vectors.layout import Entry, Layout, plan_layout
 from raysim.vectors.optimizer import LocalOptimizer, Optimizer
 
 if TYPE_CHECKING:
     from raysim.api.context import Context, Own
-    from raysim.api.method import Setup
+    from raysim.api.hooked_method import OldSetup as Setup
 
 COUNTED = ("bottom_up", "top_down")
 STRATEGIES = (*COUNTED, "no_bn", "no_classifier", "no_bn_no_classifier", "all", "none", "adaptive")
@@ -97,7 +97,7 @@ def _layer(entry: Entry) -> str:
     return entry.path.rpartition(".")[0]
 
 
-class PartialFed(Method):
+class PartialFed(HookedMethod):
     """strategy: what is loaded; num_loaded: how many layers, for bottom_up and top_down.
 
     max_staleness: load everything after an absence of more versions. adaptive only: `policy_steps` steps of Adam with

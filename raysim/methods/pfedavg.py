@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from raysim.api.declarations import Finetune
-from raysim.api.method import Method
+from raysim.api.hooked_method import HookedMethod
 from raysim.primitives.checks import at_least, one_of
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 MODES = ("after_local", "finetune", "finetune_last")
 
 
-class PFedAvg(Method):
+class PFedAvg(HookedMethod):
     """mode: what a client's own model is. adapt_epochs and head_only belong to the fine-tuning modes."""
 
     name = "pfedavg"

@@ -23,12 +23,12 @@ import torch
 from torch import Tensor
 
 from raysim.api.declarations import Cost, Download, Participation
-from raysim.api.method import Method
+from raysim.api.hooked_method import HookedMethod
 from raysim.methods.fedavg import weighted_sum
 
 if TYPE_CHECKING:
     from raysim.api.context import Context
-    from raysim.api.method import Setup
+    from raysim.api.hooked_method import OldSetup as Setup
     from raysim.api.server_view import Aggregation, Server
     from raysim.vectors.layout import Layout
 
@@ -74,7 +74,7 @@ def server_control_variate(server_control: Tensor, control_deltas: Tensor, num_c
     return server_control + weighted_sum(control_deltas, control_deltas.new_ones(len(control_deltas))) / num_clients
 
 
-class Scaffold(Method):
+class Scaffold(HookedMethod):
     """Option II. Both control variates cover all shared trainable parameters, extra networks among them.
 
     A group of parameters that ascends (FedBR's projector) has the gradient of its negated objective as its own.

@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from raysim.api.method import Method
+from raysim.api.hooked_method import HookedMethod
 from raysim.methods.recombination import by_coordinate, counting
 from raysim.primitives.checks import in_range
 from raysim.vectors.gram import combination
 
 if TYPE_CHECKING:
-    from raysim.api.method import Setup
+    from raysim.api.hooked_method import OldSetup as Setup
     from raysim.api.server_view import Aggregation, Server
 
 
@@ -40,7 +40,7 @@ def trimmed_mean(updates: Tensor, share: float) -> Tensor:
     return total / len(ranked)
 
 
-class TrimmedMean(Method):
+class TrimmedMean(HookedMethod):
     """share: of the updates, at either end of each parameter."""
 
     name = "trimmed_mean"

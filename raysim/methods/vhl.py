@@ -35,14 +35,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from raysim.api.declarations import Cost, Download, Participation, Task
-from raysim.api.method import Method
+from raysim.api.hooked_method import HookedMethod
 from raysim.models.classifier import Classifier
 from raysim.primitives.checks import above, at_least
 from raysim.primitives.streams import stream
 
 if TYPE_CHECKING:
     from raysim.api.context import Batch, Context, Outputs, Plan
-    from raysim.api.method import Setup
+    from raysim.api.hooked_method import OldSetup as Setup
     from raysim.api.server_view import Server
 
 
@@ -108,10 +108,10 @@ INPUTS, LABELS, VIEWS = "vhl.inputs", "vhl.labels", "vhl.views"
 COARSE, PADDING = 8, 4  # pixels along an edge of the noise before it is enlarged; around an image before it is cropped
 
 
-class Vhl(Method):
+class Vhl(HookedMethod):
     """alpha: weight of the virtual images' cross-entropy, gamma: of the alignment, kappa: of the virtual images' own.
 
-    virtual: images in the set, batch: of them in a step. align_epochs: epochs of a job in which features are aligned;
+    virtual: images in the set, virtual_batch: of them in a step. align_epochs: epochs of a job in which features are aligned;
     a budget of local.steps has no epochs, and aligns in all of them.
     """
 
@@ -125,7 +125,7 @@ class Vhl(Method):
         gamma: float = 1.0,
         kappa: float = 0.1,
         temperature: float = 0.07,
-        batch: int = 128,
+        virtual_batch: int = 128,
         virtual: int = 2000,
         label_mode: Literal["extra", "shared"] = "extra",
         align_epochs: int = 5,
@@ -135,7 +135,7 @@ class Vhl(Method):
         self.kappa = at_least("method.vhl.kappa", kappa, 0.0)
         above("method.vhl.temperature", temperature, 0.0)
         self.temperature, self.label_mode = temperature, label_mode
-        self.batch = int(at_least("method.vhl.batch", batch, 1))
+        self.virtual_batch = int(at_least("method.vhl.virtual_batch", virtual_batch, 1))
         self.virtual = int(at_least("method.vhl.virtual", virtual, 1))
         self.align_epochs = int(at_least("method.vhl.align_epochs", align_epochs, 0))
 
@@ -153,10 +153,10 @@ class Vhl(Method):
 
     def check(self, setup: Setup) -> Sequence[str]:
         """Enough virtual images for a batch, and for the classes."""
-        if self._active and self.virtual < self.batch:
+        if self._active and self.virtual < self.virtual_batch:
             raise ValueError(
-                f"method.vhl.batch={self.batch} is more than all method.vhl.virtual={self.virtual} images: set "
-                f"method.vhl.batch={self.virtual} or less"
+                f"method.vhl.virtual_batch={self.virtual_batch} is more than all method.vhl.virtual={self.virtual} images: set "
+                f"method.vhl.virtual_batch={self.virtual} or less"
             )
         if self._active and self.virtual < setup.task.num_classes:
             raise ValueError(
@@ -185,9 +185,9 @@ class Vhl(Method):
         """Virtual images and their crops: rows, downward and rightward offsets and flips, int64 [4, batch]."""
         if not self._active:
             return {}
-        rows = [generator.choice(self.virtual, size=(1, self.batch), replace=False) for _ in range(plan.steps)]
-        offsets = generator.integers(2 * PADDING + 1, size=(plan.steps, 2, self.batch))
-        flips = generator.integers(2, size=(plan.steps, 1, self.batch))
+        rows = [generator.choice(self.virtual, size=(1, self.virtual_batch), replace=False) for _ in range(plan.steps)]
+        offsets = generator.integers(2 * PADDING + 1, size=(plan.steps, 2, self.virtual_batch))
+        flips = generator.integers(2, size=(plan.steps, 1, self.virtual_batch))
         return {VIEWS: torch.from_numpy(np.concatenate([np.stack(rows), offsets, flips], axis=1)).unbind()}
 
     def cost(self, job: Participation) -> Cost:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from raysim.api.messages import Failure
-from raysim.api.method import Method
+from raysim.api.setup import RoundWarning
 from raysim.data.federated import FederatedData
 from raysim.primitives.errors import first_line
 from raysim.primitives.files import replace_file
@@ -145,17 +145,18 @@ class HostDeaths(Observer):
 
 
 class MethodWarnings(Observer):
-    """What methods warn of while a run goes on, each once."""
+    """Warn of what methods find unusual during a run, each once."""
 
-    def __init__(self, methods: Sequence[Method], note: Note):
-        self._methods, self._note = list(methods), note
+    def __init__(self, warnings: Sequence[RoundWarning], note: Note):
+        self._warnings, self._note = list(warnings), note
 
     def on_round(self, run: CurrentRun, event: Round) -> None:
         """Ask those that have not warned yet."""
-        for method in [*self._methods]:
-            if text := method.watch(event.row):
+        for warning in [*self._warnings]:
+            text = warning.text(event.row)
+            if text:
                 self._note(f"round {event.row['round']}: {text}")
-                self._methods.remove(method)
+                self._warnings.remove(warning)
 
 
 class ClosingLine(Observer):

@@ -9,9 +9,8 @@ import numpy as np
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from raysim.api.composition import owner
 from raysim.data.batches import Pipeline
-from raysim.training.run_spec import RunSpec, build_networks
+from raysim.training.run_spec import RunSpec, declare_run
 
 
 class Served(nn.Module):
@@ -29,7 +28,8 @@ class Served(nn.Module):
 
 def served(spec: RunSpec, weights: Path) -> tuple[Served, np.ndarray] | None:
     """The model with these weights on the CPU, and two empty inputs; None where clients keep parts of it."""
-    networks, layout = build_networks(spec)
+    declarations = declare_run(spec)
+    networks, layout = declarations.networks, declarations.layout
     if any(entry.personal and entry.network == "model" for entry in (*layout.entries, *layout.counters)):
         return None
     own = networks["model"].state_dict()
@@ -37,7 +37,8 @@ def served(spec: RunSpec, weights: Path) -> tuple[Served, np.ndarray] | None:
         network, _, path = name.partition(".")
         if network == "model":
             own[path].copy_(tensor)
-    predictor = owner(spec.methods, "predict")
-    model = Served(networks["model"], spec.data.pipeline, None if predictor is None else predictor.predict)
+    declared = declarations.one("old_predict")
+    predict = None if declared is None else declared.old_predict
+    model = Served(networks["model"], spec.data.pipeline, predict)
     inputs = spec.data.open().inputs
     return model.eval().requires_grad_(False), np.zeros((2, *inputs.shape[1:]), inputs.dtype)

@@ -15,7 +15,6 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from raysim.api.composition import owners
 from raysim.api.messages import Failure, Probe, Published, SingleUpdate, Update
 from raysim.primitives.memory import peak_memory
 from raysim.primitives.streams import stream
@@ -37,7 +36,7 @@ from raysim.simulation.under_way import UnderWay
 from raysim.simulation.versions import Versions
 from raysim.training.determinism import make_deterministic
 from raysim.training.probe import balanced_rows
-from raysim.training.run_spec import RunSpec, build_networks
+from raysim.training.run_spec import RunSpec, declare_run
 from raysim.vectors.layout import Vector
 
 
@@ -74,14 +73,14 @@ class Coordinator:
         self._checkpoint_every = settings.checkpoint.every if folder else 0
         self._checkpoints = Checkpoints(settings.checkpoint.place(folder), settings.checkpoint.keep, resume)
         make_deterministic(spec.threads)
-        networks, self.layout = build_networks(spec)
-        self.initial = Vector(networks, self.layout, torch.device("cpu"), spec.dtype)
+        declarations = self.declarations = declare_run(spec)
+        self.layout = declarations.layout
+        self.initial = Vector(declarations.networks, self.layout, torch.device("cpu"), spec.dtype)
         self.counts = spec.data.partition.train.counts
         self.server = Server(
-            self.layout,
+            declarations,
             self.initial.shared.clone(),
             self.initial.counters[: self.layout.shared_counters].clone(),
-            spec.methods,
             self.counts,
             spec.settings.seed,
             spec.task,
@@ -91,9 +90,9 @@ class Coordinator:
         )
         self.attackers = spec.attackers
         self.server.needs_single_updates |= self.attackers.attack.on_updates
-        stateful = self.layout.has_personal or bool(owners(spec.methods, "state")) or settings.local.keep_optimizer
+        stateful = declarations.keeps_client_state or settings.local.keep_optimizer
         self.private = PrivateStates(runtime, self.layout, stateful, settings.state.bytes, folder)
-        self.planner = make_planner(spec, self.layout, schedule, fleet)
+        self.planner = make_planner(spec, declarations, schedule, fleet)
         if settings.evaluate.probe and not len(spec.data.central):
             raise ValueError(
                 f"evaluate.probe={settings.evaluate.probe} looks at local models on the central test set, of "
@@ -102,7 +101,7 @@ class Coordinator:
         self.dispatcher = Dispatcher(
             runtime, settings.summation, self.layout.shared, self.private, settings.faults.timeout or math.inf
         )
-        self.evaluator = Evaluator(spec, self.layout, runtime, self.dispatcher, self.private)
+        self.evaluator = Evaluator(spec, declarations, runtime, self.dispatcher, self.private)
         pooled = any(method.pools for method in spec.methods)
         self.history = RowWriter(self.dispatcher, self.private, pooled, spec.dtype.itemsize, spec.task.metric.name)
         self.rows: list[Row] = []
@@ -157,15 +156,15 @@ class Coordinator:
     # --- before round 0 ------------------------------------------------------------------------------------------
     def _contribute(self) -> None:
         """Collect what clients send before round 0, and let the methods assemble it."""
-        methods = owners(self.spec.methods, "contribute")
+        methods = [each for each in self.declarations.methods if each.assemble is not None]
         if not methods:
             return
         shares = np.array_split(self.planner.eligible, self.runtime.hosts)
         calls = [self.dispatcher.call(host, "contribute", share.tolist()) for host, share in enumerate(shares)]
         parts = [part for call in calls for part in self.dispatcher.wait(call)]
         self.planner.contributed(sum(array.size for part in parts for array in part.values()))
-        for method in methods:
-            method.assemble({key: [part[key] for part in parts] for key in parts[0]}, self.server)
+        for declared in methods:
+            self.server.assemble(declared, parts)
 
     def _hand_out(self) -> None:
         """Give every host what its clients receive once, and what is probed."""

@@ -14,7 +14,7 @@ from typing import Literal, TypeAlias
 
 import numpy as np
 
-from raysim.api.composition import owners
+from raysim.api.declare import Declarations
 from raysim.api.messages import Published, Report, SingleUpdate, Task
 from raysim.data.partition import CSR
 from raysim.methods.loss_decomposition import loss_decomposition
@@ -25,8 +25,7 @@ from raysim.simulation.events import ClientScores, Row
 from raysim.simulation.private_states import PrivateStates
 from raysim.simulation.runtime import Ref, Runtime
 from raysim.simulation.server import Server
-from raysim.training.run_spec import RunSpec
-from raysim.vectors.layout import Layout
+from raysim.training.run_spec import RunSpec, evaluation_of
 
 View: TypeAlias = Literal["shared", "own", "finetuned", "common"]
 DOMAINS = 20  # most domains that get a column each
@@ -55,17 +54,18 @@ class Evaluator:
     def __init__(
         self,
         spec: RunSpec,
-        layout: Layout,
+        declarations: Declarations,
         runtime: Runtime,
         dispatcher: Dispatcher,
         private: PrivateStates,
     ):
-        self.spec, self.layout, self.runtime = spec, layout, runtime
-        self.evaluation, self.rounds = spec.evaluation, spec.settings.rounds
+        self.spec, self.layout, self.runtime = spec, (layout := declarations.layout), runtime
+        self.evaluation = evaluation_of(spec, declarations)
+        self.rounds = spec.settings.rounds
         self.dispatcher, self.private = dispatcher, private
         stays = any(e.personal and e.network == "model" for e in (*layout.entries, *layout.counters))
         self.complete = not stays  # whether the shared part alone is a model
-        self.personal = stays or bool(owners(spec.methods, "personalise"))  # whether every client has its own model
+        self.personal = stays or bool(declarations.filling("personalise"))  # whether every client has its own model
         self.tests = spec.data.partition.test
         self._counts = self.tests.counts  # int64 [clients] test samples; made once, for they are as many as the clients
         self.validation = spec.data.partition.validation

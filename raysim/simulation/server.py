@@ -25,7 +25,6 @@ from raysim.api.setup import Declared, Send, number_of_floats
 from raysim.primitives.streams import stream
 from raysim.simulation.events import RunStopped
 from raysim.vectors.blocks import Group, folded, grouped, in_blocks, is_finite
-from raysim.vectors.layout import Layout
 
 
 def asked_weighting(methods: Sequence[Method]) -> Weighting:
@@ -137,6 +136,16 @@ class Server:
             return self.vector
         scored = declared.scored(self._views[declared.method])
         return vector(scored, declared.method, "scores", self._shared)
+
+    def assemble(self, declared: Declared, parts: Sequence[Mapping[str, np.ndarray]]) -> None:
+        """Let a method make server state of what clients sent before round 0, by client number."""
+        assert declared.assemble is not None, "only a method that gathers is asked"
+        prefix = f"{declared.method}."
+        names = [name for name in parts[0] if name.startswith(prefix)]
+        lists = {name: [part[name] for part in parts] for name in names}
+        if not declared.full_names:
+            lists = {name.removeprefix(prefix): arrays for name, arrays in lists.items()}
+        declared.assemble(lists, self._views[declared.method])
 
     # --- what is sent ---------------------------------------------------------------------------
     def published(self) -> Published:

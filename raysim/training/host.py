@@ -11,9 +11,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from raysim.api.composition import blamed, overrides, owner, owners
+from raysim.api.client_state import pack, unpack
+from raysim.api.composition import STEP_HOOKS, failing_method_name
 from raysim.api.context import Context, Own
 from raysim.api.declarations import Finetune
+from raysim.api.local_job import PersonalModel
 from raysim.api.messages import (
     Arrays,
     Failure,
@@ -28,7 +30,6 @@ from raysim.api.messages import (
     Task as Score,
     Trained,
 )
-from raysim.api.method import Method
 from raysim.api.mistakes import check_report, said, traced
 from raysim.api.private_state import PrivateState, StoredState, named
 from raysim.models import Classifier
@@ -40,7 +41,7 @@ from raysim.training.determinism import coarser, make_deterministic
 from raysim.training.probe import balanced_rows
 from raysim.training.profile import HostTrack, device_use, watched
 from raysim.training.resident import Leftover, Resident
-from raysim.training.run_spec import RunSpec, build_networks
+from raysim.training.run_spec import RunSpec, declare_run
 from raysim.training.step_mode import check_step_mode
 from raysim.training.trainer import Clients, LocalRun, OneByOne, Trainer, load, private_state
 from raysim.training.transfer import Copies, numbers, on_device, up
@@ -57,16 +58,17 @@ class Host(Combiner):
         make_deterministic(spec.threads)
         self.spec, self.name = spec, name
         self.device = torch.device(spec.device)
-        networks, self.layout = build_networks(spec)
-        check_step_mode(spec, networks)
-        self.vector = Vector(networks, self.layout, self.device, spec.dtype)
+        declarations = self.declarations = declare_run(spec)
+        self.layout = declarations.layout
+        check_step_mode(spec, declarations.networks)
+        self.vector = Vector(declarations.networks, self.layout, self.device, spec.dtype)
         self._initial = private_state(self.vector, {})  # of a client that never trained; methods add theirs
         inputs, labels = on_device(spec.data.open(), self.device)
         train = spec.data.partition.train
         self.trainer = Trainer(
             spec.task,
             self.vector,
-            spec.methods,
+            declarations,
             spec.settings.local,
             inputs,
             spec.attackers.labels(labels, train, spec.task.num_classes),
@@ -76,10 +78,10 @@ class Host(Combiner):
             spec.autocast,
         )
         self.loop = OneByOne(self.trainer)
-        self._stateful = owners(spec.methods, "state")
-        self._personalisers = owners(spec.methods, "personalise")
-        self._predictor = owner(spec.methods, "predict")
-        self._reports_moves = any(method.needs_single_updates for method in spec.methods)
+        self._stateful = [each for each in declarations.methods if each.keeps_client_state]
+        self._personalisers = declarations.filling("personalise")
+        self._predictor = declarations.one("old_predict")
+        self._reports_moves = declarations.reads_updates
         self._resident = Resident(self.device, spec.settings.state.device_bytes)
         self._copies = Copies(self.device)
         self._received: tuple[tuple[int, str], Tensor, Tensor, dict[str, Tensor]] | None = None
@@ -114,7 +116,13 @@ class Host(Combiner):
         parts = []
         for client in clients:
             seen = self.trainer.contribution(client)
-            parts.append({k: v for m in owners(self.spec.methods, "contribute") for k, v in m.contribute(seen).items()})
+            part: dict[str, np.ndarray] = {}
+            for declared in self.declarations.methods:
+                if declared.contribute is None:
+                    continue
+                for name, array in declared.contribute(seen).items():
+                    part[name if declared.full_names else f"{declared.method}.{name}"] = array
+            parts.append(part)
         return parts
 
     # --- training ------------------------------------------------------------------------------------------------
@@ -216,17 +224,20 @@ class Host(Combiner):
                 return self._initial
             samples = len(self.spec.data.partition.train.rows(client))
             methods: dict[str, Tensor] = {}
-            for method in self._stateful:
-                methods |= {key: self._own_kind(value) for key, value in method.state(self.layout, samples).items()}
+            for declared in self._stateful:
+                values = declared.client_states(self.layout, samples)
+                methods |= {name: self._own_kind(name, tensor) for name, tensor in pack(values).items()}
             return PrivateState(self._initial.personal, self._initial.counters, methods)
         if (resident := self._resident.get(client, number)) is not None:
             return resident
         assert sent is not None, f"client {client}: the state of job {number} is neither on {self.name} nor sent"
         return sent.each(lambda array: up(array, self.device))
 
-    def _own_kind(self, value: Tensor) -> Tensor:
-        """On the device, and floats in the dtype of the run."""
-        return value.to(self.device, self.vector.data.dtype if value.is_floating_point() else value.dtype)
+    def _own_kind(self, name: str, value: Tensor) -> Tensor:
+        """Return initial state on the device, with floats in the dtype of the run."""
+        is_number = name.endswith("#float")
+        changes = value.is_floating_point() and not is_number
+        return value.to(self.device, self.vector.data.dtype if changes else value.dtype)
 
     def _outcome(
         self, job: Job, ctx: Context, base: Tensor, state: PrivateState[Tensor], seconds: float, sums: _Sums
@@ -292,7 +303,7 @@ class Host(Combiner):
     def _failure(self, job: Job, error: BaseException) -> Failure:
         where = f"client {job.client}, version {job.version}, host {self.name}"
         text = f"{where}: {said(error)}"
-        name = error.method if isinstance(error, NotFinite) else blamed(error)
+        name = error.method if isinstance(error, NotFinite) else failing_method_name(error)
         return Failure(job.number, job.client, job.version, self.name, name, text, traced(error))
 
     def _moves(self, ctx: Context) -> tuple[tuple[int, int, float], ...]:
@@ -344,10 +355,19 @@ class Host(Combiner):
             else "the parameters are not finite"
         )
         if bad and bad[0] == 0 and job.version == 0:  # nothing has moved yet, so that no rate is to blame
-            parts = ["the loss", "the data", *_named(self.spec.methods, *_IN_A_STEP)]
+            filling = [
+                f"method '{each.method}'"
+                for each in self.declarations.methods
+                if any(each.has_hook(hook) for hook in STEP_HOOKS)
+            ]
+            parts = ["the loss", "the data", *filling]
             return f"{at}, before anything was learnt: look at {', '.join(parts[:-1])} or {parts[-1]}"
-        own = [method for method in self.spec.methods if not type(method).__module__.startswith("raysim.")]
-        look = "".join(f", or look at {name}, which writes gradients" for name in _named(own, "gradient", "perturb"))
+        theirs = {m.name for m in self.spec.methods if not type(m).__module__.startswith("raysim.")}
+        look = "".join(
+            f", or look at method '{each.method}', which writes gradients"
+            for each in self.declarations.methods
+            if each.method in theirs and ("gradient" in each.hooks or "perturb" in each.hooks)
+        )
         return f"{at} (learning rate {rate:g}); lower local.lr or set local.clip{look}"
 
     # --- scoring -------------------------------------------------------------------------------------------------
@@ -403,15 +423,20 @@ class Host(Combiner):
 
     def _ranked(self, logits: Tensor) -> Tensor:
         """What evaluation ranks."""
-        return logits if self._predictor is None else self._predictor.predict(logits)
+        if self._predictor is None or self._predictor.old_predict is None:
+            return logits
+        ranked: Tensor = self._predictor.old_predict(logits)
+        return ranked
 
     def _personalise(self, task: Score, state: PrivateState[Tensor]) -> None:
         """Make the vector the client's own model."""
         download = {key: up(value, self.device) for key, value in task.extras.items()}
-        own = Own(task.client, self.vector, state.methods, download, self.trainer, task.state >= 0)
+        trained, kept = task.state >= 0, unpack(state.methods)
+        own = Own(task.client, self.vector, kept, download, self.trainer, trained)
+        client = PersonalModel(task.client, self.vector, kept, download, own.data, trained)
         with torch.no_grad():
-            for method in self._personalisers:
-                method.personalise(own)
+            for declared, personalise in self._personalisers:
+                personalise(own if declared.full_names else client.of(declared.method))
 
     def _finetune(self, client: int, version: int, how: Finetune) -> None:
         partition = self.spec.data.partition
@@ -466,14 +491,6 @@ class _Sums:
             self.totals[group].add_(delta, alpha=self._weights[number])
         else:
             self.totals[group] = delta * self._weights[number]
-
-
-_IN_A_STEP = ("transform", "rows", "logits", "loss", "term", "perturb", "gradient")
-
-
-def _named(methods: Sequence[Method], *slots: str) -> list[str]:
-    """The methods that fill one of the slots, as a sentence names them."""
-    return [f"method '{method.name}'" for method in methods if any(overrides(method, slot) for slot in slots)]
 
 
 class NotFinite(FloatingPointError):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TypeVar
 
@@ -37,8 +37,8 @@ class RecordedOutputs(Outputs):
 
     __slots__ = ("starts",)
 
-    def __init__(self, ctx: Context, batch: Batch, more: Mapping[str, Tensor]):
-        super().__init__(ctx, batch, more)
+    def __init__(self, ctx: Context, batch: Batch):
+        super().__init__(ctx, batch)
         self.starts: dict[str, Tensor] = {}
 
     def once(self, name: str, compute: Callable[[], T]) -> T:
@@ -57,7 +57,7 @@ class RepeatedOutputs(Outputs):
     __slots__ = ("_first",)
 
     def __init__(self, first: RecordedOutputs):
-        super().__init__(first.ctx, first.batch, first._more)
+        super().__init__(first.ctx, first.batch)
         self._first = first
 
     def once(self, name: str, compute: Callable[[], T]) -> T:

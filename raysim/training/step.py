@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from raysim.api.composition import owner, owners
 from raysim.api.context import Batch, Context, Outputs, Stage
-from raysim.api.method import Method
+from raysim.api.declare import Declarations
 from raysim.api.mistakes import returned, scalar
 from raysim.api.objectives import Loss
 from raysim.training.second_pass import RecordedOutputs, SecondPass
@@ -50,6 +50,56 @@ def gradients(loss: Tensor, params: Sequence[Tensor]) -> list[Tensor]:
 
 
 _KINDS = {"add": 0, "shift": 1, "mix": 2}
+NamedHook: TypeAlias = tuple[str, Callable[..., Any]]
+
+
+class _StepHooks:
+    """The hooks of a run that are called once for each batch, each with its method's name."""
+
+    def __init__(self, declarations: Declarations | None):
+        self.batches: list[NamedHook] = []
+        self.old_rows: list[NamedHook] = []
+        self.loss_owner: NamedHook | None = None
+        self.terms: list[NamedHook] = []
+        self.corrections: list[NamedHook] = []
+        self.perturb: NamedHook | None = None
+        self._stager = ""
+        self._stages_see_context = False
+        if declarations is not None:
+            self._fill(declarations)
+
+    @property
+    def losses(self) -> bool:
+        """Whether a method changes the loss."""
+        return self.loss_owner is not None or bool(self.terms)
+
+    def _fill(self, declarations: Declarations) -> None:
+        self.batches = [(each.method, hook) for each, hook in declarations.filling("batch")]
+        self.old_rows = [
+            (each.method, each.old_rows) for each in declarations.methods if each.old_rows
+        ]
+        for each, hook in declarations.filling("loss"):
+            if "loss" in each.owned:
+                self.loss_owner = (each.method, hook)
+            else:
+                self.terms.append((each.method, hook))
+        corrections = declarations.filling("gradient")
+        corrections.sort(key=lambda pair: _KINDS[pair[0].correction])
+        self.corrections = [(each.method, hook) for each, hook in corrections]
+        only = declarations.only("perturb")
+        self.perturb = None if only is None else (only[0].method, only[1])
+        stager = declarations.one("stages")
+        if stager is not None:
+            self._stager = stager.method
+            self._stages_see_context = stager.full_names
+
+    def stage_loss(self, ctx: Context, loss: Callable[..., Tensor], out: Outputs) -> Tensor:
+        """Return the loss that a stage brings."""
+        if self._stages_see_context:
+            value: Tensor = loss(ctx, out, out.batch)
+        else:
+            value = loss(ctx.view(self._stager), out)
+        return value
 
 
 class Step:
@@ -62,7 +112,7 @@ class Step:
     def __init__(
         self,
         vector: Vector,
-        methods: Sequence[Method],
+        declarations: Declarations | None,
         optimizer: Optimizer,
         clip: float = 0.0,
         usual_loss: Loss = cross_entropy,
@@ -70,15 +120,10 @@ class Step:
     ):
         self.precision = precision
         self.vector, self.optimizer, self.clip = vector, optimizer, clip
-        self.transforms = owners(methods, "transform")
-        self.extenders = owners(methods, "rows")
-        self.terms = owners(methods, "term")
-        self.corrections = sorted(owners(methods, "gradient"), key=lambda method: _KINDS[method.correction])
-        self.logits = owner(methods, "logits")
-        self.loss = owner(methods, "loss")
+        hooks = _StepHooks(declarations)
+        self.hooks = hooks
         self.usual_loss = usual_loss
-        self.perturber = owner(methods, "perturb")
-        self.flat = bool(self.corrections) or clip > 0 or self.perturber is not None
+        self.flat = bool(hooks.corrections) or clip > 0 or hooks.perturb is not None
         self._groups: dict[tuple[int, tuple[str, ...]], Group] = {}  # by where the vector lies
         self._grad: Tensor | None = None
 
@@ -99,14 +144,19 @@ class Step:
     @property
     def has_hooks(self) -> bool:
         """Whether a method takes part in what is computed before a gradient is corrected."""
-        return bool(self.transforms or self.extenders or self.terms or self.logits or self.loss or self.perturber)
+        return bool(self.hooks.batches or self.hooks.losses or self.hooks.perturb)
 
     def outputs(self, ctx: Context, batch: Batch) -> Outputs:
-        """What the model will make of the batch, changed as methods ask."""
-        for method in self.transforms:
-            batch = returned(method.transform(ctx, batch), Batch, method, "transform", "the batch")
-        more = {m.name: found for m in self.extenders if (found := m.rows(ctx, batch)) is not None}
-        return Outputs(ctx, batch, more) if self.perturber is None else RecordedOutputs(ctx, batch, more)
+        """Return what the model will make of the batch, changed as methods ask."""
+        for name, change in self.hooks.batches:
+            batch = returned(change(ctx.view(name), batch), Batch, name, "batch", "the batch")
+        for name, rows in self.hooks.old_rows:
+            added = rows(ctx, batch)
+            if added is not None:
+                batch.add_rows(name, added)
+        if self.hooks.perturb is None:
+            return Outputs(ctx, batch)
+        return RecordedOutputs(ctx, batch)
 
     def objective(self, ctx: Context, out: Outputs) -> tuple[Tensor, Tensor | None]:
         """What the stage at work descends, and the task loss without added terms if that is a part of it."""
@@ -117,24 +167,21 @@ class Step:
             return self._objective(ctx, out)
 
     def _objective(self, ctx: Context, out: Outputs) -> tuple[Tensor, Tensor | None]:
-        stage, batch = ctx.stage, out.batch
-        task: Tensor | None = None
+        stage = ctx.stage
         if stage.loss is not None:
-            loss = stage.loss(ctx, out, batch)
-        else:
-            loss = task = self.task_loss(ctx, out, batch)
-            for method in self.terms:
-                loss = loss + scalar(method.term(ctx, out, batch), method, "term")
+            loss = self.hooks.stage_loss(ctx, stage.loss, out)
+            return -loss if stage.ascend else loss, None
+        task = loss = self.task_loss(ctx, out)
+        for name, add in self.hooks.terms:
+            loss = scalar(add(ctx.view(name), out, loss), name, "loss")
         return -loss if stage.ascend else loss, task
 
-    def task_loss(self, ctx: Context, out: Outputs, batch: Batch) -> Tensor:
-        """The task's, mean over the batch, unless a method replaces it. The one place that sees changed logits."""
-        if self.loss is not None:
-            return scalar(self.loss.loss(ctx, out, batch), self.loss, "loss")
-        logits = out.logits
-        if self.logits is not None:
-            logits = returned(self.logits.logits(ctx, logits, batch), Tensor, self.logits, "logits", "the logits")
-        return self.usual_loss(logits, batch.targets)
+    def task_loss(self, ctx: Context, out: Outputs) -> Tensor:
+        """Return the task's loss, a mean over the batch, unless a method replaces it."""
+        if self.hooks.loss_owner is None:
+            return self.usual_loss(out.logits, out.batch.targets)
+        name, replace = self.hooks.loss_owner
+        return scalar(replace(ctx.view(name), out, out.zero), name, "loss")
 
     def _descend(self, ctx: Context, stage: Stage, loss: Tensor, second: SecondPass | None) -> None:
         group = self.group(stage.trains)
@@ -154,8 +201,8 @@ class Step:
             position += len(part)
             parts.append(part)
             if run in group.shared:
-                for method in self.corrections:
-                    method.gradient(ctx, part, run)
+                for name, correct in self.hooks.corrections:
+                    correct(ctx.view(name), part, run)
         if self.clip:
             flat.mul_((self.clip / (flat.norm() + 1e-6)).clamp(max=1.0))
         optimizer.step(steps, parts, rate)
@@ -168,10 +215,11 @@ class Step:
                 loss, _ = self.objective(ctx, out)
                 return torch.cat([part.reshape(-1) for part in gradients(loss, group.params)])
 
-        assert self.perturber is not None, "a second pass is prepared for its owner only"
+        assert self.hooks.perturb is not None, "a second pass is prepared for its owner only"
+        name, perturb = self.hooks.perturb
         params = torch.cat([self.vector.data[run] for run in group.runs])
-        changed = self.perturber.perturb(ctx, params, grad, gradient_at)
-        return returned(changed, Tensor, self.perturber, "perturb", "the gradient")
+        changed: Tensor = perturb(ctx.view(name), params, grad, gradient_at)
+        return returned(changed, Tensor, name, "perturb", "the gradient")
 
     def _flatten(self, grads: list[Tensor]) -> Tensor:
         size = sum(grad.numel() for grad in grads)

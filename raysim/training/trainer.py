@@ -11,13 +11,15 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from raysim.api.composition import overrides, own_names, owner, owners
+from raysim.api.client_state import pack, unpack
 from raysim.api.context import Batch, Context, Contribution, Plan, Stage
 from raysim.api.declarations import Finetune, Local, Task
+from raysim.api.declare import Declarations
+from raysim.api.local_job import LocalJob
 from raysim.api.messages import Job
-from raysim.api.method import Method
-from raysim.api.mistakes import State, check_state, returned
+from raysim.api.mistakes import State, StateNames, check_state, check_upload, returned
 from raysim.api.private_state import PrivateState
+from raysim.api.setup import Declared
 from raysim.data.batches import Pipeline
 from raysim.data.partition import CSR
 from raysim.models.classifier import is_stochastic
@@ -74,7 +76,7 @@ class LocalRun:
     """One client at work: what hooks see of it, its cycle of iterations, its batches to come, its losses so far."""
 
     ctx: Context
-    cycle: Sequence[tuple[Stage, ...]]
+    cycle: Sequence[Sequence[Stage]]
     batches: Iterator[Batch]
     losses: list[Tensor] = field(default_factory=list)  # of iterations with the task
     kept: Collection[str] = ()  # names of the private state that it began with
@@ -91,7 +93,7 @@ class Trainer:
         self,
         task: Task,
         vector: Vector,
-        methods: Sequence[Method],
+        declarations: Declarations,
         local: Local,
         inputs: Tensor,
         labels: Tensor,
@@ -100,20 +102,22 @@ class Trainer:
         seed: int,
         precision: torch.dtype | None = None,
     ):
-        self.task, self.vector, self.methods, self.local, self.seed = task, vector, methods, local, seed
+        self.task, self.vector, self.local, self.seed = task, vector, local, seed
+        self.declarations = declarations
         self.inputs, self.partition, self.pipeline = inputs, partition, pipeline
         self.labels = labels.to(task.dtype) if labels.is_floating_point() else labels
         settings = local.settings(), local.clip, task.objective.loss, precision
-        self.step, self.tuner = Step(vector, methods, *settings), Step(vector, (), *settings)
-        self.selector = owner(methods, "select")
-        self.stager = owner(methods, "stages")
-        self.drawers = owners(methods, "draws")
-        self.receivers = owners(methods, "receive")
-        self.planners = owners(methods, "planned")
-        self.finishers = owners(methods, "finish")
-        keeping = [each for each in methods if overrides(each, "state") or each.keep_optimizer]
-        self.keepers = {name for method in keeping for name in own_names(method)}
-        self.keeps = local.keep_optimizer and not any(method.keep_optimizer for method in methods)
+        self.step = Step(vector, declarations, *settings)
+        self.tuner = Step(vector, None, *settings)
+        self.selector = declarations.one("select")
+        self.stager = declarations.one("stages")
+        self.beginners = declarations.filling("begin")
+        self.finishers = declarations.filling("end")
+        self.keepers = StateNames(declarations)
+        asked = any(each.keeps_optimizer for each in declarations.methods)
+        self.keeps = (local.keep_optimizer or asked) and not any(
+            each.old_keeps_optimizer for each in declarations.methods
+        )
         modules = self.modules = [m for network in vector.networks.values() for m in network.modules()]
         self.batchnorm = any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in modules)
         self.tracking: Sequence[nn.Module] = [m for m in modules if getattr(m, "track_running_stats", False)]
@@ -277,32 +281,25 @@ class Trainer:
             base,
             base,
             download,
-            State(state.methods),
+            State(unpack(state.methods)),
         )
+        ctx.views = self._views(ctx)
         ctx.start = state
         self.load(base, counters, state)
         if self.stochastic:
             torch.manual_seed(torch_seed(self.seed, "torch", job.client, job.participation))
-        if self.methods or not all(network.training for network in self.vector.networks.values()):
+        if self.declarations.methods or not all(network.training for network in self.vector.networks.values()):
             self.training(True)  # hooks may have changed the mode of any part; without methods only evaluation does
         if self.keeps:
             ctx.optimizers.resume(
                 {k.removeprefix(OPTIMIZER): v for k, v in ctx.state.items() if k.startswith(OPTIMIZER)}
             )
-        for method in self.receivers:
-            method.receive(ctx)
-        if self.receivers and self.vector.layout.personal:  # frozen networks start from what training starts from
+        for declared, begin in self.beginners:
+            begin(ctx.view(declared.method))
+        if self.beginners and self.vector.layout.personal:  # frozen networks start from what training starts from
             ctx.start = private_state(self.vector, {})
         plan = ctx.plan = prepared[0] if prepared else self._plan(ctx)
-        ctx.draws = {
-            key: self._placed(values)
-            for method in self.drawers
-            for key, values in returned(
-                method.draws(plan, ctx.stream(f"draws.{method.name}")), Mapping, method, "draws", "a mapping"
-            ).items()
-        }
-        for method in self.planners:
-            method.planned(ctx)
+        self._draw(ctx)
         batches = (
             iter(prepared[1])
             if prepared
@@ -310,19 +307,54 @@ class Trainer:
         )
         return LocalRun(
             ctx,
-            ((Stage(),),) if self.stager is None else self.stager.stages(plan),
+            self._cycle(plan),
             batches,
-            kept=state.methods.keys(),
+            kept=set(unpack(state.methods)),
         )
+
+    def _views(self, ctx: Context) -> dict[str, Any]:
+        """Return what the hooks of each method see of a job."""
+        return {
+            each.method: ctx if each.full_names else LocalJob(ctx, each.method)
+            for each in self.declarations.methods
+        }
+
+    def _draw(self, ctx: Context) -> None:
+        """Draw the random tensors that methods declared, and let them prepare their steps."""
+        draws: dict[str, Sequence[Tensor]] = {}
+        for each in self.declarations.methods:
+            if each.old_draws is None and not each.draws:
+                continue
+            generator = ctx.stream(f"draws.{each.method}")
+            if each.old_draws is not None:
+                drawn = each.old_draws(ctx.plan, generator)
+                drawn = returned(drawn, Mapping, each.method, "draws", "a mapping")
+                draws |= {key: self._placed(values) for key, values in drawn.items()}
+            for name, draw in each.draws.items():
+                values = draw(ctx.view(each.method), generator)
+                draws[f"{each.method}.{name}"] = self._placed(values)
+        ctx.draws = draws
+        for each in self.declarations.methods:
+            if each.old_planned is not None:
+                each.old_planned(ctx)
+
+    def _cycle(self, plan: Plan) -> Sequence[Sequence[Stage]]:
+        """Return the stages of each step, over and over."""
+        if self.stager is None or self.stager.stages is None:
+            return ((Stage(),),)
+        return self.stager.stages(plan)
 
     def end(self, work: LocalRun) -> None:
         """Let the methods finish: afterwards the context holds upload, losses and what they keep."""
         ctx = work.ctx
         ctx.losses = torch.stack(work.losses) if work.losses else torch.empty(0)
-        for method in self.finishers:
-            method.finish(ctx)
-        if self.finishers:
+        for declared, end in self.finishers:
+            end(ctx.view(declared.method))
+        if self.finishers or self.beginners:
             check_state(ctx.state, work.kept, self.keepers)
+            check_upload(ctx.upload, self.declarations)
+        if ctx.state:
+            ctx.state = pack(ctx.state)
         if self.keeps:
             ctx.state |= {f"{OPTIMIZER}{key}": value for key, value in ctx.optimizers.save().items()}
 
@@ -373,7 +405,7 @@ class Trainer:
             self.local, samples, chosen, stream(self.seed, "batches", client, participation), self.batchnorm
         )
 
-    def _selected(self, selector: Method, ctx: Context) -> list[np.ndarray]:
+    def _selected(self, selector: Declared, ctx: Context) -> list[np.ndarray]:
         """What a method selects for each epoch (or phase); nothing if it takes all samples.
 
         Ascending, so that the shuffle depends on what was selected and not on how it was ranked.
@@ -381,12 +413,14 @@ class Trainer:
         parts = self.local.epochs or min(self.local.phases, self.local.steps or 1)
         chosen: list[np.ndarray] = []
         for part in range(1, parts + 1):
-            if (positions := selector.select(ctx, part, parts)) is None:
+            assert selector.select is not None, "only a method that selects is asked"
+            positions = selector.select(ctx.view(selector.method), part, parts)
+            if positions is None:
                 break
             chosen.append(np.sort(positions))
         if 0 < len(chosen) < parts:
             raise ValueError(
-                f"method '{selector.name}' selected samples for {len(chosen)} of {parts} epochs: `select` returns "
+                f"method '{selector.method}' selected samples for {len(chosen)} of {parts} epochs: `select` returns "
                 "positions for all epochs of a job, or None for all"
             )
         return chosen

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import yaml
+from tiny_runs import check_composition
 
-from raysim.api.composition import check_composition
 from raysim.commands.papers.presets import PAPER_RUNS, Command
 from raysim.commands.papers.tables import Cell, Table, tables
 from raysim.data.federated import FederatedData
@@ -164,7 +164,7 @@ def test_the_methods_of_every_row_can_be_made_and_combined(methods: tuple[str, .
         ("groupdro", {"step_size": 0.01, "batches": "first", "prior": "uniform"}),
         ("mixup", {"alpha": 0.2}),
         ("fedmix", {"lam": 0.1, "samples_per_mean": 10, "pairs": "each", "taylor_scale": "paper"}),
-        ("vhl", {"alpha": 1.0, "gamma": 1.0, "kappa": 0.1, "temperature": 0.07, "batch": 32, "virtual": 2000}),
+        ("vhl", {"alpha": 1.0, "gamma": 1.0, "kappa": 0.1, "temperature": 0.07, "virtual_batch": 32, "virtual": 2000}),
         ("fedcm", {"alpha": 0.1}),
         ("feddecorr", {"beta": 0.1, "variant": "fedbr"}),
         ("fedntd", {"beta": 1.0, "temperature": 1.0}),

@@ -319,9 +319,10 @@ def test_all_runs_share_one_ray_which_a_failed_run_takes_along(monkeypatch: pyte
 
 DYING = """
 import os
+from raysim.api.hooked_method import HookedMethod
 from raysim.api.method import Method
 
-class Dying(Method):
+class Dying(HookedMethod):
     name = "dying"
     def absorb(self, updates, server):
         os.kill(os.getpid(), 9)

@@ -55,10 +55,11 @@ ALONE = (
 )
 RUN = ("runtime.hosts=1", *ALONE)
 MINE = """
+from raysim.api.hooked_method import HookedMethod
 from raysim.api.method import Method
 
 
-class Broken(Method):
+class Broken(HookedMethod):
     name = "broken"
     paper = "a test"
 
@@ -66,7 +67,7 @@ class Broken(Method):
         raise ValueError("no gradient today")
 
 
-class Harmless(Method):
+class Harmless(HookedMethod):
     name = "harmless"
     paper = "a test"
 """

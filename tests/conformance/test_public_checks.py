@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from raysim import CSR, Fleet, Method, ModelRecipe, Observer, Partition, Partitioner, Raw, Source
+from raysim.api.hooked_method import HookedMethod
 from raysim.conformance import Study, checks
 from raysim.data.partition import IID
 from raysim.data.sources import Synthetic
@@ -79,7 +80,7 @@ class Masked(Greedy):
     sent = "other.mean"
 
 
-class Hooked(Method):
+class Hooked(HookedMethod):
     """Has an argument with the name of a hook."""
 
     name = "hooked"

@@ -19,7 +19,7 @@ from tiny_runs import NormedMlp
 from torch import nn
 
 import raysim
-from raysim.api.method import Method
+from raysim.api.hooked_method import HookedMethod
 from raysim.data.arrays import Arrays
 from raysim.data.partition import IID, Dirichlet
 from raysim.data.sources import Synthetic
@@ -64,11 +64,11 @@ class Twice(FedProx):
         super().__init__(2 * mu)
 
 
-class Nameless(Method):
+class Nameless(HookedMethod):
     """Nobody can tell it from another."""
 
 
-class Numbered(Method):
+class Numbered(HookedMethod):
     """Has no text for a name."""
 
     name = 7  # type: ignore[assignment]

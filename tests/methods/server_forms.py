@@ -13,6 +13,7 @@ from tiny_runs import Block
 from torch import Tensor, nn
 
 from raysim.api.declarations import Task
+from raysim.api.hooked_method import HookedMethod
 from raysim.api.messages import Published, SingleUpdate
 from raysim.api.method import Method
 from raysim.api.server_view import Aggregation
@@ -126,7 +127,7 @@ def buffered(random: np.random.Generator) -> Pair:
     return got, want
 
 
-class Weights(Method):
+class Weights(HookedMethod):
     """Keeps the weights that an aggregation ends with."""
 
     name = "weights"

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tiny_runs import LOCAL, MLP, SEED, run, run_spec
+from tiny_runs import LOCAL, MLP, SEED, check_composition, run, run_spec
 
-from raysim.api.composition import SLOTS, check_composition, overrides
+from raysim.api.composition import HOOKS, fills
 from raysim.api.method import parameters
 from raysim.data.federated import FederatedData, federate, pooled
 from raysim.data.partition import CSR, IID, Dirichlet, Partition
@@ -34,7 +34,7 @@ def population(clients: int = 4) -> FederatedData:
 
 def test_it_asks_for_pooled_data_and_does_nothing_else() -> None:
     assert Centralized.name == "centralized" and Centralized.pools
-    assert not any(overrides(Centralized(), slot) for slot in SLOTS) and not parameters(Centralized())
+    assert not any(fills(Centralized(), hook) for hook in HOOKS) and not parameters(Centralized())
 
 
 @pytest.mark.parametrize("method", [FedBN(), LocalTraining(), PartialFed(), PFedAvg(), PFedAvg("finetune")])

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from raysim.api.context import Batch, Context
 from raysim.api.declarations import Local, Task
+from raysim.api.hooked_method import HookedMethod
 from raysim.api.messages import Job
-from raysim.api.method import Method
 from raysim.methods import dann
 from raysim.methods.dann import DISCRIMINATOR, Dann
 from raysim.simulation.schedule import Synchronous
@@ -30,7 +30,7 @@ PLAIN = Local(lr=0.1, batch=8, epochs=2)
 TASK = Task((1, 8, 8), 5, 6)
 
 
-class Watch(Method):
+class Watch(HookedMethod):
     """Keeps the batches of every job, and the vector before each step and after the last."""
 
     name = "watch"

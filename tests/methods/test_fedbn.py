@@ -29,6 +29,7 @@ from tiny_runs import (
 from torch import Tensor, nn
 
 from raysim.api.context import Context, Own
+from raysim.api.hooked_method import HookedMethod
 from raysim.api.method import Method
 from raysim.data.federated import FederatedData, federate
 from raysim.data.partition import IID
@@ -151,7 +152,7 @@ def test_shared_counters_take_the_maximum_over_the_clients(scope: Any) -> None:
     assert np.array_equal(found.coordinator.server.counters.numpy(), np.max(counted, axis=0))
 
 
-class Starts(Method):
+class Starts(HookedMethod):
     """Keeps the vector with which every participation starts."""
 
     name = "starts"

@@ -32,8 +32,8 @@ from torch import Tensor, nn
 
 from raysim.api.context import Batch, Context, Outputs
 from raysim.api.declarations import Local, Task
+from raysim.api.hooked_method import HookedMethod
 from raysim.api.messages import Job
-from raysim.api.method import Method
 from raysim.data.partition import CSR
 from raysim.data.sources import Source, Synthetic
 from raysim.experiment.instantiate import build
@@ -63,7 +63,7 @@ def mixture(cls: type[FedBR] = FedBR, **settings: Any) -> FedBR:
     )
 
 
-class Watch(Method):
+class Watch(HookedMethod):
     """Keeps the context of every job and the pseudo-data that it started with."""
 
     name = "watch"
@@ -428,7 +428,7 @@ def test_without_the_max_step_the_projector_stays_as_received_in_all_rounds() ->
 
 
 def test_pseudo_data_are_no_part_of_the_running_statistics() -> None:
-    class Look(Method):
+    class Look(HookedMethod):
         name, paper = "look", "a test"
 
         def finish(self, ctx: Context) -> None:

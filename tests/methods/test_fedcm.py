@@ -15,6 +15,7 @@ from torch import Tensor
 
 from raysim.api.context import Batch, Context
 from raysim.api.declarations import Local, Task
+from raysim.api.hooked_method import HookedMethod
 from raysim.api.messages import Job
 from raysim.api.method import Method
 from raysim.api.server_view import Aggregation
@@ -31,7 +32,7 @@ ALL = Synchronous(6)
 WHOLE = Local(lr=0.5, epochs=None, steps=1, batch=1000)  # one step on all of a client's samples
 
 
-class Watch(Method):
+class Watch(HookedMethod):
     """Keeps the batches of all jobs, and what the server had and made at every aggregation."""
 
     name = "watch"

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tiny_runs import BUFFER, LOCAL, MLP, NORMED_MLP, ROUNDS, Ran, coordinate, run, run_spec, same
+from tiny_runs import BUFFER, LOCAL, MLP, NORMED_MLP, ROUNDS, Ran, check_composition, coordinate, run, run_spec, same
 from torch import Tensor
 
-from raysim.api.composition import check_composition
+from raysim.api.hooked_method import HookedMethod
 from raysim.api.method import Method
 from raysim.api.server_view import Aggregation
 from raysim.methods import fedexp
@@ -113,7 +113,7 @@ def test_a_squared_norm_in_blocks_is_that_of_the_whole(size: int) -> None:
 # --- in a run -----------------------------------------------------------------------------------------------------
 
 
-class Watch(Method):
+class Watch(HookedMethod):
     """Keeps what every step was made of; the last method of a list."""
 
     name = "watch"
@@ -181,7 +181,7 @@ def test_a_run_takes_the_steps_of_the_formula_over_shared_trainable_parameters(s
 
 
 def test_it_measures_the_mean_update_before_another_method_mixes_it() -> None:
-    class Doubled(Method):
+    class Doubled(HookedMethod):
         name, paper = "doubled", "a test"
 
         def mix(self, direction: Tensor, aggregation: Aggregation, server: Any) -> Tensor:

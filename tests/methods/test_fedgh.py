@@ -8,10 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tiny_runs import BUFFER, NORMED_MLP, ROUNDS, run, run_spec
+from tiny_runs import BUFFER, NORMED_MLP, ROUNDS, check_composition, run, run_spec
 from torch import Tensor, nn
 
-from raysim.api.composition import check_composition
 from raysim.api.declarations import Task
 from raysim.api.messages import SingleUpdate
 from raysim.api.method import Method

@@ -11,10 +11,22 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from tiny_runs import BUFFER, LOCAL, MLP, NORMED_MLP, ROUNDS, coordinate, ran, run, run_spec, same, tiny
+from tiny_runs import (
+    BUFFER,
+    LOCAL,
+    MLP,
+    NORMED_MLP,
+    ROUNDS,
+    check_composition,
+    coordinate,
+    ran,
+    run,
+    run_spec,
+    same,
+    tiny,
+)
 from torch import Tensor
 
-from raysim.api.composition import check_composition
 from raysim.api.context import Batch, Context, Outputs
 from raysim.api.declarations import Local
 from raysim.api.method import Method
@@ -232,7 +244,7 @@ def test_outputs_that_are_no_classes_have_no_margin() -> None:
             assert ctx.kept["fedlc.shifts"].shape == (10,)
             assert not ctx.kept["fedlc.shifts"][5:].any()
 
-    assert not run(run_spec(Watched(), Vhl(batch=4, virtual=10))).failures
+    assert not run(run_spec(Watched(), Vhl(virtual_batch=4, virtual=10))).failures
 
 
 def others() -> list[Any]:

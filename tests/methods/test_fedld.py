@@ -10,10 +10,9 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from tiny_runs import BUFFER, LOCAL, NORMED_MLP, ROUNDS, run, run_spec, same
+from tiny_runs import BUFFER, LOCAL, NORMED_MLP, ROUNDS, check_composition, run, run_spec, same
 from torch import Tensor, nn
 
-from raysim.api.composition import check_composition
 from raysim.api.declarations import Task
 from raysim.api.messages import SingleUpdate
 from raysim.api.method import Method

@@ -20,6 +20,7 @@ from tiny_runs import (
     NORMED,
     ROUNDS,
     Spy,
+    check_composition,
     coordinate,
     ran,
     run,
@@ -31,7 +32,6 @@ from tiny_runs import (
 )
 from torch import Tensor, nn
 
-from raysim.api.composition import check_composition
 from raysim.api.context import Batch, Context
 from raysim.api.declarations import Local, Task
 from raysim.api.method import Method
@@ -391,7 +391,7 @@ PARTNERS = {
     "feddecorr": FedDecorr,
     "fedntd": FedNTD,
     "moon": Moon,
-    "vhl": lambda: Vhl(batch=8, virtual=20),
+    "vhl": lambda: Vhl(virtual_batch=8, virtual=20),
 }
 
 

@@ -13,12 +13,26 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from tiny_runs import MLP, NORMED_MLP, SEED, Ran, Spy, coordinate, ran, run, run_spec, setup, taking_part, tiny
+from tiny_runs import (
+    MLP,
+    NORMED_MLP,
+    SEED,
+    Ran,
+    Spy,
+    check_composition,
+    coordinate,
+    ran,
+    run,
+    run_spec,
+    setup,
+    taking_part,
+    tiny,
+)
 from torch import Tensor, nn
 
-from raysim.api.composition import check_composition
 from raysim.api.context import Batch, Context, Own, Plan, Stage
 from raysim.api.declarations import Local, Task
+from raysim.api.hooked_method import HookedMethod
 from raysim.api.messages import Job, Update
 from raysim.api.method import Method
 from raysim.api.private_state import PrivateState
@@ -305,7 +319,7 @@ def test_small_weights_are_cut_off_and_the_rest_sums_to_one() -> None:
 # --- the phases -----------------------------------------------------------------------------------------------------
 
 
-class Watch(Method):
+class Watch(HookedMethod):
     """Keeps the batches of every job, and all that the model holds before each step and after the last."""
 
     name = "watch"
@@ -494,7 +508,7 @@ def test_in_the_first_round_there_is_nothing_to_align_with() -> None:
 # --- the heads ------------------------------------------------------------------------------------------------------
 
 
-class Alternation(Method):
+class Alternation(HookedMethod):
     """FedRep-like: a personal head, trained for the first of three epochs; then the extractor. Nothing else."""
 
     name = "alternation"

@@ -14,14 +14,14 @@ from torch import Tensor
 
 from raysim.api.context import Context
 from raysim.api.declarations import FORWARD
-from raysim.api.method import Method
+from raysim.api.hooked_method import HookedMethod
 from raysim.methods.fedrep import FedRep, head_steps
 from raysim.simulation.schedule import Synchronous
 
 HEAVY = replace(LOCAL, momentum=0.9, weight_decay=0.5, epochs=3)
 
 
-class Watching(Method):
+class Watching(HookedMethod):
     """Keeps the model as it is in each step, once its statistics moved."""
 
     name = "watching"

@@ -12,10 +12,9 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from tiny_runs import BUFFER, LOCAL, NORMED_MLP, ROUNDS, Bare, run, run_spec, same, tiny
+from tiny_runs import BUFFER, LOCAL, NORMED_MLP, ROUNDS, Bare, check_composition, run, run_spec, same, tiny
 from torch import Tensor
 
-from raysim.api.composition import check_composition
 from raysim.api.context import Batch, Context
 from raysim.api.method import Method
 from raysim.data.partition import CSR, Partition

@@ -10,9 +10,8 @@ import torch
 from tiny_runs import NORMED, NORMED_MLP, run, run_spec, taking_part
 from torch import Tensor, nn
 
-from raysim.api.composition import overrides
 from raysim.api.context import Batch, Context, Outputs, Stage
-from raysim.api.method import Method
+from raysim.api.hooked_method import HookedMethod, overrides
 from raysim.methods.fedbn import FedBN
 from raysim.methods.fedsam import FedSAM, adaptive_shift, sharpness_shift
 from raysim.training.step import Step
@@ -23,7 +22,7 @@ A = torch.tensor([[3.0, 1.0, 0.0], [1.0, 2.0, 0.5], [0.0, 0.5, 1.0]], dtype=torc
 THETA = torch.tensor([1.0, -2.0, 0.5], dtype=torch.float64)
 
 
-class Quadratic(Method):
+class Quadratic(HookedMethod):
     """F(theta) = theta' A theta / 2."""
 
     name = "quadratic"

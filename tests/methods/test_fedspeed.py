@@ -7,7 +7,7 @@ import pytest
 import torch
 from tiny_runs import NORMED_MLP, Spy, coordinate, ran, run_spec
 
-from raysim.api.composition import overrides
+from raysim.api.hooked_method import HookedMethod, overrides
 from raysim.api.messages import SingleUpdate
 from raysim.api.method import Method
 from raysim.methods.fedprox import FedProx
@@ -24,7 +24,7 @@ def first_round(*methods: Method) -> dict[int, np.ndarray]:
     return {update.client: update.delta[:trained] for update in spy.updates if isinstance(update, SingleUpdate)}
 
 
-class Single(Method):
+class Single(HookedMethod):
     """Asks for single updates, all of the same weight."""
 
     name = "single"

@@ -8,12 +8,25 @@ from typing import Any, cast
 import pytest
 import torch
 import torch.nn.functional as F
-from tiny_runs import BUFFER, LOCAL, MLP, NORMED_MLP, ROUNDS, Spy, coordinate, ran, run, run_spec, several
+from tiny_runs import (
+    BUFFER,
+    LOCAL,
+    MLP,
+    NORMED_MLP,
+    ROUNDS,
+    Spy,
+    check_composition,
+    coordinate,
+    ran,
+    run,
+    run_spec,
+    several,
+)
 from torch import Tensor, nn
 from torch.distributions import Normal, kl_divergence
 
-from raysim.api.composition import check_composition
 from raysim.api.declarations import Evaluation, Finetune, Task
+from raysim.api.hooked_method import HookedMethod
 from raysim.api.method import Method
 from raysim.methods import fedsr
 from raysim.methods.dann import Dann
@@ -149,7 +162,7 @@ class Half(nn.Module):
         return x.chunk(2, dim=1)[0]
 
 
-class Mapped(Method):
+class Mapped(HookedMethod):
     """Only the network of `Sure`, without anything stochastic in it."""
 
     name = "fedsr"

@@ -36,6 +36,7 @@ from torch import Tensor, nn
 
 from raysim.api.context import Batch, Context, Outputs
 from raysim.api.declarations import Local, Task
+from raysim.api.hooked_method import HookedMethod
 from raysim.api.messages import Job
 from raysim.api.method import Method
 from raysim.data.federated import FederatedData
@@ -186,7 +187,7 @@ def test_the_networks_have_the_sizes_of_the_papers() -> None:
 # --- one job ------------------------------------------------------------------------------------------------------
 
 
-class Watch(Method):
+class Watch(HookedMethod):
     """Keeps batches, and what jobs start from and end with; the last method of a list."""
 
     name = "watch"
@@ -568,7 +569,7 @@ def test_a_client_comes_back_with_what_it_left_with_however_long_it_was_away(kee
 
 
 def test_kept_optimisers_go_on_counting_and_fresh_ones_begin_anew() -> None:
-    class Count(Method):
+    class Count(HookedMethod):
         name, paper = "count", "a test"
 
         def finish(self, ctx: Context) -> None:
@@ -588,7 +589,7 @@ def test_kept_optimisers_go_on_counting_and_fresh_ones_begin_anew() -> None:
 
 
 def test_a_run_may_keep_the_optimisers_of_every_method_and_then_counts_alone_the_steps_of_a_job() -> None:
-    class Count(Method):
+    class Count(HookedMethod):
         name, paper = "count", "a test"
 
         def finish(self, ctx: Context) -> None:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from raysim.api.context import Batch, Context
 from raysim.api.declarations import Local
+from raysim.api.hooked_method import HookedMethod
 from raysim.api.method import Method
 from raysim.api.server_view import Aggregation
 from raysim.methods.dann import Dann
@@ -32,7 +33,7 @@ LOG_WEIGHTS = "groupdro.log_weights"
 LOCAL = Local(lr=0.05, momentum=0.9, batch=8, epochs=2)
 
 
-class Watch(Method):
+class Watch(HookedMethod):
     """Keeps what the server saw and knew at every aggregation, and what the received model makes of first batches."""
 
     name = "watch"

@@ -10,10 +10,24 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tiny_runs import BLOCKS, BUFFER, LOCAL, MLP, NORMED, NORMED_MLP, ROUNDS, Ran, run, run_spec, same, setup
+from tiny_runs import (
+    BLOCKS,
+    BUFFER,
+    LOCAL,
+    MLP,
+    NORMED,
+    NORMED_MLP,
+    ROUNDS,
+    Ran,
+    check_composition,
+    run,
+    run_spec,
+    same,
+    setup,
+)
 from torch import Tensor
 
-from raysim.api.composition import check_composition
+from raysim.api.hooked_method import HookedMethod
 from raysim.api.method import Method
 from raysim.api.server_view import Aggregation
 from raysim.methods import inco
@@ -197,7 +211,7 @@ def test_a_target_takes_no_source_of_another_shape_prefix_or_stage() -> None:
 TARGETS = [f"extractor.layer1.1.conv{number}.weight" for number in (1, 2)]
 
 
-class Watch(Method):
+class Watch(HookedMethod):
     """Keeps the mean update before and after InCo; one on either side of it."""
 
     name = "watch"
@@ -247,7 +261,7 @@ def test_it_mixes_the_targets_of_a_runs_mean_update_and_nothing_else(granularity
 
 
 def test_personal_tensors_are_neither_targets_nor_sources() -> None:
-    class Keep(Method):
+    class Keep(HookedMethod):
         name, paper = "keep", "a test"
 
         def personal(self, networks: Any) -> Sequence[str]:
@@ -316,7 +330,7 @@ def test_a_resumed_run_has_the_bits_and_the_history_of_a_straight_one(schedule: 
 
 @pytest.mark.parametrize("name", ["fedcda", "fedasync"])
 def test_methods_without_a_mean_update_are_refused(name: str) -> None:
-    class Other(Method):
+    class Other(HookedMethod):
         paper = "a test"
 
     Other.name = name

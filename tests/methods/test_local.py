@@ -14,8 +14,8 @@ from torch import Tensor
 
 from raysim.api.context import Context
 from raysim.api.declarations import Local
+from raysim.api.hooked_method import HookedMethod
 from raysim.api.messages import SummedUpdate
-from raysim.api.method import Method
 from raysim.data.federated import FederatedData
 from raysim.data.partition import CSR, Partition
 from raysim.methods.dann import Dann
@@ -33,7 +33,7 @@ def population(*clients: int) -> FederatedData:
     return replace(tiny(), partition=Partition(train, test), central=np.empty(0, np.int64))
 
 
-class Watch(Method):
+class Watch(HookedMethod):
     """Keeps what every participation ended with."""
 
     name = "watch"
@@ -99,7 +99,7 @@ def test_a_clients_model_depends_on_its_own_data_and_turn_alone(name: str, keep:
 
 
 def test_all_clients_start_from_the_common_initial_model() -> None:
-    class Look(Method):
+    class Look(HookedMethod):
         name, paper = "look", "a test"
 
         def receive(self, ctx: Context) -> None:

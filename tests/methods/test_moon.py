@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from raysim.api.context import Batch, Context, Outputs
 from raysim.api.declarations import Local
+from raysim.api.hooked_method import HookedMethod
 from raysim.api.messages import Job
-from raysim.api.method import Method
 from raysim.methods import moon
 from raysim.methods.mixup import Mixup
 from raysim.methods.moon import Moon
@@ -25,7 +25,7 @@ from raysim.vectors.layout import Layout, Vector
 PREVIOUS = "moon.previous"
 
 
-class Watch(Method):
+class Watch(HookedMethod):
     """Keeps every job's context, what it started from, and what it ended with; the last method of a list."""
 
     name = "watch"
@@ -96,7 +96,7 @@ def test_without_an_earlier_participation_there_is_no_contrast() -> None:
 
 
 def test_at_weight_zero_it_is_fedavg_on_the_network_with_the_projection() -> None:
-    class Headed(Method):
+    class Headed(HookedMethod):
         name, paper = "moon", "its network alone"
 
         def model(self, task: Any, model: nn.Module) -> nn.Module:
@@ -156,7 +156,7 @@ def test_a_job_leaves_its_frozen_models_as_they_were_and_without_gradient(
         assert z.requires_grad and not z_global.requires_grad and not z_previous.requires_grad
         return original(z, z_global, z_previous, temperature)
 
-    class Look(Method):
+    class Look(HookedMethod):
         name, paper = "look", "a test"
 
         def finish(self, ctx: Context) -> None:
@@ -180,7 +180,7 @@ def test_a_job_leaves_its_frozen_models_as_they_were_and_without_gradient(
 def test_frozen_models_do_not_touch_the_running_statistics_of_the_one_in_training() -> None:
     steps = []
 
-    class Look(Method):
+    class Look(HookedMethod):
         name, paper = "look", "a test"
 
         def receive(self, ctx: Context) -> None:

@@ -31,6 +31,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from raysim.api.context import Context, Own
+from raysim.api.hooked_method import HookedMethod
 from raysim.api.messages import Job, SingleUpdate
 from raysim.api.method import Method
 from raysim.data.federated import FederatedData, federate
@@ -65,7 +66,7 @@ def population(clients: int = 4) -> FederatedData:
     return federate(Synthetic(samples=120, test_samples=20, classes=5), IID(clients=clients, test_fraction=0.2), SEED)
 
 
-class Watch(Method):
+class Watch(HookedMethod):
     """Keeps where every participation started and ended; listed behind PartialFed."""
 
     name = "watch"
@@ -258,7 +259,7 @@ def test_an_update_is_the_difference_to_the_shared_model_not_to_the_mixed_start(
 def test_frozen_models_and_rankings_refer_to_the_mixed_start() -> None:
     seen: list[Tensor] = []
 
-    class Look(Method):
+    class Look(HookedMethod):
         name, paper = "look", "a test"
 
         def receive(self, ctx: Context) -> None:
@@ -277,7 +278,7 @@ def test_frozen_models_and_rankings_refer_to_the_mixed_start() -> None:
     assert torch.allclose(losses, torch.cat(own)), "FedBSS is listed behind PartialFed"
 
 
-class FirstGradient(Method):
+class FirstGradient(HookedMethod):
     """Keeps the first gradient of a job, as other methods corrected it."""
 
     name, paper, correction = "first", "a test", "mix"
@@ -496,7 +497,7 @@ def test_a_clients_own_model_is_what_it_trained_last_and_the_shared_one_before_t
 
 
 def test_a_client_whose_first_participation_failed_is_scored_with_the_shared_model() -> None:
-    class Failing(Method):
+    class Failing(HookedMethod):
         name, paper = "failing", "a test"
 
         def finish(self, ctx: Context) -> None:

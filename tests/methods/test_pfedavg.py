@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tiny_runs import BUFFER, LOCAL, NORMED, NORMED_MLP, ROUNDS, SEED, private, run, run_spec, same
+from tiny_runs import BUFFER, LOCAL, NORMED, NORMED_MLP, ROUNDS, SEED, check_composition, private, run, run_spec, same
 
-from raysim.api.composition import check_composition, overrides
 from raysim.api.context import Context, Own
 from raysim.api.declarations import Evaluation, Finetune
+from raysim.api.hooked_method import HookedMethod, overrides
 from raysim.api.messages import Job, Published, Task
 from raysim.api.method import Method
 from raysim.data.federated import FederatedData, federate
@@ -67,7 +67,7 @@ def test_fine_tuning_keeps_nothing(mode: str) -> None:
 # --- after_local --------------------------------------------------------------------------------------------------
 
 
-class Watch(Method):
+class Watch(HookedMethod):
     """Keeps what every client trained last."""
 
     name = "watch"
@@ -123,7 +123,7 @@ def test_a_client_that_never_trained_is_judged_on_the_shared_model() -> None:
 
 
 def test_a_failed_first_participation_leaves_a_client_with_the_shared_model() -> None:
-    class Failing(Method):
+    class Failing(HookedMethod):
         name, paper = "failing", "a test"
 
         def receive(self, ctx: Context) -> None:

@@ -16,6 +16,7 @@ from tiny_runs import (
     NORMED_MLP,
     ROUNDS,
     Spy,
+    check_composition,
     coordinate,
     ran,
     run,
@@ -28,7 +29,6 @@ from tiny_runs import (
 )
 from torch import Tensor
 
-from raysim.api.composition import check_composition
 from raysim.api.context import Batch, Context, Outputs
 from raysim.api.declarations import Local, Task
 from raysim.api.method import Method
@@ -46,7 +46,7 @@ from raysim.simulation.fleet import Ideal
 from raysim.training.host import Host
 from raysim.training.run_spec import RunSpec, build_networks
 
-SMALL: dict[str, Any] = {"batch": 6, "virtual": 20}
+SMALL: dict[str, Any] = {"virtual_batch": 6, "virtual": 20}
 NONE: dict[str, Any] = SMALL | {"alpha": 0.0, "gamma": 0.0, "kappa": 0.0}
 CLASSES = 5
 
@@ -204,7 +204,7 @@ def test_a_step_draws_different_virtual_images_and_all_offsets() -> None:
     rows, offsets, flips = drawn[:, 0], drawn[:, 1:3], drawn[:, 3]
     assert all(len(set(step)) == 6 for step in rows.tolist()) and set(rows.unique().tolist()) == set(range(20))
     assert set(offsets.unique().tolist()) == set(range(9)) and set(flips.unique().tolist()) == {0, 1}
-    fewer = Vhl(batch=20, virtual=20).draws(Plan(), np.random.default_rng(0))["vhl.views"]  # type: ignore[arg-type]
+    fewer = Vhl(virtual_batch=20, virtual=20).draws(Plan(), np.random.default_rng(0))["vhl.views"]  # type: ignore[arg-type]
     assert sorted(fewer[0][0].tolist()) == list(range(20))
 
 
@@ -231,8 +231,8 @@ def test_the_virtual_set_is_the_same_after_a_resume(tmp_path: Any) -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"batch": 32, "virtual": 20}, r"method\.vhl\.batch=32 .* set method\.vhl\.batch=20 or less"),
-        ({"batch": 2, "virtual": 4}, r"method\.vhl\.virtual=4 .* 5 classes: set method\.vhl\.virtual=5 or more"),
+        ({"virtual_batch": 32, "virtual": 20}, r"method\.vhl\.virtual_batch=32 .* set method\.vhl\.virtual_batch=20 or less"),
+        ({"virtual_batch": 2, "virtual": 4}, r"method\.vhl\.virtual=4 .* 5 classes: set method\.vhl\.virtual=5 or more"),
     ],
 )
 def test_a_virtual_set_that_is_too_small_is_refused(settings: dict[str, int], message: str) -> None:
@@ -240,7 +240,7 @@ def test_a_virtual_set_that_is_too_small_is_refused(settings: dict[str, int], me
     with pytest.raises(ValueError, match=message):
         Vhl(**settings).check(setup(task, LOCAL, {}))
     assert not Vhl(**(NONE | settings)).check(setup(task, LOCAL, {}))
-    assert not Vhl(batch=5, virtual=5).check(setup(task, LOCAL, {}))
+    assert not Vhl(virtual_batch=5, virtual=5).check(setup(task, LOCAL, {}))
 
 
 # --- the step -------------------------------------------------------------------------------------------------------

@@ -21,6 +21,7 @@ from rich.console import Console
 from tiny_runs import FOLDERS, NORMED, changed, coordinate, even, ran, run, run_spec, several, tiny
 
 from raysim.api.declarations import Evaluation
+from raysim.api.hooked_method import HookedMethod
 from raysim.api.method import Method
 from raysim.data.dataset import copied
 from raysim.experiment.execute import build
@@ -128,7 +129,7 @@ def test_jobs_and_private_states_share_a_gpu() -> None:
     assert gib(need.job) == "1.3 GiB" and gib(300 * 2**20) == "300 MiB" and gib(139 * GIB) == "139 GiB"
 
 
-class Seen(Method):
+class Seen(HookedMethod):
     """Writes down who trains."""
 
     name = "seen"
@@ -219,7 +220,7 @@ class Hidden(PosixPath):
         return "SECOND_NODE" not in os.environ and super().exists()
 
 
-class Failing(Method):
+class Failing(HookedMethod):
     name = "failing"
 
     def receive(self, ctx: Any) -> None:

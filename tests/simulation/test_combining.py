@@ -11,6 +11,7 @@ from test_deaths import Mortal
 from tiny_runs import NORMED_MLP, Ran, changed, coordinate, even, ran, run_spec, several
 
 from raysim.api.context import Context
+from raysim.api.hooked_method import HookedMethod
 from raysim.api.method import Method
 from raysim.runtime.inprocess import InProcess
 from raysim.simulation import combining
@@ -40,7 +41,7 @@ def test_parts_follow_each_other_through_the_nodes() -> None:
     assert order.index((0, 1)) < order.index((1, 0)) < order.index((2, 0)) < order.index((1, 2))
 
 
-class Sick(Method):
+class Sick(HookedMethod):
     """Some clients fail, among them a whole group and the first of another."""
 
     name = "sick"

@@ -18,6 +18,7 @@ from tiny_runs import LOCAL, MLP, NORMED, Ran, changed, coordinate, ran, run, ru
 from torch import Tensor
 
 from raysim.api.declarations import Evaluation, Local
+from raysim.api.hooked_method import HookedMethod
 from raysim.api.method import Method
 from raysim.api.server_view import Aggregation
 from raysim.methods.fedbn import FedBN
@@ -39,7 +40,7 @@ from raysim.training.run_spec import Faults, RunSpec
 SCHEDULES = {"rounds": Synchronous(3), "buffer": Buffered(concurrency=4, size=2)}
 METHODS: dict[str, Callable[[], list[Method]]] = {
     "sums on hosts": lambda: [],
-    "images for all": lambda: [Vhl(batch=4, virtual=20), FedMix(means=4, samples_per_mean=3)],  # contribute, and keep
+    "images for all": lambda: [Vhl(virtual_batch=4, virtual=20), FedMix(means=4, samples_per_mean=3)],  # contribute, and keep
     "upload and state": lambda: [Scaffold()],
     "state and personal models": lambda: [FedBN(), FedBSS(warmup_rounds=1, refresh=2)],
 }
@@ -199,7 +200,7 @@ def test_one_that_dies_at_every_call_ends_the_run_with_a_sentence() -> None:
 
 
 # --- actors -----------------------------------------------------------------------------------------------------------
-class Deadly(Method):
+class Deadly(HookedMethod):
     """Ends its process so many times in all, at a client's job; a folder counts."""
 
     name = "deadly"
@@ -262,7 +263,7 @@ def test_an_actor_that_is_stopped_is_replaced_and_the_bits_are_the_same(ray_sess
     assert sum(int(row["host_deaths"] or 0) for row in found.rows) == 1
 
 
-class Halting(Method):
+class Halting(HookedMethod):
     """Stops the process of the coordinator in the second round."""
 
     name = "halting"

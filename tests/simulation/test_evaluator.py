@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 from raysim.api.context import Own
 from raysim.api.declarations import Evaluation, Finetune, Local
+from raysim.api.hooked_method import HookedMethod
 from raysim.api.method import Method
 from raysim.api.server_view import Server
 from raysim.data.federated import FederatedData, federate, pooled
@@ -49,7 +50,7 @@ def apart(clients: int = 4) -> FederatedData:
     return federate(source, IID(clients=clients, test_fraction=0.2), SEED)
 
 
-class Doubled(Method):
+class Doubled(HookedMethod):
     """A client's own model is the shared one with other weights; the shared one stays a model."""
 
     name = "doubled"
@@ -69,7 +70,7 @@ class Dropping(NormedMlp):
         return nn.Sequential(network, nn.Dropout(0.5)), features
 
 
-class Pooled(Method):
+class Pooled(HookedMethod):
     """One model for all samples."""
 
     name = "centralized"
@@ -222,7 +223,7 @@ def validated(clients: int = 4, seed: int = SEED) -> FederatedData:
     return federate(source, IID(clients=clients, test_fraction=0.2, validation_fraction=0.2), seed)
 
 
-class Drift(Method):
+class Drift(HookedMethod):
     """The model of the third version is the worst: all of its outputs are alike."""
 
     name = "drift"

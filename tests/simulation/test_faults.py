@@ -13,6 +13,7 @@ from cluster import Hosts
 from tiny_runs import NORMED, ROUNDS, coordinate, ran, run, run_spec, same
 from torch import Tensor
 
+from raysim.api.hooked_method import HookedMethod
 from raysim.api.messages import Failure
 from raysim.api.method import Method
 from raysim.api.mistakes import HookMistake
@@ -32,7 +33,7 @@ HITS = frozenset({(2, 1), (5, 2), (0, 2)})
 ALL = Synchronous(6)
 
 
-class Raising(Method):
+class Raising(HookedMethod):
     name = "raising"
 
     def __init__(self, hits: frozenset[tuple[int, int]] = HITS):
@@ -57,7 +58,7 @@ class Diverging(Raising):
         pass
 
 
-class Infinite(Method):
+class Infinite(HookedMethod):
     """Makes the loss of every batch endless."""
 
     name = "infinite"
@@ -91,7 +92,7 @@ class Spoiling(Raising):
         pass
 
 
-class Absent(Method):
+class Absent(HookedMethod):
     """Those who would fail train well, and are left out of the average."""
 
     name = "absent"
@@ -127,7 +128,7 @@ class Long(Raising):
             ctx.vector.shared[0] = self.length
 
 
-class Server(Method):
+class Server(HookedMethod):
     """A hook that fails on the server in the third round."""
 
     name = "server"
@@ -155,7 +156,7 @@ class Server(Method):
         self.fail("absorb", server)
 
 
-class Weightless(Method):
+class Weightless(HookedMethod):
     """Nobody counts."""
 
     name = "weightless"
@@ -455,7 +456,7 @@ def test_a_vector_that_is_not_finite_never_becomes_the_next_version(tmp_path: Pa
     assert not (tmp_path / "model.safetensors").exists()
 
 
-class Exploding(Method):
+class Exploding(HookedMethod):
     """A server whose step is too long for a float."""
 
     name = "exploding"

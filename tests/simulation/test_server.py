@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from raysim.api.declarations import Download, Task
+from raysim.api.hooked_method import HookedMethod
 from raysim.api.messages import Published, SingleUpdate, Sum, SummedUpdate, Update
 from raysim.api.method import Method
 from raysim.api.server_view import Aggregation
@@ -152,7 +153,7 @@ def test_equal_clients_leave_the_mean_of_their_updates_whatever_their_weights() 
 # --- buffers and counters -----------------------------------------------------------------------------------------
 
 
-class Doubling(Method):
+class Doubling(HookedMethod):
     name = "doubling"
 
     def weigh(self, aggregation: Aggregation, server: Any) -> Aggregation:
@@ -194,7 +195,7 @@ def test_counters_take_the_largest_value() -> None:
 
 
 def test_hosts_may_sum_unless_weights_or_single_updates_are_needed() -> None:
-    class Combining(Method):
+    class Combining(HookedMethod):
         name = "combining"
 
         def combine(self, aggregation: Aggregation, server: Any) -> Tensor:
@@ -215,7 +216,7 @@ def test_hosts_may_sum_unless_weights_or_single_updates_are_needed() -> None:
 def test_the_parts_of_a_step_come_in_their_order() -> None:
     log: list[str] = []
 
-    class Logging(Method):
+    class Logging(HookedMethod):
         name = "logging"
 
         def weigh(self, aggregation: Aggregation, server: Any) -> Aggregation:
@@ -243,7 +244,7 @@ def test_the_parts_of_a_step_come_in_their_order() -> None:
 def test_a_rule_for_the_step_sees_the_direction_before_others_change_it() -> None:
     log: list[str] = []
 
-    class Mixing(Method):
+    class Mixing(HookedMethod):
         name = "mixing"
 
         def mix(self, direction: Tensor, aggregation: Aggregation, server: Any) -> Tensor:
@@ -262,7 +263,7 @@ def test_a_rule_for_the_step_sees_the_direction_before_others_change_it() -> Non
 
 
 def test_what_is_reported_of_a_step_is_of_that_step_alone() -> None:
-    class First(Method):
+    class First(HookedMethod):
         name = "first"
 
         def absorb(self, aggregation: Aggregation, server: Any) -> None:
@@ -279,7 +280,7 @@ def test_clients_with_one_sample_have_their_share_and_those_without_none() -> No
     assert found.sample_ends.tolist() == [0.25, 0.75, 1.0] and found.able == 3
 
 
-class Halving(Method):
+class Halving(HookedMethod):
     """Weights by half, whoever else weighs."""
 
     name = "halving"
@@ -303,7 +304,7 @@ def test_a_rule_for_the_divisor_sees_the_weights_that_all_methods_have_changed(
 
 
 def test_an_aggregation_has_single_deltas_only_if_a_method_needs_them() -> None:
-    class Watching(Method):
+    class Watching(HookedMethod):
         name = "watching"
 
         def absorb(self, aggregation: Aggregation, server: Any) -> None:
@@ -326,7 +327,7 @@ def test_what_is_sent_is_made_when_it_is_due() -> None:
         log.append(name)
         return {f"sending.{name}": torch.ones(2)}
 
-    class Sending(Method):
+    class Sending(HookedMethod):
         name = "sending"
 
         def send(self, server: Any) -> Download:

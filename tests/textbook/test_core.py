@@ -17,6 +17,7 @@ from torch import Tensor
 
 from raysim.api.context import Own
 from raysim.api.declarations import Evaluation, Finetune
+from raysim.api.hooked_method import HookedMethod
 from raysim.api.method import Method
 from raysim.data.federated import federate
 from raysim.data.partition import Dirichlet
@@ -216,7 +217,7 @@ SPREAD = federate(
 EVERYTHING = Evaluation(finetune=Finetune(2))
 
 
-class Opposite(Method):
+class Opposite(HookedMethod):
     """A client's own model has the shared one's parameters with the other sign."""
 
     name = "opposite"

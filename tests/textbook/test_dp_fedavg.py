@@ -9,7 +9,7 @@ import pytest
 from tiny_runs import LOCAL, NORMED_MLP, run, run_spec, setup, tiny
 
 from raysim.api.declarations import Cost, Participation
-from raysim.api.method import Method
+from raysim.api.hooked_method import HookedMethod
 from raysim.methods.dp_fedavg import DPFedAvg, epsilon, noise_of_sum
 from raysim.methods.fedopt import FedAvgM
 from raysim.methods.fedprox import FedProx
@@ -63,7 +63,7 @@ def test_noise_is_shared_between_the_sum_and_the_bits() -> None:
     assert noise_of_sum(1.0, 1.0) == pytest.approx((4 / 3) ** 0.5) and noise_of_sum(0.0, 1.0) == 0.0
 
 
-class Sending(Method):
+class Sending(HookedMethod):
     """Says that in the first round it uploads as many floats again as there are clients and parameters."""
 
     name = "sending"

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from raysim.api.context import Batch, Context, Stage
 from raysim.api.declarations import Network
+from raysim.api.hooked_method import HookedMethod
 from raysim.api.method import Method
 from raysim.training.host import Host
 from raysim.training.step import Step, gradients
@@ -126,7 +127,7 @@ def plain(steps: int, clip: float = 0.0, **settings: Any) -> dict[str, Tensor]:
     return model.state_dict()
 
 
-class Idle(Method):
+class Idle(HookedMethod):
     """Corrects nothing, so that the gradient becomes one flat vector."""
 
     name = "idle"
@@ -169,7 +170,7 @@ def test_clipping_is_that_of_pytorch_by_the_norm_of_the_whole_gradient(clip: flo
 # --- stages -------------------------------------------------------------------------------------------------------
 
 
-class TwoStages(Method):
+class TwoStages(HookedMethod):
     """Climbs with an extra network on the mean of its outputs, at twice the rate, then trains the model."""
 
     name = "two"
@@ -209,7 +210,7 @@ def test_each_stage_moves_its_own_networks_in_its_own_direction_at_its_own_rate(
 
 
 def test_terms_of_methods_join_the_task_loss_only_and_the_report_leaves_them_out() -> None:
-    class Pull(Method):
+    class Pull(HookedMethod):
         name = "pull"
 
         def term(self, ctx: Context, out: Any, batch: Batch) -> Tensor:
@@ -250,7 +251,7 @@ def test_a_stage_that_has_nothing_to_train_is_refused() -> None:
 
 
 def correcting(kind: str, log: list[tuple[str, slice]]) -> Method:
-    class Correcting(Method):
+    class Correcting(HookedMethod):
         name = kind
         correction = kind
 
@@ -284,7 +285,7 @@ def test_corrections_see_shared_parameters_only() -> None:
 def test_features_are_computed_once_however_many_methods_ask() -> None:
     asked = []
 
-    class Asking(Method):
+    class Asking(HookedMethod):
         name = "asking"
 
         def term(self, ctx: Context, out: Any, batch: Batch) -> Tensor:

@@ -13,8 +13,8 @@ from tiny_runs import LOCAL, NOTHING, ROUNDS, SEED, even, run, run_spec
 from torch import Tensor, nn
 
 from raysim.api.context import Batch, Context, Outputs
+from raysim.api.hooked_method import HookedMethod
 from raysim.api.messages import Job
-from raysim.api.method import Method
 from raysim.methods.fedprox import FedProx
 from raysim.primitives.streams import stream
 from raysim.training import trainer as module
@@ -117,7 +117,7 @@ def test_the_run_keeps_optimisers_unless_a_method_does(keeps: tuple[bool, bool])
     assert trainer.keeps == (not any(keeps))
 
 
-class Compared(Method):
+class Compared(HookedMethod):
     """A term that is computed from the model's features by the head as it was received."""
 
     name = "compared"
@@ -138,7 +138,7 @@ def test_gradients_pass_through_frozen_networks() -> None:
         assert outcome is not None
 
 
-class Starting(Method):
+class Starting(HookedMethod):
     """Its own head starts from zero at every participation; notes the head of the frozen model."""
 
     name = "starting"

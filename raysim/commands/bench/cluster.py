@@ -22,8 +22,8 @@ from typing import Any
 import numpy as np
 
 from raysim.api.declarations import Evaluation
+from raysim.api.hooked_method import HookedMethod
 from raysim.api.messages import Published, SingleUpdate, Trained
-from raysim.api.method import Method
 from raysim.commands.bench.coordinator import Case as Load, Ready, spec_of
 from raysim.primitives.checks import at_least
 from raysim.results.history import write_json
@@ -63,7 +63,7 @@ class Options:
             raise ValueError("--address joins a cluster and --nodes starts one: leave one of them out")
 
 
-class Singly(Method):
+class Singly(HookedMethod):
     """Asks for every update by itself."""
 
     name, paper, needs_single_updates = "singly", "a benchmark", True

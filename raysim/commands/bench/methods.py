@@ -64,7 +64,7 @@ METHODS: Mapping[str, tuple[Callable[[], Method], float | None]] = {
     "fedbr": (FedBR, 2.5),
     "moon": (Moon, 1.8),
     "fedntd": (FedNTD, 1.45),
-    "vhl": (lambda: Vhl(batch=BATCH), 2.2),
+    "vhl": (lambda: Vhl(virtual_batch=BATCH), 2.2),
     "feddecorr": (FedDecorr, 1.1),
     "fedcm": (FedCM, 1.05),
     "mixup": (Mixup, 1.05),

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from raysim import Method
-from raysim.api.context import Context
+from raysim.api.local_job import LocalJob
+from raysim.api.method import Method
 from raysim.primitives.checks import at_least
 
 
@@ -18,6 +18,6 @@ class MyMethod(Method):
     def __init__(self, lam: float = 1e-3):
         self.lam = at_least("method.mypackage.lam", lam, 0.0)
 
-    def gradient(self, ctx: Context, grad: Tensor, part: slice) -> None:
+    def gradient(self, job: LocalJob, grad: Tensor, at: slice) -> None:
         """Adds the derivative, in place, for the shared parameters that are trained."""
-        grad.add_(ctx.vector.data[part].sign(), alpha=self.lam)
+        grad.add_(job.params[at].sign(), alpha=self.lam)
