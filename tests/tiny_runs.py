@@ -14,14 +14,17 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from raysim.api.composition import check_names
+from raysim.api.composition import check_names, filled_hooks
 from raysim.api.context import Context, Stage
 from raysim.api.declarations import Evaluation, Local, Participation, RunFacts, Task
+from raysim.api.declare import Declarations
 from raysim.api.hooked_method import HookedMethod, OldSetup
+from raysim.api.local_job import LocalJob
 from raysim.api.messages import Job, SingleUpdate, Trained
 from raysim.api.method import Method
 from raysim.api.private_state import PrivateState
 from raysim.api.server_view import Aggregation
+from raysim.api.setup import Declared, Setup
 from raysim.conformance.runs import (
     BUFFER as BUFFER,
     LOCAL as LOCAL,
@@ -50,8 +53,10 @@ from raysim.runtime.inprocess import InProcess
 from raysim.simulation.coordinator import Coordinator
 from raysim.simulation.fleet import Devices, Fate, Fixed, Fleet, Ideal, Speeds, Trip
 from raysim.simulation.schedule import Schedule
+from raysim.simulation.server import Server
 from raysim.training.run_spec import RunSpec, declare_run
-from raysim.vectors.layout import plan_layout
+from raysim.training.step import Step
+from raysim.vectors.layout import Layout, Vector, plan_layout
 
 
 class Bare(NormedMlp):
@@ -127,6 +132,55 @@ def check_composition(methods: Sequence[Method], model: ModelRecipe = NORMED_MLP
     """Raise ValueError for a list of methods that do not fit together."""
     check_names(methods)
     declare_run(run_spec(*methods, model=model))
+
+
+def declared_for(
+    methods: Sequence[Method],
+    networks: Mapping[str, nn.Module],
+    layout: Layout,
+    task: Task | None = None,
+    local: Local = LOCAL,
+) -> Declarations:
+    """Return what methods declare, for networks and a layout that are given."""
+    task = task or run_spec().task
+    all_declared = []
+    for method in methods:
+        declared = Declared(method.name, hooks={h: getattr(method, h) for h in filled_hooks(method)})
+        facts = Setup(method.name, task, local, networks, {}, declared, _layout=[layout])
+        method.setup(facts)
+        all_declared.append(declared)
+    return Declarations(task, dict(networks), layout, tuple(all_declared))
+
+
+def server_of(
+    layout: Layout,
+    vector: Tensor,
+    counters: Tensor,
+    methods: Sequence[Method],
+    counts: np.ndarray,
+    seed: int,
+    task: Task,
+    *others: Any,
+    **settings: Any,
+) -> Server:
+    """Return a server of methods for a layout of no networks that matter."""
+    networks = {"model": nn.Sequential()}
+    declarations = declared_for(methods, networks, layout, task)
+    return Server(declarations, vector, counters, counts, seed, task, *others, **settings)
+
+
+def step_of(vector: Vector, methods: Sequence[Method], *others: Any, **settings: Any) -> Step:
+    """Return the step of methods on a vector."""
+    declarations = declared_for(methods, vector.networks, vector.layout)
+    return Step(vector, declarations, *others, **settings)
+
+
+def views(ctx: Context, declarations: Declarations) -> dict[str, Any]:
+    """Return what the hooks of each method see of a job."""
+    return {
+        each.method: ctx if each.full_names else LocalJob(ctx, each.method)
+        for each in declarations.methods
+    }
 
 
 def private(methods: Mapping[str, Tensor]) -> PrivateState[Tensor]:

@@ -71,6 +71,46 @@ def check_name(method: Method) -> None:
     )
 
 
+# Hooks of version 0.1.0, with what replaces each of them.
+_RENAMED = {
+    "networks": "setup",
+    "personal": "setup",
+    "state": "setup",
+    "stages": "setup",
+    "draws": "setup",
+    "select": "setup",
+    "planned": "setup",
+    "send": "setup",
+    "start": "setup",
+    "contribute": "setup",
+    "assemble": "setup",
+    "finetuning": "setup",
+    "check": "setup",
+    "watch": "setup",
+    "scored": "setup",
+    "receive": "begin",
+    "finish": "end",
+    "transform": "batch",
+    "rows": "batch",
+    "term": "loss",
+    "logits": "loss",
+    "mix": "step",
+    "apply": "step",
+}
+
+
+def _check_renamed(method: Method) -> None:
+    """Raise ValueError for a hook of an earlier version, and name the present one."""
+    if hasattr(method, "needs_single_updates"):  # a method that translates the earlier hooks
+        return
+    for name in _uncalled_functions(type(method)):
+        if name in _RENAMED:
+            raise ValueError(
+                f"method '{method.name}': the hook '{name}' was renamed to '{_RENAMED[name]}'. "
+                "See help(raysim.Method)."
+            )
+
+
 def _check_hooks(method: Method) -> None:
     """Raise ValueError for a hook that cannot be called with the hook's arguments."""
     for hook in HOOKS:
@@ -140,6 +180,7 @@ def check_names(methods: Sequence[Method]) -> None:
     """Raise ValueError for methods without a name, twice in the list, or with unfit hooks."""
     for method in methods:
         check_name(method)
+        _check_renamed(method)
         _check_hooks(method)
     names = [method.name for method in methods]
     for name in names:

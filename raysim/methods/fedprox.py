@@ -20,11 +20,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from raysim.api.hooked_method import HookedMethod
+from raysim.api.method import Method
 from raysim.primitives.checks import at_least
 
 if TYPE_CHECKING:
-    from raysim.api.context import Context
+    from raysim.api.local_job import LocalJob
 
 
 def proximal_term(params: Tensor, global_params: Tensor, mu: float) -> Tensor:
@@ -41,8 +41,8 @@ def proximal_gradient(params: Tensor, global_params: Tensor, mu: float) -> Tenso
     return mu * (params - global_params)
 
 
-class FedProx(HookedMethod):
-    """The gradient form: the loss of a step is reported without the term."""
+class FedProx(Method):
+    """Add the gradient of the proximal term; the loss of a step is reported without the term."""
 
     name = "fedprox"
     paper = "Li et al., MLSys 2020"
@@ -50,7 +50,7 @@ class FedProx(HookedMethod):
     def __init__(self, mu: float = 0.01):
         self.mu = at_least("method.fedprox.mu", mu, 0.0)
 
-    def gradient(self, ctx: Context, grad: Tensor, part: slice) -> None:
-        """Shared trainable parameters of the task's stage only."""
-        if self.mu and ctx.stage.task:
-            grad.add_(proximal_gradient(ctx.vector.data[part], ctx.base[part], self.mu))
+    def gradient(self, job: LocalJob, grad: Tensor, at: slice) -> None:
+        """Add the term for the shared parameters that the stage with the task loss trains."""
+        if self.mu and job.stage.task:
+            grad += proximal_gradient(job.params[at], job.start[at], self.mu)

@@ -16,21 +16,18 @@ Choices where the sources differ or are silent
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from raysim.api.declarations import Cost, Download, Participation
-from raysim.api.hooked_method import HookedMethod
+from raysim.api.method import Method
 from raysim.methods.fedavg import weighted_sum
 
 if TYPE_CHECKING:
-    from raysim.api.context import Context
-    from raysim.api.hooked_method import OldSetup as Setup
-    from raysim.api.server_view import Aggregation, Server
-    from raysim.vectors.layout import Layout
+    from raysim.api.local_job import LocalJob
+    from raysim.api.server_view import Aggregation, ServerView
+    from raysim.api.setup import Setup
 
 
 def corrected_gradient(gradient: Tensor, client_control: Tensor, server_control: Tensor) -> Tensor:
@@ -74,57 +71,53 @@ def server_control_variate(server_control: Tensor, control_deltas: Tensor, num_c
     return server_control + weighted_sum(control_deltas, control_deltas.new_ones(len(control_deltas))) / num_clients
 
 
-class Scaffold(HookedMethod):
-    """Option II. Both control variates cover all shared trainable parameters, extra networks among them.
+class Scaffold(Method):
+    """Option II. Both control variates cover all shared trainable parameters, extra networks too.
 
-    A group of parameters that ascends (FedBR's projector) has the gradient of its negated objective as its own.
+    A group of parameters that ascends (FedBR's projector) has the gradient of its negated objective.
     """
 
     name = "scaffold"
     paper = "Karimireddy et al., ICML 2020"
     weighting = "uniform"
-    correction = "shift"
 
-    def check(self, setup: Setup) -> Sequence[str]:
-        """Option II reads gradients off the movement, which only SGD allows."""
-        if setup.local.optimizer != "sgd":
-            raise ValueError(
-                f"method 'scaffold' needs SGD, not local.optimizer={setup.local.optimizer}: set local.optimizer=sgd"
+    def setup(self, run: Setup) -> None:
+        """Keep c_i on each client and c on the server, both zero; c travels down, c_i's change up."""
+        run.require(
+            run.local.optimizer == "sgd",
+            f"local.optimizer={run.local.optimizer}: method 'scaffold' reads gradients off the "
+            "movement of the parameters, which only SGD allows. Set local.optimizer=sgd.",
+        )
+        run.corrects("shift")
+        run.client_state("control", run.zeros)
+        run.server_state("control", run.zeros)
+        run.send("control")
+        run.upload("control")
+
+    def gradient(self, job: LocalJob, grad: Tensor, at: slice) -> None:
+        """Apply g - c_i + c."""
+        grad -= job.state["control"][at]
+        grad += job.received["control"][at]
+
+    def end(self, job: LocalJob) -> None:
+        """Compute c_i by Option II, for each group of parameters with its number of steps."""
+        old, server = job.state["control"], job.received["control"]
+        control = old.clone()
+        for at, steps, rate in job.moves():
+            control[at] = updated_control_variate(
+                old[at],
+                server[at],
+                job.start[at],
+                job.params[at],
+                rate,
+                steps,
+                job.local.momentum,
             )
-        return ()
+        job.state["control"] = control
+        job.upload["control"] = control - old
 
-    def state(self, layout: Layout, samples: int) -> Mapping[str, Tensor]:
-        """c_i, zero."""
-        return {"scaffold.control": torch.zeros(layout.trained)}
-
-    def start(self, server: Server) -> None:
-        """c, zero."""
-        server.state["scaffold.control"] = torch.zeros_like(server.params)
-
-    def cost(self, job: Participation) -> Cost:
-        """c travels down, the change of c_i up."""
-        return Cost(down=job.run.layout.trained, up=job.run.layout.trained)
-
-    def send(self, server: Server) -> Download:
-        """c goes to everybody."""
-        return Download(version=lambda: {"scaffold.control": server.state["scaffold.control"]})
-
-    def gradient(self, ctx: Context, grad: Tensor, part: slice) -> None:
-        """`corrected_gradient`, in place."""
-        grad.sub_(ctx.state["scaffold.control"][part]).add_(ctx.download["scaffold.control"][part])
-
-    def finish(self, ctx: Context) -> None:
-        """Option II, for each group with the number of steps that it made."""
-        old, server = ctx.state["scaffold.control"], ctx.download["scaffold.control"]
-        control, momentum = old.clone(), ctx.trainer.local.momentum
-        for part, steps, factor in ctx.optimizers.movements():
-            y, rate = ctx.vector.data[part], ctx.rate * factor
-            control[part] = updated_control_variate(old[part], server[part], ctx.base[part], y, rate, steps, momentum)
-        ctx.upload["scaffold.control"] = control - old
-        ctx.state["scaffold.control"] = control
-
-    def absorb(self, aggregation: Aggregation, server: Server) -> None:
-        """Every change enters once, with 1/N."""
-        deltas = torch.stack([torch.from_numpy(update.extras["scaffold.control"]) for update in aggregation.updates])
-        old = server.state["scaffold.control"]
-        server.state["scaffold.control"] = server_control_variate(old, deltas, server.clients)
+    def absorb(self, aggregation: Aggregation, server: ServerView) -> None:
+        """Add the mean over all N clients of the changes of c_i."""
+        changes = torch.stack(aggregation.uploads("control"))
+        control = server.state["control"]
+        server.state["control"] = server_control_variate(control, changes, server.clients)

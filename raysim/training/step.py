@@ -98,7 +98,7 @@ class _StepHooks:
         if self._stages_see_context:
             value: Tensor = loss(ctx, out, out.batch)
         else:
-            value = loss(ctx.view(self._stager), out)
+            value = loss(ctx.view(self._stager) if self._stager else ctx, out)
         return value
 
 

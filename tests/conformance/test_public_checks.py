@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 from raysim import CSR, Fleet, Method, ModelRecipe, Observer, Partition, Partitioner, Raw, Source
-from raysim.api.hooked_method import HookedMethod
 from raysim.conformance import Study, checks
 from raysim.data.partition import IID
 from raysim.data.sources import Synthetic
@@ -58,29 +57,28 @@ class Counting(FedProx):
         super().__init__()
         self.jobs = 0
 
-    def gradient(self, ctx: Any, grad: Any, part: slice) -> None:
+    def gradient(self, job: Any, grad: Any, at: slice) -> None:
         self.jobs += 1
         grad.add_(float(self.jobs))
 
 
 class Greedy(FedProx):
-    """Sends more than it declares."""
+    """Uploads what it does not declare."""
 
     name = "greedy"
-    sent = "greedy.mean"
 
-    def finish(self, ctx: Any) -> None:
-        ctx.upload[self.sent] = torch.ones(3)
-
-
-class Masked(Greedy):
-    """Sends it under another's name."""
-
-    name = "masked"
-    sent = "other.mean"
+    def end(self, job: Any) -> None:
+        job.upload["mean"] = torch.ones(3)
 
 
-class Hooked(HookedMethod):
+class Understating(Greedy):
+    """Uploads more floats than it declares."""
+
+    def setup(self, run: Any) -> None:
+        run.upload("mean", 2)
+
+
+class Hooked(Method):
     """Has an argument with the name of a hook."""
 
     name = "hooked"
@@ -99,11 +97,10 @@ def test_a_method_that_remembers_on_its_own_ends_at_other_bits() -> None:
     assert "the same bits straight and resumed, under synchronous" in found
 
 
-def test_a_method_that_sends_what_it_does_not_declare_is_told_how_much() -> None:
-    said = failed(Greedy(), ROUNDS)["what travels is declared and is not what clients keep, under synchronous"]
-    assert "correct the method's `cost`" in said
-    said = failed(Masked(), ROUNDS)["what travels is declared and is not what clients keep, under synchronous"]
-    assert "'other.mean' must begin with its method's name" in said
+@pytest.mark.parametrize("method", [Greedy(), Understating()])
+def test_upload_beyond_the_declaration_is_caught(method: Method) -> None:
+    name = "what travels is declared and is not what clients keep, under synchronous"
+    assert "upload['mean']" in failed(method, ROUNDS)[name]
 
 
 class Remembering(FedProx):
@@ -111,39 +108,39 @@ class Remembering(FedProx):
 
     name = "remembering"
 
-    def state(self, layout: Any, samples: int) -> dict[str, torch.Tensor]:
-        return {"remembering.last": torch.zeros(layout.trained)}
+    def setup(self, run: Any) -> None:
+        run.client_state("last", run.zeros)
 
-    def finish(self, ctx: Any) -> None:
-        size = len(ctx.state["remembering.last"])
-        ctx.state["remembering.last"] = (ctx.vector.data[:size] - ctx.received[:size]).clone()
+    def end(self, job: Any) -> None:
+        size = job.layout.trained
+        job.state["last"] = (job.params[:size] - job.broadcast[:size]).clone()
 
 
 class Telling(FedProx):
-    """Sends what it keeps, beside what it declares."""
+    """Sends what it keeps in its report."""
 
     name = "telling"
 
-    def state(self, layout: Any, samples: int) -> dict[str, torch.Tensor]:
-        return {"telling.secret": torch.zeros(8)}
+    def setup(self, run: Any) -> None:
+        run.client_state("secret", lambda samples: torch.zeros(8))
 
-    def finish(self, ctx: Any) -> None:
-        secret = torch.linspace(0.1, 0.9, 8) * (1 + ctx.client)
-        ctx.state["telling.secret"] = secret
-        ctx.report["telling.hint"] = secret.clone().numpy()
+    def end(self, job: Any) -> None:
+        secret = torch.linspace(0.1, 0.9, 8) * (1 + job.client)
+        job.state["secret"] = secret
+        job.report["hint"] = secret.clone().numpy()
 
 
-class Hoarding(Remembering):
-    """Keeps a small part of its update by itself, which nobody could tell from a secret in it."""
+class Hoarding(FedProx):
+    """Keeps a small part of its update, which nobody could tell from a secret in it."""
 
     name = "hoarding"
 
-    def state(self, layout: Any, samples: int) -> dict[str, torch.Tensor]:
-        return {"hoarding.part": torch.zeros(layout.trained // 4)}
+    def setup(self, run: Any) -> None:
+        run.client_state("part", lambda samples: torch.zeros(1))
 
-    def finish(self, ctx: Any) -> None:
-        size = len(ctx.state["hoarding.part"])
-        ctx.state["hoarding.part"] = (ctx.vector.data[:size] - ctx.received[:size]).clone()
+    def end(self, job: Any) -> None:
+        size = job.layout.trained // 4
+        job.state["part"] = (job.params[:size] - job.broadcast[:size]).clone()
 
 
 TRAVELS = "what travels is declared and is not what clients keep, under "
@@ -179,10 +176,10 @@ NAMES = "its hooks and what it keeps have names that fit"
 @pytest.mark.parametrize(
     ("method", "sentence"),
     [
-        (own(gradiant=lambda self, ctx, grad, part: None), "a function 'gradiant' that nothing calls: is the hook"),
+        (own(gradiant=lambda self, job, grad, at: None), "a function 'gradiant' that nothing calls: is the hook"),
         (own(), "method 'mine' fills no hook and does nothing"),
-        (own(state=lambda self, layout, samples: {"x": torch.zeros(1)}), "keeps 'x': let the name begin with 'mine.'"),
-        (own(finish=lambda self: None), "write def finish(self, ctx)"),
+        (own(end=lambda self: None), "def end(self, job)"),
+        (own(finish=lambda self, ctx: None), "'finish' was renamed to 'end'"),
     ],
 )
 def test_a_misspelt_hook_or_name_is_caught(method: Method, sentence: str) -> None:
@@ -199,16 +196,19 @@ def test_a_hook_that_returns_nothing_is_named_by_every_check_that_runs_it() -> N
 
 
 def test_state_that_is_nowhere_declared_is_caught() -> None:
-    def finish(self: Any, ctx: Any) -> None:
-        ctx.state["mine.last"] = torch.zeros(2)
+    def end(self: Any, job: Any) -> None:
+        job.state["last"] = torch.zeros(2)
 
-    found = failed_in_runs(own(finish=finish))
+    found = failed_in_runs(own(end=end))
     assert len(found) == 3
-    assert all("ctx.state['mine.last'] is not declared" in said for said in found.values())
+    assert all("job.state['last'] of method 'mine' is not declared" in said for said in found.values())
 
 
 def test_a_method_needs_no_paper() -> None:
-    assert failed_in_runs(own(term=lambda self, ctx, out, batch: 0.1 * out.logits.square().mean())) == {}
+    def loss(self: Any, job: Any, out: Any, loss: Any) -> Any:
+        return loss + 0.1 * out.logits.square().mean()
+
+    assert failed_in_runs(own(loss=loss)) == {}
 
 
 # --- the other parts --------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ import pytest
 from rich.console import Console
 
 import raysim
-from raysim.api.method import Method
+from raysim.api.hooked_method import HookedMethod
 from raysim.experiment.recorder import Follower
 from raysim.experiment.settings import Interrupted
 from raysim.primitives.errors import Refused
@@ -267,7 +267,7 @@ def test_the_death_of_a_host_is_said_with_why_it_does_no_harm(tmp_path: Path, de
 
 
 def test_a_method_warns_once_while_a_run_goes_on(tmp_path: Path) -> None:
-    class Wary(Method):
+    class Wary(HookedMethod):
         name, paper = "wary", "a test"
 
         def watch(self, row: Any) -> str:

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import numpy as np
 import pytest
 import torch
-from tiny_runs import BUFFER, NORMED, NORMED_MLP, Spy, coordinate, even, ran, run, run_spec, sized
+from tiny_runs import BUFFER, NORMED, NORMED_MLP, Spy, coordinate, even, ran, run, run_spec, server_of, sized
 from torch import Tensor
 
 from raysim.api.declarations import Task
@@ -39,7 +39,7 @@ def server(method: Method, clients: int = 5, weighting: Any = "uniform", counts:
     layout = Layout((), (), WIDTH - 1, WIDTH, WIDTH, 0, 0)
     counts, nothing = counts or (10,) * clients, torch.empty(0, dtype=torch.int64)
     task = Task((1, 1, 1), 2, len(counts))
-    return Server(layout, torch.zeros(WIDTH), nothing, [method], np.array(counts), 0, task, weighting)
+    return server_of(layout, torch.zeros(WIDTH), nothing, [method], np.array(counts), 0, task, weighting)
 
 
 def arrive(at: Server, *arrivals: tuple[int, Any], bases: dict[int, Tensor] | None = None, version: int = -1) -> None:
@@ -430,7 +430,7 @@ class OneByOne:
     def __init__(self, method: Method, size: int = 1):
         layout, task = Layout((), (), 5, 5, 5, 0, 0), Task((1, 1, 1), 2, 10)
         start, nothing = torch.zeros(5, dtype=torch.float64), torch.empty(0, dtype=torch.int64)
-        self.server = Server(layout, start, nothing, [method], np.full(10, 10), 0, task, "uniform")
+        self.server = server_of(layout, start, nothing, [method], np.full(10, 10), 0, task, "uniform")
         self.size, self.waiting = size, list[SingleUpdate]()
         self.bases: dict[int, Published] = {}
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from tiny_runs import NOTHING, Spy, coordinate, ran, run, run_spec, setup, several, taking_part
+from tiny_runs import NOTHING, Spy, coordinate, ran, run, run_spec, setup, several, step_of, taking_part
 from torch import Tensor, nn
 
 from raysim.api.context import Batch, Context
@@ -22,7 +22,6 @@ from raysim.methods.dann import DISCRIMINATOR, Dann
 from raysim.simulation.schedule import Synchronous
 from raysim.training.host import Host
 from raysim.training.run_spec import build_networks
-from raysim.training.step import Step
 from raysim.vectors.layout import Vector
 from raysim.vectors.optimizer import Optimizers
 
@@ -150,7 +149,7 @@ def test_at_weight_zero_the_model_is_fedavgs_on_the_generators_batches_and_the_d
     mine = [b for k, b in enumerate(watch.batches[0], start=1) if k % (1 + ratio) >= ratio]
     assert 1 < len(mine) < len(watch.batches[0])
     host = Host(run_spec(local=local))
-    step = Step(host.vector, [], local.settings())
+    step = step_of(host.vector, [], local.settings())
     alone = copy.copy(ctx)
     alone.vector, alone.optimizers = host.vector, Optimizers()
     for batch in mine:

@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tiny_runs import step_of
 from torch import Tensor, nn
 
 from raysim.api.context import Batch, Context
 from raysim.methods import fedbr
 from raysim.methods.fedbr import PROJECTOR, FedBR
-from raysim.training.step import Step
 from raysim.vectors.layout import Vector, plan_layout
 from raysim.vectors.optimizer import Optimizer
 
@@ -100,7 +100,7 @@ def test_one_step_of_fedbr_follows_the_trace(
     )  # fmt: skip
     with torch.no_grad():
         ctx.kept["fedbr.global"] = torch.tanh(dense(args["global_feature"])(pseudo))
-    step = Step(vector, [method], Optimizer())
+    step = step_of(vector, [method], Optimizer())
     (stages,) = method.stages(SimpleNamespace(steps=1))  # type: ignore[arg-type]
     local = step(ctx, Batch(inputs, labels, inputs, labels), stages)
 

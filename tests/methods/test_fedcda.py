@@ -11,7 +11,21 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tiny_runs import BUFFER, NORMED, NORMED_MLP, ROUNDS, Spy, coordinate, even, ran, run, run_spec, sized, tiny
+from tiny_runs import (
+    BUFFER,
+    NORMED,
+    NORMED_MLP,
+    ROUNDS,
+    Spy,
+    coordinate,
+    even,
+    ran,
+    run,
+    run_spec,
+    server_of,
+    sized,
+    tiny,
+)
 from torch import Tensor
 
 from raysim.api.declarations import Task
@@ -146,7 +160,7 @@ def server(method: FedCDA, counts: Sequence[int] = (10,) * 5) -> Server:
     layout = Layout((), (), WIDTH - 1, WIDTH, WIDTH, 0, 0)
     nothing = torch.empty(0, dtype=torch.int64)
     task = Task((1, 1, 1), 2, len(counts))
-    return Server(layout, torch.zeros(WIDTH), nothing, [method], np.array(counts), 0, task, "uniform")
+    return server_of(layout, torch.zeros(WIDTH), nothing, [method], np.array(counts), 0, task, "uniform")
 
 
 def step(

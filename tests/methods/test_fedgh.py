@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tiny_runs import BUFFER, NORMED_MLP, ROUNDS, check_composition, run, run_spec
+from tiny_runs import BUFFER, NORMED_MLP, ROUNDS, check_composition, run, run_spec, server_of
 from torch import Tensor, nn
 
 from raysim.api.declarations import Task
@@ -233,7 +233,7 @@ PARTS = [slice(entry.start, entry.stop) for entry in LAYOUT.entries if entry.sto
 
 def server(*methods: Method, weighting: Any = "samples", seed: int = 0) -> Server:
     start, counter = torch.zeros(LAYOUT.shared), torch.zeros(1, dtype=torch.int64)
-    return Server(LAYOUT, start, counter, methods, COUNTS, seed, Task((1, 2, 2), 3, 8), weighting)
+    return server_of(LAYOUT, start, counter, methods, COUNTS, seed, Task((1, 2, 2), 3, 8), weighting)
 
 
 def step(target: Server, clients: Sequence[int], deltas: np.ndarray = DELTAS) -> Server:

@@ -27,6 +27,7 @@ from tiny_runs import (
     run_spec,
     same,
     setup,
+    step_of,
     taking_part,
     tiny,
 )
@@ -48,7 +49,6 @@ from raysim.methods.vhl import Vhl
 from raysim.models import Cct7
 from raysim.simulation.events import TooManyFailures
 from raysim.simulation.fleet import Ideal
-from raysim.training.step import Step
 from raysim.vectors.layout import Vector, plan_layout
 from raysim.vectors.optimizer import Optimizer
 
@@ -136,7 +136,7 @@ def test_one_step_of_the_method_descends_the_gradient_of_the_trace(number: int, 
     )  # fmt: skip
     ctx.draws = {"fedmix.chosen": [torch.arange(pairs)]}
     method = FedMix(lam=case["args"]["lam"], pairs="each" if pairs > 1 else "one")
-    step = Step(vector, [method], Optimizer())
+    step = step_of(vector, [method], Optimizer())
     x, y = given["inputs"], given["labels"]
     reported = step(ctx, Batch(x, y, x, y), method.stages(None)[0])  # type: ignore[arg-type]
     assert reported is not None and reported.item() == pytest.approx(loss, rel=1e-10)

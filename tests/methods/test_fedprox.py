@@ -15,7 +15,7 @@ from raysim.methods.fedprox import FedProx
 def pulled(mu: float, stage: Stage) -> list[float]:
     """What is added to a gradient of zeros, two steps of size 1 away from where training began."""
     grad, base = torch.zeros(3), torch.arange(6.0)
-    ctx: Any = SimpleNamespace(stage=stage, vector=SimpleNamespace(data=base + 2), base=base)
+    ctx: Any = SimpleNamespace(stage=stage, params=base + 2, start=base)
     FedProx(mu).gradient(ctx, grad, slice(1, 4))
     return grad.tolist()
 

@@ -7,14 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_runs import NORMED, NORMED_MLP, run, run_spec, taking_part
+from tiny_runs import NORMED, NORMED_MLP, run, run_spec, step_of, taking_part
 from torch import Tensor, nn
 
 from raysim.api.context import Batch, Context, Outputs, Stage
 from raysim.api.hooked_method import HookedMethod, overrides
 from raysim.methods.fedbn import FedBN
 from raysim.methods.fedsam import FedSAM, adaptive_shift, sharpness_shift
-from raysim.training.step import Step
 from raysim.vectors.layout import Vector, plan_layout
 from raysim.vectors.optimizer import Optimizer, Optimizers
 
@@ -40,7 +39,7 @@ def stepped(method: FedSAM, stage: Stage, rate: float = 0.1) -> Tensor:
     vector.data.copy_(THETA)
     known = {"rate": rate, "stage": stage, "state": {}, "kept": {}, "optimizers": Optimizers()}
     ctx: Any = SimpleNamespace(vector=vector, networks=networks, **known)
-    step = Step(vector, [Quadratic(), method], Optimizer())
+    step = step_of(vector, [Quadratic(), method], Optimizer())
     step(ctx, Batch(THETA, THETA, THETA, THETA), (stage,))
     return vector.data.clone()
 

@@ -34,7 +34,8 @@ def study(*methods: Method, model: Any = NORMED_MLP, **others: Any) -> Any:
     return run_spec(*methods, model=model, **others)
 
 
-PARTNERS = [name for name in TABLE if not clash(TABLE[name].make(), Asking()) and name not in ("fedsam", "fedspeed")]
+OWNERS = ("fedsam", "fedspeed")
+PARTNERS = [name for name in TABLE if name not in OWNERS and not clash(name, "fedsam")]
 
 
 def beside(name: str, *more: Method) -> tuple[str, str]:

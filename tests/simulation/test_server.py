@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tiny_runs import declared_for, server_of
 from torch import Tensor, nn
 
 from raysim.api.declarations import Download, Task
@@ -21,7 +22,8 @@ from raysim.simulation.server import AggregationFailed, Server
 from raysim.vectors.layout import plan_layout
 
 CLIENTS = 12
-LAYOUT = plan_layout({"model": nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))})
+MODEL = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
+LAYOUT = plan_layout({"model": MODEL})
 TRAINED, SHARED = LAYOUT.trained, LAYOUT.shared
 RNG = np.random.default_rng(0)
 DELTAS = RNG.standard_normal((CLIENTS, SHARED)).astype(np.float32)
@@ -31,7 +33,9 @@ COUNTS = np.array([7, 1, 13, 4, 9, 22, 3, 5, 17, 2, 8, 6])
 
 
 def server(*methods: Method, **settings: Any) -> Server:
-    return Server(LAYOUT, torch.tensor(START), torch.zeros(1, dtype=torch.int64), methods, COUNTS, 0, TASK, **settings)
+    declarations = declared_for(methods, {"model": MODEL}, LAYOUT, TASK)
+    counters = torch.zeros(1, dtype=torch.int64)
+    return Server(declarations, torch.tensor(START), counters, COUNTS, 0, TASK, **settings)
 
 
 def update(client: int, version: int = 0, counter: int = 1, delta: np.ndarray | None = None) -> SingleUpdate:
@@ -276,7 +280,8 @@ def test_what_is_reported_of_a_step_is_of_that_step_alone() -> None:
 
 
 def test_clients_with_one_sample_have_their_share_and_those_without_none() -> None:
-    found = Server(LAYOUT, torch.tensor(START), torch.zeros(1, dtype=torch.int64), (), np.array([1, 0, 2, 1]), 0, TASK)
+    counters, counts = torch.zeros(1, dtype=torch.int64), np.array([1, 0, 2, 1])
+    found = server_of(LAYOUT, torch.tensor(START), counters, (), counts, 0, TASK)
     assert found.sample_ends.tolist() == [0.25, 0.75, 1.0] and found.able == 3
 
 

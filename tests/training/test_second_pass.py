@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 from test_step import BATCH, X, Y, at_work, net
-from tiny_runs import NORMED, Asking, run_spec
+from tiny_runs import NORMED, Asking, run_spec, views
 from torch import Tensor, nn
 
 from raysim.api.context import Batch, Context, Stage
-from raysim.api.method import Method
+from raysim.api.hooked_method import HookedMethod
 from raysim.methods.fedprox import FedProx
 from raysim.training.host import Host
 from raysim.vectors.optimizer import Optimizer
@@ -35,10 +35,12 @@ def test_batchnorms_statistics_move_in_the_first_pass_only(take: bool) -> None:
 
 
 def context(host: Host) -> Context:
-    return Context(
+    ctx = Context(
         trainer=host.trainer, seed=0, client=0, participation=0, version=0, samples=5, rate=0.1, vector=host.vector,
         received=host.vector.shared, base=host.vector.shared.clone(), download={}, state={},
     )  # fmt: skip
+    ctx.views = views(ctx, host.declarations)
+    return ctx
 
 
 def test_the_shift_covers_shared_and_personal_parameters_of_the_stage_and_no_others() -> None:
@@ -59,13 +61,13 @@ def test_the_shift_covers_shared_and_personal_parameters_of_the_stage_and_no_oth
 
 
 def test_corrections_clipping_and_the_optimiser_act_on_what_the_hook_returns() -> None:
-    class Ones(Method):
+    class Ones(HookedMethod):
         name = "ones"
 
         def perturb(self, ctx: Context, params: Tensor, grad: Tensor, gradient_at: Any) -> Tensor:
             return torch.ones_like(grad)
 
-    class Halving(Method):
+    class Halving(HookedMethod):
         name = "halving"
 
         def gradient(self, ctx: Context, grad: Tensor, part: slice) -> None:
@@ -83,7 +85,7 @@ def test_corrections_clipping_and_the_optimiser_act_on_what_the_hook_returns() -
 
 
 def test_terms_are_in_both_gradients() -> None:
-    class Pull(Method):
+    class Pull(HookedMethod):
         name = "pull"
 
         def term(self, ctx: Context, out: Any, batch: Batch) -> Tensor:
@@ -104,7 +106,7 @@ def test_an_ascending_stage_hands_over_the_gradient_of_its_negated_loss() -> Non
     loss = nn.functional.cross_entropy(ctx.model.head(ctx.model.features(X)), Y)
     expected = torch.cat([g.flatten() for g in torch.autograd.grad(-loss, list(ctx.model.parameters()))])
     rise = Stage(
-        "rise", loss=lambda ctx, out, batch: nn.functional.cross_entropy(out.logits, batch.targets), ascend=True
+        "rise", loss=lambda job, out: nn.functional.cross_entropy(out.logits, out.batch.targets), ascend=True
     )
     step(ctx, BATCH, (rise,))
     ((_, _, here, there),) = asking.seen
@@ -112,7 +114,7 @@ def test_an_ascending_stage_hands_over_the_gradient_of_its_negated_loss() -> Non
 
 
 def test_state_that_a_loss_writes_is_that_of_the_first_pass() -> None:
-    class Counting(Method):
+    class Counting(HookedMethod):
         """Moves its state with every loss that it makes, as FRAug's prototypes do."""
 
         name = "counting"
@@ -129,7 +131,7 @@ def test_state_that_a_loss_writes_is_that_of_the_first_pass() -> None:
 
 
 def test_a_failing_second_pass_puts_the_parameters_back() -> None:
-    class Failing(Method):
+    class Failing(HookedMethod):
         name = "failing"
 
         def term(self, ctx: Context, out: Any, batch: Batch) -> Tensor:
@@ -149,4 +151,4 @@ def test_without_an_owner_of_the_hook_a_step_makes_no_second_pass() -> None:
     passes: list[int] = []
     ctx.model.extractor.register_forward_hook(lambda *_: passes.append(1))
     step(ctx, BATCH, (Stage(),))
-    assert step.perturber is None and len(passes) == 1
+    assert step.hooks.perturb is None and len(passes) == 1

@@ -10,13 +10,14 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_runs import NORMED, run_spec
+from tiny_runs import NORMED, declared_for, run_spec, views
 from torch import Tensor, nn
 
 from raysim.api.context import Batch, Context, Stage
 from raysim.api.declarations import Network
 from raysim.api.hooked_method import HookedMethod
 from raysim.api.method import Method
+from raysim.api.objectives import OBJECTIVES
 from raysim.training.host import Host
 from raysim.training.step import Step, gradients
 from raysim.vectors.layout import Vector, plan_layout
@@ -104,12 +105,14 @@ def at_work(
 ) -> tuple[Step, Context]:
     nets = {"model": net(), **networks}
     vector = Vector(nets, plan_layout(nets, personal), torch.device("cpu"), torch.float32)
-    trainer: Any = SimpleNamespace(tracking=[], task=SimpleNamespace(num_classes=2))
+    trainer: Any = SimpleNamespace(tracking=[], task=SimpleNamespace(num_classes=2, objective=OBJECTIVES["classification"]))
     ctx = Context(
         trainer=trainer, seed=0, client=0, participation=0, version=0, samples=5, rate=0.1, vector=vector,
         received=vector.shared, base=vector.shared.clone(), download={}, state={},
     )  # fmt: skip
-    return Step(vector, methods, optimizer, clip), ctx
+    declarations = declared_for(methods, nets, vector.layout)
+    ctx.views = views(ctx, declarations)
+    return Step(vector, declarations, optimizer, clip), ctx
 
 
 BATCH = Batch(X, Y, X, Y)
@@ -227,17 +230,18 @@ def test_terms_of_methods_join_the_task_loss_only_and_the_report_leaves_them_out
 
 
 @pytest.mark.parametrize(
-    ("hook", "returned", "sentence"),
+    ("returned", "problem"),
     [
-        ("term", torch.ones(4), r"method 'mine' returns a tensor of shape \[4\] from term: return a scalar"),
-        ("loss", torch.ones(4, 2), r"method 'mine' returns a tensor of shape \[4, 2\] from loss: return a scalar"),
-        ("term", None, "method 'mine' returns nothing from term: return a scalar"),
+        (torch.ones(4), r"a tensor of shape \[4\] from loss"),
+        (torch.ones(4, 2), r"a tensor of shape \[4, 2\] from loss"),
+        (None, "nothing from loss"),
     ],
 )
-def test_what_is_no_scalar_is_refused_with_the_name_of_its_method(hook: str, returned: Any, sentence: str) -> None:
-    method = type("Mine", (Method,), {"name": "mine", hook: lambda self, ctx, out, batch: returned})()
+def test_loss_hook_must_return_a_scalar(returned: Any, problem: str) -> None:
+    hooks = {"name": "mine", "loss": lambda self, job, out, loss: returned}
+    method = type("Mine", (Method,), hooks)()
     step, ctx = at_work([method], Optimizer())
-    with pytest.raises(ValueError, match=sentence):
+    with pytest.raises(ValueError, match=f"method 'mine' returns {problem}"):
         step(ctx, BATCH, (Stage(),))
 
 

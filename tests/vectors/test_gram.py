@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tiny_runs import server_of
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
@@ -36,7 +37,7 @@ def normal(*shape: int, seed: int = 0) -> Tensor:
 def server(*methods: Method, layout: Layout = LAYOUT, clients: int = 12, **settings: Any) -> Server:
     start, counters = torch.zeros(layout.shared), torch.zeros(layout.shared_counters, dtype=torch.int64)
     counts = np.arange(1, clients + 1)
-    return Server(layout, start, counters, methods, counts, 0, Task((1, 2, 2), 3, clients), **settings)
+    return server_of(layout, start, counters, methods, counts, 0, Task((1, 2, 2), 3, clients), **settings)
 
 
 def updates(rows: Tensor, version: int = 0) -> list[SingleUpdate]:
