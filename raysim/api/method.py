@@ -94,6 +94,13 @@ class Method:
         """
         return Cost()
 
+    def require(self, local: Local) -> Mapping[str, object]:
+        """Return the settings that the method cannot run without, by key ("local.epochs"), if they differ from `local`.
+
+        They are set, and the plan says so, unless the user set the key: then `check` has to refuse the run.
+        """
+        return {}
+
     def check(self, setup: Setup) -> Sequence[str]:
         """Sentences to warn with before the run starts; raises ValueError to refuse it."""
         return ()

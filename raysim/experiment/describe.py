@@ -56,6 +56,7 @@ def overview(experiment: Experiment, folder: Path) -> str:
         "attackers": _attackers(experiment),
         "rounds": f"{_several(settings.rounds, 'round')} of {experiment.schedule!r}, {settings.weighting} weights; "
         f"{_local(settings.local)}",
+        "settings": "; ".join(experiment.changes),
         "schedule": _schedule(experiment, layout),
         "BatchNorm": _batchnorm(networks, {entry.name for entry in layout.entries if entry.personal}),
         "extra": "; ".join(_extra(experiment)),
@@ -123,8 +124,9 @@ def _extra(experiment: Experiment) -> list[str]:
 
 
 def slots(cls: type[Method]) -> list[str]:
-    """The slots that a method fills; its checks of the settings are none."""
-    return [slot for slot in SLOTS if slot != "check" and getattr(cls, slot) is not getattr(Method, slot)]
+    """Return the slots that a method fills; what it asks of the settings is none."""
+    about_settings = ("check", "require")
+    return [slot for slot in SLOTS if slot not in about_settings and getattr(cls, slot) is not getattr(Method, slot)]
 
 
 def _parameters(networks: Mapping[str, nn.Module]) -> str:

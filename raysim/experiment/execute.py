@@ -28,7 +28,16 @@ from raysim.api.mistakes import HookMistake, said, traced
 from raysim.data.federated import FederatedData, doubts_of_data, federate, pooled
 from raysim.data.partition import Partitioner
 from raysim.data.sources import Source
-from raysim.experiment.compose import LISTS, Node, compose, load_yaml, plain, to_yaml
+from raysim.experiment.compose import (
+    LISTS,
+    Node,
+    compose,
+    is_set,
+    load_yaml,
+    plain,
+    to_yaml,
+    without_set,
+)
 from raysim.experiment.describe import overview
 from raysim.experiment.instantiate import TARGET, arguments, build as build_object, imported, resolve, shown
 from raysim.experiment.objects import PARTS, Given, given, refuse_missing
@@ -250,8 +259,10 @@ def build(
 
 
 def _built(node: Node, allow: Sequence[str], objects: Given) -> Experiment:
-    settings, execution = _settings(node)
     methods = _methods(node, allow, objects.parts)
+    node, changes = _meet_requirements(node, methods)
+    node = without_set(node)
+    settings, execution = _settings(node)
     observers = _listed(node, "observer", Observer, allow, {})
     schedule: Schedule = _object(node, "schedule", allow, objects.parts)
     fleet: Fleet = _object(node, "fleet", allow, objects.parts)
@@ -287,7 +298,33 @@ def _built(node: Node, allow: Sequence[str], objects: Given) -> Experiment:
     setup = Setup(spec.task, settings.local, networks, layout, methods, schedule.size, schedule.stale)
     warnings = tuple(text for method in methods for text in method.check(setup))
     warnings = (*doubts(methods), *doubts_of_data(data), *warnings, *objects.warnings())
-    return Experiment(node, spec, schedule, fleet, execution, warnings, observers)
+    return Experiment(node, spec, schedule, fleet, execution, warnings, observers, changes)
+
+
+def _meet_requirements(node: Node, methods: Sequence[Method]) -> tuple[Node, tuple[str, ...]]:
+    """Set what methods cannot run without, unless the user set it: then `Method.check` refuses it.
+
+    Also returns a sentence for each setting that changed.
+    """
+    sentences = []
+    for method in methods:
+        required = method.require(_settings(node)[0].local)
+        for key, value in required.items():
+            section, _, name = key.rpartition(".")
+            values = node.get(section) if section else node
+            if not isinstance(values, Mapping) or name not in values:
+                raise Refused(
+                    f"method '{method.name}' requires {key}={shown(value)}, a key that does not exist. "
+                    "Correct what its function require returns."
+                )
+            if values[name] == value or is_set(key, node):
+                continue
+            sentences.append(
+                f"{key}={shown(value)} in place of {shown(values[name])}, because method '{method.name}' requires it"
+            )
+            changed = {**values, name: value}
+            node = {**node, section: changed} if section else changed
+    return node, tuple(sentences)
 
 
 def _absolute(kept: Checkpoint) -> Checkpoint:

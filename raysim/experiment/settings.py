@@ -83,6 +83,7 @@ class Experiment:
     execution: ExecutionOptions
     warnings: tuple[str, ...]
     observers: tuple[Observer, ...] = ()  # that the configuration names
+    changes: tuple[str, ...] = ()  # settings that methods changed, a sentence each
 
     def __repr__(self) -> str:
         clients, rounds = len(self.spec.data.partition.train), self.spec.settings.rounds

@@ -50,6 +50,7 @@ from raysim.primitives.checks import above, at_least, between, one_of
 
 if TYPE_CHECKING:
     from raysim.api.context import Batch, Context, Outputs, Plan
+    from raysim.api.declarations import Local
     from raysim.api.method import Setup
     from raysim.vectors.layout import Layout
 
@@ -312,6 +313,10 @@ class FRAug(Method):
         """Prototypes, one for every output of the head, all zero."""
         shape = next(entry.shape for entry in layout.entries if entry.name == "model.head.weight")
         return {PROTOTYPES: torch.zeros(shape)}
+
+    def require(self, local: Local) -> Mapping[str, object]:
+        """Return batches of two: those of one sample are left out."""
+        return {"local.batch": max(local.batch, 2)}
 
     def check(self, setup: Setup) -> Sequence[str]:
         """A length for the ramps, batches of two, a linear head; without BatchNorm the classifier is all shared."""
