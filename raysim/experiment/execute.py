@@ -25,7 +25,13 @@ from raysim.api.declarations import Local
 from raysim.api.losses import RowLoss
 from raysim.api.method import Method, Setup
 from raysim.api.mistakes import HookMistake, said, traced
-from raysim.data.federated import FederatedData, doubts_of_data, federate, pooled
+from raysim.data.federated import (
+    FederatedData,
+    doubts_of_data,
+    federate,
+    pooled,
+    without_single_rows,
+)
 from raysim.data.partition import Partitioner
 from raysim.data.sources import Source
 from raysim.experiment.compose import (
@@ -61,6 +67,7 @@ from raysim.simulation.schedule import Schedule, Synchronous, check_concurrency
 from raysim.simulation.server import asked_weighting
 from raysim.training.lanes import uses_graph, usual_lanes
 from raysim.training.run_spec import Checkpoint, RunSettings, RunSpec, build_networks, sample_flops
+from raysim.training.trainer import layer_that_needs_two_rows
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -285,6 +292,10 @@ def _built(node: Node, allow: Sequence[str], objects: Given) -> Experiment:
     # What a fleet cannot be, such as a damaged trace, is found here and not in another process.
     fleet.devices(settings.seed, len(data.partition.train.counts), functools.partial(sample_flops, spec))
     networks, layout = build_networks(spec)
+    spec, left_out = _without_batches_of_one(spec, networks["model"], partitioner)
+    if left_out:
+        check_concurrency(schedule, spec.data.partition.train.counts)
+        spec.attackers.check(spec.task.kind, spec.data.partition.train, schedule.size)
     runtime = execution.runtime
     if runtime.precision == "tf32" and not device.startswith("cuda"):
         raise Refused(
@@ -297,7 +308,7 @@ def _built(node: Node, allow: Sequence[str], objects: Given) -> Experiment:
     check_private_names(methods, layout)
     setup = Setup(spec.task, settings.local, networks, layout, methods, schedule.size, schedule.stale)
     warnings = tuple(text for method in methods for text in method.check(setup))
-    warnings = (*doubts(methods), *doubts_of_data(data), *warnings, *objects.warnings())
+    warnings = (*doubts(methods), *doubts_of_data(data), *left_out, *warnings, *objects.warnings())
     return Experiment(node, spec, schedule, fleet, execution, warnings, observers, changes)
 
 
@@ -325,6 +336,38 @@ def _meet_requirements(node: Node, methods: Sequence[Method]) -> tuple[Node, tup
             changed = {**values, name: value}
             node = {**node, section: changed} if section else changed
     return node, tuple(sentences)
+
+
+def _without_batches_of_one(
+    spec: RunSpec, model: nn.Module, partitioner: Partitioner
+) -> tuple[RunSpec, tuple[str, ...]]:
+    """Leave out clients of one training sample if the model cannot train on it, with a sentence that says so.
+
+    Raises ValueError where every batch, or every client, has one row.
+    """
+    counts, batch = spec.data.partition.train.counts, spec.settings.local.batch
+    single, clients = int(np.count_nonzero(counts == 1)), len(counts)
+    if batch > 1 and not single:
+        return spec, ()
+    layer = layer_that_needs_two_rows(model, spec.task, spec.methods)
+    if not layer:
+        return spec, ()
+    other = "choose model.norm=group" if hasattr(spec.model, "norm") else "choose a model without such a layer"
+    if batch == 1:
+        raise ValueError(
+            f"local.batch: batches of 1 row cannot train the model, because of its {layer}. "
+            f"Set local.batch=2 or more, or {other}."
+        )
+    more = "raise partition.minimum" if hasattr(partitioner, "minimum") else "give each client two samples or more"
+    if single == np.count_nonzero(counts):
+        raise ValueError(
+            f"partition: no client has two training samples, and one cannot train the model, because of its {layer}. "
+            f"Have fewer clients, or {other}."
+        )
+    return replace(spec, data=without_single_rows(spec.data)), (
+        f"partition: {single} of {clients} clients have one training sample and never train, because the model "
+        f"cannot train on a batch of one row (its {layer}). To let them train, {more}, or {other}.",
+    )
 
 
 def _absolute(kept: Checkpoint) -> Checkpoint:

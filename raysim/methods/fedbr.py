@@ -38,6 +38,7 @@ from raysim.data.dataset import Dataset
 from raysim.data.partition import CSR
 from raysim.data.sources import Source
 from raysim.methods.mixup import soft_targets
+from raysim.models.single_rows import refusing_layer
 from raysim.primitives.checks import at_least
 from raysim.primitives.streams import stream
 
@@ -229,6 +230,11 @@ class FedBR(Method):
         """Enough means for a batch of them, and a proxy set of the data's image size."""
         if not self._active:
             return ()
+        if self.pseudo_batch == 1 and (layer := refusing_layer(setup.networks["model"], setup.task.example)):
+            raise ValueError(
+                f"method.fedbr.pseudo_batch: the model cannot train on a batch of 1 row, because of its {layer}. "
+                "Set method.fedbr.pseudo_batch=2 or more."
+            )
         pool = self.means_per_client * setup.task.clients
         if self.pseudo == "rsm" and not self.fresh and self.pseudo_batch > pool:
             raise ValueError(
