@@ -22,10 +22,10 @@ Choices where paper and code disagree or are silent
 - rho and beta follow the global round, not the iteration (code), and stay where they are after round T. gamma is the
   paper's for T = 300: with fewer rounds rho starts higher; ramp_rounds=300 makes gamma 300/T times as large instead.
 - Nothing bounds the norm of generated embeddings. A distance "mse" grows with it. MMD has a largest value, but the
-  widths of its kernels grow with the distances, so the norm grows more slowly and without a bound. A smaller lambda_G or rate of the
-  generator does: after 40 rounds on scikit-learn's digits with MMD, generated embeddings have a norm of 65, 17 and 8
-  with lambda_G = 10, 1 and 0, and of 27 with lambda_G = 10 and a fifth of the rate; real ones have 13. The history has
-  both norms and how many synthetic embeddings the head knows; a run that leaves the scale warns.
+  widths of its kernels grow with the distances, so the norm grows more slowly and without a bound. A smaller lambda_G
+  or rate of the generator helps: after 40 rounds on scikit-learn's digits with MMD, generated embeddings have a norm of
+  65, 17 and 8 with lambda_G = 10, 1 and 0, and of 27 with lambda_G = 10 and a fifth of the rate; real ones have 13. The
+  history has both norms and how many synthetic embeddings the head knows; a run that leaves the scale warns.
 - BatchNorm is known by its type: names, as in the code, miss the shortcuts of a ResNet.
 - Optimisers go on from round to round (code); keep_optimizer=False starts them anew, as other methods do. The order of
   the data begins anew in every round, as in all runs; the code goes on in it.
