@@ -47,6 +47,7 @@ class Trainer(Protocol):
     task: Task
     local: Local
     partition: CSR
+    labels: Tensor  # of all rows of the data set
     tracking: Sequence[nn.Module]  # layers with running statistics
 
     def gather(self, rows: np.ndarray, generator: np.random.Generator | None = None) -> tuple[Tensor, Tensor]:

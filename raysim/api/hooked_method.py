@@ -79,6 +79,14 @@ class HookedMethod(Method):
         """
         return Cost()
 
+    def require(self, local: Local) -> Mapping[str, object]:
+        """Return the settings that the method cannot run without."""
+        return {}
+
+    def settings(self, local: Local) -> Mapping[str, object]:
+        """Translate `require`."""
+        return self.require(local)
+
     def check(self, setup: OldSetup) -> Sequence[str]:
         """Sentences to warn with before the run starts; raises ValueError to refuse it."""
         return ()
@@ -315,7 +323,7 @@ class OldSetup:
 OLD_SLOTS = tuple(
     name
     for name, value in vars(HookedMethod).items()
-    if callable(value) and not name.startswith("_") and name != "setup"
+    if callable(value) and not name.startswith("_") and name not in ("setup", "settings")
 ) + ("model",)
 
 

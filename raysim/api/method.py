@@ -1,4 +1,4 @@
-"""What a method may do: fourteen hooks, of which it fills those that it needs.
+"""What a method may do: fifteen hooks, of which it fills those that it needs.
 
 Every default does nothing, and a hook that no method of a run fills is never called. `setup`
 declares; `begin`, `batch`, `loss`, `gradient`, `perturb` and `end` are the moments of a client's
@@ -8,14 +8,14 @@ batch keep to tensors (no `.item()`, no `if tensor`), because a step may be capt
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, ClassVar
 
 from torch import Tensor, nn
 
 if TYPE_CHECKING:
     from raysim.api.context import Batch, Outputs
-    from raysim.api.declarations import Participation, Task
+    from raysim.api.declarations import Local, Participation, Task
     from raysim.api.local_job import LocalJob, PersonalModel
     from raysim.api.server_view import Aggregation, ServerView
     from raysim.api.setup import Setup
@@ -55,6 +55,13 @@ class Method:
         In units of a forward and backward pass; known at dispatch, never from training.
         """
         return 0.0
+
+    def settings(self, local: Local) -> Mapping[str, object]:
+        """Return the settings that the method cannot run without, by key ("local.epochs").
+
+        They are set, and the plan says so, unless the user set the key: then `setup` refuses it.
+        """
+        return {}
 
     # --- a client's job -----------------------------------------------------------------------
     def begin(self, job: LocalJob) -> None:

@@ -107,6 +107,7 @@ class Declared:
     excludes: dict[str, str] = field(default_factory=dict)
     keeps_optimizer: bool = False
     reads_updates: bool = False
+    adds_rows: bool = False
     warnings: list[str] = field(default_factory=list)
     round_warnings: list[RoundWarning] = field(default_factory=list)
     checks: list[Callable[[Any], Sequence[str]]] = field(default_factory=list)
@@ -360,6 +361,10 @@ class Setup:
         is called last. Only one method of a list may own each of them.
         """
         self.declared.owned.update(hooks)
+
+    def adds_rows(self) -> None:
+        """Say that `batch` adds rows to each batch, so that a batch of one row can be trained on."""
+        self.declared.adds_rows = True
 
     def skip(self, *hooks: str) -> None:
         """Do not call these hooks in this run: they do nothing at the method's settings."""

@@ -53,6 +53,15 @@ class FederatedData:
         return _opened(self.dataset_path)
 
 
+def without_single_rows(data: FederatedData) -> FederatedData:
+    """Return the data without the training row of clients that have one: they never train, and are scored as before."""
+    train = data.partition.train
+    counts = np.where(train.counts == 1, 0, train.counts)
+    stays = np.repeat(train.counts != 1, train.counts)
+    left = CSR(train.indices[stays], np.concatenate(([0], np.cumsum(counts))))
+    return replace(data, partition=replace(data.partition, train=left))
+
+
 def doubts_of_data(data: FederatedData) -> Iterator[str]:
     """Sentences to warn with of data that are perhaps not meant as they stand.
 

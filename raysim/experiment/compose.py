@@ -43,6 +43,7 @@ LISTS = ("method", "observer")  # groups of which any number of options is chose
 NONE = {"method": "fedavg"}  # what a list without any is called
 COMPLETE = ("method", "schedule", "fleet", "data", "partition", "model", "runtime")  # groups without which nothing runs
 SWEEP = "sweep"  # the group that no run has
+SET = "_set_"  # in `choices`: the keys and groups that the user set; no file holds it
 ALTERNATIVES = (("local.epochs", "local.steps"),)  # setting one empties the other, unless it is set too
 _SPAN = re.compile(r"(?<![^=,])(-?\d{1,18})\.\.(-?\d{1,18})(?![^,])")  # 0..4
 _MOST = 10_000  # values that one word may stand for
@@ -140,6 +141,7 @@ def compose(
     before = given or (_continued(values) if "experiment" not in named else None)
     if before:
         config = _onto(before, config, named)
+    _remember_set(config, named)
     return _resolved(config, values)
 
 
@@ -185,6 +187,27 @@ def _drafted(
     return config, plain_values, [*chosen, *values]
 
 
+def _remember_set(config: DictConfig, keys: Sequence[str]) -> None:
+    """Add keys to those that the user set, which no method may change."""
+    before = config.choices.get(SET) or []
+    config.choices[SET] = sorted({*before, *keys})
+
+
+def is_set(key: str, node: Node) -> bool:
+    """Return whether the user set a key, its group, or a key below it; True if that is not known."""
+    keys = node["choices"].get(SET)
+    if keys is None:
+        return True
+    return any(f"{key}.".startswith(f"{name}.") or name.startswith(f"{key}.") for name in keys)
+
+
+def without_set(node: Node) -> Node:
+    """Return the configuration without the keys that the user set, as files hold it."""
+    if not isinstance(choices := node.get("choices"), Mapping) or SET not in choices:
+        return node
+    return {**node, "choices": {group: name for group, name in choices.items() if group != SET}}
+
+
 def _empty_alternatives(config: DictConfig, values: Mapping[str, Any]) -> None:
     for pair in ALTERNATIVES:
         for one, other in (pair, pair[::-1]):
@@ -224,7 +247,8 @@ def _is_complete(node: Node) -> bool:
     lists = [choices.get(group, []) for group in LISTS]  # older runs had no observers in theirs
     if not choices.keys() >= {*COMPLETE} or not all(isinstance(each, list) for each in lists):
         return False
-    names = (name for group, each in choices.items() for name in (each if group in LISTS else [each]))
+    options = {group: each for group, each in choices.items() if group != SET}
+    names = (name for group, each in options.items() for name in (each if group in LISTS else [each]))
     return all(isinstance(name, str) for name in names)
 
 
@@ -245,7 +269,8 @@ def draft(overrides: Sequence[str], folders: Sequence[str | Path], keys: Sequenc
     Also a sentence for each of the keys that it does not have. Raises Refused.
     """
     known = groups(roots := config_folders(folders))
-    config, *_ = _drafted(overrides, known, roots)
+    config, _, named = _drafted(overrides, known, roots)
+    _remember_set(config, named)
     missing = {}
     for key in keys:
         try:
@@ -261,6 +286,7 @@ def settled(drafted: Node, values: Mapping[str, Any]) -> Node:
     for key, value in values.items():
         _assign(config, key, value, f"{key}={value}")
     _empty_alternatives(config, values)
+    _remember_set(config, list(values))
     return plain(_resolved(config, values))
 
 
@@ -620,7 +646,7 @@ def plain(config: DictConfig | Mapping[str, Any]) -> Node:
 
 def to_yaml(config: Node) -> str:
     """As it is stored in a run folder: without the passwords of addresses."""
-    return without_password(str(OmegaConf.to_yaml(OmegaConf.create(config))))
+    return without_password(str(OmegaConf.to_yaml(OmegaConf.create(without_set(config)))))
 
 
 def load_yaml(path: Path, mend: str = "restore it, or start in a new folder") -> Node:

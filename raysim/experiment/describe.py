@@ -58,6 +58,7 @@ def overview(experiment: Experiment, folder: Path) -> str:
         "attackers": _attackers(experiment),
         "rounds": f"{_several(settings.rounds, 'round')} of {experiment.schedule!r}, {settings.weighting} weights; "
         f"{_local(settings.local)}",
+        "settings": "; ".join(experiment.changes),
         "schedule": _schedule(experiment, declarations),
         "BatchNorm": _batchnorm(networks, {entry.name for entry in layout.entries if entry.personal}),
         "extra": "; ".join(_extra(experiment, declarations)),
@@ -128,8 +129,8 @@ def slots(cls: type[Method]) -> list[str]:
     """The slots that a method fills; its checks of the settings are none."""
     if issubclass(cls, HookedMethod):
         filled = [slot for slot in OLD_SLOTS if getattr(cls, slot) is not getattr(HookedMethod, slot)]
-        return [slot for slot in filled if slot != "check"]
-    return [hook for hook in HOOKS if getattr(cls, hook) is not getattr(Method, hook)]
+        return [slot for slot in filled if slot not in ("check", "require")]
+    return [hook for hook in HOOKS if hook != "settings" and getattr(cls, hook) is not getattr(Method, hook)]
 
 
 def _parameters(networks: Mapping[str, nn.Module]) -> str:

@@ -22,14 +22,30 @@ from torch import nn
 
 from raysim.api.composition import check_names, failing_method_name, suspicious_methods
 from raysim.api.declarations import Local
+from raysim.api.declare import Declarations
 from raysim.api.hooked_method import OldSetup
 from raysim.api.losses import RowLoss
 from raysim.api.method import Method
 from raysim.api.mistakes import HookMistake, said, traced
-from raysim.data.federated import FederatedData, doubts_of_data, federate, pooled
+from raysim.data.federated import (
+    FederatedData,
+    doubts_of_data,
+    federate,
+    pooled,
+    without_single_rows,
+)
 from raysim.data.partition import Partitioner
 from raysim.data.sources import Source
-from raysim.experiment.compose import LISTS, Node, compose, load_yaml, plain, to_yaml
+from raysim.experiment.compose import (
+    LISTS,
+    Node,
+    compose,
+    is_set,
+    load_yaml,
+    plain,
+    to_yaml,
+    without_set,
+)
 from raysim.experiment.describe import overview
 from raysim.experiment.instantiate import TARGET, arguments, build as build_object, imported, resolve, shown
 from raysim.experiment.objects import PARTS, Given, given, refuse_missing
@@ -53,6 +69,7 @@ from raysim.simulation.schedule import Schedule, Synchronous, check_concurrency
 from raysim.simulation.server import asked_weighting
 from raysim.training.run_spec import Checkpoint, RunSettings, RunSpec, declare_run, sample_flops
 from raysim.training.step_mode import uses_graph, usual_lanes
+from raysim.training.trainer import layer_that_needs_two_rows
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -251,8 +268,10 @@ def build(
 
 
 def _built(node: Node, allow: Sequence[str], objects: Given) -> Experiment:
-    settings, execution = _settings(node)
     methods = _methods(node, allow, objects.parts)
+    node, changes = _meet_requirements(node, methods)
+    node = without_set(node)
+    settings, execution = _settings(node)
     observers = _listed(node, "observer", Observer, allow, {})
     schedule: Schedule = _object(node, "schedule", allow, objects.parts)
     fleet: Fleet = _object(node, "fleet", allow, objects.parts)
@@ -287,6 +306,10 @@ def _built(node: Node, allow: Sequence[str], objects: Given) -> Experiment:
     fleet.devices(settings.seed, len(data.partition.train.counts), functools.partial(sample_flops, spec))
     declarations = declare_run(spec)
     networks = declarations.networks
+    spec, left_out = _without_batches_of_one(spec, declarations, partitioner)
+    if left_out:
+        check_concurrency(schedule, spec.data.partition.train.counts)
+        spec.attackers.check(spec.task.kind, spec.data.partition.train, schedule.size)
     runtime = execution.runtime
     if runtime.precision == "tf32" and not device.startswith("cuda"):
         raise Refused(
@@ -313,11 +336,70 @@ def _built(node: Node, allow: Sequence[str], objects: Given) -> Experiment:
     warnings = [
         *suspicious_methods(methods),
         *doubts_of_data(data),
+        *left_out,
         *warnings,
         *objects.warnings(),
     ]
     watches = tuple(watch for each in declarations.methods for watch in each.round_warnings)
-    return Experiment(node, spec, schedule, fleet, execution, tuple(warnings), observers, watches)
+    return Experiment(node, spec, schedule, fleet, execution, tuple(warnings), observers, changes, watches)
+
+
+def _meet_requirements(node: Node, methods: Sequence[Method]) -> tuple[Node, tuple[str, ...]]:
+    """Set what methods cannot run without, unless the user set it: then `Method.setup` refuses it.
+
+    Also returns a sentence for each setting that changed.
+    """
+    sentences = []
+    for method in methods:
+        required = method.settings(_settings(node)[0].local)
+        for key, value in required.items():
+            section, _, name = key.rpartition(".")
+            values = node.get(section) if section else node
+            if not isinstance(values, Mapping) or name not in values:
+                raise Refused(
+                    f"method '{method.name}' requires {key}={shown(value)}, a key that does not exist. "
+                    "Correct what its function settings returns."
+                )
+            if values[name] == value or is_set(key, node):
+                continue
+            sentences.append(
+                f"{key}={shown(value)} in place of {shown(values[name])}, because method '{method.name}' requires it"
+            )
+            changed = {**values, name: value}
+            node = {**node, section: changed} if section else changed
+    return node, tuple(sentences)
+
+
+def _without_batches_of_one(
+    spec: RunSpec, declarations: Declarations, partitioner: Partitioner
+) -> tuple[RunSpec, tuple[str, ...]]:
+    """Leave out clients of one training sample if the model cannot train on it, with a sentence that says so.
+
+    Raises ValueError where every batch, or every client, has one row.
+    """
+    counts, batch = spec.data.partition.train.counts, spec.settings.local.batch
+    single, clients = int(np.count_nonzero(counts == 1)), len(counts)
+    if batch > 1 and not single:
+        return spec, ()
+    layer = layer_that_needs_two_rows(declarations)
+    if not layer:
+        return spec, ()
+    other = "choose model.norm=group" if hasattr(spec.model, "norm") else "choose a model without such a layer"
+    if batch == 1:
+        raise ValueError(
+            f"local.batch: batches of 1 row cannot train the model, because of its {layer}. "
+            f"Set local.batch=2 or more, or {other}."
+        )
+    more = "raise partition.minimum" if hasattr(partitioner, "minimum") else "give each client two samples or more"
+    if single == np.count_nonzero(counts):
+        raise ValueError(
+            f"partition: no client has two training samples, and one cannot train the model, because of its {layer}. "
+            f"Have fewer clients, or {other}."
+        )
+    return replace(spec, data=without_single_rows(spec.data)), (
+        f"partition: {single} of {clients} clients have one training sample and never train, because the model "
+        f"cannot train on a batch of one row (its {layer}). To let them train, {more}, or {other}.",
+    )
 
 
 def _absolute(kept: Checkpoint) -> Checkpoint:

@@ -84,6 +84,7 @@ class Experiment:
     execution: ExecutionOptions
     warnings: tuple[str, ...]
     observers: tuple[Observer, ...] = ()  # that the configuration names
+    changes: tuple[str, ...] = ()  # settings that methods changed, a sentence each
     round_warnings: tuple[RoundWarning, ...] = ()  # of methods, asked after each round
 
     def __repr__(self) -> str:

@@ -30,6 +30,7 @@ from raysim.primitives.checks import above, at_least
 
 if TYPE_CHECKING:
     from raysim.api.context import Batch, Context, Outputs, Plan
+    from raysim.api.declarations import Local
     from raysim.api.hooked_method import OldSetup as Setup
 
 DISCRIMINATOR = "dann.discriminator"
@@ -116,6 +117,12 @@ class Dann(HookedMethod):
         size, width = int(model.feature_dim), self.width  # type: ignore[arg-type]
         layers = nn.Linear(size, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, task.clients)
         return {DISCRIMINATOR: Network(nn.Sequential(*layers))}
+
+    def require(self, local: Local) -> Mapping[str, object]:
+        """Return a budget of steps that holds a whole turn of discriminator and classifier."""
+        if self.mode != "alternate" or local.steps is None:
+            return {}
+        return {"local.steps": max(local.steps, 1 + self.discriminator_steps)}
 
     def check(self, setup: Setup) -> Sequence[str]:
         """There has to be something to tell apart, and a step left for the classifier."""

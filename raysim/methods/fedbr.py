@@ -14,8 +14,10 @@ Choices where paper and code disagree or are silent
 - Global features of pseudo-data belong to the pseudo-data of the step (paper), with the frozen extractor in eval mode;
   the code computes them for the first step's only, in train mode: global_features="round" is that, in eval mode.
 - Random sample means are drawn anew every round by default (paper); the released code draws them once.
-- Sources of pseudo-data are "balanced" if every client (of the proxy set: every class) is drawn equally often, which is
-  how Algorithm 2 chooses clients, and "unbalanced" if in proportion to their samples.
+- Sources of pseudo-data are "balanced" if every client is drawn equally often, which is how Algorithm 2 chooses
+  clients, and "unbalanced" if in proportion to their samples. With clients of equal size, as in the paper, both are
+  the same. Figure 6d compares means of balanced with those of unbalanced labels: sources="classes" also draws every
+  class that a client has equally often. The proxy set has no clients: "balanced" and "classes" draw its classes alike.
 """
 
 from __future__ import annotations
@@ -38,7 +40,8 @@ from raysim.data.dataset import Dataset
 from raysim.data.partition import CSR
 from raysim.data.sources import Source
 from raysim.methods.mixup import soft_targets
-from raysim.primitives.checks import at_least
+from raysim.models.single_rows import refusing_layer
+from raysim.primitives.checks import at_least, one_of
 from raysim.primitives.streams import stream
 
 if TYPE_CHECKING:
@@ -135,7 +138,15 @@ def _share(ends: np.ndarray, clients: np.ndarray) -> tuple[np.ndarray, np.ndarra
     return first, ends[clients] - first
 
 
+def class_chances(labels: np.ndarray) -> np.ndarray:
+    """Return float64 [n], the chance of each sample if every class that occurs in ``labels`` [n] is drawn alike."""
+    _, classes, frequency = np.unique(labels, return_inverse=True, return_counts=True)
+    chances: np.ndarray = 1 / (frequency[classes] * len(frequency))
+    return chances
+
+
 PROJECTOR = "fedbr.projector"
+SOURCES = ("balanced", "unbalanced", "classes")
 PSEUDO = "fedbr.pseudo"
 
 
@@ -153,8 +164,9 @@ class FedBR(HookedMethod):
     pseudo: "rsm", means of `samples_per_mean` samples of a client, of which each sends `means_per_client` (None: B)
     before round 0; or "mixture", B means of a public `proxy` set, mixed at every step with `mix_samples` samples of the
     batch each. pseudo_batch: B rows. pseudo_refresh: B new ones every "round", or "once". fresh: means of raw data
-    every round, which only a simulator can do. projection: the paper's widths (256, 256, 128), the released code's
-    (2F, 2F, F), or none. max_step=False leaves the projector as received.
+    every round, which only a simulator can do. sources: who is drawn equally often (see above). projection: the
+    paper's widths (256, 256, 128), the released code's (2F, 2F, F), or none. max_step=False leaves the projector as
+    received.
     """
 
     name = "fedbr"
@@ -175,7 +187,7 @@ class FedBR(HookedMethod):
         pseudo_batch: int = 64,
         samples_per_mean: int = 10,
         means_per_client: int | None = None,
-        sources: Literal["balanced", "unbalanced"] = "balanced",
+        sources: Literal["balanced", "unbalanced", "classes"] = "balanced",
         fresh: bool = False,
         proxy: Source | None = None,
         mix_samples: int = 1,
@@ -187,7 +199,8 @@ class FedBR(HookedMethod):
             _similarity_scale(tau, temperature_mode)
         self.tau1, self.tau2, self.temperature_mode = tau1, tau2, temperature_mode
         self.max_step, self.projection = max_step, projection
-        self.pseudo, self.pseudo_refresh, self.sources, self.fresh = pseudo, pseudo_refresh, sources, fresh
+        self.sources = one_of("method.fedbr.sources", sources, SOURCES)
+        self.pseudo, self.pseudo_refresh, self.fresh = pseudo, pseudo_refresh, fresh
         self.pseudo_batch = int(at_least("method.fedbr.pseudo_batch", pseudo_batch, 1))
         self.samples_per_mean = int(at_least("method.fedbr.samples_per_mean", samples_per_mean, 1))
         each = (
@@ -229,6 +242,11 @@ class FedBR(HookedMethod):
         """Enough means for a batch of them, and a proxy set of the data's image size."""
         if not self._active:
             return ()
+        if self.pseudo_batch == 1 and (layer := refusing_layer(setup.networks["model"], setup.task.example)):
+            raise ValueError(
+                f"method.fedbr.pseudo_batch: the model cannot train on a batch of 1 row, because of its {layer}. "
+                "Set method.fedbr.pseudo_batch=2 or more."
+            )
         pool = self.means_per_client * setup.task.clients
         if self.pseudo == "rsm" and not self.fresh and self.pseudo_batch > pool:
             raise ValueError(
@@ -276,11 +294,16 @@ class FedBR(HookedMethod):
 
     # --- pseudo-data ---------------------------------------------------------------------------------------------
     def contribute(self, client: Contribution) -> Mapping[str, np.ndarray]:
-        """Means of the client's own samples, drawn with replacement."""
+        """Return means of the client's own samples, drawn with replacement."""
         if not self._active or self.pseudo == "mixture" or self.fresh:
             return {}
         size = (self.means_per_client, self.samples_per_mean)
-        indices = torch.from_numpy(client.generator.integers(len(client.inputs), size=size)).to(client.inputs.device)
+        if self.sources == "classes":
+            chances = class_chances(client.labels.cpu().numpy())
+            drawn = client.generator.choice(len(client.inputs), size=size, p=chances)
+        else:
+            drawn = client.generator.integers(len(client.inputs), size=size)
+        indices = torch.from_numpy(drawn).to(client.inputs.device)
         return {"fedbr.pool": random_sample_mean(client.inputs, indices).cpu().numpy()}
 
     def assemble(self, parts: Mapping[str, Sequence[np.ndarray]], server: Server) -> None:
@@ -321,10 +344,7 @@ class FedBR(HookedMethod):
     ) -> Tensor:
         """Algorithm 3: B means of M samples of the proxy set, normalised with its own constants."""
         labels = dataset.labels[: dataset.train_rows]
-        chances = None
-        if self.sources == "balanced":
-            frequency = np.bincount(labels)[labels]
-            chances = 1 / (frequency * len(np.unique(labels)))
+        chances = None if self.sources == "unbalanced" else class_chances(labels)
         rows = generator.choice(len(labels), size=(self.pseudo_batch, self.samples_per_mean), p=chances)
         mean, std = (None if values is None else tuple(values) for values in (proxy.mean, proxy.std))
         unique, places = np.unique(rows, return_inverse=True)
@@ -337,12 +357,24 @@ class FedBR(HookedMethod):
             return
         generator = stream(ctx.seed, "fedbr.fresh", ctx.version)
         partition = ctx.trainer.partition
-        ends = _ends(partition, self.sources == "balanced")
+        ends = _ends(partition, self.sources != "unbalanced")
         clients = ends.searchsorted(generator.random(self.pseudo_batch), side="right")  # as `Generator.choice` does
-        rows = [generator.choice(partition.rows(client), size=self.samples_per_mean) for client in clients]
+        rows = []
+        for client in clients:
+            own = partition.rows(client)
+            chances = self._chances_within(ctx, own)
+            rows.append(generator.choice(own, size=self.samples_per_mean, p=chances))
         inputs, _ = ctx.trainer.gather(np.concatenate(rows))
         places = torch.arange(len(inputs), device=inputs.device).view(self.pseudo_batch, self.samples_per_mean)
         ctx.kept[PSEUDO] = random_sample_mean(inputs, places)
+
+    def _chances_within(self, ctx: Context, rows: np.ndarray) -> np.ndarray | None:
+        """Return the chance of each of a client's rows; None if they are drawn alike."""
+        if self.sources != "classes":
+            return None
+        labels = ctx.trainer.labels
+        chosen = labels.index_select(0, torch.from_numpy(rows).to(labels.device))
+        return class_chances(chosen.cpu().numpy())
 
     # --- the two steps -------------------------------------------------------------------------------------------
     def projected_contrast(self, ctx: Context, out: Outputs, batch: Batch) -> Tensor:

@@ -18,10 +18,12 @@ Choices where the paper is silent, and where it and the code disagree
   PCGrad does, and never removes what agrees. Order and test matter once an update is in two conflicts; the history
   counts conflicts and projections.
 - Lengths are not restored: updates shrink. One vector per client, of trainable parameters, unless per tensor.
-- The hierarchy's last two are not sorted (code): the sum that was made first is projected on the other, then the other
-  on what is left of it, which leaves the second almost nothing to do. Two alone stay in the order of acceptance.
-  It is uniform (code) unless weighting or another method says otherwise: an update then counts with its weight over the
-  mean weight, in sums and in eps alike.
+- The hierarchy's last two are not sorted (code): a is the sum that was made first, b the other. With s = <a, b> from
+  before either changed, a <- a - s / (|b|^2 + eps) b, then b <- b - s / (|a|^2 + eps) a with the new a. The code
+  does not compute s again. If a and b are almost opposite, the new a is short and b can grow: at most by
+  |s| / (2 sqrt(eps)). Two alone stay in the order of acceptance.
+- The hierarchy is uniform (code) unless weighting or another method says otherwise: an update then counts with its
+  weight over the mean weight, in sums and in eps alike.
 """
 
 from __future__ import annotations
@@ -153,18 +155,22 @@ def _tree(products: np.ndarray, factors: np.ndarray, eps: float, tally: _Tally) 
     def inner(a: np.ndarray, b: np.ndarray) -> float:
         return float(a @ inside @ b)
 
-    def off(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-        """a without its part along b."""
-        projected: np.ndarray = a - inner(a, b) / (inner(b, b) + eps) * b
-        return projected
+    def subtract(a: np.ndarray, overlap: float, direction: np.ndarray) -> np.ndarray:
+        """Return ``a`` minus ``direction`` times the overlap over the direction's squared length."""
+        factor = overlap / (inner(direction, direction) + eps)
+        changed: np.ndarray = a - factor * direction
+        return changed
 
-    def meet(a: np.ndarray, b: np.ndarray, last: bool) -> np.ndarray:
-        """Their sum, once they agree."""
-        if inner(a, b) < 0:
+    def meet(a: np.ndarray, b: np.ndarray, is_last_pair: bool) -> np.ndarray:
+        """Return the sum of the two updates, which are projected first if they conflict."""
+        overlap = inner(a, b)
+        if overlap < 0:
             tally.conflicts += 1
             tally.projections += 2
-            before, a = a, off(a, b)
-            b = off(b, a if last else before)
+            changed_a = subtract(a, overlap, b)
+            # The last pair keeps the overlap from before either changed, as the released code does.
+            changed_b = subtract(b, overlap, changed_a if is_last_pair else a)
+            a, b = changed_a, changed_b
         total: np.ndarray = a + b
         return total
 

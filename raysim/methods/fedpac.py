@@ -49,6 +49,7 @@ from raysim.vectors.row_store import extended, reserve, settled
 
 if TYPE_CHECKING:
     from raysim.api.context import Batch, Context, Outputs, Own, Plan
+    from raysim.api.declarations import Local
     from raysim.api.hooked_method import OldSetup as Setup
     from raysim.api.server_view import Aggregation, Server
     from raysim.vectors.layout import Layout, Vector
@@ -239,6 +240,11 @@ class FedPAC(HookedMethod):
     def personal(self, networks: Mapping[str, nn.Module]) -> Sequence[str]:
         """The head; it travels on purpose, beside the update."""
         return [f"model.head.{name}" for name, _ in networks["model"].get_submodule("head").named_parameters()]
+
+    def require(self, local: Local) -> Mapping[str, object]:
+        """Return a budget that has an epoch or a step for the extractor after those of the head."""
+        key, budget = ("epochs", local.epochs) if local.epochs is not None else ("steps", local.steps or 0)
+        return {f"local.{key}": max(budget, self.head_epochs + 1)}
 
     def check(self, setup: Setup) -> Sequence[str]:
         """An extractor and a linear head, and a budget that both phases have a part in."""

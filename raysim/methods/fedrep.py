@@ -9,7 +9,8 @@ Collins, Hassani, Mokhtari and Shakkottai, "Exploiting Shared Representations fo
     both                      extractors are averaged; a client is scored with the shared extractor and its own head
 
 Choices where the sources differ or are silent
-- local.epochs is the sum of both phases; a budget of local.steps is cut in the same proportion. Mode joint uses it all.
+- local.epochs is the sum of both phases, and is set to it unless the user sets it; a budget of local.steps is cut in
+  the same proportion. Mode joint uses it all.
 - The extractor is in train mode during head steps too (the authors' code): dropout is on and BatchNorm's running
   statistics move, though no parameter of the extractor does.
 - Each phase has an optimiser of its own, so neither weight decay nor momentum moves what is fixed.
@@ -19,6 +20,7 @@ Choices where the sources differ or are silent
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Literal
 
@@ -31,6 +33,7 @@ from raysim.primitives.checks import at_least, one_of
 
 if TYPE_CHECKING:
     from raysim.api.context import Plan
+    from raysim.api.declarations import Local
     from raysim.api.hooked_method import OldSetup as Setup
 
 
@@ -60,21 +63,39 @@ class FedRep(HookedMethod):
         """The head."""
         return [f"model.head.{name}" for name, _ in networks["model"].get_submodule("head").named_parameters()]
 
+    @property
+    def _total_epochs(self) -> int:
+        return self.head_epochs + self.body_epochs
+
+    @property
+    def _fewest_steps(self) -> int:
+        """Return the smallest budget in steps in which the head has one."""
+        return math.ceil(self._total_epochs / self.head_epochs)
+
+    def require(self, local: Local) -> Mapping[str, object]:
+        """Return the sum of both phases, or the smallest budget in steps."""
+        if self.mode == "joint":
+            return {}
+        if local.epochs is not None:
+            return {"local.epochs": self._total_epochs}
+        return {"local.steps": max(local.steps or 0, self._fewest_steps)}
+
     def check(self, setup: Setup) -> Sequence[str]:
         """In mode alternate the budget is the sum of both phases, and both have a step in it."""
         if self.mode == "joint":
             return ()
         local = setup.local
-        total = self.head_epochs + self.body_epochs
-        if local.epochs is not None and local.epochs != total:
+        if local.epochs is not None and local.epochs != self._total_epochs:
             raise ValueError(
-                f"local.epochs={local.epochs} is not the sum of method.fedrep.head_epochs={self.head_epochs} and "
-                f"method.fedrep.body_epochs={self.body_epochs}: set local.epochs={total}"
+                f"local.epochs: {local.epochs} is not the sum of method.fedrep.head_epochs={self.head_epochs} "
+                f"and method.fedrep.body_epochs={self.body_epochs}. "
+                f"Leave local.epochs out, or set local.epochs={self._total_epochs}."
             )
-        if local.steps is not None and not head_steps(local.steps, self.head_epochs, self.body_epochs):
+        if local.steps is not None and local.steps < self._fewest_steps:
             raise ValueError(
-                f"local.steps={local.steps} leaves no step for the head, whose share is method.fedrep.head_epochs="
-                f"{self.head_epochs} of {total}: set local.steps={-(-total // self.head_epochs)} or more"
+                f"local.steps: {local.steps} leaves no step for the head, whose share is "
+                f"method.fedrep.head_epochs={self.head_epochs} of {self._total_epochs}. "
+                f"Set local.steps={self._fewest_steps} or more."
             )
         return ()
 

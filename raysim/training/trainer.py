@@ -23,6 +23,7 @@ from raysim.api.setup import Declared
 from raysim.data.batches import Pipeline
 from raysim.data.partition import CSR
 from raysim.models.classifier import is_stochastic
+from raysim.models.single_rows import refusing_layer
 from raysim.primitives.streams import stream, torch_seed
 from raysim.training.step import Step
 from raysim.training.transfer import apart, up
@@ -62,6 +63,16 @@ def make_plan(
                     break
         batches += part[:goal]
     return Plan(np.concatenate(batches), tuple(map(len, batches)), samples)
+
+
+def layer_that_needs_two_rows(declarations: Declarations) -> str:
+    """Return the layer of a model that cannot train on a batch of one row; "" if there is none.
+
+    A method that adds rows to each batch makes it fit.
+    """
+    if any(each.adds_rows or each.old_rows for each in declarations.methods):
+        return ""
+    return refusing_layer(declarations.networks["model"], declarations.task.example)
 
 
 def _usual_sizes(counts: np.ndarray, batch: int) -> frozenset[int]:
@@ -119,7 +130,9 @@ class Trainer:
             each.old_keeps_optimizer for each in declarations.methods
         )
         modules = self.modules = [m for network in vector.networks.values() for m in network.modules()]
-        self.batchnorm = any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in modules)
+        self.needs_two_rows = bool(layer_that_needs_two_rows(declarations))
+        batchnorm = any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in modules)
+        self.drops_single = batchnorm or self.needs_two_rows
         self.tracking: Sequence[nn.Module] = [m for m in modules if getattr(m, "track_running_stats", False)]
         self.stochastic = is_stochastic(*vector.networks.values())
         self._ahead: dict[int, tuple[Plan, list[Batch]]] = {}  # by job
@@ -377,11 +390,11 @@ class Trainer:
     def adapt(self, client: int, rows: np.ndarray, version: int, how: Finetune) -> None:
         """Fine-tune what lies in the vector on rows of the data set: cross-entropy alone, on streams of its own."""
         samples = len(rows)
-        if not samples:
+        if not samples or (samples == 1 and self.needs_two_rows and not how.head):
             return
         local = replace(self.local, epochs=how.epochs, steps=None)
         order = stream(self.seed, "finetune", client, version)
-        plan = make_plan(local, samples, [np.arange(samples)] * how.epochs, order, self.batchnorm)
+        plan = make_plan(local, samples, [np.arange(samples)] * how.epochs, order, self.drops_single)
         if self.stochastic:
             torch.manual_seed(torch_seed(self.seed, "finetune.torch", client, version))
         rate = self.local.lr * self.local.lr_decay**version
@@ -395,20 +408,21 @@ class Trainer:
     def _plan(self, ctx: Context) -> Plan:
         if self.selector is not None and (chosen := self._selected(self.selector, ctx)):
             generator = stream(self.seed, "batches", ctx.client, ctx.participation)
-            return make_plan(self.local, ctx.samples, chosen, generator, self.batchnorm)
+            return make_plan(self.local, ctx.samples, chosen, generator, self.drops_single)
         return self._plan_all(ctx.samples, ctx.client, ctx.participation)
 
     def _plan_all(self, samples: int, client: int, participation: int) -> Plan:
         """All samples in every epoch."""
         chosen = [np.arange(samples)] * (self.local.epochs or 1)
         return make_plan(
-            self.local, samples, chosen, stream(self.seed, "batches", client, participation), self.batchnorm
+            self.local, samples, chosen, stream(self.seed, "batches", client, participation), self.drops_single
         )
 
     def _selected(self, selector: Declared, ctx: Context) -> list[np.ndarray]:
         """What a method selects for each epoch (or phase); nothing if it takes all samples.
 
-        Ascending, so that the shuffle depends on what was selected and not on how it was ranked.
+        Ascending, so that the shuffle depends on what was selected and not on how it was ranked. Parts of one sample
+        are left out where the model cannot train on it.
         """
         parts = self.local.epochs or min(self.local.phases, self.local.steps or 1)
         chosen: list[np.ndarray] = []
@@ -423,7 +437,13 @@ class Trainer:
                 f"method '{selector.method}' selected samples for {len(chosen)} of {parts} epochs: `select` returns "
                 "positions for all epochs of a job, or None for all"
             )
-        return chosen
+        fitting = [positions for positions in chosen if len(positions) > 1] if self.needs_two_rows else chosen
+        if chosen and not fitting:
+            raise ValueError(
+                f"method '{selector.method}' selected one sample for every epoch, on which the model cannot train. "
+                "Let `select` return two positions or more, or set model.norm=group."
+            )
+        return fitting
 
 
 @dataclass(frozen=True)

@@ -239,10 +239,8 @@ def test_what_a_run_is_warned_of_is_said_before_any_is_made(capsys: pytest.Captu
     study("method=fedavg,fedbn", "seed=0..1", "model=mlp", "schedule.cohort=3", "rounds=1", *words, "out=s")
     first, second, third = capsys.readouterr().out.splitlines()[:3]
     assert first.startswith("4 runs")
-    assert second == (
-        "method 'fedbn' finds no BatchNorm in the model and runs as FedAvg: set model.norm=batch "
-        "(fedbn_seed-0 and 1 more)"
-    )
+    assert second.startswith("method 'fedbn' finds no BatchNorm")
+    assert second.endswith("(fedbn_seed-0 and 1 more)")
     assert third.endswith("under way: fedavg_seed-0")
     assert "finds no BatchNorm" in Path("s/report.html").read_text()
     assert cli.call(["run", *QUICK, "out=s"]) == 2

@@ -30,7 +30,7 @@ from tiny_runs import (
 )
 from torch import Tensor, nn
 
-from raysim.api.context import Batch, Context, Outputs
+from raysim.api.context import Batch, Context, Contribution, Outputs
 from raysim.api.declarations import Local, Task
 from raysim.api.hooked_method import HookedMethod
 from raysim.api.messages import Job
@@ -275,7 +275,12 @@ def test_fresh_means_come_from_clients_alike_or_by_their_samples(sources: Any, w
 
 
 @pytest.mark.parametrize(
-    ("sources", "wanted"), [("balanced", [1 / 3, 0, 1 / 3, 1 / 3]), ("unbalanced", [0.1, 0, 0.2, 0.7])]
+    ("sources", "wanted"),
+    [
+        ("balanced", [1 / 3, 0, 1 / 3, 1 / 3]),
+        ("classes", [1 / 3, 0, 1 / 3, 1 / 3]),
+        ("unbalanced", [0.1, 0, 0.2, 0.7]),
+    ],
 )
 def test_proxy_images_come_from_classes_alike_or_by_their_number(
     sources: Any, wanted: list[float], monkeypatch: pytest.MonkeyPatch
@@ -287,6 +292,52 @@ def test_proxy_images_come_from_classes_alike_or_by_their_number(
     server: Any = SimpleNamespace(stream=lambda purpose: stream(0, purpose, 0), task=TASK)
     method = mixture(pseudo_batch=DRAWS, samples_per_mean=1, sources=sources, proxy=Synthetic())
     near((method._drawn(server) * 255).round().long().flatten().numpy(), 4, wanted)
+
+
+SKEWED = torch.tensor([0] * 8 + [2] * 2 + [4] * 40)  # 50 samples of three of five classes
+
+
+@pytest.mark.parametrize(
+    ("sources", "wanted"),
+    [("balanced", [0.16, 0, 0.04, 0, 0.8]), ("classes", [1 / 3, 0, 1 / 3, 0, 1 / 3])],
+)
+def test_samples_of_a_pooled_mean_come_from_classes_alike_if_asked(sources: Any, wanted: list[float]) -> None:
+    method = FedBR(means_per_client=DRAWS, samples_per_mean=1, sources=sources)
+    inputs = SKEWED.float().reshape(-1, 1)
+    client = Contribution(0, lambda: (inputs, SKEWED), stream(0, "contribute", 0), 5)
+    pool = method.contribute(client)["fedbr.pool"]
+    near(pool.ravel().astype(int), 5, wanted)
+
+
+@pytest.mark.parametrize(
+    ("sources", "wanted"),
+    [("balanced", [0.16, 0, 0.04, 0, 0.8]), ("classes", [1 / 3, 0, 1 / 3, 0, 1 / 3])],
+)
+def test_samples_of_a_fresh_mean_come_from_classes_alike_if_asked(sources: Any, wanted: list[float]) -> None:
+    method = FedBR(pseudo_batch=DRAWS, samples_per_mean=1, sources=sources, fresh=True)
+    trainer = SimpleNamespace(
+        partition=CSR(np.arange(50), np.array([0, 50])),
+        labels=SKEWED,
+        gather=lambda rows: (SKEWED[rows].float().reshape(-1, 1), None),
+    )
+    ctx: Any = SimpleNamespace(seed=0, version=3, trainer=trainer, kept={})
+    method.receive(ctx)
+    near(ctx.kept[PSEUDO].flatten().long().numpy(), 5, wanted)
+
+
+def test_means_by_classes_come_from_clients_alike() -> None:
+    def drawn(sources: Any) -> Tensor:
+        server: Any = SimpleNamespace(sample_ends=ENDS, state={"fedbr.pool": torch.arange(6)})
+        server.stream = lambda purpose: stream(0, purpose, 0)
+        return FedBR(pseudo_batch=4, means_per_client=2, sources=sources)._drawn(server)
+
+    assert torch.equal(drawn("classes"), drawn("balanced"))
+    assert not torch.equal(drawn("classes"), drawn("unbalanced"))
+
+
+def test_unknown_sources_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"method\.fedbr\.sources"):
+        FedBR(sources="labels")  # type: ignore[arg-type]
 
 
 # --- Mixture ------------------------------------------------------------------------------------------------------

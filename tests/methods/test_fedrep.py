@@ -63,8 +63,8 @@ def test_the_paper_spends_ten_epochs_on_the_head_and_one_on_the_extractor() -> N
 @pytest.mark.parametrize(
     ("local", "message"),
     [
-        (replace(LOCAL, epochs=1), r"local\.epochs=1 is not the sum .* set local\.epochs=11"),
-        (replace(LOCAL, epochs=None, steps=1), r"local\.steps=1 leaves no step for the head.* set local\.steps=2"),
+        (replace(LOCAL, epochs=1), r"local\.epochs: 1 .* local\.epochs=11"),
+        (replace(LOCAL, epochs=None, steps=1), r"local\.steps: 1 .* local\.steps=2"),
     ],
     ids=["epochs", "steps"],
 )

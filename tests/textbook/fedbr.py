@@ -46,11 +46,21 @@ def cross_entropy(logits: Tensor, rows: Tensor) -> Tensor:
     return -(rows * logits.log_softmax(1)).sum(1).mean()
 
 
-def means(world: World, size: int, count: int) -> Tensor:
-    """Algorithm 2: `size` means of `count` samples of each client."""
+def class_chances(labels: Tensor) -> np.ndarray:
+    """Return each sample's probability if every class that occurs is drawn equally often."""
+    classes = labels.tolist()
+    return np.array([1 / classes.count(label) for label in classes]) / len(set(classes))
+
+
+def means(world: World, size: int, count: int, sources: str) -> Tensor:
+    """Return `size` means of `count` samples of each client (Algorithm 2)."""
     pool = []
-    for client, (inputs, _) in enumerate(world.data):
-        places = stream(world.seed, "contribute", client).integers(len(inputs), size=(size, count))
+    for client, (inputs, labels) in enumerate(world.data):
+        random = stream(world.seed, "contribute", client)
+        if sources == "classes":
+            places = random.choice(len(inputs), size=(size, count), p=class_chances(labels))
+        else:
+            places = random.integers(len(inputs), size=(size, count))
         pool += [torch.stack([inputs[i] for i in row]).mean(0) for row in places]
     return torch.stack(pool)
 
@@ -73,9 +83,12 @@ def fresh(world: World, size: int, count: int, sources: str) -> Pseudo:
     def pseudo(version: int) -> Tensor:
         random = stream(world.seed, "fedbr.fresh", version)
         clients = random.choice(len(counts), size=size, p=chances)
-        return torch.stack(
-            [world.data[c][0][random.choice(len(world.data[c][0]), size=count)].mean(0) for c in clients]
-        )
+        rows = []
+        for client in clients:
+            inputs, labels = world.data[client]
+            within = class_chances(labels) if sources == "classes" else None
+            rows.append(inputs[random.choice(len(inputs), size=count, p=within)].mean(0))
+        return torch.stack(rows)
 
     return pseudo
 
@@ -84,8 +97,8 @@ def proxies(world: World, size: int, count: int, sources: str) -> Pseudo:
     """Algorithm 3: means of a public set's training images; classes as they come, or in proportion to their images."""
     images, labels = world.drawn["proxy"]
     chances = None
-    if sources == "balanced":
-        chances = np.array([1 / (labels == label).sum() for label in labels]) / len(set(labels.tolist()))
+    if sources != "unbalanced":
+        chances = class_chances(labels)
 
     def pseudo(version: int) -> Tensor:
         places = stream(world.seed, "fedbr.pseudo", version).choice(len(labels), size=(size, count), p=chances)
@@ -115,7 +128,7 @@ def fedbr(
 ) -> Book:
     """The max step of theta, then the min step of phi and omega, on every batch; the server averages all three."""
     kappa = (tau1, tau2) if temperature_mode == "multiply" else (1 / tau1, 1 / tau2)
-    pool = means(world, means_per_client or pseudo_batch, samples_per_mean) if pseudo == "rsm" else None
+    pool = means(world, means_per_client or pseudo_batch, samples_per_mean, sources) if pseudo == "rsm" else None
     if pool is not None:
         of_version = drawn(world, pool, pseudo_batch, sources)
     else:

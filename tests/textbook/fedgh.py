@@ -69,8 +69,9 @@ def hierarchical(world: World, eps: float = 1e-7) -> Book:
             g = made + g
         if len(g) == 2 and g[0] @ g[1] < 0:
             conflicts[-1] += 1
-            g[0] = off(g[0], g[1])
-            g[1] = off(g[1], g[0])
+            overlap = g[0] @ g[1]  # from before either changes, for both lines
+            g[0] = g[0] - overlap / (g[1] @ g[1] + eps) * g[1]
+            g[1] = g[1] - overlap / (g[0] @ g[0] + eps) * g[0]
         return sum(g) / len(changes)
 
     def rule(at: Cohort) -> Tensor:

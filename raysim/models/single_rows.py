@@ -1,0 +1,66 @@
+"""Whether a network can train on a batch of one row; BatchNorm of vectors cannot, for one row has no variance."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+
+def refusing_layer(model: nn.Module, make_inputs: Callable[[int], Tensor]) -> str:
+    """Return the layer that fails on one row and not on two, in train mode; "" if none does.
+
+    A layer fails by an error, or by outputs that are not finite. Nothing of the model changes.
+
+    make_inputs: returns inputs of so many rows, on any device.
+    """
+    place = next(model.parameters(), torch.empty(0))
+    devices = [place.device] if place.device.type == "cuda" else []
+    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    modes = [(module, module.training) for module in model.modules()]
+    try:
+        with torch.no_grad(), torch.random.fork_rng(devices):
+            model.train()
+            if _first_failure(model, _placed(make_inputs(2), place)):
+                return ""
+            return _first_failure(model, _placed(make_inputs(1), place))
+    finally:
+        for buffer, value in buffers:
+            buffer.data.copy_(value)
+        for module, training in modes:
+            module.training = training
+
+
+def _placed(inputs: Tensor, like: Tensor) -> Tensor:
+    """Return the inputs on a parameter's device, and in its type unless they are token numbers."""
+    return inputs.to(like.device, like.dtype if inputs.is_floating_point() else inputs.dtype)
+
+
+def _first_failure(model: nn.Module, inputs: Tensor) -> str:
+    """Return the layer that raises an error or makes outputs that are not finite; "" if none does."""
+    names = {module: name for name, module in model.named_modules()}
+    entered: list[nn.Module] = []
+    failed: list[nn.Module] = []
+
+    def enter(module: nn.Module, _: object) -> None:
+        entered.append(module)
+
+    def leave(module: nn.Module, _: object, outputs: object) -> None:
+        entered.remove(module)
+        if isinstance(outputs, Tensor) and not bool(torch.isfinite(outputs).all()):
+            failed.append(module)
+
+    handles = [module.register_forward_pre_hook(enter) for module in names]
+    handles += [module.register_forward_hook(leave) for module in names]
+    try:
+        model(inputs)
+    except Exception:  # of any kind, for anybody may have written the layer
+        failed = failed or [entered[-1] if entered else model]
+    finally:
+        for handle in handles:
+            handle.remove()
+    if not failed:
+        return ""
+    kind, name = type(failed[0]).__name__, names[failed[0]]
+    return f"layer '{name}' ({kind})" if name else kind

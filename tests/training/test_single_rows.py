@@ -1,0 +1,273 @@
+"""Batches of one row, and networks that cannot train on them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from raysim.api.method import Method
+from raysim.data.listed import listed
+from raysim.experiment.execute import Experiment, build, run
+from raysim.methods.fedbr import FedBR
+from raysim.methods.fedbss import FedBSS
+from raysim.models.single_rows import refusing_layer
+from raysim.primitives.errors import Refused
+
+HERE = ["runtime=inprocess", "tracking=none", "device=cpu", "rounds=3", "checkpoint.every=0"]
+SIZES = [9, 1, 8, 2, 1, 7, 5]  # training rows of each client; 9 and 5 leave one row behind batches of 4
+SINGLE = [1, 4]  # clients of one row
+
+
+class Centred(nn.Module):
+    """A layer of a user's own: divides by the deviation over the batch, which one row does not have."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        centred: Tensor = inputs / (inputs.std(dim=0) + 0.1)
+        return centred
+
+
+class Pair(nn.Module):
+    """A layer of a user's own that raises an error of its own."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        if self.training and len(inputs) < 2:
+            raise RuntimeError("two rows at least")
+        return inputs
+
+
+class Squeezed(nn.Module):
+    """Images to one pixel each, normalised: BatchNorm2d with as many values per channel as rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm2d(4)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        normal: Tensor = self.norm(inputs.view(-1, 4, 1, 1))
+        return normal.flatten(1)
+
+
+def network(layer: nn.Module) -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 4), layer, nn.ReLU(), nn.Dropout(0.2), nn.Linear(4, 3))
+
+
+REFUSING = {
+    "BatchNorm1d": lambda: nn.BatchNorm1d(4),
+    "BatchNorm1d without statistics": lambda: nn.BatchNorm1d(4, track_running_stats=False),
+    "BatchNorm2d of one pixel": Squeezed,
+    "GroupNorm of one value": lambda: nn.GroupNorm(4, 4),
+    "deviation": Centred,
+    "own error": Pair,
+}
+FINE = {"LayerNorm": lambda: nn.LayerNorm(4), "GroupNorm": lambda: nn.GroupNorm(2, 4), "none": nn.Identity}
+
+
+def data(sizes: Sequence[int] = SIZES) -> tuple[Any, list[list[int]]]:
+    """Return training and test data, and the rows of each client."""
+    generator = np.random.default_rng(0)
+    total = sum(sizes)
+    train = (generator.standard_normal((total, 4)).astype(np.float32), np.arange(total) % 3)
+    test = (generator.standard_normal((12, 4)).astype(np.float32), np.arange(12) % 3)
+    bounds = np.cumsum([0, *sizes]).tolist()
+    rows = [list(range(start, stop)) for start, stop in pairwise(bounds)]
+    return (train, test), rows
+
+
+def made(
+    layer: Any,
+    *words: str,
+    sizes: Sequence[int] = SIZES,
+    methods: Sequence[Method] | None = None,
+    **partition: float,
+) -> Experiment:
+    """Build a run on clients of these sizes and a network with this layer."""
+    samples, rows = data(sizes)
+    model = network(layer())
+    schedule = [] if any(word.startswith("schedule") for word in words) else ["schedule.cohort=3"]
+    partition = {"test_fraction": 0.0} | partition
+    return build(
+        [*HERE, "local.batch=4", *schedule, *words],
+        data=samples,
+        partition=replace(listed(rows), **partition),
+        model=model,
+        methods=methods,
+    )
+
+
+# --- the network ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", REFUSING)
+def test_layer_that_cannot_train_on_one_row_is_found(name: str) -> None:
+    model = network(REFUSING[name]())
+    assert refusing_layer(model, lambda rows: torch.randn(rows, 4)).startswith("layer '1")
+
+
+@pytest.mark.parametrize("name", FINE)
+def test_layer_that_trains_on_one_row_is_not_blamed(name: str) -> None:
+    assert refusing_layer(network(FINE[name]()), lambda rows: torch.randn(rows, 4)) == ""
+
+
+def test_convolutions_with_batchnorm_train_on_one_row() -> None:
+    model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.Flatten(), nn.Linear(72, 2))
+    assert refusing_layer(model, lambda rows: torch.randn(rows, 1, 8, 8)) == ""
+
+
+def test_network_that_fails_on_any_batch_is_not_blamed() -> None:
+    assert refusing_layer(network(nn.Linear(7, 7)), lambda rows: torch.randn(rows, 4)) == ""
+
+
+def test_trying_a_network_changes_nothing() -> None:
+    model = network(nn.BatchNorm1d(4)).eval()
+    model[1].train()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    torch.manual_seed(5)
+    refusing_layer(model, lambda rows: torch.zeros(rows, 4))
+    drawn = torch.rand(3)
+    torch.manual_seed(5)
+    assert torch.equal(drawn, torch.rand(3))
+    assert [module.training for module in model] == [False, True, False, False, False]
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+# --- clients of one row -----------------------------------------------------------------------------------------------
+
+SCHEDULES = {
+    "rounds": [],
+    "partial participation": ["schedule.cohort=1"],
+    "oversample": ["schedule=oversample", "schedule.cohort=3"],
+    "deadline": ["schedule=deadline", "schedule.cohort=3"],
+    "buffered": ["schedule=buffered", "schedule.concurrency=4", "schedule.size=2"],
+    "immediate": ["schedule=immediate", "schedule.concurrency=3"],
+    "tiered": ["schedule=tiered", "schedule.tiers=2", "schedule.cohort=2"],
+}
+
+
+def finished(experiment: Experiment, folder: Path) -> None:
+    """Run an experiment to its end without a failed client."""
+    execution = replace(experiment.execution, out=str(folder / "run"))
+    result = run(replace(experiment, execution=execution), quiet=True)
+    assert result.summary["failures_total"] == 0
+    assert np.isfinite(result.history["train_loss"]).all()
+
+
+@pytest.mark.parametrize("name", REFUSING)
+def test_client_of_one_row_is_left_out_and_the_plan_says_so(name: str) -> None:
+    experiment = made(REFUSING[name])
+    (text,) = [text for text in experiment.warnings if "one training sample" in text]
+    assert text.startswith("partition: 2 of 7 clients")
+    assert experiment.spec.data.partition.train.counts[SINGLE].tolist() == [0, 0]
+
+
+@pytest.mark.parametrize("name", FINE)
+def test_client_of_one_row_trains_where_the_network_can(name: str) -> None:
+    experiment = made(FINE[name])
+    assert not [text for text in experiment.warnings if "one training sample" in text]
+    assert experiment.spec.data.partition.train.counts.tolist() == SIZES
+
+
+@pytest.mark.parametrize("lanes", [1, 3])
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_schedule_never_draws_a_client_of_one_row(name: str, lanes: int, tmp_path: Path) -> None:
+    words = ["rounds=8", "faults.tolerate=0", f"runtime.lanes={lanes}", *SCHEDULES[name]]
+    finished(made(REFUSING["BatchNorm1d"], *words), tmp_path)
+
+
+@pytest.mark.parametrize("name", REFUSING)
+@pytest.mark.parametrize("sampling", ["shuffle", "replacement"])
+@pytest.mark.parametrize("budget", ["local.epochs=2", "local.steps=5"])
+def test_no_batch_has_one_row(name: str, sampling: str, budget: str, tmp_path: Path) -> None:
+    words = ["rounds=4", "faults.tolerate=0", f"local.sampling={sampling}", budget]
+    finished(made(REFUSING[name], *words), tmp_path)
+
+
+@pytest.mark.parametrize("name", REFUSING)
+def test_batches_of_one_row_are_refused_before_the_start(name: str) -> None:
+    with pytest.raises(Refused, match=r"^local\.batch: .*layer '.*1"):
+        made(REFUSING[name], "local.batch=1")
+
+
+@pytest.mark.parametrize("name", FINE)
+def test_batches_of_one_row_run_where_the_network_can(name: str, tmp_path: Path) -> None:
+    finished(made(FINE[name], "local.batch=1", "faults.tolerate=0"), tmp_path)
+
+
+def test_clients_of_one_row_alone_are_refused() -> None:
+    with pytest.raises(Refused, match=r"^partition: "):
+        made(REFUSING["BatchNorm1d"], sizes=[1, 1, 1, 1])
+
+
+def test_more_clients_at_once_than_can_train_are_refused() -> None:
+    assert made(REFUSING["BatchNorm1d"], "schedule.cohort=5").schedule.size == 5
+    with pytest.raises(Refused, match=r"^schedule\.cohort=6 "):
+        made(REFUSING["BatchNorm1d"], "schedule.cohort=6")
+
+
+@pytest.mark.parametrize("head", [False, True])
+def test_client_of_one_row_is_not_finetuned(head: bool, tmp_path: Path) -> None:
+    words = ["faults.tolerate=0", "evaluate.finetune.epochs=1", "evaluate.finetune.samples=all"]
+    words += [f"evaluate.finetune.head={str(head).lower()}"]
+    halves = {"sizes": [12, 3, 12, 12, 3, 12], "test_fraction": 0.34, "fraction": 0.5}
+    experiment = made(REFUSING["BatchNorm1d"], *words, **halves)  # type: ignore[arg-type]
+    partition = experiment.spec.data.partition
+    assert partition.spare is not None
+    assert [part.counts[1] for part in (partition.train, partition.spare, partition.test)] == [0, 1, 1]
+    finished(experiment, tmp_path)
+
+
+def test_pooled_data_keep_the_rows_of_all_clients(tmp_path: Path) -> None:
+    experiment = made(REFUSING["BatchNorm1d"], "method=centralized")
+    assert experiment.spec.data.partition.train.counts.tolist() == [sum(SIZES)]
+    finished(experiment, tmp_path)
+
+
+# --- methods that choose the samples of an epoch ----------------------------------------------------------------------
+
+
+class First(Method):
+    """A method that selects one sample in every epoch, or in the first alone."""
+
+    name = "first"
+
+    def __init__(self, every: bool) -> None:
+        self.every = every
+
+    def select(self, ctx: Any, epoch: int, epochs: int) -> np.ndarray:
+        return np.arange(1 if self.every or epoch == 1 else ctx.samples)
+
+
+@pytest.mark.parametrize("name", REFUSING)
+@pytest.mark.parametrize("budget", ["local.epochs=3", "local.steps=6"])
+@pytest.mark.parametrize("make", [lambda: FedBSS(0), lambda: First(False)], ids=["fedbss", "first"])
+def test_epoch_of_one_selected_sample_is_left_out(name: str, budget: str, make: Any, tmp_path: Path) -> None:
+    words = ["rounds=4", "faults.tolerate=0", budget]
+    finished(made(REFUSING[name], *words, methods=[make()]), tmp_path)
+
+
+def test_method_that_selects_nothing_but_one_sample_is_told(tmp_path: Path) -> None:
+    experiment = made(REFUSING["BatchNorm1d"], methods=[First(True)])
+    with pytest.raises(Exception, match=r"method 'first' selected one sample for every epoch"):
+        finished(experiment, tmp_path)
+
+
+def test_fedbr_refuses_pseudo_batches_of_one_row() -> None:
+    def of(layer: Any, rows: int) -> Experiment:
+        return made(layer, methods=[FedBR(pseudo_batch=rows)])
+
+    with pytest.raises(Refused, match=r"^method\.fedbr\.pseudo_batch: .*layer '.*1"):
+        of(REFUSING["BatchNorm1d"], 1)
+    assert of(REFUSING["BatchNorm1d"], 2) and of(FINE["LayerNorm"], 1)
+
+
+@pytest.mark.parametrize("name", ["fraug", "ditto", "fedbn", "partialfed", "pfedavg", "fedpac", "fedrep", "moon"])
+def test_method_with_batches_of_its_own_has_none_of_one_row(name: str, tmp_path: Path) -> None:
+    experiment = made(REFUSING["BatchNorm1d"], f"method={name}", "rounds=4", "faults.tolerate=0")
+    finished(experiment, tmp_path)
