@@ -215,6 +215,7 @@ class HookedMethod(Method):
         """Declare what the earlier hooks say."""
         declared = run.declared
         declared.full_names = True
+        declared.task = run.task
         declared.needs = list(self.needs)
         declared.targets = self.targets
         declared.excludes = dict(self.excludes)

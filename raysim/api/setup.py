@@ -19,6 +19,7 @@ from raysim.api.declarations import (
     Local,
     Network,
     Participation,
+    RunFacts,
     Task,
 )
 from raysim.api.local_job import LocalJob
@@ -116,6 +117,7 @@ class Declared:
     initial_state: Callable[[Layout, int], dict[str, Any]] | None = None
     # What only methods with the earlier hooks have.
     full_names: bool = False
+    task: Any = None
     old_keeps_optimizer: bool = False
     old_draws: Callable[..., Mapping[str, Sequence[Tensor]]] | None = None
     old_planned: Callable[[Any], None] | None = None
@@ -140,6 +142,17 @@ class Declared:
     def has_hook(self, hook: str) -> bool:
         """Return whether the run calls this hook of the method."""
         return hook in self.hooks and hook not in self.skipped
+
+    def sees_updates(self, layout: Layout) -> bool:
+        """Return whether the method uploads anything, or looks at updates on the server."""
+        if self.contribute is not None or self.uploads or self.old_mix is not None:
+            return True
+        if self.old_cost is not None:
+            clients, job = 1, (0, 1, 1.0, 0, 0)
+            facts = RunFacts(self.task, layout, clients, frozenset())
+            return bool(self.old_cost(Participation(*job, facts)).up)
+        changes_mean = self.has_hook("step") and "step" not in self.owned
+        return changes_mean or self.has_hook("weigh") or self.has_hook("absorb")
 
     @property
     def keeps_client_state(self) -> bool:
@@ -313,9 +326,11 @@ class Setup:
         self.declared.contribute = client
         self.declared.assemble = server
 
-    def zeros(self, _: object = None) -> Tensor:
+    def zeros(self, at: int | ServerView = 0) -> Tensor:
         """Return zeros for all shared parameters: an initial value of client or server state."""
-        return torch.zeros(self._layout[0].trained)
+        if isinstance(at, int):
+            return torch.zeros(self._layout[0].trained)
+        return torch.zeros_like(at.params)
 
     # --- training -----------------------------------------------------------------------------
     def stages(self, stages: Sequence[Stage] | Callable[[Plan], Cycle]) -> None:

@@ -22,21 +22,21 @@ The sum over A is kept in float64; an arrival touches its own row and those that
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, ClassVar
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from raysim.api.hooked_method import HookedMethod
-from raysim.methods.client_rows import PLACES, most_rows, padded, refuse_sample_weights, rows_of, start_rows
+from raysim.api.method import Method
+from raysim.methods.client_rows import PLACES, declare_rows, most_rows, padded, refuse_sample_weights, rows_of
 from raysim.primitives.checks import at_least, one_of
 from raysim.vectors.blocks import in_blocks
 from raysim.vectors.row_store import Place, check_budget
 
 if TYPE_CHECKING:
-    from raysim.api.hooked_method import OldSetup as Setup
-    from raysim.api.server_view import Aggregation, Server
+    from raysim.api.server_view import Aggregation, ServerView
+    from raysim.api.setup import Setup
 
 
 def active_clients(*, dispatch_versions: Tensor, version: int, max_staleness: int | None = None) -> Tensor:
@@ -89,7 +89,7 @@ def _direction(total: Tensor, active: Tensor, server_lr: float) -> Tensor:
     return total * (server_lr / max(1, int(active.sum())))
 
 
-class ACE(HookedMethod):
+class ACE(Method):
     """The direction eta mean u_i, which may feed a server optimiser; with max_staleness it is ACED.
 
     cache: where updates are kept; budget: how much they may take, in GiB.
@@ -98,13 +98,6 @@ class ACE(HookedMethod):
     name = "ace"
     paper = "Chang et al. 2025"
     weighting = "uniform"
-    excludes: ClassVar[Mapping[str, str]] = {
-        **dict.fromkeys(
-            ("fedbuff", "groupdro"), "its weights have no part in ACE's mean, in which all clients are equal"
-        ),
-        "fedexp": "it compares the mean update with those that arrive, and ACE's mean is one of cached updates",
-    }
-
     def __init__(
         self,
         server_lr: float = 0.1,
@@ -120,36 +113,44 @@ class ACE(HookedMethod):
         self.max_staleness, self.initialise, self.cache = max_staleness, initialise, cache
         self.budget = at_least("method.ace.budget", budget, 0.0)
 
-    def check(self, setup: Setup) -> Sequence[str]:
-        """SCAFFOLD's control variates correct what the cache corrects."""
-        return setup.warn_of_second_correction("ace", "scaffold")
+    def setup(self, run: Setup) -> None:
+        """Keep, for each client seen, its last update, that update's version, and its part."""
+        refuse_sample_weights(run)
+        run.warn_of_second_correction("scaffold")
+        for other in ("fedbuff", "groupdro"):
+            run.excludes(other, "its weights have no part in ACE's mean, in which clients are equal")
+        run.excludes(
+            "fedexp",
+            "it compares the mean update with those that arrive, and ACE's mean is one of cached "
+            "updates",
+        )
+        declare_rows(run, self._shape, self.cache)
+        run.server_state("versions", lambda server: torch.empty(0, dtype=torch.int64))
+        run.server_state("counted", lambda server: torch.empty(0, dtype=torch.bool))
+        run.server_state("total", lambda server: run.zeros().double())
 
-    def start(self, server: Server) -> None:
-        """A row for each client seen so far: its id, update, version, and whether it is in the sum."""
-        refuse_sample_weights(self.name, server)
+    def _shape(self, server: ServerView) -> tuple[int, ...]:
+        """Return the shape of a row, if all of them fit into the budget."""
         check_budget("method.ace", most_rows(server), server.params.nbytes, self.budget)
-        start_rows(self.name, server, server.params.shape, self.cache)
-        server.state |= {
-            "ace.versions": torch.empty(0, dtype=torch.int64),
-            "ace.counted": torch.empty(0, dtype=torch.bool),
-            "ace.total": torch.zeros(len(server.params), dtype=torch.float64),
-        }
+        return tuple(server.params.shape)
 
-    def combine(self, aggregation: Aggregation, server: Server) -> Tensor:
-        """eta times the mean of the entries that count, after those that arrived were replaced."""
+    def combine(self, aggregation: Aggregation, server: ServerView) -> Tensor:
+        """Return eta times the mean of the entries that count, after the new updates came in."""
         state, trained = server.state, server.layout.trained
-        rows = rows_of(self.name, aggregation, server, self.cache)
-        versions = padded(state["ace.versions"], len(state["ace.clients"]))
-        counted = padded(state["ace.counted"], len(versions))
+        rows = rows_of(aggregation, server, self.cache)
+        versions = padded(state["versions"], len(state["clients"]))
+        counted = padded(state["counted"], len(versions))
         for row, update in zip(rows, aggregation.updates, strict=True):
             versions[row] = update.version
-        active = active_clients(dispatch_versions=versions, version=server.version, max_staleness=self.max_staleness)
+        active = active_clients(
+            dispatch_versions=versions, version=server.version, max_staleness=self.max_staleness
+        )
         fresh = {row: delta[:trained] for row, delta in zip(rows, aggregation.deltas, strict=True)}
-        _refresh(fresh, state["ace.cache"], state["ace.total"], counted, active)
-        state["ace.versions"], state["ace.counted"] = versions, active
+        _refresh(fresh, state["cache"], state["total"], counted, active)
+        state["versions"], state["counted"] = versions, active
         ages = (server.version - versions[active]).double()
-        server.report["ace.active"] = float(len(ages))
-        server.report["ace.age"] = float(ages.mean()) if len(ages) else 0.0
+        server.report["active"] = float(len(ages))
+        server.report["age"] = float(ages.mean()) if len(ages) else 0.0
         if not len(ages) or (self.initialise and len(versions) < most_rows(server)):
             return torch.zeros_like(server.vector)  # with a place for buffers: they stay, too
-        return _direction(state["ace.total"], active, self.server_lr).to(server.vector.dtype)
+        return _direction(state["total"], active, self.server_lr).to(server.vector.dtype)

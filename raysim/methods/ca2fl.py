@@ -20,21 +20,21 @@ h is kept as a sum in float64, to which every flush adds what changed: a flush t
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, ClassVar, Literal
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
 
-from raysim.api.hooked_method import HookedMethod
-from raysim.methods.client_rows import PLACES, most_rows, refuse_sample_weights, rows_of, start_rows
+from raysim.api.method import Method
+from raysim.methods.client_rows import PLACES, declare_rows, most_rows, refuse_sample_weights, rows_of
 from raysim.primitives.checks import at_least, one_of
 from raysim.vectors.blocks import in_blocks
 from raysim.vectors.row_store import Place, check_budget
 
 if TYPE_CHECKING:
-    from raysim.api.hooked_method import OldSetup as Setup
-    from raysim.api.server_view import Aggregation, Server
+    from raysim.api.server_view import Aggregation, ServerView
+    from raysim.api.setup import Setup
 
 AVERAGES = ("all", "seen")
 
@@ -67,7 +67,7 @@ def _calibrate(
     return into
 
 
-class CA2FL(HookedMethod):
+class CA2FL(Method):
     """The direction eta v, which may feed a server optimiser.
 
     average: over whom h is the mean. cache: where updates are kept; budget: how much they may take, in GiB.
@@ -76,13 +76,6 @@ class CA2FL(HookedMethod):
     name = "ca2fl"
     paper = "Wang et al., ICLR 2024"
     weighting = "uniform"
-    excludes: ClassVar[Mapping[str, str]] = {
-        **dict.fromkeys(
-            ("fedbuff", "groupdro"), "its weights have no part in CA2FL's step, in which updates are equal"
-        ),
-        "fedexp": "it compares the mean update with single ones, and CA2FL's step is made of cached ones as well",
-    }
-
     def __init__(
         self,
         server_lr: float = 1.0,
@@ -96,23 +89,31 @@ class CA2FL(HookedMethod):
         self.average, self.cache = average, cache
         self.budget = at_least("method.ca2fl.budget", budget, 0.0)
 
-    def check(self, setup: Setup) -> Sequence[str]:
-        """SCAFFOLD's control variates correct what the cache corrects."""
-        return setup.warn_of_second_correction("ca2fl", "scaffold")
+    def setup(self, run: Setup) -> None:
+        """Keep the last update of each client seen, and the sum of them."""
+        refuse_sample_weights(run)
+        run.warn_of_second_correction("scaffold")
+        for other in ("fedbuff", "groupdro"):
+            run.excludes(other, "its weights have no part in CA2FL's step, where updates are equal")
+        run.excludes(
+            "fedexp",
+            "it compares the mean update with single ones, and CA2FL's step is made of cached ones "
+            "as well",
+        )
+        declare_rows(run, self._shape, self.cache)
+        run.server_state("total", lambda server: run.zeros().double())
 
-    def start(self, server: Server) -> None:
-        """A row for each client seen so far: its id and update; and the sum of the rows."""
-        refuse_sample_weights(self.name, server)
+    def _shape(self, server: ServerView) -> tuple[int, ...]:
+        """Return the shape of a row, if all of them fit into the budget."""
         check_budget("method.ca2fl", most_rows(server), server.params.nbytes, self.budget)
-        start_rows(self.name, server, server.params.shape, self.cache)
-        server.state["ca2fl.total"] = torch.zeros(len(server.params), dtype=torch.float64)
+        return tuple(server.params.shape)
 
-    def combine(self, aggregation: Aggregation, server: Server) -> Tensor:
-        """eta v."""
+    def combine(self, aggregation: Aggregation, server: ServerView) -> Tensor:
+        """Return eta v."""
         state, clients = server.state, most_rows(server)
-        seen = len(state["ca2fl.clients"])  # before this flush, as h is
-        rows = rows_of(self.name, aggregation, server, self.cache)
-        server.report["ca2fl.seen"] = len(state["ca2fl.clients"]) / clients
+        seen = len(state["clients"])  # before this flush, as h is
+        rows = rows_of(aggregation, server, self.cache)
+        server.report["seen"] = len(state["clients"]) / clients
         deltas = [delta[: server.layout.trained] for delta in aggregation.deltas]
         count = clients if self.average == "all" else max(1, seen)
-        return _calibrate(deltas, rows, state["ca2fl.cache"], state["ca2fl.total"], count, self.server_lr)
+        return _calibrate(deltas, rows, state["cache"], state["total"], count, self.server_lr)

@@ -12,18 +12,17 @@ Choices where the paper is silent
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from raysim.api.hooked_method import HookedMethod
+from raysim.api.method import Method
 from raysim.methods.recombination import by_coordinate
 
 if TYPE_CHECKING:
-    from raysim.api.hooked_method import OldSetup as Setup
-    from raysim.api.server_view import Aggregation, Server
+    from raysim.api.server_view import Aggregation, ServerView
+    from raysim.api.setup import Setup
 
 
 def coordinate_median(updates: Tensor) -> Tensor:
@@ -32,21 +31,21 @@ def coordinate_median(updates: Tensor) -> Tensor:
     return torch.lerp(ranked[(count - 1) // 2], ranked[count // 2], 0.5)
 
 
-class CoordinateMedian(HookedMethod):
+class CoordinateMedian(Method):
     """The median in place of the mean, parameter by parameter."""
 
     name = "coordinate_median"
     paper = "Yin et al., ICML 2018"
     weighting = "uniform"
 
-    def check(self, setup: Setup) -> Sequence[str]:
-        """The median of two is their mean."""
-        if setup.size > 2:
-            return ()
-        return (
-            "method 'coordinate_median' is the mean where an aggregation has no more than two updates: aggregate more",
-        )
+    def setup(self, run: Setup) -> None:
+        """Warn of aggregations of two updates, whose median is their mean."""
+        if run.size <= 2:
+            run.warn(
+                "method 'coordinate_median' is the mean where an aggregation has no more than two "
+                "updates: aggregate more"
+            )
 
-    def combine(self, aggregation: Aggregation, server: Server) -> Tensor:
-        """Of the updates that count."""
+    def combine(self, aggregation: Aggregation, server: ServerView) -> Tensor:
+        """Return the median of the updates that have a weight."""
         return by_coordinate(coordinate_median, aggregation, server)

@@ -32,15 +32,14 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, ClassVar
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from raysim.api.declarations import Participation, RunFacts
-from raysim.api.hooked_method import HookedMethod
+from raysim.api.method import Method
 from raysim.methods.norm_clipping import clip_factor
 from raysim.methods.recombination import counting
 from raysim.primitives.checks import above, at_least, between, in_range
@@ -48,8 +47,9 @@ from raysim.primitives.extras import optional
 from raysim.vectors.gram import combination
 
 if TYPE_CHECKING:
-    from raysim.api.hooked_method import OldSetup as Setup
-    from raysim.api.server_view import Aggregation, Server
+    from raysim.api.declare import Declarations
+    from raysim.api.server_view import Aggregation, ServerView
+    from raysim.api.setup import Setup
 
 _ORDERS = (*range(2, 65), 80, 96, 128, 256, 512, 1024)
 
@@ -88,7 +88,7 @@ def epsilon(noise: float, clients: int, cohort: int, rounds: int, delta: float, 
     return float(rdp.compute_epsilon(np.array(_ORDERS), spent, delta)[0])
 
 
-class DPFedAvg(HookedMethod):
+class DPFedAvg(Method):
     """noise: z, of what is released in a round, in units of how much one client can change it. clip: C, in the first
     round. quantile: the share of updates that C shall not clip; None: C stays. rate: of C. bit_noise: s; None: the
     larger of m / 20 and z. delta: None: clients to the power of -1.1.
@@ -97,11 +97,6 @@ class DPFedAvg(HookedMethod):
     name = "dp_fedavg"
     paper = "McMahan et al., ICLR 2018; Andrew et al., NeurIPS 2021"
     weighting = "uniform"
-    excludes: ClassVar[Mapping[str, str]] = {
-        "fedexp": "its step depends on single updates, which are not private",
-        "centralized": "there is only one client, and nobody to hide among",
-    }
-
     def __init__(
         self,
         noise: float = 1.0,
@@ -123,45 +118,42 @@ class DPFedAvg(HookedMethod):
         )
         self.delta = None if delta is None else in_range("method.dp_fedavg.delta", delta, above=0, below=1)
 
-    def check(self, setup: Setup) -> Sequence[str]:
-        """Whatever travels besides clipped updates would not be private."""
-        if setup.stale:
-            raise ValueError(
-                "method 'dp_fedavg' accounts for rounds, and results may be stale: choose a schedule of rounds"
-            )
-        if setup.layout.shared > setup.layout.trained:
-            raise ValueError(
-                "method 'dp_fedavg' hides parameters alone, and this model shares statistics of BatchNorm: set "
-                "model.norm=group or another model, or keep them on the clients with method=dp_fedavg+fedbn"
-            )
-        facts = RunFacts(setup.task, setup.layout, setup.task.clients, frozenset())
-        for other in setup.declarations.methods:
-            if other.method == self.name:
-                continue
-            reads = other.contribute is not None or other.old_mix is not None
-            reads |= any(hook in other.hooks for hook in ("weigh", "step", "absorb"))
-            up = len(other.uploads)
-            if other.old_cost is not None:
-                up += other.old_cost(Participation(0, 1, 1.0, 0, 0, facts)).up
-            if reads or up:
-                raise ValueError(
-                    f"method '{other.method}' uploads or looks at more than clipped updates, which 'dp_fedavg' does not "
-                    "hide: leave one of them out"
-                )
+    def setup(self, run: Setup) -> None:
+        """Keep C and the number of releases; refuse whatever would not be private."""
+        run.excludes("fedexp", "its step depends on single updates, which are not private")
+        run.excludes("centralized", "there is only one client, and nobody to hide among")
+        run.require(
+            not run.stale,
+            "schedule: method 'dp_fedavg' accounts for rounds, and updates may be stale. Choose a "
+            "schedule of rounds.",
+        )
+        run.check(self._check_privacy)
         if self.noise:
             optional("dp_accounting", "method=dp_fedavg")
+        run.server_state("bound", lambda server: torch.tensor(self.clip, dtype=torch.float64))
+        run.server_state("releases", lambda server: torch.tensor(0))
+
+    def _check_privacy(self, run: Declarations) -> Sequence[str]:
+        """Raise ValueError where more than clipped updates travels or is read."""
+        if run.layout.shared > run.layout.trained:
+            raise ValueError(
+                "model.norm: method 'dp_fedavg' hides parameters alone, and this model shares "
+                "statistics of BatchNorm. Set model.norm=group or another model, or keep them on "
+                "the clients with method=dp_fedavg+fedbn."
+            )
+        for other in run.methods:
+            if other.method != self.name and other.sees_updates(run.layout):
+                raise ValueError(
+                    f"method '{other.method}' uploads or looks at more than clipped updates, which "
+                    "method 'dp_fedavg' does not hide. Leave one of them out."
+                )
         return ()
 
-    def start(self, server: Server) -> None:
-        """C, and how often something was released."""
-        server.state["dp_fedavg.bound"] = torch.tensor(self.clip, dtype=torch.float64)
-        server.state["dp_fedavg.releases"] = torch.tensor(0)
-
-    def combine(self, aggregation: Aggregation, server: Server) -> Tensor:
+    def combine(self, aggregation: Aggregation, server: ServerView) -> Tensor:
         """The noisy mean of clipped updates, and the next C."""
-        rows, bound = counting(aggregation, server), float(server.state["dp_fedavg.bound"])
+        rows, bound = counting(aggregation, server), float(server.state["bound"])
         factors = [clip_factor(row, bound) for row in rows]
-        total, random = combination(rows, factors, server.group), server.stream("dp_fedavg.noise")
+        total, random = combination(rows, factors, server.group), server.stream("noise")
         within = float(sum(factor == 1.0 for factor in factors))
         bit_noise = max(server.size / 20, self.noise) if self.bit_noise is None else self.bit_noise
         own = noise_of_sum(self.noise, bit_noise) if self.quantile is not None else self.noise
@@ -170,15 +162,15 @@ class DPFedAvg(HookedMethod):
             within += bit_noise * float(random.standard_normal()) if self.quantile is not None else 0.0
         self._record(server, bound, within / server.size)
         if self.quantile is not None:
-            server.state["dp_fedavg.bound"].fill_(adapted_bound(bound, within / server.size, self.quantile, self.rate))
+            server.state["bound"].fill_(adapted_bound(bound, within / server.size, self.quantile, self.rate))
         return total.div_(server.size)
 
-    def _record(self, server: Server, bound: float, within: float) -> None:
+    def _record(self, server: ServerView, bound: float, within: float) -> None:
         """Columns of the history: what was released, and what it has told of a client so far."""
-        releases = int(server.state["dp_fedavg.releases"].add_(1))
-        server.report |= {"dp_fedavg.bound": bound, "dp_fedavg.within": within}
+        releases = int(server.state["releases"].add_(1))
+        server.report |= {"bound": bound, "within": within}
         if self.noise:
             delta = float(max(server.able, 2)) ** -1.1 if self.delta is None else self.delta
             spent = self.noise, server.able, min(server.size, server.able), releases, delta
-            server.report["dp_fedavg.epsilon"] = epsilon(*spent)
-            server.report["dp_fedavg.epsilon_poisson"] = epsilon(*spent, poisson=True)
+            server.report["epsilon"] = epsilon(*spent)
+            server.report["epsilon_poisson"] = epsilon(*spent, poisson=True)

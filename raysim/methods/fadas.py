@@ -27,15 +27,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from raysim.api.hooked_method import HookedMethod
+from raysim.api.method import Method
 from raysim.methods.fedexp import squared_norm
 from raysim.primitives.checks import above, at_least, in_range, one_of
 from raysim.vectors.blocks import run_compiled
 
 if TYPE_CHECKING:
-    from raysim.api.server_view import Aggregation, Server
+    from raysim.api.server_view import Aggregation, ServerView
+    from raysim.api.setup import Setup
 
 RULES = ("scale", "cap")
+MOMENTS = ("first_moment", "second_moment", "max_second_moment")
 
 
 def delay_adaptive_lr(*, server_lr: float, max_staleness: int, threshold: int, rule: str = "scale") -> float:
@@ -62,13 +64,12 @@ def amsgrad_step(
     """One step, all [D], of the CPU; ``step`` (counted from 1) asks for bias correction."""
     moments = [moment.clone() for moment in (first_moment, second_moment, max_second_moment)]
     into = torch.empty_like(params)
-    _step([into, params, delta, *moments], server_lr, beta1, beta2, eps, step)
-    names = ("first_moment", "second_moment", "max_second_moment")
-    return {"params": into} | dict(zip(names, moments, strict=True))
+    _step([into, delta, *moments], server_lr, beta1, beta2, eps, step)
+    return {"params": params + into} | dict(zip(MOMENTS, moments, strict=True))
 
 
 def _step(arrays: Sequence[Tensor], server_lr: float, beta1: float, beta2: float, eps: float, step: int | None) -> None:
-    """Write the next parameters into ``arrays[0]``; the rest: parameters, their update, and the moments, in place."""
+    """Write the step into ``arrays[0]``; the rest: the update, and the moments, which change in place."""
     growth, growth2 = (1.0, 1.0) if step is None else (1.0 / (1.0 - beta1**step), 1.0 / (1.0 - beta2**step))
     settings = (server_lr * growth, beta1, 1.0 - beta1, beta2, 1.0 - beta2, growth2, eps)
     run_compiled(_amsgrad, arrays, settings)
@@ -76,7 +77,6 @@ def _step(arrays: Sequence[Tensor], server_lr: float, beta1: float, beta2: float
 
 def _amsgrad(
     into: np.ndarray,
-    params: np.ndarray,
     delta: np.ndarray,
     first: np.ndarray,
     second: np.ndarray,
@@ -94,10 +94,10 @@ def _amsgrad(
         first[i] = beta1 * first[i] + weight1 * delta[i]
         second[i] = beta2 * second[i] + weight2 * (delta[i] * delta[i])
         highest[i] = max(highest[i], second[i])
-        into[i] = params[i] + rate * (first[i] / (np.sqrt(growth * highest[i]) + eps))
+        into[i] = rate * (first[i] / (np.sqrt(growth * highest[i]) + eps))
 
 
-class FADAS(HookedMethod):
+class FADAS(Method):
     """The server's step, in place of a FedOpt optimiser; when to take it is the schedule's."""
 
     name = "fadas"
@@ -124,21 +124,29 @@ class FADAS(HookedMethod):
         self.threshold, self.rule, self.eps = threshold, rule, eps
         self.beta1, self.beta2, self.bias_correction = beta1, beta2, bias_correction
 
-    def start(self, server: Server) -> None:
-        """No moments yet, and no step."""
-        for key in ("first_moment", "second_moment", "max_second_moment"):
-            server.state[f"fadas.{key}"] = torch.zeros_like(server.params)
-        server.state["fadas.steps"] = torch.zeros(1, dtype=torch.int64)
+    def setup(self, run: Setup) -> None:
+        """Take the server's step; keep the moments, zero, and the number of steps."""
+        run.owns("step")
+        for name in MOMENTS:
+            run.server_state(name, run.zeros)
+        run.server_state("steps", lambda server: torch.zeros(1, dtype=torch.int64))
 
-    def apply(self, direction: Tensor, out: Tensor, aggregation: Aggregation, server: Server) -> None:
-        """AMSGrad at the rate that the stalest update allows; the moments do not know of it."""
-        state, rate = server.state, self.server_lr
+    def step(self, direction: Tensor, aggregation: Aggregation, server: ServerView) -> Tensor:
+        """Return AMSGrad's step at the rate that the stalest update allows."""
+        rate = self.server_lr
         if self.threshold is not None:
-            stalest = server.version - min(update.version for update in aggregation.updates)
-            rate = delay_adaptive_lr(server_lr=rate, max_staleness=stalest, threshold=self.threshold, rule=self.rule)
-        state["fadas.steps"] += 1
-        moments = [state[f"fadas.{key}"] for key in ("first_moment", "second_moment", "max_second_moment")]
-        step = int(state["fadas.steps"]) if self.bias_correction else None
-        _step([out, server.params, direction, *moments], rate, self.beta1, self.beta2, self.eps, step)
-        server.report["fadas.rate"] = rate
-        server.report["fadas.moved"] = math.sqrt(squared_norm((out - server.params).numpy()))
+            rate = delay_adaptive_lr(
+                server_lr=rate,
+                max_staleness=max(aggregation.staleness),
+                threshold=self.threshold,
+                rule=self.rule,
+            )
+        server.state["steps"] += 1
+        moments = [server.state[name] for name in MOMENTS]
+        number = int(server.state["steps"]) if self.bias_correction else None
+        step = torch.empty_like(direction)
+        arrays = [step, direction, *moments]
+        _step(arrays, rate, self.beta1, self.beta2, self.eps, number)
+        server.report["rate"] = rate
+        server.report["moved"] = math.sqrt(squared_norm(step.numpy()))
+        return step

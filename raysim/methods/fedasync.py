@@ -24,19 +24,18 @@ Choices where paper and code disagree or are silent
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
 
-from raysim.api.hooked_method import HookedMethod
+from raysim.api.method import Method
 from raysim.primitives.checks import at_least, between, in_range, one_of
 from raysim.vectors.blocks import in_blocks
 
 if TYPE_CHECKING:
-    from raysim.api.hooked_method import OldSetup as Setup
-    from raysim.api.server_view import Aggregation, Server
+    from raysim.api.server_view import Aggregation, ServerView
+    from raysim.api.setup import Setup
 
 KINDS = ("polynomial", "hinge", "constant")
 
@@ -93,16 +92,12 @@ _SETS = "it changes the step along a mean update, and FedAsync mixes single mode
 _WEIGHS = "its weights are those of a mean, and FedAsync mixes single models one after the other"
 
 
-class FedAsync(HookedMethod):
+class FedAsync(Method):
     """The mixing; when to mix is the schedule's. alpha_decay multiplies alpha once per version."""
 
     name = "fedasync"
     paper = "Xie et al., OPT 2020"
     weighting = "uniform"
-    excludes: ClassVar[Mapping[str, str]] = {
-        **dict.fromkeys(("fedavgm", "fedadagrad", "fedadam", "fedyogi", "fedexp", "fadas", "inco"), _SETS),
-        **dict.fromkeys(("fedbuff", "groupdro"), _WEIGHS),
-    }
 
     def __init__(
         self,
@@ -122,17 +117,21 @@ class FedAsync(HookedMethod):
         in_range("method.fedasync.alpha_decay", alpha_decay, above=0.0, most=1.0)
         self.max_staleness, self.alpha_decay = max_staleness, alpha_decay
 
-    def check(self, setup: Setup) -> Sequence[str]:
-        """In rounds the result that is mixed last counts most."""
-        if setup.stale or setup.size == 1:
-            return ()
-        return (
-            f"method 'fedasync' mixes the up to {setup.size} models of a round one after the other, so that the last "
-            "one counts most, which is not FedAvg: choose a schedule that aggregates each result as it arrives",
-        )
+    def setup(self, run: Setup) -> None:
+        """Exclude other rules for the step and weights; warn of rounds of several updates."""
+        for other in ("fedavgm", "fedadagrad", "fedadam", "fedyogi", "fedexp", "fadas", "inco"):
+            run.excludes(other, _SETS)
+        for other in ("fedbuff", "groupdro"):
+            run.excludes(other, _WEIGHS)
+        if not run.stale and run.size > 1:
+            run.warn(
+                f"method 'fedasync' mixes the up to {run.size} models of a round one after the "
+                "other, so that the last one counts most, which is not FedAvg: choose a schedule "
+                "that aggregates each update as it arrives"
+            )
 
-    def combine(self, aggregation: Aggregation, server: Server) -> Tensor:
-        """From x to the mixed model, buffers included: mixing what clients moved away from x, starting from 0."""
+    def combine(self, aggregation: Aggregation, server: ServerView) -> Tensor:
+        """Return the way from x to the mixed model, buffers included."""
         how: dict[str, Any] = {
             "base_versions": torch.tensor([update.version for update in aggregation.updates]),
             "version": server.version,
@@ -145,10 +144,10 @@ class FedAsync(HookedMethod):
         if server.weighting == "samples":
             how["factors"] = torch.tensor(aggregation.weights, dtype=torch.float64) / (server.samples / server.able)
         rates, bases = arrival_rates(**how), [aggregation.base(update) for update in aggregation.updates]
-        server.report["fedasync.rate"] = sum(rates) / len(rates)
+        server.report["rate"] = sum(rates) / len(rates)
         if self.max_staleness is not None:
             late = [server.version + number - update.version for number, update in enumerate(aggregation.updates)]
-            server.report["fedasync.discarded"] = float(sum(staleness > self.max_staleness for staleness in late))
+            server.report["discarded"] = float(sum(staleness > self.max_staleness for staleness in late))
         direction = torch.empty_like(server.vector)
 
         def mix(part: slice) -> None:

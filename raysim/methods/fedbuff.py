@@ -22,13 +22,13 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import Tensor
 
-from raysim.api.hooked_method import HookedMethod, overrides
+from raysim.api.method import Method
 from raysim.methods.fedavg import weight_total, weighted_sum
 from raysim.primitives.checks import at_least, one_of
 
 if TYPE_CHECKING:
-    from raysim.api.hooked_method import OldSetup as Setup
-    from raysim.api.server_view import Aggregation, Server
+    from raysim.api.server_view import Aggregation, ServerView
+    from raysim.api.setup import Setup
 
 NORMALIZATIONS = ("count", "weights", "none")
 
@@ -86,7 +86,7 @@ def buffered_step(
     return params + server_lr * direction
 
 
-class FedBuff(HookedMethod):
+class FedBuff(Method):
     """The staleness weights and the divisor; when to aggregate is the schedule's (`schedule=buffered`)."""
 
     name = "fedbuff"
@@ -98,27 +98,26 @@ class FedBuff(HookedMethod):
         buffer_divisor(weights=torch.ones(1), normalization=normalization)
         self.normalization = normalization
 
-    def check(self, setup: Setup) -> Sequence[str]:
-        """Weights that another method changes only make sense where they are divided out again."""
-        weighing = [m.name for m in setup.methods if m is not self and overrides(m, "weigh")]
-        if not weighing or self.normalization == "weights":
-            return ()
-        return (
-            f"method '{weighing[0]}' changes weights by whose sum method 'fedbuff' does not divide, so that they also "
-            f"change the length of the server's step (normalization={self.normalization}): set "
-            "method.fedbuff.normalization=weights",
+    def setup(self, run: Setup) -> None:
+        """Refuse or warn of weights whose sum is not divided out again."""
+        if self.normalization == "weights":
+            return
+        run.require(
+            run.weighting != "samples",
+            "weighting=samples multiplies FedBuff's step by the clients' samples under "
+            f"method.fedbuff.normalization={self.normalization}. Set weighting=uniform, or "
+            "method.fedbuff.normalization=weights.",
         )
-
-    def start(self, server: Server) -> None:
-        """Sample counts only make sense where they are divided out again."""
-        if server.weighting == "samples" and self.normalization != "weights":
-            raise ValueError(
-                "weighting=samples multiplies FedBuff's step by the clients' samples under "
-                f"method.fedbuff.normalization={self.normalization}; set weighting=uniform, or normalization to weights"
+        others = run.others_fill("weigh")
+        if others:
+            run.warn(
+                f"method '{others[0]}' changes weights by whose sum method 'fedbuff' does not "
+                "divide, so that they also change the length of the server's step "
+                f"(normalization={self.normalization}): set method.fedbuff.normalization=weights"
             )
 
-    def weigh(self, aggregation: Aggregation, server: Server) -> Aggregation:
-        """Old updates count less; by default their sum is divided by their number, whatever the weights."""
+    def weigh(self, aggregation: Aggregation, server: ServerView) -> Aggregation:
+        """Weigh stale updates less; by default their sum is divided by their number."""
         raw = torch.tensor(aggregation.weights, dtype=torch.float64)
         staleness = torch.tensor(aggregation.staleness)
         weights = arrival_weights(staleness=staleness, exponent=self.exponent, sample_weights=raw)

@@ -23,25 +23,24 @@ participants and 2.3 million parameters on one core.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, ClassVar, Literal
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from raysim.api.declarations import Cost, Participation
-from raysim.api.hooked_method import HookedMethod
-from raysim.methods.client_rows import most_rows, padded, refuse_sample_weights, rows_of, start_rows
+from raysim.api.method import Method
+from raysim.methods.client_rows import declare_rows, most_rows, padded, refuse_sample_weights, rows_of
 from raysim.primitives.checks import at_least, between
 from raysim.primitives.errors import Refused
 from raysim.vectors.blocks import parts
 from raysim.vectors.row_store import GIB, check_budget
 
 if TYPE_CHECKING:
-    from raysim.api.context import Context
-    from raysim.api.messages import Update
-    from raysim.api.server_view import Aggregation, Server
+    from raysim.api.local_job import LocalJob
+    from raysim.api.server_view import Aggregation, ServerView
+    from raysim.api.setup import Setup
 
 LIMIT = 1_000_000  # combinations that a batch may try; their tables take at most 100 MB
 _PART = 1 << 16  # entries of a model that are in float64 at once
@@ -202,7 +201,7 @@ _SETS = "it makes its own step, and FedCDA sets the model to a mean of cached on
 _WEIGHS = "its weights have no part in FedCDA's mean, in which all clients count alike"
 
 
-class FedCDA(HookedMethod):
+class FedCDA(Method):
     """A cache of every client's last models on the server, and the choice among them.
 
     memory: K. batches: B. smoothness: L. warmup: what the first rounds average, the participants' models ("fedavg") or
@@ -212,12 +211,6 @@ class FedCDA(HookedMethod):
     name = "fedcda"
     paper = "Wang et al., ICLR 2024"
     weighting = "uniform"
-    excludes: ClassVar[Mapping[str, str]] = {
-        **dict.fromkeys(("fedavgm", "fedadagrad", "fedadam", "fedyogi", "fedexp", "fedasync", "fadas"), _SETS),
-        **dict.fromkeys(("fedbuff", "groupdro"), _WEIGHS),
-        "inco": "it changes a mean update, and FedCDA sets the model to a mean of cached ones",
-    }
-
     def __init__(
         self,
         memory: int = 3,
@@ -235,71 +228,86 @@ class FedCDA(HookedMethod):
         self.warmup, self.cache = warmup, cache
         self.budget = at_least("method.fedcda.budget", budget, 0.0)
 
-    def cost(self, job: Participation) -> Cost:
-        """The loss travels up."""
-        return Cost(up=1)
+    def setup(self, run: Setup) -> None:
+        """Keep, for each client seen, its last models (a ring) with their losses and rounds."""
+        refuse_sample_weights(run)
+        for other in ("fedavgm", "fedadagrad", "fedadam", "fedyogi", "fedexp", "fedasync", "fadas"):
+            run.excludes(other, _SETS)
+        for other in ("fedbuff", "groupdro"):
+            run.excludes(other, _WEIGHS)
+        run.excludes(
+            "inco", "it changes a mean update, and FedCDA sets the model to a mean of cached ones"
+        )
+        run.upload("loss", 1)
+        declare_rows(run, self._shape, self.cache, "models")
+        for name in ("pushes", "selected"):
+            run.server_state(name, lambda server: torch.empty(0, dtype=torch.int64))
+        memory = self.memory
+        run.server_state("losses", lambda server: torch.empty(0, memory, dtype=torch.float64))
+        run.server_state("rounds", lambda server: torch.empty(0, memory, dtype=torch.int64))
 
-    def finish(self, ctx: Context) -> None:
-        """F_n. Of epochs that differ in length (FedBSS) the last is taken to have the mean length."""
-        losses = ctx.losses
-        last = losses[-max(1, len(losses) // (ctx.trainer.local.epochs or 10)) :]
-        ctx.upload["fedcda.loss"] = last.mean(0, keepdim=True) if len(last) else losses.new_zeros(1)
-
-    def start(self, server: Server) -> None:
-        """A row for each client seen so far: its id, models, losses and rounds (a ring), pushes, selected place."""
-        refuse_sample_weights(self.name, server)
+    def _shape(self, server: ServerView) -> tuple[int, ...]:
+        """Return the shape of a client's models, if all of them fit and can be searched."""
         clients, size = most_rows(server), server.vector.nbytes
         fits = int(self.budget * GIB // max(1, clients * size))
-        less = f"method.fedcda.memory={fits}" if fits else ""
-        check_budget("method.fedcda", clients, self.memory * size, self.budget, f"models (memory={self.memory})", less)
+        fewer = f"method.fedcda.memory={fits}" if fits else ""
+        what = f"models (memory={self.memory})"
+        check_budget("method.fedcda", clients, self.memory * size, self.budget, what, fewer)
         _check_search(self.memory, self.batches, min(clients, server.size))
-        start_rows(self.name, server, (self.memory, len(server.vector)), self.cache, "models")
-        server.state |= {
-            "fedcda.pushes": torch.empty(0, dtype=torch.int64),
-            "fedcda.selected": torch.empty(0, dtype=torch.int64),
-            "fedcda.losses": torch.empty(0, self.memory, dtype=torch.float64),
-            "fedcda.rounds": torch.empty(0, self.memory, dtype=torch.int64),
-        }
+        return self.memory, len(server.vector)
 
-    def combine(self, aggregation: Aggregation, server: Server) -> Tensor:
+    def end(self, job: LocalJob) -> None:
+        """Upload F_n, the mean loss of the last epoch.
+
+        Of epochs that differ in length (FedBSS) the last is taken to have the mean length.
+        """
+        losses = job.losses
+        last = losses[-max(1, len(losses) // (job.local.epochs or 10)) :]
+        job.upload["loss"] = last.mean(0, keepdim=True) if len(last) else losses.new_zeros(1)
+
+    def combine(self, aggregation: Aggregation, server: ServerView) -> Tensor:
         """From x to the mean of the selected models, buffers included."""
-        state, rows = server.state, rows_of(self.name, aggregation, server, self.cache, "models")
+        state, rows = server.state, rows_of(aggregation, server, self.cache, "models")
         for name in ("pushes", "selected", "losses", "rounds"):
-            state[f"fedcda.{name}"] = padded(state[f"fedcda.{name}"], len(state["fedcda.clients"]))
-        for row, update, delta in zip(rows, aggregation.updates, aggregation.deltas, strict=True):
-            torch.add(aggregation.base(update), delta, out=self._pushed(row, update, server))
+            state[name] = padded(state[name], len(state["clients"]))
+        losses = aggregation.uploads("loss")
+        for row, update, delta, loss in zip(
+            rows, aggregation.updates, aggregation.deltas, losses, strict=True
+        ):
+            place = self._pushed(row, float(loss), server)
+            torch.add(aggregation.base(update), delta, out=place)
         warm = server.version < self.warmup_rounds
         if warm and self.warmup == "fedavg":
             direction = _mean_movement(aggregation, server)
         else:
             direction = self._select([] if warm else rows, server).to(server.vector.dtype)
-        places = torch.arange(len(state["fedcda.clients"])), state["fedcda.selected"]
-        ages = server.version - state["fedcda.rounds"][places]
-        server.report["fedcda.age"] = float(ages.double().mean())
+        places = torch.arange(len(state["clients"])), state["selected"]
+        ages = server.version - state["rounds"][places]
+        server.report["age"] = float(ages.double().mean())
         return direction
 
-    def _pushed(self, row: int, update: Update, server: Server) -> Tensor:
+    def _pushed(self, row: int, loss: float, server: ServerView) -> Tensor:
         """The place [layout.shared] of the client's oldest model, for this one, which is the selected one for now."""
         state = server.state
-        place = int(state["fedcda.pushes"][row]) % self.memory
-        state["fedcda.pushes"][row] += 1
-        state["fedcda.selected"][row] = place
-        state["fedcda.losses"][row, place] = float(update.extras["fedcda.loss"][0])
-        state["fedcda.rounds"][row, place] = server.version
-        return state["fedcda.models"][row, place]
+        place = int(state["pushes"][row]) % self.memory
+        state["pushes"][row] += 1
+        state["selected"][row] = place
+        state["losses"][row, place] = loss
+        state["rounds"][row, place] = server.version
+        return state["models"][row, place]
 
-    def _select(self, participants: Sequence[int], server: Server) -> Tensor:
+    def _select(self, participants: Sequence[int], server: ServerView) -> Tensor:
         """Let these rows' clients choose anew: [layout.shared] float64 from x to the mean of all selected models."""
         state = server.state
-        models, losses, selected = (state[f"fedcda.{name}"] for name in ("models", "losses", "selected"))
-        rows = sorted(set(participants), key=state["fedcda.clients"].tolist().__getitem__)
-        rows = [rows[index] for index in server.stream("fedcda.batches").permutation(len(rows))]
+        models, losses, selected = (state[name] for name in ("models", "losses", "selected"))
+        rows = sorted(set(participants), key=state["clients"].tolist().__getitem__)
+        rows = [rows[index] for index in server.stream("batches").permutation(len(rows))]
         chosen, choosing = _Chosen(server.vector, server.layout.trained), set(rows)
         for row in range(len(models)):
             if row not in choosing:
                 place = int(selected[row])
                 chosen.add(models[row, place], float(losses[row, place]))
-        places = [_newest_first(int(state["fedcda.pushes"][row]), self.memory) for row in rows]
+        places = [_newest_first(int(state["pushes"][row]), self.memory) for row in rows]
         choices = chosen.extend(
             [[models[row, place] for place in newest] for row, newest in zip(rows, places, strict=True)],
             [[float(losses[row, place]) for place in newest] for row, newest in zip(rows, places, strict=True)],
@@ -316,7 +324,7 @@ def _newest_first(pushes: int, memory: int) -> list[int]:
     return [(pushes - 1 - back) % memory for back in range(min(pushes, memory))]
 
 
-def _mean_movement(aggregation: Aggregation, server: Server) -> Tensor:
+def _mean_movement(aggregation: Aggregation, server: ServerView) -> Tensor:
     """FedAvg's direction with equal weights, in its order and groups, to the mean of the participants' models."""
     movements = []
     for update, delta in zip(aggregation.updates, aggregation.deltas, strict=True):

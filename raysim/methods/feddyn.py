@@ -21,21 +21,18 @@ Choices where the sources differ or are silent
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 
-from raysim.api.hooked_method import HookedMethod
+from raysim.api.method import Method
 from raysim.primitives.checks import at_least
 
 if TYPE_CHECKING:
-    from raysim.api.context import Context
-    from raysim.api.server_view import Aggregation, Server
-    from raysim.vectors.layout import Layout
+    from raysim.api.local_job import LocalJob
+    from raysim.api.server_view import Aggregation, ServerView
+    from raysim.api.setup import Setup
 
-GRADIENT, DRIFT = "feddyn.gradient", "feddyn.drift"
 _OTHERS = "FedDyn's server needs the plain mean of this round's updates, and it takes another step"
 
 
@@ -54,44 +51,43 @@ def updated_drift(drift: Tensor, mean_change: Tensor, participants: int, clients
     return drift - alpha * participants / clients * mean_change
 
 
-class FedDyn(HookedMethod):
+class FedDyn(Method):
     """alpha weighs the regularisation; 0 is FedAvg."""
 
     name = "feddyn"
     paper = "Acar et al., ICLR 2021"
     weighting = "uniform"
-    correction = "shift"
-    excludes: ClassVar[Mapping[str, str]] = dict.fromkeys(("fedcda", "fedasync", "ca2fl", "ace"), _OTHERS)
 
     def __init__(self, alpha: float = 0.01):
         self.alpha = at_least("method.feddyn.alpha", alpha, 0.0)
 
-    @property
-    def idle(self) -> frozenset[str]:
-        """Without regularisation everything."""
-        return frozenset() if self.alpha else frozenset({"state", "gradient", "finish", "apply"})
+    def setup(self, run: Setup) -> None:
+        """Keep g_k on each client and h on the server, both zero."""
+        for other in ("fedcda", "fedasync", "ca2fl", "ace"):
+            run.excludes(other, _OTHERS)
+        run.owns("step")
+        if not self.alpha:
+            run.skip("gradient", "end", "step")
+            return
+        run.corrects("shift")
+        run.client_state("gradient", run.zeros)
+        run.server_state("drift", run.zeros)
 
-    def state(self, layout: Layout, samples: int) -> Mapping[str, Tensor]:
-        """g_k, zero."""
-        return {GRADIENT: torch.zeros(layout.trained)}
-
-    def start(self, server: Server) -> None:
-        """h, zero."""
-        if self.alpha:
-            server.state[DRIFT] = torch.zeros_like(server.params)
-
-    def gradient(self, ctx: Context, grad: Tensor, part: slice) -> None:
-        """`regularised_gradient`, in place."""
-        params, received, correction = ctx.vector.data[part], ctx.received[part], ctx.state[GRADIENT][part]
+    def gradient(self, job: LocalJob, grad: Tensor, at: slice) -> None:
+        """Apply `regularised_gradient` in place."""
+        params, received, correction = job.params[at], job.broadcast[at], job.state["gradient"][at]
         grad.copy_(regularised_gradient(grad, params, received, correction, self.alpha))
 
-    def finish(self, ctx: Context) -> None:
-        """Move g_k on."""
-        correction, received = ctx.state[GRADIENT], ctx.received[: ctx.vector.layout.trained]
-        ctx.state[GRADIENT] = updated_gradient(correction, ctx.vector.data[: len(correction)], received, self.alpha)
+    def end(self, job: LocalJob) -> None:
+        """Update g_k."""
+        correction, trained = job.state["gradient"], job.layout.trained
+        received, params = job.broadcast[:trained], job.params[:trained]
+        job.state["gradient"] = updated_gradient(correction, params, received, self.alpha)
 
-    def apply(self, direction: Tensor, out: Tensor, aggregation: Aggregation, server: Server) -> None:
-        """The mean, from which h / alpha is taken; h moves first."""
-        drift = updated_drift(server.state[DRIFT], direction, len(aggregation.updates), server.clients, self.alpha)
-        server.state[DRIFT] = drift
-        torch.sub(server.params + direction, drift / self.alpha, out=out)
+    def step(self, direction: Tensor, aggregation: Aggregation, server: ServerView) -> Tensor:
+        """Return the mean update minus h / alpha; h is updated first."""
+        count = len(aggregation.updates)
+        drift = server.state["drift"]
+        drift = updated_drift(drift, direction, count, server.clients, self.alpha)
+        server.state["drift"] = drift
+        return direction - drift / self.alpha

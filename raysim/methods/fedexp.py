@@ -20,22 +20,20 @@ Choices where paper and code disagree or are silent
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from raysim.api.declarations import Cost, Participation
-from raysim.api.hooked_method import HookedMethod
+from raysim.api.method import Method
 from raysim.methods.fedavg import weight_total, weighted_sum
 from raysim.primitives.checks import above, at_least, in_range, one_of
 
 if TYPE_CHECKING:
-    from raysim.api.context import Context
-    from raysim.api.hooked_method import OldSetup as Setup
-    from raysim.api.server_view import Aggregation, Server
+    from raysim.api.local_job import LocalJob
+    from raysim.api.server_view import Aggregation, ServerView
+    from raysim.api.setup import Setup
 
 SCALES = ("one", "count")
 _BLOCK = 8192  # entries squared and summed in float32 at once: too few for BLAS to use threads, or to lose digits
@@ -96,7 +94,7 @@ def squared_norm(values: np.ndarray) -> float:
     return float(sums.sum(dtype=np.float64)) + float(rest @ rest)
 
 
-class FedExP(HookedMethod):
+class FedExP(Method):
     """epsilon bounds the stretch; minimum=0 exposes the raw ratio. Decays per version."""
 
     name = "fedexp"
@@ -115,41 +113,40 @@ class FedExP(HookedMethod):
         self.epsilon, self.epsilon_scale, self.epsilon_decay = epsilon, epsilon_scale, epsilon_decay
         self.minimum = at_least("method.fedexp.minimum", minimum, 0.0)
 
-    def check(self, setup: Setup) -> Sequence[str]:
-        """One update has no spread, from which the step is taken."""
-        return setup.warn_if_single("fedexp", "the server's step is FedAvg's")
+    def setup(self, run: Setup) -> None:
+        """Take the server's step; each job uploads the squared norm of its update."""
+        run.warn_if_single("the server's step is FedAvg's")
+        run.owns("step")
+        run.upload("square", 1)
+        run.scores(self._mean_iterate)
 
-    def cost(self, job: Participation) -> Cost:
-        """A scalar travels up."""
-        return Cost(up=1)
+    def end(self, job: LocalJob) -> None:
+        """Upload |D_i|^2."""
+        trained = job.layout.trained
+        moved = job.params[:trained] - job.broadcast[:trained]
+        job.upload["square"] = moved.square_().sum(dtype=torch.float64).reshape(1)
 
-    def finish(self, ctx: Context) -> None:
-        """|D_i|^2."""
-        trained = ctx.vector.layout.trained
-        moved = ctx.vector.data[:trained] - ctx.received[:trained]
-        ctx.upload["fedexp.square"] = moved.square_().sum(dtype=torch.float64).reshape(1)
+    def step(self, direction: Tensor, aggregation: Aggregation, server: ServerView) -> Tensor:
+        """Return eta D, with eta of the update in front of other methods' changes."""
+        assert aggregation.combined is not None, "a step has a combined direction"
+        eta = self._step_size(aggregation.combined, aggregation, server.version)
+        server.report["step_size"] = eta
+        step = direction.mul_(eta)
+        # After the first step the mean of the last two iterates is x^1 itself.
+        first = "previous" not in server.state
+        server.state["previous"] = server.params + step if first else server.params
+        return step
 
-    def mix(self, direction: Tensor, aggregation: Aggregation, server: Server) -> Tensor:
-        """Only looks: eta, of the update in front of other methods' mixing."""
-        server.report["fedexp.step_size"] = self._step_size(direction, aggregation, server.version)
-        return direction
-
-    def apply(self, direction: Tensor, out: Tensor, aggregation: Aggregation, server: Server) -> None:
-        """x + eta D. What is kept as previous after the first step is x^1 itself, whose mean with x^1 is x^1."""
-        eta = server.report["fedexp.step_size"]
-        torch.add(server.params, direction, alpha=eta, out=out)
-        server.state["fedexp.previous"] = server.params if "fedexp.previous" in server.state else out
-
-    def scored(self, server: Server) -> Tensor:
-        """The mean of the last two iterates, with the buffers of the newest."""
-        if "fedexp.previous" not in server.state:
+    def _mean_iterate(self, server: ServerView) -> Tensor:
+        """Return the mean of the last two iterates, with the buffers of the newest."""
+        if "previous" not in server.state:
             return server.vector
-        mean = (server.params + server.state["fedexp.previous"]).mul_(0.5)
+        mean = (server.params + server.state["previous"]).mul_(0.5)
         return torch.cat([mean, server.vector[server.layout.trained :]])
 
     def _step_size(self, direction: Tensor, aggregation: Aggregation, version: int) -> float:
         weights, total = aggregation.weights, float(sum(aggregation.weights))
-        squares = [float(update.extras["fedexp.square"][0]) for update in aggregation.updates]
+        squares = [float(square) for square in aggregation.uploads("square")]
         mean_square = sum(w * square for w, square in zip(weights, squares, strict=True)) / total
         # The mean update, whatever the sum was divided by (FedBuff).
         square = squared_norm(direction.numpy()) * (aggregation.divisor / total) ** 2

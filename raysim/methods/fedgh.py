@@ -37,15 +37,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from raysim.api.hooked_method import HookedMethod
+from raysim.api.method import Method
 from raysim.methods.fedavg import weight_total, weighted_sum
 from raysim.methods.recombination import parameters_of, recombined
 from raysim.primitives.checks import above, one_of
 from raysim.vectors.gram import GRANULARITIES, Granularity, combination, gram, stretches
 
 if TYPE_CHECKING:
-    from raysim.api.hooked_method import OldSetup as Setup
-    from raysim.api.server_view import Aggregation, Server
+    from raysim.api.server_view import Aggregation, ServerView
+    from raysim.api.setup import Setup
 
 ConflictTest: TypeAlias = Literal["original", "current"]
 Order: TypeAlias = Literal["lexicographic", "random"]
@@ -100,7 +100,7 @@ def harmonized_aggregate(
     return weighted_sum(gradients, weights.double() @ torch.from_numpy(mixture)) / weight_total(weights)
 
 
-class FedGH(HookedMethod):
+class FedGH(Method):
     """order: of the pairs. conflict_test: of updates as they came, or line by line of the running ones."""
 
     name = "fedgh"
@@ -117,31 +117,31 @@ class FedGH(HookedMethod):
         one_of("method.fedgh.granularity", granularity, GRANULARITIES)
         self.order, self.conflict_test, self.granularity = order, conflict_test, granularity
 
-    def check(self, setup: Setup) -> Sequence[str]:
-        """A conflict takes two updates."""
-        return setup.warn_if_single("fedgh", "no updates are in conflict")
+    def setup(self, run: Setup) -> None:
+        """Warn of aggregations of one update: a conflict takes two."""
+        run.warn_if_single("no updates are in conflict")
 
-    def combine(self, aggregation: Aggregation, server: Server) -> Tensor:
+    def combine(self, aggregation: Aggregation, server: ServerView) -> Tensor:
         """The weighted mean of the harmonised updates; without a conflict FedAvg's, bit for bit."""
         updates = aggregation.updates
         places = sorted(range(len(updates)), key=lambda index: (updates[index].client, updates[index].job))
         pairs = list(combinations(places, 2))
         if self.order == "random":
-            pairs = [pairs[index] for index in server.stream("fedgh.order").permutation(len(pairs))]
+            pairs = [pairs[index] for index in server.stream("order").permutation(len(pairs))]
         tally = _Tally()
 
         def change(products: Tensor) -> Tensor:
             return torch.from_numpy(_harmonized(products.numpy(), pairs, self.conflict_test, tally))
 
         direction = recombined(aggregation, server, self.granularity, change)
-        _report(server, self.name, tally)
+        _report(server, tally)
         return direction
 
 
-def _report(server: Server, name: str, tally: _Tally) -> None:
+def _report(server: ServerView, tally: _Tally) -> None:
     """Columns of the history."""
-    server.report[f"{name}.conflicts"] = float(tally.conflicts)
-    server.report[f"{name}.projections"] = float(tally.projections)
+    server.report["conflicts"] = float(tally.conflicts)
+    server.report["projections"] = float(tally.projections)
 
 
 # --- FedLD's FedGH --------------------------------------------------------------------------------------------------
@@ -193,10 +193,10 @@ def hierarchical_harmonized_gradient(*, gradients: Tensor, reference: Tensor, ep
 
 
 _KEPT = 0.99  # of the running mean, at every aggregation
-REFERENCE = "fedgh_hierarchical.reference"
+REFERENCE = "reference"
 
 
-class HierarchicalFedGH(HookedMethod):
+class HierarchicalFedGH(Method):
     """Harmonises pair by pair, per tensor, sorted by past aggregates; eps keeps divisors away from 0."""
 
     name = "fedgh_hierarchical"
@@ -206,11 +206,11 @@ class HierarchicalFedGH(HookedMethod):
     def __init__(self, eps: float = 1e-7):
         self.eps = above("method.fedgh_hierarchical.eps", eps, 0.0, "it keeps the divisors away from 0")
 
-    def check(self, setup: Setup) -> Sequence[str]:
-        """A conflict takes two updates."""
-        return setup.warn_if_single("fedgh_hierarchical", "no updates are in conflict")
+    def setup(self, run: Setup) -> None:
+        """Warn of aggregations of one update: a conflict takes two."""
+        run.warn_if_single("no updates are in conflict")
 
-    def combine(self, aggregation: Aggregation, server: Server) -> Tensor:
+    def combine(self, aggregation: Aggregation, server: ServerView) -> Tensor:
         """The mean in the first round, which r starts from; then the root of every tensor's tree."""
         rows, weights = parameters_of(aggregation, server), aggregation.weights
         tally, reference = _Tally(), server.state.get(REFERENCE)
@@ -227,5 +227,5 @@ class HierarchicalFedGH(HookedMethod):
         direction.div_(aggregation.divisor)
         new = direction.clone() if reference is None else _KEPT * reference + (1 - _KEPT) * direction
         server.state[REFERENCE] = new
-        _report(server, self.name, tally)
+        _report(server, tally)
         return direction

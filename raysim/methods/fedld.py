@@ -30,23 +30,23 @@ Choices where paper and code disagree or are silent
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal, TypeAlias, get_args
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from raysim.api.hooked_method import HookedMethod
+from raysim.api.method import Method
 from raysim.methods.fedavg import weight_total, weighted_sum
 from raysim.methods.recombination import recombined
 from raysim.primitives.checks import above, at_least, in_range, one_of
 from raysim.vectors.gram import GRANULARITIES, Granularity, gram
 
 if TYPE_CHECKING:
-    from raysim.api.context import Batch, Context, Outputs
-    from raysim.api.hooked_method import OldSetup as Setup
-    from raysim.api.server_view import Aggregation, Server
+    from raysim.api.context import Outputs
+    from raysim.api.local_job import LocalJob
+    from raysim.api.server_view import Aggregation, ServerView
+    from raysim.api.setup import Setup
 
 Kind: TypeAlias = Literal["marg_log", "batch_softmax", "logit_l2", "threshold"]
 Normalization: TypeAlias = Literal["l2", "sum", "none"]
@@ -93,12 +93,11 @@ def _heaviest(targets: Tensor) -> Tensor:
     return targets if targets.ndim == 1 else targets.argmax(dim=1)
 
 
-class MarginControl(HookedMethod):
+class MarginControl(Method):
     """lam weighs the penalty on large logits; threshold: the margin up to which kind "threshold" leaves them alone."""
 
     name = "fedld_margin"
     paper = "Zeng et al., MICCAI 2024"
-    needs = frozenset(("classes",))
 
     def __init__(self, lam: float = 0.03, kind: Kind = "marg_log", threshold: float = 0.0):
         self.lam = at_least("method.fedld_margin.lam", lam, 0.0)
@@ -110,29 +109,43 @@ class MarginControl(HookedMethod):
             )
         self.kind, self.threshold = kind, threshold
 
-    def term(self, ctx: Context, out: Outputs, batch: Batch) -> Tensor:
-        """The penalty on the raw logits."""
+    def setup(self, run: Setup) -> None:
+        """Need classes."""
+        run.needs("classes")
+
+    def loss(self, job: LocalJob, out: Outputs, loss: Tensor) -> Tensor:
+        """Add the penalty on the raw logits."""
         if not self.lam:
-            return out.logits.new_zeros(())
-        labels = _heaviest(batch.targets) if self.kind == "threshold" else None
-        return margin_control_penalty(
-            logits=out.logits, lam=self.lam, kind=self.kind, labels=labels, threshold=self.threshold
+            return loss
+        labels = _heaviest(out.batch.targets) if self.kind == "threshold" else None
+        return loss + margin_control_penalty(
+            logits=out.logits,
+            lam=self.lam,
+            kind=self.kind,
+            labels=labels,
+            threshold=self.threshold,
         )
 
 
-class DampedMargin(HookedMethod):
+class DampedMargin(Method):
     """Multiplies the logits of the training loss by what falls with their margin, faster for a small temperature."""
 
     name = "fedld_damped"
     paper = "Zeng et al., MICCAI 2024"
-    needs = frozenset(("classes",))
 
     def __init__(self, temperature: float = 1.0):
         self.temperature = above("method.fedld_damped.temperature", temperature, 0.0)
 
-    def logits(self, ctx: Context, logits: Tensor, batch: Batch) -> Tensor:
-        """Damped."""
-        return damped_logits(logits, _heaviest(batch.targets), self.temperature)
+    def setup(self, run: Setup) -> None:
+        """Need classes; replace the task loss."""
+        run.needs("classes")
+        run.owns("loss")
+
+    def loss(self, job: LocalJob, out: Outputs, loss: Tensor) -> Tensor:
+        """Return the task loss of damped logits."""
+        targets = out.batch.targets
+        damped = damped_logits(out.logits, _heaviest(targets), self.temperature)
+        return job.task.objective.loss(damped, targets)
 
 
 # --- server ---------------------------------------------------------------------------------------------------------
@@ -172,7 +185,7 @@ def principal_gradient_aggregate(
     return weighted_sum(gradients, weights.double() @ coefficients) / weight_total(weights)
 
 
-class PrincipalGradient(HookedMethod):
+class PrincipalGradient(Method):
     """fraction: of the updates at hand, how many components are kept. tol: what counts as zero."""
 
     name = "fedld_principal"
@@ -191,11 +204,11 @@ class PrincipalGradient(HookedMethod):
         self.fraction, self.normalization, self.granularity = fraction, normalization, granularity
         self.tol = at_least("method.fedld_principal.tol", tol, 0.0)
 
-    def check(self, setup: Setup) -> Sequence[str]:
-        """One update is its own principal component."""
-        return setup.warn_if_single("fedld_principal", "the revised update is the update itself")
+    def setup(self, run: Setup) -> None:
+        """Warn of aggregations of one update, which is its own principal component."""
+        run.warn_if_single("the revised update is the update itself")
 
-    def combine(self, aggregation: Aggregation, server: Server) -> Tensor:
+    def combine(self, aggregation: Aggregation, server: ServerView) -> Tensor:
         """The weighted mean of the revised updates."""
         components = num_principal_components(num_clients=len(aggregation.updates), fraction=self.fraction)
 

@@ -29,12 +29,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from raysim.api.hooked_method import HookedMethod
+from raysim.api.method import Method
 from raysim.primitives.checks import above, at_least, between
 from raysim.vectors.blocks import run_compiled
 
 if TYPE_CHECKING:
-    from raysim.api.server_view import Aggregation, Server
+    from raysim.api.server_view import Aggregation, ServerView
+    from raysim.api.setup import Setup
 
 
 def fedavgm_step(
@@ -48,8 +49,8 @@ def fedavgm_step(
 ) -> dict[str, Tensor]:
     """One step of server momentum, all [D]: {"params", "momentum_buffer"}; ``delta`` points towards improvement."""
     into, buffer = torch.empty_like(params), momentum_buffer.clone()
-    run_compiled(_fedavgm, [into, params, delta, buffer], [server_lr, momentum], nesterov)
-    return {"params": into, "momentum_buffer": buffer}
+    run_compiled(_fedavgm, [into, delta, buffer], [server_lr, momentum], nesterov)
+    return {"params": params + into, "momentum_buffer": buffer}
 
 
 def fedadagrad_step(
@@ -101,10 +102,9 @@ def fedyogi_step(
 def _adapted(
     params: Tensor, delta: Tensor, first: Tensor, second: Tensor, *settings: Any, yogi: bool = False
 ) -> dict[str, Tensor]:
-    arrays = {"params": torch.empty_like(params), "first_moment": first.clone(), "second_moment": second.clone()}
-    into, first, second = arrays.values()
-    _adapt((into, params, delta, first, second), *settings, yogi=yogi)
-    return arrays
+    step, first, second = torch.empty_like(params), first.clone(), second.clone()
+    _adapt((step, delta, first, second), *settings, yogi=yogi)
+    return {"params": params + step, "first_moment": first, "second_moment": second}
 
 
 def _adapt(
@@ -117,7 +117,7 @@ def _adapt(
     *,
     yogi: bool = False,
 ) -> None:
-    """Write the next parameters into ``arrays[0]``; the rest: the parameters, their update, and both moments, in place.
+    """Write the step into ``arrays[0]``; the rest: the update, and both moments, which change in place.
 
     beta2 None: FedAdagrad. step None: no bias correction.
     """
@@ -130,7 +130,6 @@ def _adapt(
 # --- compiled: every array [d]; the first one is written, states change in place --------------------------------------
 def _fedavgm(
     into: np.ndarray,
-    params: np.ndarray,
     delta: np.ndarray,
     buffer: np.ndarray,
     rate: float,
@@ -140,12 +139,11 @@ def _fedavgm(
     for i in range(len(into)):
         buffer[i] = momentum * buffer[i] + delta[i]
         direction = delta[i] + momentum * buffer[i] if nesterov else buffer[i]
-        into[i] = params[i] + rate * direction
+        into[i] = rate * direction
 
 
 def _adaptive(
     into: np.ndarray,
-    params: np.ndarray,
     delta: np.ndarray,
     first: np.ndarray,
     second: np.ndarray,
@@ -163,10 +161,10 @@ def _adaptive(
             square *= np.sign(square - second[i])
         second[i] = decay * second[i] + gain * square
         first[i] = beta1 * first[i] + weight * delta[i]
-        into[i] = params[i] + rate * (first[i] / (np.sqrt(second[i]) + tau))
+        into[i] = rate * (first[i] / (np.sqrt(second[i]) + tau))
 
 
-class FedAvgM(HookedMethod):
+class FedAvgM(Method):
     """Server momentum."""
 
     name = "fedavgm"
@@ -177,17 +175,20 @@ class FedAvgM(HookedMethod):
         self.momentum = between("method.fedavgm.momentum", momentum, 0.0, 1.0)
         self.nesterov = nesterov
 
-    def start(self, server: Server) -> None:
-        """No momentum yet."""
-        server.state["fedavgm.momentum"] = torch.zeros_like(server.params)
+    def setup(self, run: Setup) -> None:
+        """Take the server's step; keep the momentum, zero."""
+        run.owns("step")
+        run.server_state("momentum", run.zeros)
 
-    def apply(self, direction: Tensor, out: Tensor, aggregation: Aggregation, server: Server) -> None:
-        """One step of `fedavgm_step`."""
-        arrays = [out, server.params, direction, server.state["fedavgm.momentum"]]
+    def step(self, direction: Tensor, aggregation: Aggregation, server: ServerView) -> Tensor:
+        """Return the step of `fedavgm_step`."""
+        step = torch.empty_like(direction)
+        arrays = [step, direction, server.state["momentum"]]
         run_compiled(_fedavgm, arrays, [self.server_lr, self.momentum], self.nesterov)
+        return step
 
 
-class _Adaptive(HookedMethod):
+class _Adaptive(Method):
     """Two moments on the server; subclasses say how the second one moves."""
 
     paper = "Reddi et al., ICLR 2021"
@@ -200,15 +201,18 @@ class _Adaptive(HookedMethod):
         for key, value in decays.items():
             setattr(self, key, between(f"method.{self.name}.{key}", value, 0.0, 1.0))
 
-    def start(self, server: Server) -> None:
-        """m = 0, v = tau^2."""
-        server.state[f"{self.name}.first_moment"] = torch.zeros_like(server.params)
-        server.state[f"{self.name}.second_moment"] = torch.full_like(server.params, self.tau**2)
+    def setup(self, run: Setup) -> None:
+        """Take the server's step; keep the moments m = 0 and v = tau^2."""
+        run.owns("step")
+        run.server_state("first_moment", run.zeros)
+        run.server_state("second_moment", lambda server: run.zeros(server) + self.tau**2)
 
-    def apply(self, direction: Tensor, out: Tensor, aggregation: Aggregation, server: Server) -> None:
-        """One step of the rule."""
-        moments = [server.state[f"{self.name}.{key}"] for key in ("first_moment", "second_moment")]
-        _adapt([out, server.params, direction, *moments], **self._settings(server.version + 1))
+    def step(self, direction: Tensor, aggregation: Aggregation, server: ServerView) -> Tensor:
+        """Return the step of the rule."""
+        step = torch.empty_like(direction)
+        moments = [server.state["first_moment"], server.state["second_moment"]]
+        _adapt([step, direction, *moments], **self._settings(server.version + 1))
+        return step
 
     def _settings(self, step: int) -> dict[str, Any]:
         """What `_adapt` needs; step: the server's, counted from 1."""

@@ -12,20 +12,19 @@ BatchNorm's statistics are averaged as ever.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from raysim.api.hooked_method import HookedMethod
+from raysim.api.method import Method
 from raysim.methods.recombination import parameters_of
 from raysim.primitives.checks import above, at_least
 from raysim.vectors.gram import combination, gram
 
 if TYPE_CHECKING:
-    from raysim.api.hooked_method import OldSetup as Setup
-    from raysim.api.server_view import Aggregation, Server
+    from raysim.api.server_view import Aggregation, ServerView
+    from raysim.api.setup import Setup
 
 
 def weiszfeld_weights(products: Tensor, weights: Tensor, steps: int, nu: float) -> Tensor:
@@ -44,7 +43,7 @@ def geometric_median(updates: Tensor, weights: Tensor, steps: int = 3, nu: float
     return found @ updates / found.sum()
 
 
-class GeometricMedian(HookedMethod):
+class GeometricMedian(Method):
     """steps: of Weiszfeld's algorithm. nu: distances below it count as if they were as long."""
 
     name = "geometric_median"
@@ -54,14 +53,16 @@ class GeometricMedian(HookedMethod):
         self.steps = at_least("method.geometric_median.steps", steps, 0)
         self.nu = above("method.geometric_median.nu", nu, 0.0, "it keeps the divisors away from 0")
 
-    def check(self, setup: Setup) -> Sequence[str]:
-        """Of one update it is that update."""
-        return setup.warn_if_single("geometric_median", "it is that update")
+    def setup(self, run: Setup) -> None:
+        """Warn of aggregations of one update."""
+        run.warn_if_single("it is that update")
 
-    def combine(self, aggregation: Aggregation, server: Server) -> Tensor:
-        """The median; without a step FedAvg's bits."""
-        rows, weights = parameters_of(aggregation, server), torch.tensor(aggregation.weights, dtype=torch.float64)
-        found = weiszfeld_weights(gram(rows), weights, self.steps, self.nu) if self.steps else weights
-        return combination(rows, found.tolist(), server.group).div_(
-            float(found.sum()) if self.steps else aggregation.divisor
-        )
+    def combine(self, aggregation: Aggregation, server: ServerView) -> Tensor:
+        """Return the median; without a step of the algorithm the mean with FedAvg's bits."""
+        rows = parameters_of(aggregation, server)
+        weights = torch.tensor(aggregation.weights, dtype=torch.float64)
+        divisor = aggregation.divisor
+        if self.steps:
+            weights = weiszfeld_weights(gram(rows), weights, self.steps, self.nu)
+            divisor = float(weights.sum())
+        return combination(rows, weights.tolist(), server.group).div_(divisor)

@@ -13,21 +13,19 @@ Choices where the sources differ or are silent
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from raysim.api.declarations import Cost, Participation
-from raysim.api.hooked_method import HookedMethod
+from raysim.api.method import Method
 from raysim.primitives.checks import at_least
 
 if TYPE_CHECKING:
-    from raysim.api.context import Context
-    from raysim.api.hooked_method import OldSetup as Setup
-    from raysim.api.server_view import Aggregation, Server
+    from raysim.api.local_job import LocalJob
+    from raysim.api.server_view import Aggregation, ServerView
+    from raysim.api.setup import Setup
 
 
 def updated_weights(weights: Tensor, losses: Tensor, indices: Tensor, step_size: float) -> Tensor:
@@ -50,7 +48,7 @@ def _raise(log_weights: Tensor, losses: Tensor, indices: Tensor, step_size: floa
     return log_weights.index_add_(0, indices, step_size * losses.to(log_weights.dtype))  # a client may be there twice
 
 
-class GroupDRO(HookedMethod):
+class GroupDRO(Method):
     """step_size is eta_q. batches: those whose mean loss is l_i. prior: q at the start, equal or by samples."""
 
     name = "groupdro"
@@ -66,33 +64,37 @@ class GroupDRO(HookedMethod):
         self.step_size = at_least("method.groupdro.step_size", step_size, 0.0)
         self.batches, self.prior = batches, prior
 
-    def check(self, setup: Setup) -> Sequence[str]:
-        """A weight matters beside others."""
-        return setup.warn_if_single("groupdro", "its weights change nothing")
+    def setup(self, run: Setup) -> None:
+        """Keep log q of all clients on the server; each job uploads its loss."""
+        run.warn_if_single("its weights change nothing")
+        run.server_state("log_weights", self._first_log_weights)
+        run.upload("loss", 1)
 
-    def start(self, server: Server) -> None:
-        """log q, float64 [clients], but for a factor that all have."""
-        start = np.ones(server.clients) if self.prior == "uniform" else np.maximum(server.counts, 1e-9)
-        server.state["groupdro.log_weights"] = torch.from_numpy(np.log(start / start.sum()))
+    def _first_log_weights(self, server: ServerView) -> Tensor:
+        """Return log q, float64 [clients], up to an additive constant."""
+        ones = np.ones(server.clients)
+        start = ones if self.prior == "uniform" else np.maximum(server.counts, 1e-9)
+        return torch.from_numpy(np.log(start / start.sum()))
 
-    def cost(self, job: Participation) -> Cost:
-        """The loss travels up."""
-        return Cost(up=1)
-
-    def finish(self, ctx: Context) -> None:
-        """l_i, without the terms that methods add."""
-        losses = ctx.losses
-        if not len(losses):  # no iteration had the task: nothing is known of this client
+    def end(self, job: LocalJob) -> None:
+        """Upload l_i, without the terms that methods add."""
+        losses = job.losses
+        if not len(losses):  # no step had the task loss: nothing is known of this client
             losses = losses.new_zeros(1)
-        ctx.upload["groupdro.loss"] = losses[:1] if self.batches == "first" else losses.mean(0, keepdim=True)
+        first = self.batches == "first"
+        job.upload["loss"] = losses[:1] if first else losses.mean(0, keepdim=True)
 
-    def weigh(self, aggregation: Aggregation, server: Server) -> Aggregation:
-        """Update q, then weigh by it; only ratios count, so the largest is 1 and equal ones change nothing."""
-        clients = torch.tensor([update.client for update in aggregation.updates])
-        losses = torch.from_numpy(np.concatenate([update.extras["groupdro.loss"] for update in aggregation.updates]))
-        log_weights = server.state["groupdro.log_weights"]
+    def weigh(self, aggregation: Aggregation, server: ServerView) -> Aggregation:
+        """Update q, then weigh by it.
+
+        Only ratios count, so the largest is 1 and equal ones change nothing.
+        """
+        clients = torch.tensor(aggregation.clients)
+        losses = torch.cat(aggregation.uploads("loss"))
+        log_weights = server.state["log_weights"]
         if self.step_size:
             _raise(log_weights, losses, clients, self.step_size)
-        own = log_weights[clients]
-        ratios = (own - own.max()).exp().tolist()
-        return aggregation.reweighted([weight * r for weight, r in zip(aggregation.weights, ratios, strict=True)])
+        chosen = log_weights[clients]
+        ratios = (chosen - chosen.max()).exp().tolist()
+        pairs = zip(aggregation.weights, ratios, strict=True)
+        return aggregation.reweighted([weight * ratio for weight, ratio in pairs])

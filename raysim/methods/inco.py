@@ -23,20 +23,20 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, ClassVar, Literal
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from raysim.api.hooked_method import HookedMethod
+from raysim.api.method import Method
 from raysim.primitives.checks import above, at_least, one_of
 from raysim.vectors.blocks import BLOCK, compiled, in_blocks, parts
 
 if TYPE_CHECKING:
-    from raysim.api.hooked_method import OldSetup as Setup
-    from raysim.api.server_view import Aggregation, Server
+    from raysim.api.server_view import Aggregation, ServerView
+    from raysim.api.setup import Setup
 
 GRANULARITIES, ALIGNS = ("kernel", "tensor"), ("always", "conflict")
 _CONVOLUTION = re.compile(r"((?:.*\.)?layer\d+)\.(\d+)\.(conv\d+)\.weight")
@@ -125,16 +125,12 @@ def _candidates(name: str) -> Sequence[str]:
     return []
 
 
-class InCo(HookedMethod):
+class InCo(Method):
     """clamp_max bounds theta, value_clip every number of a mixed update (null: nothing does)."""
 
     name = "inco"
     paper = "Chan et al., ICLR 2024"
     weighting = "uniform"
-    excludes: ClassVar[Mapping[str, str]] = {
-        "fedcda": "it averages stored models, not updates",
-        "fedasync": "it steps on single models, of which there is no mean update",
-    }
 
     def __init__(
         self,
@@ -153,17 +149,19 @@ class InCo(HookedMethod):
         above("method.inco.eps", eps, 0.0, "it keeps the divisors away from 0")
         self.value_clip, self.eps = value_clip, eps
 
-    def check(self, setup: Setup) -> Sequence[str]:
-        """Without a pair it is FedAvg with its weights."""
-        named = dict(setup.networks["model"].named_parameters())
-        if source_parameters(names=list(named), shapes=[list(each.shape) for each in named.values()]):
-            return ()
-        return (
-            "method 'inco' finds no two blocks to mix in the model and runs as FedAvg (weighting=uniform): choose "
-            "model=resnet18 or model=resnet50",
-        )
+    def setup(self, run: Setup) -> None:
+        """Exclude methods without a mean update; warn of a model without pairs of blocks."""
+        run.excludes("fedcda", "it averages stored models, not updates")
+        run.excludes("fedasync", "it steps on single models, of which there is no mean update")
+        named = dict(run.model.named_parameters())
+        shapes = [list(parameter.shape) for parameter in named.values()]
+        if not source_parameters(names=list(named), shapes=shapes):
+            run.warn(
+                "method 'inco' finds no two blocks to mix in the model and runs as FedAvg "
+                "(weighting=uniform): choose model=resnet18 or model=resnet50"
+            )
 
-    def mix(self, direction: Tensor, aggregation: Aggregation, server: Server) -> Tensor:
+    def step(self, direction: Tensor, aggregation: Aggregation, server: ServerView) -> Tensor:
         """`cross_layer_gradient` of every shared parameter of the model that has a shared source; no source has one."""
         shared = {e.path: e for e in server.layout.within(["model"]) if not e.personal}
         pairs = source_parameters(names=list(shared), shapes=[list(e.shape) for e in shared.values()])

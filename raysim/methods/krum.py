@@ -12,20 +12,19 @@ Choices where the paper is silent
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from raysim.api.hooked_method import HookedMethod
+from raysim.api.method import Method
 from raysim.methods.recombination import counting
 from raysim.primitives.checks import at_least
 from raysim.vectors.gram import combination, gram
 
 if TYPE_CHECKING:
-    from raysim.api.hooked_method import OldSetup as Setup
-    from raysim.api.server_view import Aggregation, Server
+    from raysim.api.server_view import Aggregation, ServerView
+    from raysim.api.setup import Setup
 
 
 def scores(distances: Tensor, byzantine: int) -> Tensor:
@@ -53,7 +52,7 @@ def _distances(products: Tensor) -> Tensor:
     return (squares[:, None] + squares - 2 * products).clamp_min(0)
 
 
-class Krum(HookedMethod):
+class Krum(Method):
     """byzantine: f, so many updates of an aggregation may be arbitrary. selected: so many are averaged; None: n - f."""
 
     name = "krum"
@@ -64,18 +63,17 @@ class Krum(HookedMethod):
         self.byzantine = at_least("method.krum.byzantine", byzantine, 0)
         self.selected = selected if selected is None else at_least("method.krum.selected", selected, 1)
 
-    def check(self, setup: Setup) -> Sequence[str]:
-        """What the paper promises needs enough updates."""
+    def setup(self, run: Setup) -> None:
+        """Warn of aggregations with fewer updates than the paper's guarantee needs."""
         least = 2 * self.byzantine + 3
-        if setup.size >= least or not self.byzantine:
-            return ()
-        return (
-            f"method 'krum' withstands method.krum.byzantine={self.byzantine} from {least} updates on, and an "
-            f"aggregation has at most {setup.size}: aggregate more, or lower it",
-        )
+        if self.byzantine and run.size < least:
+            run.warn(
+                f"method 'krum' withstands method.krum.byzantine={self.byzantine} from {least} "
+                f"updates on, and an aggregation has at most {run.size}: aggregate more, or lower it"
+            )
 
-    def combine(self, aggregation: Aggregation, server: Server) -> Tensor:
-        """The mean of the chosen updates; of all of them, FedAvg's bits."""
+    def combine(self, aggregation: Aggregation, server: ServerView) -> Tensor:
+        """Return the mean of the chosen updates; of all of them, with FedAvg's bits."""
         rows = counting(aggregation, server)
         selected = max(1, len(rows) - self.byzantine) if self.selected is None else self.selected
         kept = [rows[place] for place in chosen(_distances(gram(rows)), self.byzantine, selected)]

@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from raysim.api.hooked_method import HookedMethod
+from raysim.api.method import Method
 from raysim.methods.recombination import parameters_of
 from raysim.primitives.checks import above
 from raysim.vectors.gram import combination
 
 if TYPE_CHECKING:
-    from raysim.api.server_view import Aggregation, Server
+    from raysim.api.server_view import Aggregation, ServerView
 
 
 def clip_factor(update: Tensor, bound: float) -> float:
@@ -29,7 +29,7 @@ def clip_factor(update: Tensor, bound: float) -> float:
     return bound / norm if norm > bound else 1.0
 
 
-class NormClipping(HookedMethod):
+class NormClipping(Method):
     """bound: the longest an update may be."""
 
     name = "norm_clipping"
@@ -38,10 +38,11 @@ class NormClipping(HookedMethod):
     def __init__(self, bound: float = 1.0):
         self.bound = above("method.norm_clipping.bound", bound, 0.0)
 
-    def combine(self, aggregation: Aggregation, server: Server) -> Tensor:
-        """The weighted mean of clipped updates; where none is clipped FedAvg's bits."""
+    def combine(self, aggregation: Aggregation, server: ServerView) -> Tensor:
+        """Return the weighted mean of clipped updates; if none is clipped, with FedAvg's bits."""
         rows = parameters_of(aggregation, server)
         factors = [clip_factor(row, self.bound) for row in rows]
-        server.report["norm_clipping.clipped"] = float(sum(factor < 1 for factor in factors))
-        weights = [weight * factor for weight, factor in zip(aggregation.weights, factors, strict=True)]
+        server.report["clipped"] = float(sum(factor < 1 for factor in factors))
+        pairs = zip(aggregation.weights, factors, strict=True)
+        weights = [weight * factor for weight, factor in pairs]
         return combination(rows, weights, server.group).div_(aggregation.divisor)

@@ -7,17 +7,17 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from raysim.api.server_view import Aggregation, Server
+from raysim.api.server_view import Aggregation, ServerView
 from raysim.vectors.blocks import in_blocks
 from raysim.vectors.gram import Granularity, combination, gram, stretches
 
 
-def parameters_of(aggregation: Aggregation, server: Server) -> list[Tensor]:
+def parameters_of(aggregation: Aggregation, server: ServerView) -> list[Tensor]:
     """Of each update the part [trained] that belongs to trainable parameters; views."""
     return [delta[: server.layout.trained] for delta in aggregation.deltas]
 
 
-def counting(aggregation: Aggregation, server: Server) -> list[Tensor]:
+def counting(aggregation: Aggregation, server: ServerView) -> list[Tensor]:
     """The same of the updates that have a weight. Raises ValueError where none has."""
     rows = [row for row, weight in zip(parameters_of(aggregation, server), aggregation.weights, strict=True) if weight]
     if not rows:
@@ -25,7 +25,7 @@ def counting(aggregation: Aggregation, server: Server) -> list[Tensor]:
     return rows
 
 
-def by_coordinate(rule: Callable[[Tensor], Tensor], aggregation: Aggregation, server: Server) -> Tensor:
+def by_coordinate(rule: Callable[[Tensor], Tensor], aggregation: Aggregation, server: ServerView) -> Tensor:
     """[trained] a rule that makes one number of each column of the updates that count, [m, d] -> [d], in blocks."""
     rows, direction = counting(aggregation, server), torch.empty_like(server.params)
 
@@ -37,7 +37,7 @@ def by_coordinate(rule: Callable[[Tensor], Tensor], aggregation: Aggregation, se
 
 
 def recombined(
-    aggregation: Aggregation, server: Server, granularity: Granularity, change: Callable[[Tensor], Tensor]
+    aggregation: Aggregation, server: ServerView, granularity: Granularity, change: Callable[[Tensor], Tensor]
 ) -> Tensor:
     """[trained] the weighted sum of changed updates, over the divisor; they are never formed.
 

@@ -9,20 +9,19 @@ As with the median, weights decide only who counts, and BatchNorm's statistics a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from raysim.api.hooked_method import HookedMethod
+from raysim.api.method import Method
 from raysim.methods.recombination import by_coordinate, counting
 from raysim.primitives.checks import in_range
 from raysim.vectors.gram import combination
 
 if TYPE_CHECKING:
-    from raysim.api.hooked_method import OldSetup as Setup
-    from raysim.api.server_view import Aggregation, Server
+    from raysim.api.server_view import Aggregation, ServerView
+    from raysim.api.setup import Setup
 
 
 def trimmed(count: int, share: float) -> int:
@@ -40,7 +39,7 @@ def trimmed_mean(updates: Tensor, share: float) -> Tensor:
     return total / len(ranked)
 
 
-class TrimmedMean(HookedMethod):
+class TrimmedMean(Method):
     """share: of the updates, at either end of each parameter."""
 
     name = "trimmed_mean"
@@ -50,17 +49,17 @@ class TrimmedMean(HookedMethod):
     def __init__(self, share: float = 0.2):
         self.share = in_range("method.trimmed_mean.share", share, least=0, below=0.5)
 
-    def check(self, setup: Setup) -> Sequence[str]:
-        """A share of few updates may be none."""
-        if trimmed(setup.size, self.share) or not self.share:
-            return ()
-        return (
-            f"method 'trimmed_mean' leaves out nothing: method.trimmed_mean.share={self.share:g} of the {setup.size} "
-            "updates of an aggregation is less than one; raise it, or aggregate more",
-        )
+    def setup(self, run: Setup) -> None:
+        """Warn where the share of an aggregation's updates is less than one update."""
+        if self.share and not trimmed(run.size, self.share):
+            run.warn(
+                "method 'trimmed_mean' leaves out nothing: method.trimmed_mean.share="
+                f"{self.share:g} of the {run.size} updates of an aggregation is less than one; "
+                "raise it, or aggregate more"
+            )
 
-    def combine(self, aggregation: Aggregation, server: Server) -> Tensor:
-        """Of the updates that count; where nothing is left out, their mean with FedAvg's bits."""
+    def combine(self, aggregation: Aggregation, server: ServerView) -> Tensor:
+        """Return the trimmed mean; where nothing is left out, the mean with FedAvg's bits."""
         rows = counting(aggregation, server)
         if not trimmed(len(rows), self.share):
             return combination(rows, [1.0] * len(rows), server.group).div_(len(rows))

@@ -79,18 +79,20 @@ def check_budget(key: str, clients: int, size: int, budget: float, what: str = "
 
 def claimed(
     state: MutableMapping[str, Tensor],
-    name: str,
     clients: Sequence[int],
     capacity: int,
     place: Place,
     cache: str = "cache",
 ) -> list[int]:
-    """The rows of these clients in the cache `NAME.CACHE`; `NAME.clients` has whose they are. New ones get zeros."""
-    ids = state[f"{name}.clients"]
+    """Return the rows of clients in `state[cache]`; `state["clients"]` has whose they are.
+
+    New clients get zeros.
+    """
+    ids = state["clients"]
     known = {client: row for row, client in enumerate(ids.tolist())}
     new = [client for client in dict.fromkeys(clients) if client not in known]
     known |= {client: len(ids) + number for number, client in enumerate(new)}
-    rows = settled(state[f"{name}.{cache}"], capacity, place)  # it may be a checkpoint's
-    state[f"{name}.{cache}"] = extended(rows, len(known))
-    state[f"{name}.clients"] = torch.cat([ids, torch.tensor(new, dtype=torch.int64)])
+    rows = settled(state[cache], capacity, place)  # it may be a checkpoint's
+    state[cache] = extended(rows, len(known))
+    state["clients"] = torch.cat([ids, torch.tensor(new, dtype=torch.int64)])
     return [known[client] for client in clients]

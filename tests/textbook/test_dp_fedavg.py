@@ -6,16 +6,15 @@ from functools import partial
 from typing import Any
 
 import pytest
-from tiny_runs import LOCAL, NORMED_MLP, run, run_spec, setup, tiny
+from tiny_runs import MLP, NORMED_MLP, run, run_spec, tiny
 
-from raysim.api.declarations import Cost, Participation
-from raysim.api.hooked_method import HookedMethod
+from raysim.api.method import Method
 from raysim.methods.dp_fedavg import DPFedAvg, epsilon, noise_of_sum
 from raysim.methods.fedopt import FedAvgM
 from raysim.methods.fedprox import FedProx
 from raysim.methods.scaffold import Scaffold
 from raysim.simulation.schedule import Synchronous
-from raysim.training.run_spec import build_networks
+from raysim.training.run_spec import declare_run
 from textbook.check import Row, check
 from textbook.dp_fedavg import dp_fedavg, epsilon_poisson
 
@@ -63,28 +62,31 @@ def test_noise_is_shared_between_the_sum_and_the_bits() -> None:
     assert noise_of_sum(1.0, 1.0) == pytest.approx((4 / 3) ** 0.5) and noise_of_sum(0.0, 1.0) == 0.0
 
 
-class Sending(HookedMethod):
-    """Says that in the first round it uploads as many floats again as there are clients and parameters."""
+class Sending(Method):
+    """Uploads a number."""
 
     name = "sending"
-    paper = "a test"
 
-    def cost(self, job: Participation) -> Cost:
-        """See `Method`."""
-        return Cost(up=0 if job.version else job.run.layout.trained + job.run.clients)
+    def setup(self, run: Any) -> None:
+        run.upload("number", 1)
 
 
-def test_what_it_does_not_hide_is_refused() -> None:
-    def refused(*others: Any, model: Any = None, stale: bool = False) -> str:
-        method = DPFedAvg(0.0)
-        spec = run_spec(method, *others, **({"model": model} if model else {}))
-        with pytest.raises(ValueError) as error:
-            method.check(setup(spec.task, LOCAL, build_networks(spec)[0], spec.methods, stale=stale))
-        return str(error.value)
+@pytest.mark.parametrize(
+    ("others", "model", "stale", "named"),
+    [
+        ((), NORMED_MLP, False, "model.norm"),
+        ((Scaffold(),), MLP, False, "method 'scaffold' uploads"),
+        ((Sending(),), MLP, False, "method 'sending' uploads"),
+        ((), MLP, True, "schedule"),
+    ],
+)
+def test_dp_fedavg_refuses_what_it_does_not_hide(
+    others: Any, model: Any, stale: bool, named: str
+) -> None:
+    with pytest.raises(ValueError, match=named):
+        declare_run(run_spec(DPFedAvg(0.0), *others, model=model, stale=stale))
 
-    assert "statistics of BatchNorm" in refused(model=NORMED_MLP)
-    assert "method 'scaffold' uploads or looks at more" in refused(Scaffold())
-    assert "method 'sending' uploads or looks at more" in refused(Sending())
-    assert "may be stale" in refused(stale=True)
-    method, fine = DPFedAvg(), run_spec(DPFedAvg(), FedProx(), FedAvgM())
-    assert method.check(setup(fine.task, LOCAL, build_networks(fine)[0], (method, *fine.methods[1:]))) == ()
+
+def test_dp_fedavg_combines_with_fedprox_and_server_momentum() -> None:
+    declarations = declare_run(run_spec(DPFedAvg(), FedProx(), FedAvgM()))
+    assert not [*declarations.warnings]
