@@ -279,10 +279,10 @@ def test_the_report_has_the_mean_age_of_the_selected_models() -> None:
 def test_a_client_sends_the_mean_loss_of_its_last_epoch_or_last_tenth_of_steps(
     losses: int, epochs: int | None, expected: float
 ) -> None:
-    trainer = SimpleNamespace(local=SimpleNamespace(epochs=epochs))
-    ctx: Any = SimpleNamespace(losses=torch.arange(float(losses)), trainer=trainer, upload={})
-    FedCDA().finish(ctx)
-    assert ctx.upload["fedcda.loss"].tolist() == [expected]
+    local = SimpleNamespace(epochs=epochs)
+    job: Any = SimpleNamespace(losses=torch.arange(float(losses)), local=local, upload={})
+    FedCDA().end(job)
+    assert job.upload["loss"].tolist() == [expected]
 
 
 # --- runs -----------------------------------------------------------------------------------------------------------

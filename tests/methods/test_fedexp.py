@@ -12,7 +12,6 @@ import torch
 from tiny_runs import BUFFER, LOCAL, MLP, NORMED_MLP, ROUNDS, Ran, check_composition, coordinate, run, run_spec, same
 from torch import Tensor
 
-from raysim.api.hooked_method import HookedMethod
 from raysim.api.method import Method
 from raysim.api.server_view import Aggregation
 from raysim.methods import fedexp
@@ -113,22 +112,26 @@ def test_a_squared_norm_in_blocks_is_that_of_the_whole(size: int) -> None:
 # --- in a run -----------------------------------------------------------------------------------------------------
 
 
-class Watch(HookedMethod):
+class Watch(Method):
     """Keeps what every step was made of; the last method of a list."""
 
     name = "watch"
     paper = "a test"
-    needs_single_updates = True
 
     def __init__(self) -> None:
         self.vectors: list[Tensor] = []
         self.steps: list[tuple[Tensor, Tensor, float]] = []  # single updates [M, shared], weights, step size
         self.directions: list[Tensor] = []
 
-    def start(self, server: Any) -> None:
-        self.vectors.append(server.vector)
+    def setup(self, run: Any) -> None:
+        run.read_updates()
+        run.server_state("start", self._start)
 
-    def mix(self, direction: Tensor, aggregation: Aggregation, server: Any) -> Tensor:
+    def _start(self, server: Any) -> Tensor:
+        self.vectors.append(server.vector)
+        return torch.zeros(0)
+
+    def step(self, direction: Tensor, aggregation: Aggregation, server: Any) -> Tensor:
         self.directions.append(direction.clone())
         return direction
 
@@ -136,7 +139,8 @@ class Watch(HookedMethod):
         deltas = torch.stack(list(aggregation.deltas))
         weights = torch.tensor(aggregation.weights, dtype=torch.float64)
         self.vectors.append(server.vector)
-        self.steps.append((deltas.double(), weights, server.report["fedexp.step_size"]))
+        step_size = server._server.report["fedexp.step_size"]
+        self.steps.append((deltas.double(), weights, step_size))
 
 
 def watched(*methods: Method, schedule: Any = EVERYBODY, rounds: int = 3, **others: Any) -> tuple[Ran, Watch]:
@@ -181,10 +185,10 @@ def test_a_run_takes_the_steps_of_the_formula_over_shared_trainable_parameters(s
 
 
 def test_it_measures_the_mean_update_before_another_method_mixes_it() -> None:
-    class Doubled(HookedMethod):
+    class Doubled(Method):
         name, paper = "doubled", "a test"
 
-        def mix(self, direction: Tensor, aggregation: Aggregation, server: Any) -> Tensor:
+        def step(self, direction: Tensor, aggregation: Aggregation, server: Any) -> Tensor:
             return 2 * direction
 
     given: Any = {"rounds": 1, "local": replace(LOCAL, batch=8)}
@@ -256,7 +260,7 @@ class Last(FedExP):
     def __init__(self, like: FedExP):
         super().__init__(like.epsilon, minimum=like.minimum)
 
-    def scored(self, server: Any) -> Tensor:
+    def _mean_iterate(self, server: Any) -> Tensor:
         vector: Tensor = server.vector
         return vector
 

@@ -17,7 +17,7 @@ from raysim.api.method import Method
 from raysim.methods import fedgh
 from raysim.methods.fedbn import FedBN
 from raysim.methods.fedexp import FedExP
-from raysim.methods.fedgh import REFERENCE, FedGH, HierarchicalFedGH
+from raysim.methods.fedgh import FedGH, HierarchicalFedGH
 from raysim.methods.fedopt import FedAdam
 from raysim.methods.fedprox import FedProx
 from raysim.methods.scaffold import Scaffold
@@ -307,12 +307,12 @@ def test_the_hierarchy_starts_from_the_mean_and_then_follows_a_slow_reference() 
     target = server(HierarchicalFedGH(), weighting="uniform")
     first = step(target, ARRIVED).params.clone().double()
     close(first, rows(ARRIVED).mean(0), 1e-5)
-    close(target.state[REFERENCE].double(), first, 1e-6)
+    close(target.state["fedgh_hierarchical.reference"].double(), first, 1e-6)
     clients, others = [1, 2, 4, 6, 7], DELTAS[::-1].copy()
     second = step(target, clients, others).params.double() - first
     each = [tree(rows(clients, part, others), first[part]) for part in PARTS]
     close(second, torch.cat(each), 1e-4)
-    close(target.state[REFERENCE].double(), 0.99 * first + 0.01 * second, 1e-5)
+    close(target.state["fedgh_hierarchical.reference"].double(), 0.99 * first + 0.01 * second, 1e-5)
     assert target.report["fedgh_hierarchical.conflicts"] > 0
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from tiny_runs import BUFFER, LOCAL, NORMED_MLP, ROUNDS, check_composition, run, run_spec, same
+from tiny_runs import BUFFER, LOCAL, NORMED_MLP, ROUNDS, check_composition, run, run_spec, same, server_of
 from torch import Tensor, nn
 
 from raysim.api.declarations import Task
@@ -28,7 +28,6 @@ from raysim.methods.mixup import Mixup
 from raysim.methods.scaffold import Scaffold
 from raysim.simulation.fleet import Ideal
 from raysim.simulation.schedule import Synchronous
-from raysim.simulation.server import Server
 from raysim.vectors.layout import plan_layout
 
 KINDS = ("marg_log", "batch_softmax", "logit_l2", "threshold")
@@ -223,7 +222,7 @@ DELTAS = np.random.default_rng(0).standard_normal((8, LAYOUT.shared)).astype(np.
 
 def step(clients: list[int], *methods: Method, weighting: Any = "samples") -> Server:
     start, counter = torch.zeros(LAYOUT.shared), torch.zeros(1, dtype=torch.int64)
-    server = Server(LAYOUT, start, counter, methods, COUNTS, 0, Task((1, 2, 2), 3, 8), weighting)
+    server = server_of(LAYOUT, start, counter, methods, COUNTS, 0, Task((1, 2, 2), 3, 8), weighting)
     updates = [SingleUpdate(c, c, 0, 9, 9, 1, 0.5, 0.0, np.array([c]), delta=DELTAS[c]) for c in clients]
     server.step(updates, [], [0] * len(updates), {})
     return server

@@ -119,9 +119,8 @@ def test_with_samples_as_prior_and_no_step_it_is_fedavg_by_samples() -> None:
 
 
 def test_a_client_without_samples_has_no_weight_as_prior_and_does_no_harm() -> None:
-    server: Any = SimpleNamespace(counts=np.array([0, 3, 9]), clients=3, state={})
-    GroupDRO(prior="samples").start(server)
-    found = server.state[LOG_WEIGHTS]
+    server: Any = SimpleNamespace(counts=np.array([0, 3, 9]), clients=3)
+    found = GroupDRO(prior="samples")._first_log_weights(server)
     assert found.isfinite().all() and found.exp()[0] < 1e-9
     assert torch.allclose(found.exp()[1:], torch.tensor([0.25, 0.75], dtype=torch.float64))
 
@@ -136,14 +135,15 @@ def test_a_single_participant_decides_alone() -> None:
 
 def test_both_results_of_a_client_count_if_it_comes_twice_into_one_aggregation() -> None:
     start = torch.full((3,), 1 / 3, dtype=torch.float64).log()
-    server: Any = SimpleNamespace(state={LOG_WEIGHTS: start})
+    server: Any = SimpleNamespace(state={"log_weights": start})
     losses = [(1, 2.0), (0, 1.0), (1, 4.0)]
     updates: Any = [
         SimpleNamespace(client=client, extras={"groupdro.loss": np.array([loss], np.float32)})
         for client, loss in losses
     ]
-    GroupDRO(0.5).weigh(Aggregation(updates, [], [1.0] * 3, [0] * 3, {}), server)
-    grown = server.state[LOG_WEIGHTS] - server.state[LOG_WEIGHTS][2]
+    aggregation = Aggregation(updates, [], [1.0] * 3, [0] * 3, {}, method="groupdro")
+    GroupDRO(0.5).weigh(aggregation, server)
+    grown = server.state["log_weights"] - server.state["log_weights"][2]
     assert torch.allclose(grown, torch.tensor([0.5, 3.0, 0.0], dtype=torch.float64))
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,17 +12,16 @@ import torch
 from tiny_runs import (
     BLOCKS,
     BUFFER,
-    LOCAL,
     MLP,
     NORMED,
     NORMED_MLP,
     ROUNDS,
     Ran,
     check_composition,
+    declared_for,
     run,
     run_spec,
     same,
-    setup,
 )
 from torch import Tensor
 
@@ -43,6 +41,7 @@ from raysim.models.classifier import Shape
 from raysim.models.resnet import ResNet
 from raysim.simulation.fleet import Ideal
 from raysim.training.run_spec import build_networks
+from raysim.vectors.layout import plan_layout
 
 
 def random(*shape: int, seed: int = 0, scale: float = 1.0) -> Tensor:
@@ -189,9 +188,10 @@ def test_in_bottlenecks_the_last_two_convolutions_have_their_like() -> None:
 def test_models_without_repeated_blocks_have_no_pairs_and_the_user_is_told(model: ModelRecipe) -> None:
     assert paired(model) == {}
     network = {"model": model.build((3, 32, 32), 10, 0)}
-    (sentence,) = InCo().check(setup(run_spec().task, LOCAL, network))
-    assert "method 'inco' finds no two blocks to mix in the model and runs as FedAvg" in sentence
-    assert InCo().check(setup(run_spec().task, LOCAL, {"model": BLOCKS.build((1, 8, 8), 5, 0)})) == ()
+    (warning,) = declared_for([InCo()], network, plan_layout(network)).warnings
+    assert "method 'inco'" in warning
+    blocks = {"model": BLOCKS.build((1, 8, 8), 5, 0)}
+    assert not [*declared_for([InCo()], blocks, plan_layout(blocks)).warnings]
 
 
 def test_a_prefix_and_the_norms_of_a_transformer() -> None:
@@ -211,7 +211,7 @@ def test_a_target_takes_no_source_of_another_shape_prefix_or_stage() -> None:
 TARGETS = [f"extractor.layer1.1.conv{number}.weight" for number in (1, 2)]
 
 
-class Watch(HookedMethod):
+class Watch(Method):
     """Keeps the mean update before and after InCo; one on either side of it."""
 
     name = "watch"
@@ -222,7 +222,7 @@ class Watch(HookedMethod):
         self.weights: list[list[float]] = []
         type(self).name = name
 
-    def mix(self, direction: Tensor, aggregation: Aggregation, server: Any) -> Tensor:
+    def step(self, direction: Tensor, aggregation: Aggregation, server: Any) -> Tensor:
         self.directions.append(direction.clone())
         return direction
 
@@ -261,11 +261,11 @@ def test_it_mixes_the_targets_of_a_runs_mean_update_and_nothing_else(granularity
 
 
 def test_personal_tensors_are_neither_targets_nor_sources() -> None:
-    class Keep(HookedMethod):
+    class Keep(Method):
         name, paper = "keep", "a test"
 
-        def personal(self, networks: Any) -> Sequence[str]:
-            return [f"model.{self.kept}"]
+        def setup(self, run: Any) -> None:
+            run.private_parameters([f"model.{self.kept}"])
 
         def __init__(self, kept: str):
             self.kept = kept
