@@ -24,17 +24,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from raysim.api.context import Stage
-from raysim.api.declarations import FORWARD, Cost, Network, Participation, Task
-from raysim.api.hooked_method import HookedMethod
+from raysim.api.declarations import FORWARD, Participation
+from raysim.api.method import Method
 from raysim.primitives.checks import above, at_least
 
 if TYPE_CHECKING:
-    from raysim.api.context import Batch, Context, Outputs, Plan
+    from raysim.api.context import Outputs, Plan
     from raysim.api.declarations import Local
-    from raysim.api.hooked_method import OldSetup as Setup
+    from raysim.api.local_job import LocalJob
+    from raysim.api.setup import Setup
 
 DISCRIMINATOR = "dann.discriminator"
-DOMAIN = "dann.domain"
 
 
 def discriminator_loss(domain_logits: Tensor, domain: int | Tensor) -> Tensor:
@@ -83,7 +83,7 @@ class _Reversal(torch.autograd.Function):
         return grads[0] * -ctx.weight, None
 
 
-class Dann(HookedMethod):
+class Dann(Method):
     """lam weighs the adversary; the discriminator has three linear layers of `width` and an output per client.
 
     discriminator_steps: r, per generator step. rate: factor on local.lr for the discriminator.
@@ -91,7 +91,6 @@ class Dann(HookedMethod):
 
     name = "dann"
     paper = "Ganin et al., JMLR 2016"
-    needs = frozenset(("features",))
 
     def __init__(
         self,
@@ -112,60 +111,75 @@ class Dann(HookedMethod):
             )
         self.rate, self.mode = rate, mode
 
-    def networks(self, task: Task, model: nn.Module) -> Mapping[str, Network]:
-        """delta: features to an output per client of the run."""
-        size, width = int(model.feature_dim), self.width  # type: ignore[arg-type]
-        layers = nn.Linear(size, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, task.clients)
-        return {DISCRIMINATOR: Network(nn.Sequential(*layers))}
-
-    def require(self, local: Local) -> Mapping[str, object]:
+    def settings(self, local: Local) -> Mapping[str, object]:
         """Return a budget of steps that holds a whole turn of discriminator and classifier."""
         if self.mode != "alternate" or local.steps is None:
             return {}
         return {"local.steps": max(local.steps, 1 + self.discriminator_steps)}
 
-    def check(self, setup: Setup) -> Sequence[str]:
-        """There has to be something to tell apart, and a step left for the classifier."""
-        if setup.task.clients < 2:
-            raise ValueError(
-                f"method 'dann' tells clients apart, and partition.clients={setup.task.clients}: use at least 2 clients"
-            )
-        period = 1 + self.discriminator_steps
-        if self.mode == "alternate" and setup.local.steps is not None and setup.local.steps < period:
-            raise ValueError(
-                f"method.dann.discriminator_steps={self.discriminator_steps} makes a turn of {period} local steps, of "
-                f"which local.steps={setup.local.steps} is only a part: set local.steps={period} or more"
-            )
-        return ()
+    def setup(self, run: Setup) -> None:
+        """Add delta, from features to an output per client, which alternates with the model."""
+        run.needs("features")
+        clients, period = run.task.clients, 1 + self.discriminator_steps
+        run.require(
+            clients > 1,
+            f"partition.clients={clients}: method 'dann' tells clients apart. Use at least 2 clients.",
+        )
+        steps = run.local.steps
+        run.require(
+            self.mode == "grl" or steps is None or steps >= period,
+            f"local.steps={steps} is only a part of a turn of {period} steps, which "
+            f"method.dann.discriminator_steps={self.discriminator_steps} makes. Set "
+            f"local.steps={period} or more.",
+        )
+        size, width = run.model.feature_dim, self.width
+        layers = (
+            nn.Linear(size, width),
+            nn.ReLU(),
+            nn.Linear(width, width),
+            nn.ReLU(),
+            nn.Linear(width, clients),
+        )
+        run.network("discriminator", nn.Sequential(*layers))
+        run.stages(self._stages)
 
-    def stages(self, plan: Plan) -> Sequence[tuple[Stage, ...]]:
-        """A period of 1 + r iterations, or one for both networks."""
+    def _stages(self, plan: Plan) -> Sequence[Sequence[Stage]]:
+        """Return a period of 1 + r steps, or one step for both networks."""
         if self.mode == "grl":
-            return ((Stage(trains=("model", DISCRIMINATOR)),),)
-        adversary = Stage("dann.discriminate", (DISCRIMINATOR,), self.discriminate, rate=self.rate)
-        period = range(1, 2 + self.discriminator_steps)
-        return [(adversary if is_discriminator_step(step, self.discriminator_steps) else Stage(),) for step in period]
+            return [[Stage(trains=("model", DISCRIMINATOR))]]
+        adversary = Stage(
+            "dann.discriminate", (DISCRIMINATOR,), self.discriminator_objective, rate=self.rate
+        )
+        turn = []
+        for step in range(1, 2 + self.discriminator_steps):
+            trains_delta = is_discriminator_step(step, self.discriminator_steps)
+            turn.append([adversary if trains_delta else Stage()])
+        return turn
 
-    def cost(self, job: Participation) -> Cost:
-        """A discriminator step saves the model's backward pass."""
-        share = self.discriminator_steps / (1 + self.discriminator_steps) if self.mode == "alternate" else 0.0
-        return Cost(samples=(FORWARD - 1) * share * job.trained)
+    def cost(self, job: Participation) -> float:
+        """Subtract the backward pass of the model, which a discriminator step saves."""
+        if self.mode == "grl":
+            return 0.0
+        share = self.discriminator_steps / (1 + self.discriminator_steps)
+        return (FORWARD - 1) * share * job.trained
 
-    def planned(self, ctx: Context) -> None:
+    def begin(self, job: LocalJob) -> None:
         """Keep the client's number as a tensor, which a recorded step can read."""
-        ctx.kept[DOMAIN] = torch.tensor(ctx.client, device=ctx.vector.data.device)
+        job.scratch["domain"] = torch.tensor(job.client, device=job.params.device)
 
-    def discriminate(self, ctx: Context, out: Outputs, batch: Batch) -> Tensor:
-        """What the discriminator descends; the features are constants, so their graph is not built."""
+    def discriminator_objective(self, job: LocalJob, out: Outputs) -> Tensor:
+        """Return the discriminator's loss; features are constants, so their graph is not built."""
         with torch.no_grad():
             features = out.features
-        return discriminator_loss(ctx.networks[DISCRIMINATOR](features), ctx.kept[DOMAIN])
+        logits = job.network("discriminator")(features)
+        return discriminator_loss(logits, job.scratch["domain"])
 
-    def term(self, ctx: Context, out: Outputs, batch: Batch) -> Tensor:
-        """What joins the classifier's loss."""
-        discriminator = ctx.networks[DISCRIMINATOR]
+    def loss(self, job: LocalJob, out: Outputs, loss: Tensor) -> Tensor:
+        """Add the adversary's term."""
+        discriminator, domain = job.network("discriminator"), job.scratch["domain"]
         if self.mode == "grl":
-            return discriminator_loss(discriminator(_Reversal.apply(out.features, self.lam)), ctx.kept[DOMAIN])
+            reversed_features = _Reversal.apply(out.features, self.lam)
+            return loss + discriminator_loss(discriminator(reversed_features), domain)
         if not self.lam:
-            return out.logits.new_zeros(())
-        return adversary(discriminator(out.features), ctx.kept[DOMAIN], self.lam)
+            return loss
+        return loss + adversary(discriminator(out.features), domain, self.lam)

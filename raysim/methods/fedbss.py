@@ -19,7 +19,6 @@ Choices where the paper is silent or inconsistent
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Literal, TypedDict
 
 import numpy as np
@@ -27,14 +26,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from raysim.api.declarations import FORWARD, Cost, Participation
-from raysim.api.hooked_method import HookedMethod
+from raysim.api.declarations import FORWARD, Participation
+from raysim.api.method import Method
 from raysim.primitives.checks import at_least, one_of
 
 if TYPE_CHECKING:
-    from raysim.api.context import Context
-    from raysim.api.hooked_method import OldSetup as Setup
-    from raysim.vectors.layout import Layout
+    from raysim.api.local_job import LocalJob
+    from raysim.api.setup import Setup
 
 KINDS = ("cosine", "linear", "filter", "all")
 
@@ -93,7 +91,7 @@ def selected_indices(
     return split["order"][: split["num_unbiased"] + included_count(num_biased=num_biased, fraction=fraction)]
 
 
-class FedBSS(HookedMethod):
+class FedBSS(Method):
     """Losses and uncertainties are private state per sample; refreshed at every `refresh`-th stage-2 participation.
 
     A job is in stage 2 if the version it received is at least `warmup_rounds`, however late it arrives.
@@ -101,7 +99,6 @@ class FedBSS(HookedMethod):
 
     name = "fedbss"
     paper = "Xu et al., AAAI 2025"
-    needs = frozenset(("classes",))
     weighting = "uniform"
 
     def __init__(
@@ -115,61 +112,70 @@ class FedBSS(HookedMethod):
         inclusion_fraction(epoch=1, total_epochs=1, kind=kind)
         self.kind = kind
 
-    def check(self, setup: Setup) -> Sequence[str]:
-        """With one epoch (or phase) the last one, which sees every sample, is the only one."""
-        local = setup.local
-        key, parts = ("epochs", local.epochs) if local.epochs else ("phases", min(local.phases, local.steps or 1))
+    def setup(self, run: Setup) -> None:
+        """Keep losses and uncertainties of the client's samples; select the samples of an epoch."""
+        run.needs("classes")
+        local = run.local
+        key, parts = "epochs", local.epochs
+        if not local.epochs:
+            key, parts = "phases", min(local.phases, local.steps or 1)
         if parts == 1 and self.kind != "filter":
-            return (f"method 'fedbss' with local.{key}=1 trains on every sample, as FedAvg does: raise local.{key}",)
-        return ()
+            run.warn(
+                f"method 'fedbss' with local.{key}=1 trains on every sample, as FedAvg does: raise "
+                f"local.{key}"
+            )
+        run.client_state("losses", torch.zeros)
+        run.client_state("uncertainties", torch.zeros)
+        run.client_state("version", lambda samples: torch.full((1,), -1))  # nothing is known yet
+        run.client_state("count", lambda samples: torch.zeros(1, dtype=torch.int64))
+        run.select(self._select)
 
-    def state(self, layout: Layout, samples: int) -> Mapping[str, Tensor]:
-        """Nothing is known of a sample yet: version -1. `count`: stage-2 participations."""
-        return {
-            "fedbss.losses": torch.zeros(samples),
-            "fedbss.uncertainties": torch.zeros(samples),
-            "fedbss.version": torch.full((1,), -1),
-            "fedbss.count": torch.zeros(1, dtype=torch.int64),
-        }
+    def cost(self, job: Participation) -> float:
+        """Return the ranking pass; virtual time does not know how many samples it leaves."""
+        return FORWARD * job.samples if self._selects(job.version) else 0.0
 
-    def cost(self, job: Participation) -> Cost:
-        """The ranking pass; virtual time knows nothing of how many samples it will leave."""
-        return Cost(samples=FORWARD * job.samples if self._selects(job.version) else 0.0)
+    def begin(self, job: LocalJob) -> None:
+        """Rank the client's samples with the received model.
 
-    def receive(self, ctx: Context) -> None:
-        """Rank the client's samples with the received model: eval mode, no augmentation, raw logits, given labels."""
-        if not self._selects(ctx.version):
+        In eval mode, without augmentation, by raw logits and given labels.
+        """
+        if not self._selects(job.version):
             return
-        count = int(ctx.state["fedbss.count"])
+        count = int(job.state["count"])  # stage-2 participations
         if count % self.refresh == 0:
-            ctx.model.eval()
+            job.model.eval()
             with torch.no_grad():
-                ranked = [self._rank(ctx.model(inputs), labels) for inputs, labels in ctx.data()]
-            ctx.model.train()
+                ranked = [self._rank(job.model(inputs), labels) for inputs, labels in job.data()]
+            job.model.train()
             losses, uncertainties = (torch.cat(column) for column in zip(*ranked, strict=True))
             if not bool(losses.isfinite().any()):
-                raise FloatingPointError("the received model has no finite loss on any sample; lower local.lr")
-            ctx.state["fedbss.losses"], ctx.state["fedbss.uncertainties"] = losses, uncertainties
-            ctx.state["fedbss.version"] = torch.full((1,), ctx.version)
-        ctx.state["fedbss.count"] = torch.full((1,), count + 1)
-        self._report(ctx)
+                raise FloatingPointError(
+                    "the received model has no finite loss on any sample; lower local.lr"
+                )
+            job.state["losses"], job.state["uncertainties"] = losses, uncertainties
+            job.state["version"] = torch.full((1,), job.version)
+        job.state["count"] = torch.full((1,), count + 1)
+        self._report(job)
 
-    def _report(self, ctx: Context) -> None:
-        """Figure 3d: share of biased samples, the loss that divides them from the others, mean uncertainty."""
-        losses, uncertainties = ctx.state["fedbss.losses"], ctx.state["fedbss.uncertainties"]
+    def _report(self, job: LocalJob) -> None:
+        """Report Figure 3d: share of biased samples, the dividing loss, mean uncertainty."""
+        losses, uncertainties = job.state["losses"], job.state["uncertainties"]
         split = split_by_uncertainty(losses=losses, uncertainties=uncertainties)
         unbiased = split["num_unbiased"]
-        ctx.report["fedbss.biased_share"] = 1 - unbiased / len(losses)
-        ctx.report["fedbss.threshold"] = float(losses[split["order"][unbiased - 1]])
-        ctx.report["fedbss.uncertainty"] = float(uncertainties.mean())
+        job.report["biased_share"] = 1 - unbiased / len(losses)
+        job.report["threshold"] = float(losses[split["order"][unbiased - 1]])
+        job.report["uncertainty"] = float(uncertainties.mean())
 
-    def select(self, ctx: Context, epoch: int, epochs: int) -> np.ndarray | None:
-        """Easy samples first."""
-        if not self._selects(ctx.version):
+    def _select(self, job: LocalJob, epoch: int, epochs: int) -> np.ndarray | None:
+        """Return positions of the easy samples and a growing part of the others."""
+        if not self._selects(job.version):
             return None
-        losses, uncertainties = ctx.state["fedbss.losses"].cpu(), ctx.state["fedbss.uncertainties"].cpu()
         chosen = selected_indices(
-            losses=losses, uncertainties=uncertainties, epoch=epoch, total_epochs=epochs, kind=self.kind
+            losses=job.state["losses"].cpu(),
+            uncertainties=job.state["uncertainties"].cpu(),
+            epoch=epoch,
+            total_epochs=epochs,
+            kind=self.kind,
         )
         return chosen.numpy()
 
@@ -178,4 +184,5 @@ class FedBSS(HookedMethod):
 
     @staticmethod
     def _rank(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        return cross_entropy(logits, labels, reduction="none"), uncertainty(probabilities=logits.softmax(1))
+        losses = cross_entropy(logits, labels, reduction="none")
+        return losses, uncertainty(probabilities=logits.softmax(1))

@@ -17,20 +17,18 @@ Choices where the sources differ or are silent
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from raysim.api.declarations import Cost, Download, Participation
-from raysim.api.hooked_method import HookedMethod
+from raysim.api.method import Method
 from raysim.primitives.checks import between
 
 if TYPE_CHECKING:
-    from raysim.api.context import Context
-    from raysim.api.hooked_method import OldSetup as Setup
-    from raysim.api.server_view import Aggregation, Server
+    from raysim.api.local_job import LocalJob
+    from raysim.api.server_view import Aggregation, ServerView
+    from raysim.api.setup import Setup
 
 
 def update_direction(gradient: Tensor, server_direction: Tensor, alpha: float) -> Tensor:
@@ -53,52 +51,48 @@ def server_direction(
     return total
 
 
-class FedCM(HookedMethod):
+class FedCM(Method):
     """alpha is the fresh gradient's part; 1 is FedAvg."""
 
     name = "fedcm"
     paper = "Xu et al., 2021"
     weighting = "uniform"
-    correction = "mix"
-    needs_single_updates = True
 
     def __init__(self, alpha: float = 0.1, warm_start: bool = False):
         self.alpha, self.warm_start = between("method.fedcm.alpha", alpha, 0.0, 1.0), warm_start
 
-    def check(self, setup: Setup) -> Sequence[str]:
-        """Delta is read off the movement, which only SGD allows."""
-        if setup.local.optimizer != "sgd":
-            raise ValueError(
-                f"method 'fedcm' needs SGD, not local.optimizer={setup.local.optimizer}: set local.optimizer=sgd"
-            )
-        return ()
+    def setup(self, run: Setup) -> None:
+        """Keep Delta, zero, on the server; it travels down."""
+        run.require(
+            run.local.optimizer == "sgd",
+            f"local.optimizer={run.local.optimizer}: method 'fedcm' reads Delta off the movement of "
+            "the parameters, which only SGD allows. Set local.optimizer=sgd.",
+        )
+        run.corrects("mix")
+        run.read_updates()
+        run.server_state("direction", run.zeros)
+        run.send("direction")
 
-    def start(self, server: Server) -> None:
-        """Delta, zero."""
-        server.state["fedcm.direction"] = torch.zeros_like(server.params)
+    def gradient(self, job: LocalJob, grad: Tensor, at: slice) -> None:
+        """Apply `update_direction` in place.
 
-    def cost(self, job: Participation) -> Cost:
-        """Delta travels down."""
-        return Cost(down=job.run.layout.trained)
-
-    def send(self, server: Server) -> Download:
-        """Delta goes to everybody."""
-        return Download(version=lambda: {"fedcm.direction": server.state["fedcm.direction"]})
-
-    def gradient(self, ctx: Context, grad: Tensor, part: slice) -> None:
-        """`update_direction`, in place; the optimiser adds the whole weight decay later, of which alpha is due."""
-        if self.alpha == 1 or (self.warm_start and ctx.version == 0):
+        The optimizer adds the whole weight decay later, of which only alpha is due.
+        """
+        if self.alpha == 1 or (self.warm_start and job.version == 0):
             return
-        grad.mul_(self.alpha).add_(ctx.download["fedcm.direction"][part], alpha=1 - self.alpha)
-        if decay := ctx.trainer.local.weight_decay:
-            grad.add_(ctx.vector.data[part], alpha=(self.alpha - 1) * decay)
+        grad.mul_(self.alpha).add_(job.received["direction"][at], alpha=1 - self.alpha)
+        decay = job.local.weight_decay
+        if decay:
+            grad.add_(job.params[at], alpha=(self.alpha - 1) * decay)
 
-    def absorb(self, aggregation: Aggregation, server: Server) -> None:
-        """Each stretch of parameters by the steps that were made there."""
+    def absorb(self, aggregation: Aggregation, server: ServerView) -> None:
+        """Compute Delta, each stretch of parameters by the steps that were made there."""
         direction = torch.zeros_like(server.params)
         weights = torch.tensor(aggregation.weights, dtype=torch.float64)
         shares = (weights / weights.sum()).tolist()
-        for share, update, delta in zip(shares, aggregation.updates, aggregation.deltas, strict=True):
+        for share, update, delta in zip(
+            shares, aggregation.updates, aggregation.deltas, strict=True
+        ):
             for start, stop, travelled in update.moves:
                 direction[start:stop].sub_(delta[start:stop], alpha=share / travelled)
-        server.state["fedcm.direction"] = direction
+        server.state["direction"] = direction

@@ -16,11 +16,13 @@ from typing import TYPE_CHECKING, Literal, get_args
 
 from torch import Tensor
 
-from raysim.api.hooked_method import HookedMethod
+from raysim.api.method import Method
 from raysim.primitives.checks import at_least, one_of
 
 if TYPE_CHECKING:
-    from raysim.api.context import Batch, Context, Outputs
+    from raysim.api.context import Outputs
+    from raysim.api.local_job import LocalJob
+    from raysim.api.setup import Setup
 
 Variant = Literal["authors", "paper", "fedbr"]
 
@@ -43,18 +45,21 @@ def decorrelation_penalty(features: Tensor, variant: str = "authors") -> Tensor:
     return (gram / rows).square().mean()
 
 
-class FedDecorr(HookedMethod):
+class FedDecorr(Method):
     """beta weighs the penalty on the features of the batch that is trained on."""
 
     name = "feddecorr"
     paper = "Shi et al., ICLR 2023"
-    needs = frozenset(("features",))
 
     def __init__(self, beta: float = 0.1, variant: Variant = "authors"):
         self.beta, self.variant = at_least("method.feddecorr.beta", beta, 0.0), variant
 
-    def term(self, ctx: Context, out: Outputs, batch: Batch) -> Tensor:
-        """beta times the penalty."""
+    def setup(self, run: Setup) -> None:
+        """Need features."""
+        run.needs("features")
+
+    def loss(self, job: LocalJob, out: Outputs, loss: Tensor) -> Tensor:
+        """Add beta times the penalty."""
         if not self.beta:
-            return out.logits.new_zeros(())
-        return self.beta * decorrelation_penalty(out.features, self.variant)
+            return loss
+        return loss + self.beta * decorrelation_penalty(out.features, self.variant)

@@ -23,11 +23,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from raysim.api.hooked_method import HookedMethod
+from raysim.api.method import Method
 from raysim.primitives.checks import at_least, one_of
 
 if TYPE_CHECKING:
-    from raysim.api.context import Batch, Context, Outputs
+    from raysim.api.context import Outputs
+    from raysim.api.local_job import LocalJob
+    from raysim.api.setup import Setup
 
 DENOMINATORS = ("all", "others")
 
@@ -76,12 +78,11 @@ def calibrated_cross_entropy(
     return others_loss(calibrated, labels, margins.isfinite().sum() > 1)
 
 
-class FedLC(HookedMethod):
+class FedLC(Method):
     """tau scales the margins. Replaces the loss, for "others" is no cross-entropy; terms read the raw logits."""
 
     name = "fedlc"
     paper = "Zhang et al., ICML 2022"
-    needs = frozenset(("classes",))
 
     def __init__(self, tau: float = 1.0, denominator: Literal["all", "others"] = "all", count_floor: float = 0.0):
         self.tau = at_least("method.fedlc.tau", tau, 0.0)
@@ -89,25 +90,33 @@ class FedLC(HookedMethod):
         self.denominator = denominator
         self.count_floor = at_least("method.fedlc.count_floor", count_floor, 0.0)
 
-    def receive(self, ctx: Context) -> None:
-        """Once per job, for the counts are a matter of microseconds: what is subtracted, [outputs of the model]."""
-        counts = ctx.class_counts()
-        margins = calibration_margins(class_counts=counts, tau=self.tau, count_floor=self.count_floor)
-        margins = F.pad(margins, (0, ctx.num_classes - len(margins)))
-        data = ctx.vector.data
-        ctx.kept["fedlc.shifts"] = shifts(margins, data.dtype).to(data.device)
-        ctx.kept["fedlc.several"] = (margins.isfinite().sum() > 1).to(data.device)
-        ctx.report["fedlc.one_class"] = float((counts > 0).sum() == 1)
+    def setup(self, run: Setup) -> None:
+        """Need classes; replace the task loss."""
+        run.needs("classes")
+        run.owns("loss")
 
-    def loss(self, ctx: Context, out: Outputs, batch: Batch) -> Tensor:
-        """Cross-entropy of the calibrated logits, or the printed form."""
-        calibrated = out.logits - ctx.kept["fedlc.shifts"]
+    def begin(self, job: LocalJob) -> None:
+        """Compute what is subtracted from the logits [outputs of the model] in this job."""
+        counts = job.class_counts()
+        margins = calibration_margins(
+            class_counts=counts, tau=self.tau, count_floor=self.count_floor
+        )
+        margins = F.pad(margins, (0, job.num_classes - len(margins)))
+        device = job.params.device
+        job.scratch["shifts"] = shifts(margins, job.params.dtype).to(device)
+        job.scratch["several"] = (margins.isfinite().sum() > 1).to(device)
+        job.report["one_class"] = float((counts > 0).sum() == 1)
+
+    def loss(self, job: LocalJob, out: Outputs, loss: Tensor) -> Tensor:
+        """Return the cross-entropy of the calibrated logits, or the printed form."""
+        calibrated, batch = out.logits - job.scratch["shifts"], out.batch
         if self.denominator == "all":
             return F.cross_entropy(calibrated, batch.targets)
-        several = ctx.kept["fedlc.several"]
+        several = job.scratch["several"]
         if batch.pair is None:
             return others_loss(calibrated, batch.targets, several)
         first, second, lam = batch.pair
         share = lam.to(calibrated)
-        one, other = others_loss(calibrated, first, several), others_loss(calibrated, second, several)
-        return share * one + (1 - share) * other
+        first_loss = others_loss(calibrated, first, several)
+        second_loss = others_loss(calibrated, second, several)
+        return share * first_loss + (1 - share) * second_loss

@@ -17,12 +17,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from raysim.api.declarations import FORWARD, Cost, Participation
-from raysim.api.hooked_method import HookedMethod
+from raysim.api.declarations import FORWARD, Participation
+from raysim.api.method import Method
 from raysim.primitives.checks import above, at_least
 
 if TYPE_CHECKING:
-    from raysim.api.context import Batch, Context, Outputs
+    from raysim.api.context import Outputs
+    from raysim.api.local_job import LocalJob
+    from raysim.api.setup import Setup
 
 
 def not_true_distillation_loss(logits: Tensor, global_logits: Tensor, labels: Tensor, temperature: float) -> Tensor:
@@ -37,30 +39,35 @@ def not_true_distillation_loss(logits: Tensor, global_logits: Tensor, labels: Te
     return temperature**2 * (teacher.exp() * (teacher - student)).sum(dim=1).mean()
 
 
-class FedNTD(HookedMethod):
+class FedNTD(Method):
     """beta weighs the distillation; temperature is its tau."""
 
     name = "fedntd"
     paper = "Lee et al., NeurIPS 2022"
-    needs = frozenset(("classes",))
 
     def __init__(self, beta: float = 1.0, temperature: float = 1.0):
         self.beta = at_least("method.fedntd.beta", beta, 0.0)
         self.temperature = above("method.fedntd.temperature", temperature, 0.0)
 
-    def cost(self, job: Participation) -> Cost:
-        """The teacher's forward pass."""
-        return Cost(samples=FORWARD * job.trained if self.beta else 0.0)
+    def setup(self, run: Setup) -> None:
+        """Need classes."""
+        run.needs("classes")
 
-    def term(self, ctx: Context, out: Outputs, batch: Batch) -> Tensor:
-        """beta L_NTD."""
+    def cost(self, job: Participation) -> float:
+        """Return the teacher's forward pass."""
+        return FORWARD * job.trained if self.beta else 0.0
+
+    def loss(self, job: LocalJob, out: Outputs, loss: Tensor) -> Tensor:
+        """Add beta L_NTD."""
         if not self.beta:
-            return out.logits.new_zeros(())
-        if batch.pair is None:
-            return self.beta * self._loss(out, batch.targets)
-        first, second, lam = batch.pair
+            return loss
+        if out.batch.pair is None:
+            return loss + self.beta * self._distillation(out, out.batch.targets)
+        first, second, lam = out.batch.pair
         share = lam.to(out.logits)
-        return self.beta * (share * self._loss(out, first) + (1 - share) * self._loss(out, second))
+        first_loss = self._distillation(out, first)
+        second_loss = self._distillation(out, second)
+        return loss + self.beta * (share * first_loss + (1 - share) * second_loss)
 
-    def _loss(self, out: Outputs, labels: Tensor) -> Tensor:
+    def _distillation(self, out: Outputs, labels: Tensor) -> Tensor:
         return not_true_distillation_loss(out.logits, out.base_logits, labels, self.temperature)

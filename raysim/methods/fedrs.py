@@ -21,12 +21,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from raysim.api.declarations import Task
-from raysim.api.hooked_method import HookedMethod
+from raysim.api.method import Method
 from raysim.models.classifier import Classifier
 from raysim.primitives.checks import between, one_of
 
 if TYPE_CHECKING:
-    from raysim.api.context import Batch, Context
+    from raysim.api.context import Outputs
+    from raysim.api.local_job import LocalJob
+    from raysim.api.setup import Setup
 
 KINDS = ("binary", "relative")
 
@@ -46,12 +48,11 @@ def restricted_softmax_cross_entropy(
     return F.cross_entropy(logits * scales.to(logits.dtype), labels)
 
 
-class FedRS(HookedMethod):
+class FedRS(Method):
     """alpha is the scale of a class that the client has no sample of; 1 is FedAvg on the model without that bias."""
 
     name = "fedrs"
     paper = "Li and Zhan, KDD 2021"
-    needs = frozenset(("classes", "features"))
 
     def __init__(self, alpha: float = 0.5, kind: Literal["binary", "relative"] = "binary"):
         self.alpha = between("method.fedrs.alpha", alpha, 0.0, 1.0)
@@ -63,12 +64,19 @@ class FedRS(HookedMethod):
         cast(Classifier, model).head.register_parameter("bias", None)
         return model
 
-    def receive(self, ctx: Context) -> None:
-        """The client's scales, [outputs of the model]."""
-        scales = class_scales(class_counts=ctx.class_counts(), alpha=self.alpha, kind=self.kind)
-        padded = F.pad(scales, (0, ctx.num_classes - len(scales)), value=1.0)
-        ctx.kept["fedrs.scales"] = padded.to(ctx.vector.data)
+    def setup(self, run: Setup) -> None:
+        """Need classes and a head; replace the task loss."""
+        run.needs("classes", "features")
+        run.owns("loss")
 
-    def logits(self, ctx: Context, logits: Tensor, batch: Batch) -> Tensor:
-        """Times the scales."""
-        return logits * ctx.kept["fedrs.scales"]
+    def begin(self, job: LocalJob) -> None:
+        """Compute the client's scales [outputs of the model]."""
+        counts = job.class_counts()
+        scales = class_scales(class_counts=counts, alpha=self.alpha, kind=self.kind)
+        padded = F.pad(scales, (0, job.num_classes - len(scales)), value=1.0)
+        job.scratch["scales"] = padded.to(job.params)
+
+    def loss(self, job: LocalJob, out: Outputs, loss: Tensor) -> Tensor:
+        """Return the task loss of the scaled logits."""
+        scaled = out.logits * job.scratch["scales"]
+        return job.task.objective.loss(scaled, out.batch.targets)

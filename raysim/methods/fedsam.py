@@ -25,12 +25,13 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from raysim.api.declarations import Cost, Participation
-from raysim.api.hooked_method import HookedMethod
+from raysim.api.declarations import Participation
+from raysim.api.method import Method
 from raysim.primitives.checks import at_least
 
 if TYPE_CHECKING:
-    from raysim.api.context import Context
+    from raysim.api.local_job import LocalJob
+    from raysim.api.setup import Setup
 
 _SMALLEST = 1e-12  # of a norm, so that a gradient of zeros shifts nothing
 
@@ -47,7 +48,7 @@ def adaptive_shift(params: Tensor, grad: Tensor, rho: float, eta: float) -> Tens
     return scale * sharpness_shift(scale * grad, rho)
 
 
-class FedSAM(HookedMethod):
+class FedSAM(Method):
     """rho: how far uphill; 0 is FedAvg. adaptive: FedASAM's shift, with its eta."""
 
     name = "fedsam"
@@ -57,18 +58,25 @@ class FedSAM(HookedMethod):
         self.rho, self.adaptive = at_least("method.fedsam.rho", rho, 0.0), adaptive
         self.eta = at_least("method.fedsam.eta", eta, 0.0)
 
-    @property
-    def idle(self) -> frozenset[str]:
-        """Without a shift there is no second pass."""
-        return frozenset() if self.rho else frozenset({"perturb", "cost"})
+    def setup(self, run: Setup) -> None:
+        """Skip the second pass without a shift."""
+        if not self.rho:
+            run.skip("perturb", "cost")
 
-    def cost(self, job: Participation) -> Cost:
-        """Every batch is passed twice."""
-        return Cost(samples=job.trained)
+    def cost(self, job: Participation) -> float:
+        """Return a second pass of every batch."""
+        return job.trained
 
-    def perturb(self, ctx: Context, params: Tensor, grad: Tensor, gradient_at: Callable[[Tensor], Tensor]) -> Tensor:
-        """The gradient uphill, in stages of the task."""
-        if not ctx.stage.task:
+    def perturb(
+        self,
+        job: LocalJob,
+        params: Tensor,
+        grad: Tensor,
+        gradient_at: Callable[[Tensor], Tensor],
+    ) -> Tensor:
+        """Return the gradient uphill, in stages with the task loss."""
+        if not job.stage.task:
             return grad
-        shift = adaptive_shift(params, grad, self.rho, self.eta) if self.adaptive else sharpness_shift(grad, self.rho)
-        return gradient_at(shift)
+        if self.adaptive:
+            return gradient_at(adaptive_shift(params, grad, self.rho, self.eta))
+        return gradient_at(sharpness_shift(grad, self.rho))

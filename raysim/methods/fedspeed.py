@@ -21,20 +21,20 @@ Choices where the sources differ or are silent
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from raysim.api.declarations import Cost, Participation
-from raysim.api.hooked_method import HookedMethod
+from raysim.api.declarations import Participation
+from raysim.api.method import Method
 from raysim.methods.fedprox import proximal_gradient
 from raysim.primitives.checks import above, at_least, between
 
 if TYPE_CHECKING:
-    from raysim.api.context import Context
-    from raysim.vectors.layout import Layout
+    from raysim.api.local_job import LocalJob
+    from raysim.api.setup import Setup
 
 CORRECTION = "fedspeed.correction"
 
@@ -49,47 +49,50 @@ def updated_correction(correction: Tensor, trained: Tensor, received: Tensor, la
     return correction - (trained - received) / lam
 
 
-class FedSpeed(HookedMethod):
+class FedSpeed(Method):
     """lam: the larger, the weaker the proximal term. rho: the step uphill; alpha: share of the gradient there."""
 
     name = "fedspeed"
     paper = "Sun et al., ICLR 2023"
     weighting = "uniform"
-    correction = "shift"
 
     def __init__(self, lam: float = 0.1, rho: float = 0.1, alpha: float = 1.0):
         self.lam = above("method.fedspeed.lam", lam, 0.0, "the proximal term is divided by it")
         self.rho = at_least("method.fedspeed.rho", rho, 0.0)
         self.alpha = between("method.fedspeed.alpha", alpha, 0.0, 1.0)
 
-    @property
-    def idle(self) -> frozenset[str]:
-        """Where the second gradient has no share, or is the first one, there is no second pass."""
-        return frozenset() if self.alpha and self.rho else frozenset({"perturb", "cost"})
+    def setup(self, run: Setup) -> None:
+        """Keep c_k, zero; skip the second pass where its gradient has no share."""
+        run.corrects("shift")
+        run.client_state("correction", run.zeros)
+        if not (self.alpha and self.rho):
+            run.skip("perturb", "cost")
 
-    def state(self, layout: Layout, samples: int) -> Mapping[str, Tensor]:
-        """c_k, zero."""
-        return {CORRECTION: torch.zeros(layout.trained)}
+    def cost(self, job: Participation) -> float:
+        """Return a second pass of every batch."""
+        return job.trained
 
-    def cost(self, job: Participation) -> Cost:
-        """Every batch is passed twice."""
-        return Cost(samples=job.trained)
-
-    def perturb(self, ctx: Context, params: Tensor, grad: Tensor, gradient_at: Callable[[Tensor], Tensor]) -> Tensor:
-        """`mixed_gradient`, in stages of the task."""
-        if not ctx.stage.task:
+    def perturb(
+        self,
+        job: LocalJob,
+        params: Tensor,
+        grad: Tensor,
+        gradient_at: Callable[[Tensor], Tensor],
+    ) -> Tensor:
+        """Return `mixed_gradient`, in stages with the task loss."""
+        if not job.stage.task:
             return grad
         return mixed_gradient(grad, gradient_at(self.rho * grad), self.alpha)
 
-    def gradient(self, ctx: Context, grad: Tensor, part: slice) -> None:
-        """- c_k + (theta - x^t) / lam."""
-        grad.add_(proximal_gradient(ctx.vector.data[part], ctx.base[part], 1 / self.lam)).sub_(
-            ctx.state[CORRECTION][part]
-        )
+    def gradient(self, job: LocalJob, grad: Tensor, at: slice) -> None:
+        """Add (theta - x^t) / lam - c_k."""
+        grad += proximal_gradient(job.params[at], job.start[at], 1 / self.lam)
+        grad -= job.state["correction"][at]
 
-    def finish(self, ctx: Context) -> None:
-        """Move c_k on; what is sent is corrected by it."""
-        trained = ctx.vector.data[: ctx.vector.layout.trained]
-        correction = updated_correction(ctx.state[CORRECTION], trained, ctx.base[: len(trained)], self.lam)
+    def end(self, job: LocalJob) -> None:
+        """Update c_k, and correct what is sent by it."""
+        trained = job.params[: job.layout.trained]
+        start = job.start[: job.layout.trained]
+        correction = updated_correction(job.state["correction"], trained, start, self.lam)
         trained.sub_(correction, alpha=self.lam)
-        ctx.state[CORRECTION] = correction
+        job.state["correction"] = correction

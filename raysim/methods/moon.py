@@ -16,7 +16,6 @@ Choices where the sources differ or are silent
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Literal, cast
 
 import torch
@@ -24,14 +23,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from raysim.api.context import inferred
-from raysim.api.declarations import FORWARD, Cost, Participation, Task
-from raysim.api.hooked_method import HookedMethod
+from raysim.api.declarations import FORWARD, Participation, Task
+from raysim.api.method import Method
 from raysim.models.classifier import Classifier
 from raysim.primitives.checks import above, at_least
 
 if TYPE_CHECKING:
-    from raysim.api.context import Batch, Context, Outputs
-    from raysim.vectors.layout import Layout
+    from raysim.api.context import Outputs
+    from raysim.api.local_job import LocalJob
+    from raysim.api.setup import Setup
 
 
 def model_contrastive_loss(z_local: Tensor, z_global: Tensor, z_previous: Tensor, temperature: float) -> Tensor:
@@ -43,7 +43,7 @@ def model_contrastive_loss(z_local: Tensor, z_global: Tensor, z_previous: Tensor
     return F.cross_entropy(logits, torch.zeros(len(z_local), dtype=torch.int64, device=z_local.device))
 
 
-class Moon(HookedMethod):
+class Moon(Method):
     """mu weighs the contrast. A projection of two linear layers (hidden `width`, output `out`) joins the model.
 
     width=None: as wide as the model's features. head="none" contrasts the features themselves. previous: how many of
@@ -52,7 +52,6 @@ class Moon(HookedMethod):
 
     name = "moon"
     paper = "Li et al., CVPR 2021"
-    needs = frozenset(("features",))
 
     def __init__(
         self,
@@ -79,30 +78,39 @@ class Moon(HookedMethod):
         projection = nn.Linear(base.feature_dim, hidden), nn.ReLU(), nn.Linear(hidden, self.out)
         return Classifier(nn.Sequential(base.extractor, *projection), self.out, base.num_classes)
 
-    def state(self, layout: Layout, samples: int) -> Mapping[str, Tensor]:
-        """No previous model."""
-        return {"moon.previous": torch.empty(0, layout.total)} if self.mu else {}
-
-    def cost(self, job: Participation) -> Cost:
-        """A forward pass of the received and of each previous model."""
-        models = min(job.earlier, self.previous)
-        return Cost(samples=FORWARD * job.trained * (1 + models) if self.mu and models else 0.0)
-
-    def term(self, ctx: Context, out: Outputs, batch: Batch) -> Tensor:
-        """mu l_con."""
-        if not self.mu or not len(ctx.state["moon.previous"]):
-            return out.logits.new_zeros(())
-        z_previous = torch.stack([self._previous(ctx, out, values) for values in enumerate(ctx.state["moon.previous"])])
-        return self.mu * model_contrastive_loss(out.features, out.base_features, z_previous, self.temperature)
-
-    def finish(self, ctx: Context) -> None:
-        """The model as trained is the newest previous one; the oldest goes."""
+    def setup(self, run: Setup) -> None:
+        """Keep the client's last models [P, layout.total], none at first."""
+        run.needs("features")
         if self.mu:
-            models = torch.cat([ctx.state["moon.previous"].to(ctx.vector.data), ctx.vector.data.unsqueeze(0)])
-            ctx.state["moon.previous"] = models[-self.previous :].clone()
+            run.client_state("previous", lambda samples: torch.empty(0))
+
+    def cost(self, job: Participation) -> float:
+        """Return a forward pass of the received and of each previous model."""
+        models = min(job.earlier, self.previous)
+        return FORWARD * job.trained * (1 + models) if self.mu and models else 0.0
+
+    def loss(self, job: LocalJob, out: Outputs, loss: Tensor) -> Tensor:
+        """Add mu l_con, once the client has a previous model."""
+        if not self.mu or not len(job.state["previous"]):
+            return loss
+        features = [
+            self._features(job, out, number, values)
+            for number, values in enumerate(job.state["previous"])
+        ]
+        z_previous = torch.stack(features)
+        z_global = out.base_features
+        contrast = model_contrastive_loss(out.features, z_global, z_previous, self.temperature)
+        return loss + self.mu * contrast
+
+    def end(self, job: LocalJob) -> None:
+        """Keep the trained model as the newest previous one; the oldest goes."""
+        if self.mu:
+            previous = job.state["previous"].to(job.params)
+            models = torch.cat([previous, job.params.unsqueeze(0)])
+            job.state["previous"] = models[-self.previous :].clone()
 
     @staticmethod
-    def _previous(ctx: Context, out: Outputs, numbered: tuple[int, Tensor]) -> Tensor:
-        number, values = numbered
-        networks = ctx.frozen(f"moon.{number}", values)
-        return inferred(lambda: cast(Classifier, networks["model"]).features(out.batch.inputs))
+    def _features(job: LocalJob, out: Outputs, number: int, values: Tensor) -> Tensor:
+        """Return the features of the batch by a previous model, without gradient."""
+        model = cast(Classifier, job.frozen(f"moon.{number}", values)["model"])
+        return inferred(lambda: model.features(out.batch.inputs))
