@@ -51,7 +51,7 @@ from raysim.simulation.fleet import Fleet
 from raysim.simulation.schedule import Schedule, Synchronous, check_concurrency
 from raysim.simulation.server import asked_weighting
 from raysim.training.run_spec import Checkpoint, RunSettings, RunSpec, build_networks, sample_flops
-from raysim.training.step_mode import uses_graph, usual_lanes
+from raysim.training.step_mode import check_step_mode, uses_graph, usual_lanes
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -282,6 +282,7 @@ def _built(node: Node, allow: Sequence[str], objects: Given) -> Experiment:
         )
     spec = replace(spec, graph=uses_graph(spec, networks, runtime.graph), precision=runtime.precision)
     spec = replace(spec, lanes=runtime.lanes or usual_lanes(spec, networks, schedule.concurrency))
+    check_step_mode(spec, networks)
     node = {**node, "runtime": {**node["runtime"], "lanes": spec.lanes, "graph": spec.graph}}
     check_private_names(methods, layout)
     setup = Setup(spec.task, settings.local, networks, layout, methods, schedule.size, schedule.stale)

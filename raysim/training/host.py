@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from math import isfinite
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -35,10 +35,13 @@ from raysim.models import Classifier
 from raysim.primitives.spans import Spans
 from raysim.primitives.streams import stream
 from raysim.training.attack import check_norm
+from raysim.training.batched_lanes import BatchedLanes
 from raysim.training.combiner import Combiner
 from raysim.training.determinism import coarser, make_deterministic
+from raysim.training.lanes import LaneLoop
 from raysim.training.probe import balanced_rows
 from raysim.training.profile import HostTrack, device_use, watched
+from raysim.training.recorded_lanes import RecordedLanes
 from raysim.training.resident import Leftover, Resident
 from raysim.training.run_spec import RunSpec, build_networks
 from raysim.training.step_mode import check_step_mode
@@ -75,7 +78,7 @@ class Host(Combiner):
             spec.settings.seed,
             spec.autocast,
         )
-        self.loop = OneByOne(self.trainer)
+        self.loop = self._make_loop()
         self._stateful = owners(spec.methods, "state")
         self._personalisers = owners(spec.methods, "personalise")
         self._predictor = owner(spec.methods, "predict")
@@ -87,6 +90,12 @@ class Host(Combiner):
         self._probed = np.empty(0, np.int64)
         self._busy = 0.0  # seconds of work since it last said so
         self.spans: Spans | None = watched(self) if spec.profile else None
+
+    def _make_loop(self) -> OneByOne | LaneLoop[Any]:
+        """Return the loop that trains clients: one after another, in lanes, or from recordings."""
+        if self.spec.graph:
+            return RecordedLanes(self.trainer, self.spec.lanes)
+        return BatchedLanes(self.trainer, self.spec.lanes) if self.spec.lanes > 1 else OneByOne(self.trainer)
 
     def ready(self) -> str:
         """Its name, once it can work."""
