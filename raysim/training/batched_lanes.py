@@ -181,7 +181,7 @@ class BatchedLanes(LaneLoop[Lane]):
 
     def _stack(self, busy: Sequence[Lane]) -> tuple[Tensor, Tensor, Tensor]:
         """Return inputs [K, B, ...], targets [K, B, ...] and the rows' weights [K, B]."""
-        batches = {lane.row: lane.batch for lane in busy}
+        batches = {lane.row: lane.next_batch for lane in busy}
         if len(busy) == self.count and all(batch.inputs.shape[0] == self.batch for batch in batches.values()):
             weights = self.weights
         else:

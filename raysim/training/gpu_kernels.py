@@ -10,6 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+_LAYERS = {
+    *(F.linear, F.conv1d, F.conv2d, F.conv3d, F.embedding, torch.matmul, Tensor.matmul, Tensor.__matmul__),
+    *(F.batch_norm, F.group_norm, F.layer_norm, F.instance_norm, F.multi_head_attention_forward),
+}
 _MAX_PRODUCT_WEIGHTS = 32  # weights of one output channel of a convolution that is computed as a product
 _ALIGNMENT_BYTES = 16  # what some GPU kernels read at once
 
@@ -22,7 +26,7 @@ def align(tensor: Tensor) -> Tensor:
 
 
 class GpuKernels(TorchFunctionMode):
-    """Within it, parameters are aligned and convolutions of images are computed as a GPU does fastest.
+    """Within it, the parameters of layers are aligned and convolutions of images are computed as a GPU does fastest.
 
     Convolutions of few channels are a product of what each output sees: on an H100 kernels for convolutions took 130 us
     for 64 images of 28 x 28 with one channel. Others get tensors in which the channels of a pixel lie together, unless
@@ -36,8 +40,10 @@ class GpuKernels(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Compute `func`; see the class."""
-        args = tuple(align(arg) if isinstance(arg, nn.Parameter) else arg for arg in args)
-        kwargs = {key: align(arg) if isinstance(arg, nn.Parameter) else arg for key, arg in (kwargs or {}).items()}
+        kwargs = kwargs or {}
+        if func in _LAYERS:
+            args = tuple(align(arg) if isinstance(arg, nn.Parameter) else arg for arg in args)
+            kwargs = {key: align(arg) if isinstance(arg, nn.Parameter) else arg for key, arg in kwargs.items()}
         if func is F.conv2d and not kwargs and args[0].ndim == 4:
             return self._conv2d(*args)
         return func(*args, **kwargs)

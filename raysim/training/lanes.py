@@ -44,6 +44,12 @@ class Lane:
         return self.work
 
     @property
+    def next_batch(self) -> Batch:
+        """The batch of the next iteration."""
+        assert self.batch is not None, f"lane {self.row} is done"
+        return self.batch
+
+    @property
     def ctx(self) -> Context:
         """The context of the client at work."""
         return self.client.ctx

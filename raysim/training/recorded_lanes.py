@@ -127,16 +127,14 @@ class RecordedLanes(LaneLoop[RecordedLane]):
 
     def _is_recorded(self, lane: RecordedLane) -> bool:
         """Return whether batches of this size come often enough; a single lane records all."""
-        assert lane.batch is not None, "a lane at work has a batch"
-        return self.count == 1 or len(lane.batch.inputs) in self.trainer.usual_sizes
+        return self.count == 1 or len(lane.next_batch.inputs) in self.trainer.usual_sizes
 
     def _key(self, lane: RecordedLane) -> Key:
         """Return what has to be the same for a replay."""
-        assert lane.batch is not None, "a lane at work has a batch"
         stages = tuple((stage.name, stage.trains, stage.rate) for stage in lane.stages)
         facts = tuple((name, FACTS[name](lane)) for name in self.reads.facts)
         entries = tuple((entry, _form(entry_of(lane, *entry))) for entry in self.reads.entries)
-        batch = _form(lane.batch.inputs), _form(lane.batch.targets)
+        batch = _form(lane.next_batch.inputs), _form(lane.next_batch.targets)
         return stages, tuple(lane.modes.items()), batch, facts, entries
 
     def _iterate(self, key: Key, lanes: Sequence[RecordedLane]) -> None:
@@ -161,8 +159,7 @@ class RecordedLanes(LaneLoop[RecordedLane]):
 
     def _compute_unrecorded(self, lane: RecordedLane) -> None:
         """Compute an iteration as it would be recorded, on the client's own tensors."""
-        assert lane.batch is not None, "a lane at work has a batch"
-        loss, changed = self.compute(lane, lane.batch, tables_of(lane), self.rate(lane))
+        loss, changed = self.compute(lane, lane.next_batch, tables_of(lane), self.rate(lane))
         self._advance(lane, loss, changed)
 
     def _advance(self, lane: RecordedLane, loss: Tensor | None, changed: Mapping[Entry, Tensor]) -> None:
@@ -207,9 +204,8 @@ class RecordedLanes(LaneLoop[RecordedLane]):
         """Return all tensors that the lanes' next steps read; once if all lanes have the same one."""
         inputs: dict[Path, Tensor] = {(SHARED, "rate", ""): self.rate(lanes[0])}
         for place, lane in enumerate(lanes):
-            assert lane.batch is not None, "a lane at work has a batch"
-            inputs[place, "batch", "inputs"] = lane.batch.inputs
-            inputs[place, "batch", "targets"] = lane.batch.targets
+            inputs[place, "batch", "inputs"] = lane.next_batch.inputs
+            inputs[place, "batch", "targets"] = lane.next_batch.targets
         for table, key in self.reads.entries:
             values = [entry_of(lane, table, key) for lane in lanes]
             if all(value is values[0] for value in values):

@@ -80,7 +80,8 @@ class Step:
         self.perturber = owner(methods, "perturb")
         self.flat = bool(self.corrections) or clip > 0 or self.perturber is not None
         self._groups: dict[tuple[int, tuple[str, ...]], Group] = {}  # by where the vector lies
-        self._grads: dict[int, Tensor] = {}  # flat gradients, by where the vector lies
+        # Flat gradients, by where the vector lies and size; a CUDA graph may hold them, so none is ever replaced.
+        self._grads: dict[tuple[int, int], Tensor] = {}
 
     def __call__(self, ctx: Context, batch: Batch, stages: Sequence[Stage]) -> Tensor | None:
         """Do all stages on one batch; returns the task loss without added terms (detached), if a stage has it."""
@@ -170,10 +171,10 @@ class Step:
 
     def _flatten(self, grads: list[Tensor]) -> Tensor:
         size, data = sum(grad.numel() for grad in grads), self.vector.data
-        flat = self._grads.get(data.data_ptr())
-        if flat is None or len(flat) < size:
-            flat = self._grads[data.data_ptr()] = torch.empty(size, dtype=data.dtype, device=data.device)
-        return torch.cat([grad.reshape(-1) for grad in grads], out=flat[:size])
+        place = data.data_ptr(), size
+        if place not in self._grads:
+            self._grads[place] = torch.empty(size, dtype=data.dtype, device=data.device)
+        return torch.cat([grad.reshape(-1) for grad in grads], out=self._grads[place])
 
     def moved(self, group: Group) -> list[Tensor]:
         """Return the views of the vector that the optimiser moves for a group."""

@@ -9,8 +9,8 @@ from torch import nn
 
 from raysim.models.classifier import is_stochastic
 from raysim.models.split import Foreign
-from raysim.primitives.errors import Refused
 from raysim.training.batched_lanes import linear_chain, step_methods
+from raysim.training.lanes import NotInLanes
 from raysim.training.run_spec import RunSpec
 
 # (clients in flight, lanes) that keep the lanes of a few workers busy. Measured on W2, in CPU time of one thread.
@@ -22,10 +22,10 @@ _METHODS = "raysim.methods."
 
 
 def check_step_mode(spec: RunSpec, networks: Mapping[str, nn.Module]) -> None:
-    """Raise `Refused` if the run cannot be trained as `runtime.lanes` and `runtime.graph` ask for."""
+    """Raise NotInLanes if the run cannot be trained as `runtime.lanes` and `runtime.graph` ask for."""
     if spec.graph:
         if is_stochastic(*networks.values()):
-            raise Refused(
+            raise NotInLanes(
                 "runtime.graph=true: the model draws random numbers in its steps (dropout or noise), which a recording "
                 "would repeat. Set runtime.graph=false."
             )
@@ -33,7 +33,7 @@ def check_step_mode(spec: RunSpec, networks: Mapping[str, nn.Module]) -> None:
         advice = "Set runtime.lanes=1"
         if spec.device.startswith("cuda"):
             advice += ", or runtime.graph=true to record steps"
-        raise Refused(f"runtime.lanes={spec.lanes}: {obstacle}. {advice}.")
+        raise NotInLanes(f"runtime.lanes={spec.lanes}: {obstacle}. {advice}.")
 
 
 def _obstacle(spec: RunSpec, networks: Mapping[str, nn.Module]) -> str:

@@ -193,7 +193,7 @@ def test_a_misspelt_hook_or_name_is_caught(method: Method, sentence: str) -> Non
 
 def test_a_hook_that_returns_nothing_is_named_by_every_check_that_runs_it() -> None:
     found = failed_in_runs(own(combine=lambda self, aggregation, server: None))
-    assert len(found) == 3
+    assert len(found) == 4
     assert all("method 'mine' returns nothing from combine: return a tensor" in said for said in found.values())
 
 
@@ -202,7 +202,7 @@ def test_state_that_is_nowhere_declared_is_caught() -> None:
         ctx.state["mine.last"] = torch.zeros(2)
 
     found = failed_in_runs(own(finish=finish))
-    assert len(found) == 3
+    assert len(found) == 4
     assert all("ctx.state['mine.last'] is not declared" in said for said in found.values())
 
 
