@@ -1,7 +1,8 @@
-"""Lanes as batched products: K clients' steps of a small linear network at once, on stacked parameters [K, D].
+"""Train K clients of a small linear network at once, by batched products.
 
-A network qualifies if it is a chain of linear and pointwise layers, and if no method takes part in the step. A batch
-that is smaller than the others is filled up with rows of weight 0, so that all products always have the same shape.
+The parameters are stacked [K, D]. A network qualifies if it is a chain of linear and pointwise
+layers, and if no method takes part in the step. A batch that is smaller than the others is filled
+up with rows of weight 0, so that all products always have the same shape.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ def step_methods(methods: Sequence[Method]) -> list[Method]:
 
 
 def linear_chain(networks: Mapping[str, nn.Module], input_dims: int) -> list[nn.Module] | None:
-    """Return the layers of a network that is a chain of linear and pointwise layers; None for any other.
+    """Return the layers of a chain of linear and pointwise layers; None for other networks.
 
     input_dims: the dimensions of one input.
     """
@@ -67,7 +68,8 @@ def _unnest(module: nn.Module) -> list[nn.Module]:
 class _BatchedLinear(torch.autograd.Function):
     """x w^T + b of every lane: x [K, B, n], w [K, m, n], b [K, m] or None.
 
-    Autograd's own gradient of w^T has the memory layout of w^T, and adding it to w takes longer than the products.
+    Autograd's own gradient of w^T has the memory layout of w^T, and adding it to w takes longer
+    than the products.
     """
 
     @staticmethod
@@ -108,19 +110,20 @@ class BatchedLanes(LaneLoop[Lane]):
         self.weights = torch.full((count, self.batch), 1 / self.batch, dtype=data.dtype, device=data.device)
 
     def _leaves(self) -> tuple[dict[int, Tensor], list[Tensor]]:
-        """Return the stacked parameters [K, ...] by the id of the module's parameter, and what the optimiser moves."""
+        """Return the parameters [K, ...] by id of the module's, and what the optimiser moves."""
         vector = self.trainer.vector
         leaves: dict[int, Tensor] = {}
         for entry in vector.layout.entries:
             if entry.parameter:
                 view = self.data[:, entry.start : entry.stop].view(self.count, *entry.shape)
-                # .data: autograd must not take a step of the optimiser for a change of what it saved
+                # .data: autograd must not take a step of the optimiser for a change of what it
+                # saved
                 leaves[id(vector.parameters[entry.name])] = view.data.requires_grad_()
         if self.trainer.step.clip:
             return leaves, [self.data[:, run] for run in self.group.runs]
         return leaves, [leaves[id(parameter)].detach() for parameter in self.group.params]
 
-    # --- a lane's client -----------------------------------------------------------------------------------------
+    # --- a lane's client ---------------------------------------------------------------------
     def start(self, lane: Lane) -> None:
         """See `LaneLoop`."""
         self.optimizer.restart(lane.row, lane.ctx.optimizers.resumed(_TASK.name))
@@ -130,21 +133,24 @@ class BatchedLanes(LaneLoop[Lane]):
         if lane.step:
             lane.ctx.optimizers.put(_TASK.name, self.optimizer.row(lane.row), self.group.shared, _TASK.rate)
 
-    # --- the step ------------------------------------------------------------------------------------------------
+    # --- the step ----------------------------------------------------------------------------
     def step_lanes(self, busy: Sequence[Lane]) -> None:
         """See `LaneLoop`."""
         try:
             losses = self._step(busy)
         except (RuntimeError, IndexError) as error:
+            text = first_line(error).rstrip(".")
             raise NotInLanes(
-                f"runtime.lanes={self.count}: several clients cannot be trained at once ({first_line(error)}). "
-                "Set runtime.lanes=1."
+                f"runtime.lanes={self.count}: several clients cannot be trained at once ({text}). Set runtime.lanes=1."
             ) from error
         for lane in busy:
             lane.advance(losses[lane.row])
 
     def _step(self, busy: Sequence[Lane]) -> Sequence[Tensor]:
-        """Do one step of all lanes; return each lane's loss. Rows of lanes without a client have weight 0."""
+        """Do one step of all lanes; return each lane's loss.
+
+        Rows of lanes without a client have weight 0.
+        """
         inputs, targets, weights = self._stack(busy)
         outputs = self._outputs(inputs).to(self.data.dtype).flatten(0, 1)
         rows = self.trainer.task.objective.losses(outputs, targets.flatten(0, 1))
@@ -170,7 +176,11 @@ class BatchedLanes(LaneLoop[Lane]):
         return x
 
     def _clipped(self, gradients: list[Tensor]) -> list[Tensor]:
-        """Return what the optimiser takes: the gradients, or their stretches [K, n] with a bounded norm per lane."""
+        """Return what the optimiser takes.
+
+        That is the gradients, or with `local.clip` their stretches [K, n], with a bounded norm per
+        lane.
+        """
         clip = self.trainer.step.clip
         if not clip:
             return gradients

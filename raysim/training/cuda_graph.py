@@ -1,7 +1,7 @@
 """Capture a computation as a CUDA graph, with branches that run side by side.
 
-On other devices nothing can be captured: the computation is done again instead, on the same tensors that stay where
-they are. That saves no time; it shows on a CPU what would go in and out of a graph.
+On other devices nothing can be captured: the computation is done again instead, on the same tensors
+that stay where they are. That saves no time; it shows on a CPU what would go in and out of a graph.
 """
 
 from __future__ import annotations
@@ -27,7 +27,10 @@ def recorder(device: torch.device) -> Record:
 
 
 def _captured(compute: Compute, pool: Any) -> Compute:
-    """Capture a computation. What a replay returns is valid until the next replay of a graph of the pool."""
+    """Capture a computation and return its replay.
+
+    What a replay returns is valid until the next replay of a graph of the pool.
+    """
     graph = torch.cuda.CUDAGraph()
     with no_collection(), torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
         outputs = compute()
@@ -53,7 +56,7 @@ def no_collection() -> Iterator[None]:
 
 
 class Branches:
-    """Work that may run side by side in a CUDA graph, each branch on a stream; elsewhere one after another."""
+    """Branches of work that run side by side in a CUDA graph; elsewhere one after another."""
 
     def __init__(self, device: torch.device):
         self.device = device
@@ -62,7 +65,10 @@ class Branches:
 
     @contextmanager
     def branch(self, place: int) -> Iterator[None]:
-        """Let the work in this context wait for all work launched before, outside of branches. place: 0, 1, ..."""
+        """Let the work in this context wait for all work launched before outside of branches.
+
+        place: the number of the branch, 0, 1, ... in this order.
+        """
         if self.device.type != "cuda" or not torch.cuda.is_current_stream_capturing():  # streams would keep memory
             yield
             return

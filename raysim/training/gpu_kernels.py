@@ -1,4 +1,4 @@
-"""How recorded steps compute layers on a GPU: the same functions, in memory layouts whose kernels are fastest."""
+"""Compute layers in recorded steps as a GPU does fastest, and keep Python from reading values."""
 
 from __future__ import annotations
 
@@ -19,18 +19,22 @@ _ALIGNMENT_BYTES = 16  # what some GPU kernels read at once
 
 
 def align(tensor: Tensor) -> Tensor:
-    """Return the tensor, or a copy if it starts where some GPU kernels cannot read: they would end the process."""
+    """Return the tensor, or a copy if it starts where some GPU kernels cannot read.
+
+    Such kernels would end the process.
+    """
     if tensor.device.type != "cuda" or tensor.data_ptr() % _ALIGNMENT_BYTES == 0:
         return tensor
     return tensor.clone()
 
 
 class GpuKernels(TorchFunctionMode):
-    """Within it, the parameters of layers are aligned and convolutions of images are computed as a GPU does fastest.
+    """A mode in which parameters of layers are aligned and convolutions are fast on a GPU.
 
-    Convolutions of few channels are a product of what each output sees: on an H100 kernels for convolutions took 130 us
-    for 64 images of 28 x 28 with one channel. Others get tensors in which the channels of a pixel lie together, unless
-    a network has layers that would copy them back (GroupNorm).
+    Convolutions of few channels are a product of what each output sees: on an H100 kernels for
+    convolutions took 130 us for 64 images of 28 x 28 with one channel. Others get tensors in which
+    the channels of a pixel lie together, unless a network has layers that would copy them back
+    (GroupNorm).
     """
 
     def __init__(self, modules: Iterable[nn.Module]):
@@ -66,7 +70,7 @@ class GpuKernels(TorchFunctionMode):
 
 
 def conv2d_as_product(x: Tensor, w: Tensor, b: Tensor | None, stride: Any, padding: Any) -> Tensor:
-    """Return `F.conv2d` of x [B, C, H, W] with w [O, C, h, w], computed as one product for each image."""
+    """Return `F.conv2d` of x [B, C, H, W] with w [O, C, h, w] as one product per image."""
     (high, wide), (down, right) = w.shape[2:], stride
     x = F.pad(x, (padding[1], padding[1], padding[0], padding[0]))
     patches = x.unfold(2, high, down).unfold(3, wide, right)  # [B, C, H', W', h, w]
@@ -83,7 +87,7 @@ _READING = {
 
 
 class NoReading(TorchFunctionMode):
-    """Within it, Python cannot read the values of tensors, as in the capture of a CUDA graph."""
+    """A mode in which Python cannot read values of tensors, as in the capture of a CUDA graph."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Compute `func`, unless it reads."""

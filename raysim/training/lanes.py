@@ -1,9 +1,9 @@
 """The loop that keeps K lanes busy: each lane trains one client after another.
 
-How the lanes' steps are computed is a subclass's matter: by batched products (`batched_lanes.py`) or from recordings of
-`Step` (`recorded_lanes.py`). For a given number of lanes, a client's result does not depend on the other clients in the
-batch. It may depend, in the last bit, on the lane, because kernels treat the end of a tensor in another way. So the
-number of the job decides the lane, whichever worker trains it.
+Subclasses compute the steps: by batched products (`batched_lanes.py`) or from recordings of `Step`
+(`recorded_lanes.py`). For a given number of lanes, a client's result does not depend on the other
+clients in the batch. It may depend, in the last bit, on the lane, because kernels treat the end of
+a tensor in another way. So the number of the job decides the lane, whichever worker trains it.
 """
 
 from __future__ import annotations
@@ -72,7 +72,10 @@ L = TypeVar("L", bound=Lane)
 
 
 class LaneLoop(ABC, Generic[L]):
-    """K lanes, and the loop that fills them with clients. data [K, D], counters [K, C]: the lanes' vectors."""
+    """The loop that fills K lanes with clients.
+
+    data [K, D], counters [K, C]: the lanes' vectors.
+    """
 
     def __init__(self, trainer: Trainer, data: Tensor, counters: Tensor, lane_type: type[L]):
         vector = trainer.vector
@@ -93,7 +96,7 @@ class LaneLoop(ABC, Generic[L]):
         """Hand the client what the lane holds for it, before its job ends."""
 
     def order(self, numbers: Sequence[int]) -> Sequence[int]:
-        """Return about the order in which jobs of these numbers begin; lanes that end early begin early."""
+        """Return about the order in which jobs begin; lanes that end early begin early."""
         turns = zip_longest(*self._assign(numbers))
         return [place for turn in turns for place in turn if place is not None]
 
@@ -120,7 +123,10 @@ class LaneLoop(ABC, Generic[L]):
             self.trainer.vector.rehome(lane.home)
 
     def _assign(self, numbers: Sequence[int]) -> list[list[int]]:
-        """Return the places of each lane's jobs; the shift by the quotient spreads numbers that are multiples of K."""
+        """Return the places of each lane's jobs.
+
+        The quotient is added so that numbers that are multiples of K are spread, too.
+        """
         places: list[list[int]] = [[] for _ in self.lanes]
         for place, number in enumerate(numbers):
             places[(number + number // self.count) % self.count].append(place)

@@ -1,7 +1,8 @@
-"""What hooks see of a client in a recorded step, and a note of what they read.
+"""Show hooks a client in a recorded step, and note what they read.
 
-A recording repeats the operations of a step on tensors that stay where they are. So each tensor that a step reads of
-its client is an input, copied in before a replay; and each Python value that it reads decides which recording fits.
+A recording repeats the operations of a step on tensors that stay where they are. So each tensor
+that a step reads of its client is an input, copied in before a replay; and each Python value that
+it reads decides which recording fits.
 """
 
 from __future__ import annotations
@@ -36,9 +37,9 @@ FACTS: Mapping[str, Callable[[Lane], Any]] = {
 
 @dataclass
 class Reads:
-    """What steps have read of their clients so far: tensors by table and key, and Python values by name."""
+    """The tensors and the Python values that steps have read of their clients so far."""
 
-    entries: dict[Entry, None] = field(default_factory=dict)  # in the order in which they were first read
+    entries: dict[Entry, None] = field(default_factory=dict)  # in the order of their first reads
     facts: dict[str, None] = field(default_factory=dict)
 
     def __len__(self) -> int:
@@ -76,7 +77,11 @@ class Table(UserDict[str, Tensor]):
 
 @dataclass(eq=False)
 class RecordedLane(Lane):
-    """A lane whose steps are recorded. modes: train or eval mode of networks and modules, as its stages set them."""
+    """A lane whose steps are recorded.
+
+    modes: train (True) or eval mode of networks and modules, in the order in which its stages set
+    them.
+    """
 
     modes: dict[str, bool] = field(default_factory=dict)
     _start: Tensor | None = None
@@ -87,7 +92,7 @@ class RecordedLane(Lane):
 
     @property
     def start(self) -> Tensor:
-        """The vector [layout.total] that training started from, without what else stays on the client."""
+        """The vector [layout.total] that training started from."""
         if self._start is None:
             self._start = torch.cat([self.ctx.base, self.ctx.start.personal])
         return self._start
@@ -115,7 +120,7 @@ def tables_of(lane: RecordedLane) -> dict[str, Mapping[str, Tensor]]:
 
 @dataclass(frozen=True)
 class Sizes:
-    """What a recorded step may read of a `Plan`."""
+    """The part of a `Plan` that a recorded step may read."""
 
     sizes: tuple[int, ...]
     samples: int
@@ -129,8 +134,8 @@ class Sizes:
 class RecordedContext(Context):
     """A `Context` that notes what is read, of tensors that may stand for those of later clients.
 
-    tables: as `tables_of` returns them. rate: a tensor []. second: makes a second set of networks. open_: is closed at
-    the end of the iteration.
+    tables: as `tables_of` returns them. rate: a tensor []. second: makes a second set of networks.
+    open_: is closed at the end of the iteration.
     """
 
     __slots__ = ("_frozen", "_open", "_reads", "_second", "_tables")
@@ -179,7 +184,7 @@ class RecordedContext(Context):
         return self._tables["draws"][name]
 
     def frozen(self, name: str = "received", values: Tensor | None = None) -> Mapping[str, nn.Module]:
-        """See `Context`; the networks see `values` themselves, no copy, to the end of the iteration."""
+        """See `Context`; until the iteration ends, the networks see `values` and no copy."""
         if name not in self._frozen:
             second = self._second(name)
             if values is None:

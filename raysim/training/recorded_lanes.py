@@ -1,12 +1,13 @@
-"""Lanes from recordings: `Step` is captured once for each lane and kind of iteration, and replayed from then on.
+"""Capture `Step` once for each lane and kind of iteration, and replay it from then on.
 
-Where all lanes have a client at the same kind of iteration, one recording has a branch for each of them, and a GPU
-computes the branches side by side. Otherwise each lane has a recording of its own. A lane's vector, the buffers of its
-optimisers and the inputs of its step are tensors that stay where they are; before a replay, what has changed since the
-last one is copied into the inputs, and afterwards losses and changed entries are copied out.
+Where all lanes have a client at the same kind of iteration, one recording has a branch for each of
+them, and a GPU computes the branches side by side. Otherwise each lane has a recording of its own.
+A lane's vector, the buffers of its optimisers and the inputs of its step are tensors that stay
+where they are; before a replay, what has changed since the last one is copied into the inputs, and
+afterwards losses and changed entries are copied out.
 
-The first iteration of a kind is computed without a recording, since libraries choose and allocate then, and shows what
-the step reads of its client.
+The first iteration of a kind is computed without a recording, since libraries choose and allocate
+then, and shows what the step reads of its client.
 """
 
 from __future__ import annotations
@@ -50,13 +51,13 @@ Key: TypeAlias = tuple[Any, ...]
 
 
 def stacked_rows(flat: Tensor, count: int, border: int) -> Tensor:
-    """Return copies [K, n] of a flat tensor [n], each of which starts at a multiple of `border` numbers."""
+    """Return copies [K, n] of a flat tensor [n], each at a multiple of `border` numbers."""
     padded = -(-len(flat) // border) * border
     return flat.new_empty(count, padded)[:, : len(flat)].copy_(flat.detach().expand(count, -1))
 
 
 def modes_after(modes: Mapping[str, bool], stages: Sequence[Stage]) -> dict[str, bool]:
-    """Return the modes after some stages, in the order in which they were set: the last one wins."""
+    """Return the modes after some stages, in the order in which they were set."""
     result = dict(modes)
     for stage in stages:
         for part, training in stage.modes.items():
@@ -76,11 +77,11 @@ class RecordedLanes(LaneLoop[RecordedLane]):
         self.record, self.branches = recorder(self.device), Branches(self.device)
         self.reads = Reads()
         self.recordings: dict[Key, Recording] = {}
-        self._computed: set[Key] = set()  # kinds that were computed once
+        self._computed: set[Key] = set()  # kinds that were computed once and are recorded next time
         self._optimizers: dict[tuple[int, str], RecordedOptimizer] = {}  # by lane and stage
         self._rates: dict[float, Tensor] = {}
 
-    # --- a lane's client -----------------------------------------------------------------------------------------
+    # --- a lane's client ---------------------------------------------------------------------
     def start(self, lane: RecordedLane) -> None:
         """See `LaneLoop`."""
         lane.restart()
@@ -91,7 +92,7 @@ class RecordedLanes(LaneLoop[RecordedLane]):
             self.set_modes(lane.modes)
 
     def prepare(self, lane: RecordedLane) -> None:
-        """Hand the client the lane's optimisers of the next iteration, each at its first use in a job."""
+        """Hand the client the lane's optimisers that its next iteration needs first."""
         step, ctx = self.trainer.step, lane.ctx
         ctx.step = lane.step
         for stage in lane.stages:
@@ -108,7 +109,7 @@ class RecordedLanes(LaneLoop[RecordedLane]):
         self.trainer.training(True)
         set_modes(self.trainer.vector.networks, modes)
 
-    # --- an iteration --------------------------------------------------------------------------------------------
+    # --- an iteration ------------------------------------------------------------------------
     def step_lanes(self, busy: Sequence[RecordedLane]) -> None:
         """See `LaneLoop`."""
         keys: dict[int, Key] = {}
@@ -138,12 +139,17 @@ class RecordedLanes(LaneLoop[RecordedLane]):
         return stages, tuple(lane.modes.items()), batch, facts, entries
 
     def _iterate(self, key: Key, lanes: Sequence[RecordedLane]) -> None:
-        """Do an iteration of lanes of one kind: without a recording the first time, then from a new one, then again."""
+        """Do an iteration of lanes of one kind.
+
+        The first time it is computed without a recording, the second time it is recorded, then
+        replayed.
+        """
         inputs = self._inputs(lanes)
         key = key, tuple(lane.row for lane in lanes), tuple(inputs)
         recording = self.recordings.pop(key, None)
         known = len(self.reads)
         if recording is None and key in self._computed:
+            self._computed.discard(key)
             recording = Recording(self, lanes, inputs)
         if recording is None or len(self.reads) > known:
             for lane in lanes:
@@ -174,7 +180,11 @@ class RecordedLanes(LaneLoop[RecordedLane]):
     def compute(
         self, lane: RecordedLane, batch: Batch, tables: Mapping[str, Mapping[str, Tensor]], rate: Tensor
     ) -> tuple[Tensor | None, dict[Entry, Tensor]]:
-        """Do a lane's iteration with `Step`; return the loss of the task, if it has one, and entries that changed."""
+        """Do a lane's iteration with `Step`.
+
+        Return the loss of the task, None without one, and the entries of `state` and `kept` that
+        changed.
+        """
         self.enter(lane)
         if self.trainer.methods:
             self.set_modes(lane.modes)
@@ -185,15 +195,17 @@ class RecordedLanes(LaneLoop[RecordedLane]):
             loss = self.trainer.step(ctx, batch, lane.stages)
         written = next(iter([*ctx.upload, *ctx.report]), None)
         if written is not None:
+            method = written.partition(".")[0]
             raise NotInLanes(
-                f"runtime.graph=true: method '{written.partition('.')[0]}' writes {written} in a step, which a "
-                "recording does not repeat. Write it in `finish`, or set runtime.graph=false."
+                f"runtime.graph=true: method '{method}' writes {written} in a step, "
+                "which a recording does not repeat. "
+                "Write it in `finish`, or set runtime.graph=false."
             )
         return loss, ctx.changed()
 
-    # --- inputs --------------------------------------------------------------------------------------------------
+    # --- inputs ------------------------------------------------------------------------------
     def rate(self, lane: RecordedLane) -> Tensor:
-        """Return the learning rate as a tensor [], the same one for the same value; the last few are kept."""
+        """Return the learning rate as a tensor [], the same one for the same value."""
         value = lane.ctx.rate
         if value not in self._rates:
             self._rates = dict(list(self._rates.items())[-3:])
@@ -201,7 +213,7 @@ class RecordedLanes(LaneLoop[RecordedLane]):
         return self._rates[value]
 
     def _inputs(self, lanes: Sequence[RecordedLane]) -> dict[Path, Tensor]:
-        """Return all tensors that the lanes' next steps read; once if all lanes have the same one."""
+        """Return the tensors that the lanes' next steps read; one where all have the same."""
         inputs: dict[Path, Tensor] = {(SHARED, "rate", ""): self.rate(lanes[0])}
         for place, lane in enumerate(lanes):
             inputs[place, "batch", "inputs"] = lane.next_batch.inputs
@@ -227,7 +239,7 @@ class Recording:
         self._replay: Compute = loop.record(self._compute)
 
     def replay(self, inputs: Mapping[Path, Tensor]) -> list[tuple[Tensor | None, dict[Entry, Tensor]]]:
-        """Do the iteration with these inputs; return each lane's loss and the entries that changed."""
+        """Do the iteration with these inputs; return each lane's loss and changed entries."""
         for path, tensor in inputs.items():
             if self._loaded[path] is not tensor:
                 self._inputs[path].copy_(tensor)
@@ -240,7 +252,7 @@ class Recording:
         return results
 
     def _compute(self) -> Sequence[Tensor]:
-        """Compute each lane's iteration in a branch; return losses and changed entries, lane by lane."""
+        """Compute each lane's iteration in a branch; return losses and changed entries."""
         loop, outputs = self.loop, list[Tensor]()
         self._returned = []
         for place, lane in enumerate(self._lanes):
@@ -263,7 +275,7 @@ class Recording:
 
 
 def _as_it_is(lane: RecordedLane) -> RecordedLane:
-    """Return the lane as it is now: its vector, what Python knows of its client, its stages and modes."""
+    """Return a copy of the lane and of its client's context, which later steps leave alone."""
     work = replace(lane.client, ctx=copy(lane.ctx))
     return replace(lane, work=work, modes=dict(lane.modes))
 

@@ -1,4 +1,4 @@
-"""Choose how a worker computes steps: one client after another, several at once, or from recordings."""
+"""Choose how steps are computed: for one client, for several at once, or from recordings."""
 
 from __future__ import annotations
 
@@ -13,21 +13,23 @@ from raysim.training.batched_lanes import linear_chain, step_methods
 from raysim.training.lanes import NotInLanes
 from raysim.training.run_spec import RunSpec
 
-# (clients in flight, lanes) that keep the lanes of a few workers busy. Measured on W2, in CPU time of one thread.
+# (clients in flight, lanes) that keep the lanes of a few workers busy. Measured on W2, in CPU time
+# of one thread.
 _LANES_BY_CONCURRENCY = ((40, 10), (20, 5))
 _MAX_BATCHED_PARAMETERS = 1_000_000  # the products of larger models take all of the time
-# On a GPU, recorded: 10 lanes took 0.61 to 0.79 of the time of one with 0.4 to 11 M parameters (H100, `bench gpu`).
+# On a GPU, recorded: 10 lanes took 0.61 to 0.79 of the time of one with 0.4 to 11 M parameters
+# (H100, `bench gpu`).
 _GPU_LANES, _MAX_GPU_PARAMETERS = 10, 20_000_000
 _METHODS = "raysim.methods."
 
 
 def check_step_mode(spec: RunSpec, networks: Mapping[str, nn.Module]) -> None:
-    """Raise NotInLanes if the run cannot be trained as `runtime.lanes` and `runtime.graph` ask for."""
+    """Raise NotInLanes if `runtime.lanes` and `runtime.graph` do not suit the run."""
     if spec.graph:
         if is_stochastic(*networks.values()):
             raise NotInLanes(
-                "runtime.graph=true: the model draws random numbers in its steps (dropout or noise), which a recording "
-                "would repeat. Set runtime.graph=false."
+                "runtime.graph=true: the model draws random numbers in its steps (dropout or noise), "
+                "which a recording would repeat. Set runtime.graph=false."
             )
     elif spec.lanes > 1 and (obstacle := _obstacle(spec, networks)):
         advice = "Set runtime.lanes=1"
@@ -51,9 +53,9 @@ def _obstacle(spec: RunSpec, networks: Mapping[str, nn.Module]) -> str:
 def usual_lanes(spec: RunSpec, networks: Mapping[str, nn.Module], concurrency: int) -> int:
     """Return the number of clients that a worker trains at once unless `runtime.lanes` is set.
 
-    concurrency: clients in flight. The number is what was fastest for such a model and device: on a GPU several where
-    steps are recorded; on a CPU several for small networks of linear layers with full batches, where batched products
-    save most of the time of Python and autograd.
+    concurrency: clients in flight. The number is what was fastest for such a model and device: on a
+    GPU several where steps are recorded; on a CPU several for small networks of linear layers with
+    full batches, where batched products save most of the time of Python and autograd.
     """
     size = sum(parameter.numel() for network in networks.values() for parameter in network.parameters())
     if spec.graph and spec.device.startswith("cuda"):
@@ -69,8 +71,8 @@ def usual_lanes(spec: RunSpec, networks: Mapping[str, nn.Module], concurrency: i
 def uses_graph(spec: RunSpec, networks: Mapping[str, nn.Module], asked: bool | None) -> bool:
     """Return whether steps are recorded. asked: `runtime.graph`; None if it is not set.
 
-    Unless it is set they are on a GPU, where that was 1.5 to 2 times as fast, if model, loss and methods are part of
-    raysim: of others it is not known whether their steps can be recorded.
+    Unless it is set they are on a GPU, where that was 1.5 to 2 times as fast, if model, loss and
+    methods are part of raysim: of others it is not known whether their steps can be recorded.
     """
     if asked is not None:
         return asked

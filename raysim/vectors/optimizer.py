@@ -60,7 +60,10 @@ class LocalOptimizer:
         self.steps = int(saved["steps"])
 
     def step(self, params: list[Tensor], grads: list[Tensor], rate: float | Tensor) -> None:
-        """Move `params` in place, downhill along `grads`. rate: a tensor [] where a recorded step must not know it."""
+        """Move `params` in place, downhill along `grads`.
+
+        rate: a tensor [] where a recorded step must not know it.
+        """
         own = self.settings
         self.steps += 1
         if own.weight_decay:
@@ -92,7 +95,10 @@ class LocalOptimizer:
             param.addcdiv_(m, (v.sqrt() / scale).add_(1e-8), value=-rate / (1 - 0.9**self.steps))
 
     def _adam_by_counts(self, params: list[Tensor], grads: list[Tensor], rate: float | Tensor, counts: Tensor) -> None:
-        """Do the same with tensors in place of Python's numbers. counts: steps made, [] or one for each row [K]."""
+        """Do the same with tensors in place of Python's numbers.
+
+        counts: steps made, [] or one for each row [K].
+        """
         scales, rates = (1 - 0.999**counts) ** 0.5, rate / (1 - 0.9**counts)
         for param, grad, m, v in zip(params, grads, self.first, self.second, strict=True):
             shape = (*counts.shape, *[1] * (param.ndim - counts.ndim))
@@ -110,7 +116,7 @@ class LocalOptimizer:
 
 
 class StackedOptimizer(LocalOptimizer):
-    """The optimisers of K clients, on tensors with an axis for them in front; each row counts its own steps."""
+    """The optimisers of K clients on tensors [K, ...]; each row counts its own steps."""
 
     def __init__(self, settings: Optimizer, like: Sequence[Tensor]):
         super().__init__(settings)
@@ -142,7 +148,7 @@ class StackedOptimizer(LocalOptimizer):
 
 
 class RecordedOptimizer(LocalOptimizer):
-    """An optimiser of recorded steps: its buffers and its count of steps are tensors that stay where they are.
+    """An optimiser of recorded steps, whose buffers and count of steps stay where they are.
 
     `steps` is counted by the caller, since a replay runs no Python.
     """

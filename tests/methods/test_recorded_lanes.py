@@ -1,7 +1,8 @@
 """Recorded steps: `Step` on tensors that stay where they are, for every method.
 
-On a CPU a recording computes the step again in place of replaying a CUDA graph. Like a graph it knows the client only
-by what was copied in, and cannot read a value: a Python number that should have been a tensor shows in the result.
+On a CPU a recording computes the step again in place of replaying a CUDA graph. Like a graph it
+knows the client only by what was copied in, and cannot read a value: a Python number that should
+have been a tensor shows in the result.
 """
 
 from __future__ import annotations
@@ -135,7 +136,7 @@ class TestNumbers:
 
 
 class Leaning(Method):
-    """A pull of a strength that all clients are sent, towards a point that each client is sent for itself."""
+    """A pull towards a point that each client is sent, of a strength that all are sent."""
 
     name = "leaning"
     paper = "a test"
@@ -242,7 +243,7 @@ class Remembering(Method):
         return 0.1 * (mean - ctx.kept["remembering.mean"]).square().sum()
 
 
-# --- what cannot be recorded --------------------------------------------------------------------------------------
+# --- what cannot be recorded -----------------------------------------------------------------
 
 
 class Asking(Method):
