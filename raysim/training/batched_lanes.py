@@ -116,8 +116,7 @@ class BatchedLanes(LaneLoop[Lane]):
         for entry in vector.layout.entries:
             if entry.parameter:
                 view = self.data[:, entry.start : entry.stop].view(self.count, *entry.shape)
-                # .data: autograd must not take a step of the optimiser for a change of what it
-                # saved
+                # .data: autograd must not mistake an optimiser's step for a change of what it saved
                 leaves[id(vector.parameters[entry.name])] = view.data.requires_grad_()
         if self.trainer.step.clip:
             return leaves, [self.data[:, run] for run in self.group.runs]
