@@ -398,7 +398,7 @@ def _parser() -> Parser:
     )
     bench.add_argument("--device", default="cuda", help="of gpu: what is measured (cuda)")
     bench.add_argument("--minutes", type=float, default=28.0, help="of gpu: in which it ends (28)")
-    bench.add_argument("--parts", metavar="A,B", help="of gpu: some of correctness, bits, memory, G1, G2, G3, profile")
+    bench.add_argument("--parts", metavar="A,B", help="of gpu: some of correctness, bits, memory, G1..G4, profile")
     bench.add_argument("--tiny", action="store_true", help="of gpu: sizes that only try the command out")
     bench.add_argument("--blocks", type=int, default=7, help="blocks of rounds, each beside one of the bare loop (7)")
     bench.add_argument(

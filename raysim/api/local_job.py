@@ -198,7 +198,7 @@ class LocalJob:
 
     def drawn(self, name: str) -> Tensor:
         """Return this step's entry of what the function declared with `run.draw` returned."""
-        return self.context.draws[f"{self.method}.{name}"][self.context.step]
+        return self.context.drawn(f"{self.method}.{name}")
 
     def input_gradient(self, loss: Tensor, inputs: Tensor) -> Tensor:
         """Return the gradient of a scalar by `inputs`, itself with a gradient."""

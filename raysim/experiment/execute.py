@@ -68,7 +68,7 @@ from raysim.simulation.fleet import Fleet
 from raysim.simulation.schedule import Schedule, Synchronous, check_concurrency
 from raysim.simulation.server import asked_weighting
 from raysim.training.run_spec import Checkpoint, RunSettings, RunSpec, declare_run, sample_flops
-from raysim.training.step_mode import uses_graph, usual_lanes
+from raysim.training.step_mode import check_step_mode, uses_graph, usual_lanes
 from raysim.training.trainer import layer_that_needs_two_rows
 
 if TYPE_CHECKING:
@@ -317,7 +317,8 @@ def _built(node: Node, allow: Sequence[str], objects: Given) -> Experiment:
             "runtime.precision=float32, or device=cuda"
         )
     spec = replace(spec, graph=uses_graph(spec, networks, runtime.graph), precision=runtime.precision)
-    spec = replace(spec, lanes=runtime.lanes or usual_lanes(spec, networks, schedule.concurrency))
+    spec = replace(spec, lanes=runtime.lanes or usual_lanes(spec, declarations, schedule.concurrency))
+    check_step_mode(spec, declarations)
     node = {**node, "runtime": {**node["runtime"], "lanes": spec.lanes, "graph": spec.graph}}
     facts = OldSetup(
         spec.task,

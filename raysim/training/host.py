@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from math import isfinite
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -36,10 +36,13 @@ from raysim.models import Classifier
 from raysim.primitives.spans import Spans
 from raysim.primitives.streams import stream
 from raysim.training.attack import check_norm
+from raysim.training.batched_lanes import BatchedLanes
 from raysim.training.combiner import Combiner
 from raysim.training.determinism import coarser, make_deterministic
+from raysim.training.lanes import LaneLoop
 from raysim.training.probe import balanced_rows
 from raysim.training.profile import HostTrack, device_use, watched
+from raysim.training.recorded_lanes import RecordedLanes
 from raysim.training.resident import Leftover, Resident
 from raysim.training.run_spec import RunSpec, declare_run
 from raysim.training.step_mode import check_step_mode
@@ -60,7 +63,7 @@ class Host(Combiner):
         self.device = torch.device(spec.device)
         declarations = self.declarations = declare_run(spec)
         self.layout = declarations.layout
-        check_step_mode(spec, declarations.networks)
+        check_step_mode(spec, declarations)
         self.vector = Vector(declarations.networks, self.layout, self.device, spec.dtype)
         self._initial = private_state(self.vector, {})  # of a client that never trained; methods add theirs
         inputs, labels = on_device(spec.data.open(), self.device)
@@ -77,7 +80,7 @@ class Host(Combiner):
             spec.settings.seed,
             spec.autocast,
         )
-        self.loop = OneByOne(self.trainer)
+        self.loop = self._make_loop()
         self._stateful = [each for each in declarations.methods if each.keeps_client_state]
         self._personalisers = declarations.filling("personalise")
         self._predictor = declarations.one("old_predict")
@@ -89,6 +92,12 @@ class Host(Combiner):
         self._probed = np.empty(0, np.int64)
         self._busy = 0.0  # seconds of work since it last said so
         self.spans: Spans | None = watched(self) if spec.profile else None
+
+    def _make_loop(self) -> OneByOne | LaneLoop[Any]:
+        """Return the loop that trains clients: one after another, in lanes, or from recordings."""
+        if self.spec.graph:
+            return RecordedLanes(self.trainer, self.spec.lanes)
+        return BatchedLanes(self.trainer, self.spec.lanes) if self.spec.lanes > 1 else OneByOne(self.trainer)
 
     def ready(self) -> str:
         """Its name, once it can work."""

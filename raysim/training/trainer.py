@@ -296,7 +296,7 @@ class Trainer:
             download,
             State(unpack(state.methods)),
         )
-        ctx.views = self._views(ctx)
+        ctx.views = self.views(ctx)
         ctx.start = state
         self.load(base, counters, state)
         if self.stochastic:
@@ -325,7 +325,7 @@ class Trainer:
             kept=set(unpack(state.methods)),
         )
 
-    def _views(self, ctx: Context) -> dict[str, Any]:
+    def views(self, ctx: Context) -> dict[str, Any]:
         """Return what the hooks of each method see of a job."""
         return {
             each.method: ctx if each.full_names else LocalJob(ctx, each.method)

@@ -51,8 +51,9 @@ def test_between_calls_a_host_waits_to_be_called_and_then_for_the_message() -> N
 
 
 @pytest.mark.pictures
-def test_a_profile_accounts_for_the_wall_time_of_every_process_and_changes_no_bit(tmp_path: Path) -> None:
-    asked = run_spec(Scaffold())
+@pytest.mark.parametrize("recorded", [False, True])
+def test_a_profile_accounts_for_all_wall_time_and_changes_no_bit(recorded: bool, tmp_path: Path) -> None:
+    asked = run_spec(Scaffold(), lanes=3 if recorded else 1, graph=recorded)
     timed = replace(asked, profile=True)
     *_, found, finished = coordinate(timed, runtime=several(timed, 2)).run()
     assert isinstance(found, Profiled) and isinstance(finished, Finished)

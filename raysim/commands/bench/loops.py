@@ -31,7 +31,7 @@ from raysim.simulation.coordinator import Coordinator
 from raysim.simulation.events import Finished, Profiled, Round
 from raysim.simulation.fleet import Ideal
 from raysim.simulation.schedule import Synchronous
-from raysim.training.run_spec import RunSettings, RunSpec, build_networks
+from raysim.training.run_spec import RunSettings, RunSpec, declare_run
 from raysim.training.step_mode import usual_lanes
 
 METHODS = ("steps", "rules")  # workloads that compare methods instead of loops
@@ -263,7 +263,7 @@ def bench(name: str, root: str | None, blocks: int, options: Options, say: Say) 
 
     work = WORKLOADS[name]
     spec = spec_of(work, source_of(work, root))
-    spec = replace(spec, lanes=options.lanes or usual_lanes(spec, build_networks(spec)[0], work.cohort))
+    spec = replace(spec, lanes=options.lanes or usual_lanes(spec, declare_run(spec), work.cohort))
     runtime = start_hosts(spec, options.hosts)
     loops = [Bare(spec, work, options.hosts, tuned) for tuned in ((False, True) if options.floor else (False,))]
     rows = []
