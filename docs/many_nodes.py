@@ -1,7 +1,7 @@
 """What a round costs on many nodes, by arithmetic: `uv run python docs/many_nodes.py` writes the page's tables.
 
-Every stage is bytes over a rate, or a count times a measured constant. `raysim bench cluster` and `raysim bench scale`
-measure the constants again on a cluster of yours.
+Every stage is bytes over a rate, or a count times a measured constant. `jobs.benchmarks.cluster` and
+`jobs.benchmarks.scale` measure the constants again on a cluster of yours.
 """
 
 from __future__ import annotations

@@ -25,6 +25,7 @@ UNFINISHED = " (unfinished)"
 MARKED = "where it is ahead of the next by more than the deviation of either"  # a value as the best, in words
 OWN, CENTRAL = "on the clients' own tests (mean)", "on the central test set"
 GROUPS = ("method", "data", "partition")  # what the table says of a configuration
+RUN_FILES = ("config.yaml", "history.parquet")  # of a run that can be shown
 NOISE = ("_target_", "out", "resume", "choices", "tracking", "hydra")  # differences that tell nothing about a study
 
 
@@ -90,7 +91,7 @@ def load_run(folder: Path) -> Run:
     folder = Path(folder)
     if not folder.is_dir():
         raise ValueError(f"{folder} is no folder; name one that `raysim run out=DIR` wrote.")
-    missing = [name for name in ("config.yaml", "history.parquet") if not (folder / name).is_file()]
+    missing = [name for name in RUN_FILES if not (folder / name).is_file()]
     if missing:
         inside = sorted(path.parent.name for path in folder.glob("*/history.parquet"))
         hint = f"did you mean {folder / inside[0]}?" if inside else "name one that `raysim run out=DIR` wrote."
@@ -101,6 +102,24 @@ def load_run(folder: Path) -> Run:
     finished = (folder / "summary.json").is_file()
     summary = _read(folder / "summary.json", from_json) if finished else summarise(rows)
     return Run(folder.resolve().name, _read(folder / "config.yaml", _yaml), rows, summary, folder, finished)
+
+
+def load_runs(paths: Sequence[str | Path], warn: Callable[[str], object]) -> list[Run]:
+    """Read the runs that the paths name, without the other files and folders that `runs/*` matches.
+
+    `warn` gets one sentence about folders that no run wrote. Raises `ValueError` where no path is a run.
+    """
+    from raysim.results.tracking import ARTIFACTS
+
+    found = [path for name in paths for path in runs_in(Path(name))]
+    files = [path for path in found if path.is_file()]
+    others = [path for path in found if path.is_dir() and not all((path / name).is_file() for name in RUN_FILES)]
+    runs = [path for path in found if path not in (*files, *others)]
+    loaded = [load_run(path) for path in runs or found]  # an error names the first of them
+    unknown = [str(path) for path in others if path.name != ARTIFACTS]
+    if runs and unknown:
+        warn(f"passed over, as no run has written there: {', '.join(unknown)}")
+    return loaded
 
 
 def runs_in(folder: Path) -> list[Path]:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import mean
 
-from raysim.commands.papers.comparison import plainly
+from jobs.papers.comparison import plainly
 from raysim.primitives.checks import known
 from raysim.results.history import column
 from raysim.results.markdown import table

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import yaml
 
+from jobs.papers.presets import PAPER_RUNS, Command
+from jobs.papers.tables import Cell, Table, tables
 from raysim.api.composition import check_composition
-from raysim.commands.papers.presets import PAPER_RUNS, Command
-from raysim.commands.papers.tables import Cell, Table, tables
 from raysim.data.federated import FederatedData
 from raysim.experiment.compose import compose, conf_folder, plain
 from raysim.experiment.execute import build, partition
@@ -44,7 +44,7 @@ def command(table: Table, cell: Cell) -> Command:
 def setting(name: str) -> dict[str, Any]:
     """A table's settings as its file has them."""
     paper, key = name.split("/")
-    path = conf_folder().parent / "raysim" / "commands" / "papers" / f"{paper}.json"
+    path = conf_folder().parent / "jobs" / "papers" / f"{paper}.json"
     found: dict[str, Any] = json.loads(path.read_text())["tables"][key]["setting"]
     return found
 

@@ -1,7 +1,9 @@
-"""What virtual time costs: events a second of the plan alone, and jobs a second of whole runs that train nothing.
+"""The cost of virtual time: events per second of the plan alone, and jobs per second of runs that train nothing.
 
-`raysim bench scale` runs both with a million clients of whom a thousand are at work, for every schedule and fleet. A
-second is one of CPU, so that other work on the machine counts little.
+    uv run python -m jobs.benchmarks.planner
+
+Both have a million clients, of which a thousand are in flight, for every schedule and fleet. Seconds are CPU time, so
+that other work on the machine counts little. `jobs.benchmarks.scale` runs this first.
 """
 
 from __future__ import annotations
@@ -18,8 +20,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from jobs.benchmarks.scale import Case, Ready, spec_of
+from jobs.command import run
 from raysim.api.declarations import Evaluation
-from raysim.commands.bench.coordinator import Case, Ready, spec_of
 from raysim.primitives.memory import peak_memory
 from raysim.primitives.streams import stream
 from raysim.runtime.inprocess import InProcess
@@ -120,8 +123,8 @@ def whole(rounds: int) -> tuple[float, float]:
     return (len(marks) - 1) * SCHEDULES["buffered"].size / (marks[-1] - marks[0]), marks[0] - began
 
 
-def main(say: Callable[[str], None]) -> dict[str, object]:
-    """Measure, print a table; what a file of results says of it."""
+def bench(say: Callable[[str], None]) -> dict[str, object]:
+    """Measure, print a table, and return the results as a file holds them."""
     from rich.console import Console
     from rich.table import Table
 
@@ -140,3 +143,12 @@ def main(say: Callable[[str], None]) -> dict[str, object]:
         f"{peak_memory() / 1e9:.2f} GB"
     )
     return {"planner": [asdict(rate) for rate in found], "jobs_per_second": jobs, "start_seconds": start}
+
+
+def main() -> None:
+    """Run the benchmark alone; its table is all that it leaves."""
+    bench(print)
+
+
+if __name__ == "__main__":
+    run(main)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from raysim.commands.bench import states
+from jobs.benchmarks import states
 
 
 @pytest.mark.slow

@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from raysim import cli
-from raysim.commands.papers.comparison import compare
-from raysim.commands.papers.presets import PAPER_RUNS
-from raysim.commands.papers.tables import PAPERS, find, listing, tables
+from jobs import command
+from jobs.papers import report
+from jobs.papers.comparison import compare
+from jobs.papers.presets import PAPER_RUNS
+from jobs.papers.tables import PAPERS, find, listing, tables
 from raysim.experiment.compose import compose, plain, to_yaml
 from raysim.primitives.errors import Refused
 from raysim.results.history import Row, summarise, write_history, write_json
@@ -45,8 +46,8 @@ def line(text: str, label: str) -> str:
 
 # --- the numbers ----------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("paper", PAPERS)
-def test_the_package_holds_the_published_numbers_unchanged(paper: str, shared: Path) -> None:
-    ours = Path(cli.__file__).parent / "commands" / "papers" / f"{paper}.json"
+def test_published_numbers_are_unchanged(paper: str, shared: Path) -> None:
+    ours = Path(report.__file__).parent / f"{paper}.json"
     assert ours.read_bytes() == (shared / "papers" / f"{paper}.json").read_bytes()
 
 
@@ -68,7 +69,7 @@ def test_a_paper_lists_its_tables_and_a_wrong_name_gets_the_nearest() -> None:
     assert len(listing("fedbr").splitlines()) == 14
     assert "fedbr/table5   Accuracy with 100 clients on CIFAR10" in listing("fedbr")
     for name, near in (("fedbrr", "did you mean fedbr?"), ("fedbr/tabel1", "did you mean fedbr/table1?")):
-        with pytest.raises(Refused, match=f"--paper {name} does not exist") as refused:
+        with pytest.raises(Refused, match=f"^{name}: ") as refused:
             find(name)
         assert near in str(refused.value)
 
@@ -209,33 +210,47 @@ def test_a_run_of_fedbss_stands_in_the_column_of_its_split_with_its_deviation_ov
 
 
 # --- the command ----------------------------------------------------------------------------------------------------
-def test_the_command_prints_a_table_beside_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def status(*words: str) -> object:
+    """The exit status of the command with these words."""
+    with pytest.raises(SystemExit) as ended:
+        command.run(lambda: report.main(words))
+    return ended.value.code
+
+
+def test_command_prints_table_with_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = make(tmp_path / "a", [*MNIST, "method=[fedbr]"], rows([0.87]))
-    assert cli.call(["report", "--paper", "fedbr/table1", str(run.folder)]) == 0
+    assert status("fedbr/table1", str(run.folder)) == 0
     assert "87.00" in line(capsys.readouterr().out, "FedBR (Ours)")
-    assert cli.call(["report", "--paper", "fedbr"]) == 0
+    assert status("fedbr") == 0
     assert "fedbr/table14" in capsys.readouterr().out
+
+
+def test_command_passes_over_other_folders(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make(tmp_path / "runs/a", [*MNIST, "method=[fedbr]"], rows([0.87]))
+    for name in ("notes", "mlflow_artifacts"):
+        (tmp_path / "runs" / name).mkdir()
+    assert status("fedbr/table1", *map(str, sorted((tmp_path / "runs").iterdir()))) == 0
+    captured = capsys.readouterr()
+    assert captured.err.count("raysim: ") == 1 and str(tmp_path / "runs/notes") in captured.err
+    assert status("fedbr/table1", str(tmp_path)) == 0, "a study is named by its folder"
+    assert "87.00" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
     ("words", "part"),
     [
-        (["report"], "--paper"),
-        (["report", "--paper", "fedbrr"], "did you mean fedbr?"),
-        (["report", "--paper", "fedbr/table15"], "fedbr/table1"),
-        (["report", "--paper", "fedbr", "runs/a"], "--paper fedbr/table1"),
-        (["report", "--paper", "fedbr/table1", "--out", "page"], "--out page"),
-        (["report", "--paper", "fedbr/table1", "nowhere"], "nowhere is no folder"),
+        (["fedbrr"], "did you mean fedbr?"),
+        (["fedbr/table15"], "fedbr/table1"),
+        (["fedbr", "runs/a"], "fedbr/table1"),
+        (["fedbr/table1", "nowhere"], "nowhere"),
     ],
 )
-def test_what_cannot_be_printed_is_refused_in_one_sentence(
-    words: list[str], part: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert cli.call(words) == 2
+def test_command_refuses_in_one_sentence(words: list[str], part: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert status(*words) == 2
     text = capsys.readouterr().err
     assert part in text and text.count("\n") == 1
 
 
-def test_the_tables_can_be_read_as_json() -> None:
-    path = Path(cli.__file__).parent / "commands" / "papers" / "fedbr.json"
+def test_tables_can_be_read_as_json() -> None:
+    path = Path(report.__file__).parent / "fedbr.json"
     assert len(json.loads(path.read_text())["tables"]) == 14

@@ -1,7 +1,7 @@
 """Change one thing in the source at a time and see whether any test notices. What survives is what nobody checks.
 
-    RAYSIM_SHARED=DIR uv run python tests/mutants.py --count 700 --seed 0 --jobs 2 --out mutants.json
-    uv run python tests/mutants.py ... --map mutants.map.json --ids 12,57 --cap 0   # again, all tests
+    RAYSIM_SHARED=DIR uv run python tests/tools/mutants.py --count 700 --seed 0 --jobs 2 --out mutants.json
+    uv run python tests/tools/mutants.py ... --map mutants.map.json --ids 12,57 --cap 0   # again, all tests
 
 Not part of CI. First every test file runs once under `coverage`: which test runs which line (--map reuses that). Then
 each mutant is written into a copy of the working tree and meets the tests that run its line, in two helpings: a few
@@ -43,7 +43,8 @@ from typing import Any, NoReturn
 import pytest
 from mutations import Mutant, Places, changes, inner_lines
 
-ROOT = Path(__file__).resolve().parent.parent
+TOOLS = Path(__file__).resolve().parent
+ROOT = TOOLS.parents[1]
 CORE = [
     f"raysim/{name}.py"
     for name in (
@@ -259,7 +260,7 @@ def child(copy: Path, asked: Asked) -> NoReturn:
         log = os.open(copy / ".log", os.O_CREAT | os.O_TRUNC | os.O_WRONLY)
         os.dup2(log, 1)
         os.dup2(log, 2)
-        sys.path[:] = [str(copy), *(path for path in sys.path if Path(path).resolve() not in (ROOT, ROOT / "tests"))]
+        sys.path[:] = [str(copy), *(path for path in sys.path if Path(path).resolve() not in (ROOT, TOOLS))]
         os.environ["PYTHONPATH"] = str(copy)
         spec = importlib.util.find_spec("raysim")
         assert spec is not None and str(spec.origin).startswith(str(copy)), f"raysim comes from {spec}"
@@ -523,7 +524,7 @@ def main() -> None:
 
 def equivalents() -> list[dict[str, str]]:
     """Mutants that no test can tell from the source, with reasons."""
-    return list(tomllib.loads((ROOT / "tests" / "equivalent_mutants.toml").read_text())["mutant"])
+    return list(tomllib.loads((TOOLS / "equivalent_mutants.toml").read_text())["mutant"])
 
 
 if __name__ == "__main__":

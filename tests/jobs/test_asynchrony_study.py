@@ -13,7 +13,7 @@ import pytest
 
 from raysim.experiment.compose import compose
 
-SCRIPT = Path(__file__).parents[1] / "jobs" / "asynchrony_study.py"
+SCRIPT = Path(__file__).parents[2] / "jobs" / "asynchrony_study.py"
 
 
 @pytest.fixture(scope="module")

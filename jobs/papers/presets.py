@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from raysim.commands.papers.tables import Cell, Table
+from jobs.papers.tables import Cell, Table
 from raysim.experiment.instantiate import shown
 from raysim.primitives.checks import known
 from raysim.results.history import Row, best_mean, column, last_mean_std

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from raysim.commands.papers import results
-from raysim.commands.papers.comparison import OPEN, is_equal
-from raysim.commands.papers.tables import PAPERS
+from jobs.papers import results
+from jobs.papers.comparison import OPEN, is_equal
+from jobs.papers.tables import PAPERS
 from raysim.commands.study.plan import plan
 from raysim.experiment.compose import conf_folder
 from raysim.results.report import settings

@@ -1,7 +1,10 @@
-"""What a round costs the coordinator when hosts cost nothing: a simulated fleet of hosts that return ready-made sums.
+"""The coordinator's own cost of a round: a simulated fleet of hosts returns ready-made sums at once.
 
-`raysim bench scale` runs the real coordinator, dispatcher and server, in one process and then over Ray, and prints
-seconds a job, a summed float, a call and a byte. `jobs/README.md` says what follows from them for a large cluster.
+    uv run python -m jobs.benchmarks.scale --blocks 3
+
+Measures the planner (`jobs.benchmarks.planner`), then runs the real coordinator, dispatcher and server, in one process
+and over Ray, and prints the seconds of a job, a summed float, a call and a byte. `jobs/README.md` says what follows
+from them for a large cluster.
 """
 
 from __future__ import annotations
@@ -17,6 +20,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from jobs.benchmarks.arguments import parser, read
+from jobs.command import run
 from raysim.api.declarations import Evaluation
 from raysim.api.messages import Job, Published, SingleUpdate, Sum, SummedUpdate, Trained
 from raysim.data.federated import federate
@@ -198,16 +203,16 @@ def measure(case: Case, rounds: int) -> Cost:
     return Cost(case, coordinator.layout.shared, fleet.arrays // (rounds + 2), seconds, cpu, peak_memory())
 
 
-def main(out: Path, rounds: int, say: Callable[[str], None]) -> list[Cost]:
+def bench(out: Path, rounds: int, say: Callable[[str], None]) -> list[Cost]:
     """Measure all cases, print a table, write `out`."""
     from rich.console import Console
     from rich.table import Table
 
-    from raysim.commands.bench import planner
+    from jobs.benchmarks import planner
     from raysim.runtime import ray as cluster
 
     torch.set_num_threads(1)
-    planned = planner.main(say)
+    planned = planner.bench(say)
     costs: list[Cost] = []
     mine = False
     try:
@@ -232,3 +237,13 @@ def main(out: Path, rounds: int, say: Callable[[str], None]) -> list[Cost]:
     Console().print(table)
     write_json({"rounds": rounds, **planned, "hosts": HOSTS, "results": [asdict(cost) for cost in costs]}, out)
     return costs
+
+
+def main() -> None:
+    """Run the benchmark with the options of the command line."""
+    given = read(parser(__doc__))
+    bench(given.out, given.blocks, print)
+
+
+if __name__ == "__main__":
+    run(main)

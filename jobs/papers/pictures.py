@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from raysim.commands.papers.gains import Setting, by_setting, entropy, gains
+from jobs.papers.gains import Setting, by_setting, entropy, gains
 from raysim.results.figures import figure_file
 from raysim.results.report import Run
 from raysim.results.significance import FEWEST

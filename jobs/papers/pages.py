@@ -1,6 +1,6 @@
 """The pages of `docs/papers`: a paper's tables with our results beside them, all of it made from stored numbers.
 
-`python -m raysim.commands.papers.pages docs/papers` writes them; a test compares them with what it would write.
+`python -m jobs.papers.pages docs/papers` writes them; a test compares them with what it would write.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from raysim.commands.papers.comparison import Entry, matched
-from raysim.commands.papers.gains import gains
-from raysim.commands.papers.pictures import ABOUT, draw, numbers
-from raysim.commands.papers.presets import PAPER_RUNS
-from raysim.commands.papers.results import kept
-from raysim.commands.papers.tables import PAPERS, Table, tables
+from jobs.papers.comparison import Entry, matched
+from jobs.papers.gains import gains
+from jobs.papers.pictures import ABOUT, draw, numbers
+from jobs.papers.presets import PAPER_RUNS
+from jobs.papers.results import kept
+from jobs.papers.tables import PAPERS, Table, tables
 from raysim.data.heterogeneity import SCALES
 from raysim.results import markdown
 from raysim.results.report import NOTHING, Run
@@ -25,8 +25,8 @@ from raysim.results.report import NOTHING, Run
 NOT_RUN = "not run yet"
 NOT_KNOWN = "not known"
 MADE = (
-    "*Made by `python -m raysim.commands.papers.pages docs/papers` from the published tables and from the results in "
-    "`raysim/commands/papers/results`; not to be edited.*"
+    "*Made by `uv run python -m jobs.papers.pages docs/papers` from the published tables and from the results in "
+    "`jobs/papers/results`; not to be edited.*"
 )
 SPLIT = ("label_entropy", "largest_share", "divergence")  # shown beside every result
 

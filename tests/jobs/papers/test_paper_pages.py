@@ -14,10 +14,10 @@ from matplotlib.figure import Figure
 from PIL import Image
 from test_papers import MNIST, WIDE, line, make, rows
 
-from raysim.commands.papers import pages, pictures, results
-from raysim.commands.papers.comparison import compare
-from raysim.commands.papers.gains import gains
-from raysim.commands.papers.tables import PAPERS, tables
+from jobs.papers import pages, pictures, results
+from jobs.papers.comparison import compare
+from jobs.papers.gains import gains
+from jobs.papers.tables import PAPERS, tables
 from raysim.experiment.compose import compose, conf_folder, plain
 from raysim.primitives.errors import Refused
 from raysim.results.history import Row, write_json
@@ -119,14 +119,14 @@ def test_all_three_scores_and_the_split_stand_beside_a_result(tmp_path: Path, st
 def test_the_pages_are_those_that_the_stored_results_make() -> None:
     folder = conf_folder().parent / "docs" / "papers"
     for name, text in pages.pages().items():
-        assert (folder / name).read_text() == text, f"{name}: run python -m raysim.commands.papers.pages docs/papers"
+        assert (folder / name).read_text() == text, f"{name}: run uv run python -m jobs.papers.pages docs/papers"
 
 
 @pytest.mark.parametrize("paper", PAPERS)
 def test_a_page_has_a_picture_of_the_stored_results(paper: str) -> None:
     drawn = Image.open(conf_folder().parent / "docs" / "papers" / f"{paper}.png")
     assert drawn.text["Description"] == pictures.numbers(results.kept(paper)), (  # type: ignore[attr-defined]
-        "run python -m raysim.commands.papers.pages docs/papers"
+        "run uv run python -m jobs.papers.pages docs/papers"
     )
 
 

@@ -1,8 +1,10 @@
-"""What checkpoints and private states cost: of W1, of 10,000 clients that keep a state, and of states beyond memory.
+"""The cost of checkpoints and client states: of W1, of 10,000 clients with a state, and of states beyond memory.
 
-`raysim bench states` writes checkpoints of W1, and of a run of 10,000 clients with W2's model and SCAFFOLD after rounds
-that touched some of them; then it trains such clients within a budget of memory beside the same run without one, and at
-last very many within 1 GiB, which takes as much room on the disk as their states do (100,000 clients: 18 GB).
+    uv run python -m jobs.benchmarks.states --clients 10000
+
+Writes checkpoints of W1, and of a run of 10,000 clients with W2's model and SCAFFOLD after rounds that touched some of
+them. Then it trains such clients within a memory budget and without one, and at last `--clients` of them within 1 GiB,
+which takes as much disk space as their states need (100,000 clients: 18 GB).
 """
 
 from __future__ import annotations
@@ -18,6 +20,8 @@ from pathlib import Path
 
 import numpy as np
 
+from jobs.benchmarks.arguments import parser, read
+from jobs.command import run
 from raysim.api.declarations import Evaluation, Local
 from raysim.api.messages import Arrays
 from raysim.commands.bench.loops import WORKLOADS, source_of, spec_of as spec_of_loop
@@ -154,7 +158,7 @@ def train(clients: int, rounds: int, budget: float | None) -> Trained:
         return pool.apply(_train, (clients, rounds, budget))
 
 
-def main(root: str | None, out: Path, blocks: int, clients: int, say: Callable[[str], None]) -> None:
+def bench(root: str | None, out: Path, blocks: int, clients: int, say: Callable[[str], None]) -> None:
     """Measure all of it, say what was found, write `out`."""
     written = [workload(root, blocks)]
     every = 100 * written[0].seconds / (10 * (written[0].round_seconds or 1))
@@ -178,3 +182,18 @@ def main(root: str | None, out: Path, blocks: int, clients: int, say: Callable[[
     write_json(
         {"blocks": blocks, "written": [asdict(each) for each in written], "runs": [asdict(r) for r in runs]}, out
     )
+
+
+def main() -> None:
+    """Run the benchmark with the options of the command line."""
+    options = parser(__doc__)
+    options.add_argument("--data", metavar="DIR", help="the folder of FashionMNIST; downloaded if missing")
+    options.add_argument(
+        "--clients", type=int, default=100_000, help="clients of the run beyond memory (100000; 0: none)"
+    )
+    given = read(options)
+    bench(given.data, given.out, given.blocks, given.clients, print)
+
+
+if __name__ == "__main__":
+    run(main)

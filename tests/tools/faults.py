@@ -1,10 +1,10 @@
 """Disturbs runs and compares what they end in, once resumed, with the undisturbed ones.
 
-    uv run python tests/faults.py --count 300 --log faults.jsonl
+    uv run python tests/tools/faults.py --count 300 --log faults.jsonl
                                                 in process; goes on where it stopped
-    uv run python tests/faults.py --count 60 --runtime local --log faults.jsonl
+    uv run python tests/tools/faults.py --count 60 --runtime local --log faults.jsonl
                                                 on Ray: driver, coordinator, hosts, raylet and GCS
-    uv run python tests/faults.py --cost 5      what a killed host costs: so many pairs of a run with two hosts
+    uv run python tests/tools/faults.py --cost 5      what a killed host costs: so many pairs of a run with two hosts
 
 A seeded case starts a run, does something to it at a seeded moment (a signal to one of its processes, a file size that
 the system refuses, a database of MLflow that is locked, deleted or overwritten), and goes on with resume=latest until

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from raysim.commands.bench import planner
+from jobs.benchmarks import planner
 
 pytestmark = pytest.mark.slow
 

@@ -1,9 +1,12 @@
-"""Messages, bytes and the coordinator's time in a round, on whatever cluster there is.
+"""Messages, bytes and the coordinator's time in a round, on a cluster.
 
-`raysim bench cluster` runs the real coordinator, dispatcher and server against hosts that train nothing, on a Ray that
-runs already (`--address`), on one of several nodes in this machine (`--nodes`), or on a usual local one. Every round
-has 8 clients for each host; their updates come back as sums of two, as one sum of each node, and one by one. What a
-large cluster would do follows from the times (docs/many_nodes.md).
+    uv run python -m jobs.benchmarks.cluster --address auto
+    uv run python -m jobs.benchmarks.cluster --nodes 2 --hosts 4
+
+Runs the real coordinator, dispatcher and server with hosts that train nothing, on a Ray cluster that runs already
+(`--address`), on several Ray nodes in this machine (`--nodes`), or on a local Ray. Every round has 8 clients for each
+host; their updates come back as sums of two, as one sum of each node, and one by one. The behaviour of a large cluster
+follows from the times (docs/many_nodes.md).
 """
 
 from __future__ import annotations
@@ -21,13 +24,16 @@ from typing import Any
 
 import numpy as np
 
+from jobs.benchmarks import scale
+from jobs.benchmarks.arguments import parser, read
+from jobs.benchmarks.scale import Case as Load, Ready, spec_of
+from jobs.command import run
 from raysim.api.declarations import Evaluation
 from raysim.api.messages import Published, SingleUpdate, Trained
 from raysim.api.method import Method
-from raysim.commands.bench.coordinator import Case as Load, Ready, spec_of
 from raysim.primitives.checks import at_least
 from raysim.results.history import write_json
-from raysim.runtime.placement import RayOptions, Size, fitting
+from raysim.runtime.placement import RayOptions, Size, fitting, listen_on_loopback
 from raysim.simulation.coordinator import Coordinator
 from raysim.simulation.events import Round
 from raysim.simulation.fleet import Ideal
@@ -251,7 +257,7 @@ def joined(options: Options) -> Iterator[Size]:
             several.shutdown()
 
 
-def main(options: Options, out: Path, rounds: int, say: Callable[[str], None]) -> list[Cost]:
+def bench(options: Options, out: Path, rounds: int, say: Callable[[str], None]) -> list[Cost]:
     """Measure, print a table, write `out`."""
     from rich.console import Console
 
@@ -281,3 +287,23 @@ def table(found: Sequence[Cost]) -> Any:
             f"{cost.up / 1e6:.2f}", f"{cost.between / 1e6:.2f}", *(f"{seconds * 1000:.1f}" for seconds in times),
         )  # fmt: skip
     return table
+
+
+def main() -> None:
+    """Run the benchmark with the options of the command line."""
+    options = parser(__doc__)
+    options.add_argument("--address", help="of a Ray cluster that runs; auto: on this machine")
+    options.add_argument("--nodes", type=int, help="start this number of Ray nodes in this machine")
+    options.add_argument("--hosts", type=int, help="hosts in all (as many as have a CPU)")
+    options.add_argument("--floats", type=int, nargs="+", default=FLOATS, metavar="N", help="parameters of the models")
+    given = read(options)
+    listen_on_loopback(RayOptions(address=given.address))  # before Ray is imported
+
+    from ray import cloudpickle
+
+    cloudpickle.register_pickle_by_value(scale)  # the nodes may have raysim alone
+    bench(Options(given.address, given.nodes, given.hosts, given.floats), given.out, given.blocks, print)
+
+
+if __name__ == "__main__":
+    run(main)

@@ -1,6 +1,6 @@
 """Throws random command lines, configurations and damaged files at raysim: a run, or one sentence and status 2.
 
-    uv run python tests/fuzz.py --cases 5000 --log fuzz.jsonl
+    uv run python tests/tools/fuzz.py --cases 5000 --log fuzz.jsonl
                                     all kinds of input; the counts of each, and what broke; goes on where it stopped
 
 A case breaks the promise where something is raised that nobody catches, where a refusal is not one sentence, where
@@ -37,7 +37,7 @@ import pyarrow.parquet as pq
 import yaml
 from hypothesis import HealthCheck, Phase, given, seed, settings, strategies as st
 
-sys.path.append(str(Path(__file__).parent / "data"))
+sys.path.append(str(Path(__file__).parents[1] / "data"))
 
 from tiny import picture, write_mnist, write_parquet, write_picture, write_strips
 
@@ -241,7 +241,6 @@ def command_lines(data: Any) -> None:
 COMMANDS: Mapping[str, list[str]] = {  # others that read words, in a folder with a finished run: out
     "partition": ["partition", *QUICK[2:7], "--out", "picture.png"],
     "report": ["report", "out"],
-    "papers": ["report", "--paper"],
     "methods": ["methods"],
     "new": ["new"],
     "fleet": ["fleet", "check"],
@@ -399,7 +398,6 @@ READERS: Mapping[str, tuple[str, list[str]]] = {  # which of the prepared files 
     "checkpoint": ("out/checkpoints/*/*", GO_ON),
     "run folder": ("out/*.*", GO_ON),
     "report": ("out/*.*", ["report", "out", "--out", "page"]),
-    "paper": ("out/*.*", ["report", "--paper", "fedbr/table1", "out"]),
     "numpy": ("data/*.npz", _reading("data=numpy", "model.hidden=[4]")),
     "leaf": ("data/*/*.json", _reading("data=leaf", "model=gru")),
     "trace": ("trace.parquet", ["run", *QUICK, "fleet=trace", "fleet.file=trace.parquet", "out=new"]),

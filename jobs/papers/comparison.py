@@ -9,8 +9,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from decimal import Decimal
 
-from raysim.commands.papers.presets import PAPER_RUNS, Command, PaperRuns, Score
-from raysim.commands.papers.tables import Cell, Table, find, tables
+from jobs.papers.presets import PAPER_RUNS, Command, PaperRuns, Score
+from jobs.papers.tables import Cell, Table, find, tables
 from raysim.primitives.checks import known
 from raysim.results.history import column
 from raysim.results.report import NOTHING, Run, choice, settings

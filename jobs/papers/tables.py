@@ -1,4 +1,4 @@
-"""The published tables as they lie in this package: one JSON file a paper, and nowhere else a number of theirs."""
+"""The published tables, one JSON file per paper; no other file holds a number of theirs."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Table:
 def tables(paper: str) -> dict[str, Table]:
     """All tables of a paper by their names, such as "fedbr/table1". Raises Refused for an unknown paper."""
     if paper not in PAPERS:
-        raise Refused(f"--paper {paper} does not exist: {instead(paper, PAPERS)}")
+        raise Refused(f"{paper}: this paper does not exist: {instead(paper, PAPERS)}")
     content = json.loads((Path(__file__).parent / f"{paper}.json").read_text(encoding="utf-8"), parse_float=Decimal)
     return {
         f"{paper}/{key}": _table(f"{paper}/{key}", content["paper"], node) for key, node in content["tables"].items()
@@ -65,7 +65,7 @@ def find(name: str) -> Table:
     """The table of a name such as "fedbr/table1". Raises Refused with the nearest one."""
     known = tables(name.partition("/")[0])
     if name not in known:
-        raise Refused(f"--paper {name} does not exist: {instead(name, known)}")
+        raise Refused(f"{name}: this table does not exist: {instead(name, known)}")
     return known[name]
 
 

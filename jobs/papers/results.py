@@ -1,6 +1,6 @@
 """Runs that are kept beside the papers' tables: a small JSON file each, with what made it and what came of it.
 
-`python -m raysim.commands.papers.results RUN...` keeps finished runs; `raysim report --paper` and the pages of
+`python -m jobs.papers.results RUN...` keeps finished runs; `raysim report --paper` and the pages of
 `docs/papers` read what is kept.
 """
 
@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import cast
 
-from raysim.commands.papers.comparison import OPEN
+from jobs.papers.comparison import OPEN
 from raysim.experiment.compose import compose, plain
 from raysim.experiment.instantiate import shown
 from raysim.primitives.errors import Refused
