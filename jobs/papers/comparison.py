@@ -8,66 +8,119 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from decimal import Decimal
+from string import ascii_lowercase
 
 from jobs.papers.presets import PAPER_RUNS, Command, PaperRuns, Score
 from jobs.papers.tables import Cell, Table, find, tables
 from raysim.primitives.checks import known
 from raysim.results.history import column
-from raysim.results.report import NOTHING, Run, choice, settings
+from raysim.results.report import NOTHING, Column, Run, aligned, choice, settings
 
 # Keys, or all keys below them, that may differ without making a run another one than the paper's.
 FREE = (
     *("seed", "device", "runtime", "checkpoint", "faults", "state", "thresholds", "summation"),
-    *("data.root", "data.cache", "data.download", "evaluate.clients", "evaluate.probe", "evaluate.probe_rows"),
+    *("data.root", "data.cache", "data.download"),
+    *("evaluate.clients", "evaluate.probe", "evaluate.probe_rows", "evaluate.decompose"),
 )
 OPEN = (("weighting", "None"),)  # what a preset leaves to the methods, and a run's configuration says
 GROUPS = ("data", "partition", "model", "schedule", "fleet")
 FEDAVG_FINAL = "fedavg_final"  # a threshold that is no number: FedAvg's own last accuracy
-GAP = "   "
 CHANGED = "*"  # behind a number of ours
+AS_PAPER = "as in the preset"
+AT_PAPER = "nothing"  # of a section at the paper's setting below another one
 SPLIT = "entropy / divergence"  # of the clients' labels, see raysim.data.heterogeneity
+
+
+@dataclass(frozen=True)
+class Match:
+    """A run at a cell of a table, and what its configuration has otherwise than the paper's command.
+
+    setting: differences that all methods of a table share, such as the data or the number of rounds; "" is the paper's
+    setting. variant: differences in the values of the methods. data: the run's data set if it is not the paper's.
+    """
+
+    run: Run
+    setting: str = ""
+    variant: str = ""
+    data: str = ""
+    is_kept: bool = False
 
 
 @dataclass
 class Entry:
-    """A printed number and ours."""
+    """A printed number and the runs that belong to it. variant: that of all its runs, which the label names."""
 
     cell: Cell
     command: Command
     score: Score
-    runs: list[Run] = field(default_factory=list)
-    different: list[str] = field(default_factory=list)  # of each run, what it has otherwise than the paper's setting
+    matches: list[Match] = field(default_factory=list)
+    variant: str = ""
+
+    @property
+    def place(self) -> str:
+        """The data set and the paper's column."""
+        return f"{self.dataset}, {self.cell.column}"
+
+    @property
+    def runs(self) -> list[Run]:
+        """The runs of this cell."""
+        return [match.run for match in self.matches]
+
+    @property
+    def dataset(self) -> str:
+        """The data set of the runs, which is the paper's unless all of them have another one."""
+        others = {match.data for match in self.matches}
+        return others.pop() if len(others) == 1 and "" not in others else self.cell.dataset
+
+    @property
+    def is_comparable(self) -> bool:
+        """Whether the runs have the paper's data, so that a difference from the printed number says something."""
+        return self.dataset == self.cell.dataset
 
     @property
     def changed(self) -> bool:
         """Whether a run of it is not at the paper's setting."""
-        return any(self.different)
+        return any(match.setting or match.variant for match in self.matches)
 
     @property
     def values(self) -> list[float]:
-        """Ours, one of each run that measured it."""
+        """Our scores, one for each run that measured it."""
         return self.of(self.score.column)
 
     def of(self, name: str) -> list[float]:
-        """The same of another column of the runs' histories."""
+        """Return the scores of another column of the runs' histories."""
         scores = [self.score.summary(run.rows, name) for run in self.runs]
         return [value * self.score.factor for value in scores if value is not None]
 
     def beside(self) -> dict[str, list[float]]:
-        """The other scores that are shown, by their titles; the compared one is not among them."""
+        """Return the other scores that are shown, by their titles, without the compared one."""
         return {title: self.of(name) for title, name in self.score.beside.items() if name != self.score.column}
 
     def split(self, name: str) -> float | None:
-        """The mean over the runs of a number of `raysim.data.heterogeneity`."""
+        """Return the mean over the runs of a number of `raysim.data.heterogeneity`."""
         splits = [run.summary.get("split") for run in self.runs]
         values = [split.get(name) for split in splits if isinstance(split, Mapping)]
         numbers = [value for value in values if isinstance(value, (int, float))]
         return statistics.fmean(numbers) if numbers else None
 
-    def at(self, setting: str) -> Entry:
-        """With those runs alone that differ from the paper in this way."""
-        runs = [run for run, different in zip(self.runs, self.different, strict=True) if different == setting]
-        return replace(self, runs=runs, different=[setting] * len(runs))
+    def settings(self) -> set[str]:
+        """Return the settings of the runs that measured the score."""
+        return {match.setting for match in self.matches if replace(self, matches=[match]).values}
+
+    def at(self, setting: str) -> list[Entry]:
+        """Return an entry for each variant among the runs at a setting; one without runs if there are none."""
+        matches = [match for match in self.matches if match.setting == setting]
+        variants = sorted({match.variant for match in matches})
+        return [
+            replace(self, matches=[match for match in matches if match.variant == variant], variant=variant)
+            for variant in variants
+        ] or [replace(self, matches=[])]
+
+    def add_kept(self, matches: Sequence[Match]) -> None:
+        """Add kept runs where there are none at the same setting and variant."""
+        taken = {(match.setting, match.variant) for match in self.matches}
+        added = [match for match in matches if (match.setting, match.variant) not in taken]
+        self.matches += [replace(match, is_kept=True) for match in added]
 
     @property
     def spread(self) -> float | None:
@@ -79,45 +132,67 @@ class Entry:
 
 
 def compare(name: str, runs: Sequence[Run] = (), width: int = 120, kept: Sequence[Run] = ()) -> str:
-    """The table `name` beside what the runs reached, what they did differently, and how to make those that lack.
+    """Return a table with the scores of runs next to the printed numbers, and the commands of what is missing.
 
+    Each data set has the runs of one setting in the table; runs at other settings have a table of their own below it.
     width: columns of text; data sets that do not fit go below the others. kept: runs that stand where `runs` has none.
-    Raises Refused for an unknown name.
+    Raises `Refused` for an unknown name.
     """
     table = find(name)
     paper_runs = PAPER_RUNS[name.partition("/")[0]]
     entries, notes = matched(name, runs)
-    notes += _filled(entries, matched(name, kept)[0])
-    above = [f"{table.title}: {table.caption}", table.metric]
-    parts = [
-        "\n".join(above),
-        *_grids(entries, width),
-        *_paragraph("notes", _notes(table, entries, paper_runs)),
-        *_paragraph(f"runs ({CHANGED}: not at the paper's setting)", notes),
-    ]
+    for entry, stored in zip(entries, matched(name, kept)[0], strict=True):
+        entry.add_kept(stored.matches)
+
+    parts = [f"{table.title}: {table.caption}\n{table.metric}"]
+    main = main_settings(entries)
+    for dataset, chosen in main.items():
+        cells = [entry for entry in entries if entry.cell.dataset == dataset]
+        parts += _section([part for entry in cells for part in entry.at(chosen)], chosen, width)
+        for setting in _settings(cells):
+            made = [part for entry in cells for part in entry.at(setting) if part.values]
+            if setting != chosen:
+                parts += _section(made, setting or AT_PAPER, width)
+    parts += _paragraph("notes", _notes(table, entries, paper_runs))
+    parts += _paragraph(f"runs ({CHANGED}: not at the paper's setting)", [*notes, *_kept_notes(entries)])
     return "\n\n".join([*parts, *_paragraph("without a run", _missing(entries))])
 
 
 def matched(name: str, runs: Sequence[Run]) -> tuple[list[Entry], list[str]]:
-    """The cells of a table with their runs, and what a reader must know of each run."""
+    """Return the cells of a table with their runs, and what a reader must know of each run."""
     table, paper_runs = find(name), PAPER_RUNS[name.partition("/")[0]]
     entries = [Entry(cell, paper_runs.command(table, cell), paper_runs.score(table, cell)) for cell in table.cells]
     return entries, list(_match(paper_runs, name, entries, runs))
 
 
-def _filled(entries: Sequence[Entry], others: Sequence[Entry]) -> list[str]:
-    """Give the cells without a run those that are kept, of the setting that most of these have; says which."""
-    labels: dict[str, list[str]] = {}
-    for entry, other in zip(entries, others, strict=True):
-        if not entry.runs and other.runs:
-            setting = max(other.different, key=other.different.count)
-            chosen = other.at(setting)
-            entry.runs, entry.different = chosen.runs, chosen.different
-            labels.setdefault(setting, []).append(entry.cell.label)
-    return [
-        f"kept with raysim: {', '.join(dict.fromkeys(rows))}; {f'they have {said}' if said else 'as in the preset'}"
-        for said, rows in labels.items()
-    ]
+def main_settings(entries: Sequence[Entry]) -> dict[str, str]:
+    """Choose one setting for each data set of a table: the one at which most cells have a run.
+
+    Cells with a run that is not a kept one count first. Between equals the paper's setting is chosen, else the one with
+    more runs. Runs on other data than the paper's are never chosen.
+    """
+
+    def rank(setting: str, cells: Sequence[Entry]) -> tuple[int, int, bool, int]:
+        at_setting = [[match for match in entry.matches if match.setting == setting] for entry in cells]
+        of_user = sum(any(not match.is_kept for match in matches) for matches in at_setting)
+        return of_user, sum(map(bool, at_setting)), setting == "", sum(map(len, at_setting))
+
+    chosen = {}
+    for dataset in dict.fromkeys(entry.cell.dataset for entry in entries):
+        cells = [entry for entry in entries if entry.cell.dataset == dataset]
+        settings = {match.setting for entry in cells for match in entry.matches if not match.data}
+        chosen[dataset] = max(sorted(settings), key=lambda setting: rank(setting, cells), default="")
+    return chosen
+
+
+def _settings(entries: Sequence[Entry]) -> list[str]:
+    return sorted({setting for entry in entries for setting in entry.settings()})
+
+
+def _kept_notes(entries: Sequence[Entry]) -> list[str]:
+    """Say which rows hold runs that are kept with raysim."""
+    rows = [entry.cell.label for entry in entries if any(match.is_kept for match in entry.matches)]
+    return [f"kept with raysim: {', '.join(dict.fromkeys(rows))}"] if rows else []
 
 
 def _paragraph(title: str, lines: Sequence[str]) -> list[str]:
@@ -150,10 +225,19 @@ def _match(paper_runs: PaperRuns, name: str, entries: Sequence[Entry], runs: Seq
                 presets[key] = _preset(command)
             different = _different(run, presets[key], command, row_keys)
             if not row_keys & set(different):
-                entry.runs.append(run)
-                entry.different.append("; ".join(different.values()))
-                labels.setdefault("; ".join(different.values()), []).append(entry.cell.label)
+                match = _as_match(run, different)
+                entry.matches.append(match)
+                differences = "; ".join(filter(None, [match.setting, match.variant]))
+                labels.setdefault(differences, []).append(entry.cell.label)
         yield from _run_note(run, labels)
+
+
+def _as_match(run: Run, different: Mapping[str, str]) -> Match:
+    of_methods = {key for key in different if key.startswith("method.")}
+    setting = "; ".join(text for key, text in different.items() if key not in of_methods)
+    variant = "; ".join(text for key, text in different.items() if key in of_methods)
+    data = choice(run.config, "data") if "data" in different else ""
+    return Match(run, setting, variant, data)
 
 
 def _row_keys(paper_runs: PaperRuns, paper: str) -> set[str]:
@@ -180,15 +264,22 @@ def _flat(config: Mapping[str, object]) -> dict[str, str]:
 
 
 def _different(run: Run, preset: Mapping[str, str], command: Command, row_keys: set[str]) -> dict[str, str]:
-    """What the run has otherwise than the command says. Other keys that only one has follow from a named option."""
-    # A run from before a method had a switch is a run at its default.
-    settings = {key: preset[key] for key in row_keys if key in preset} | _flat(run.config)
+    """Map each key in which a run differs from a command to a text that says how.
+
+    A key that only one of them has follows from an option that is named already, but for keys by which rows differ: a
+    run without such a key is no run of the row.
+    """
+    present = _flat(run.config)
     expected = {**preset, **{key: str(value) for key, value in command.overrides.items()}}
-    return {
-        key: plainly(f"{key}={settings[key]} instead of {value}")
-        for key, value in expected.items()
-        if key in settings and not is_equal(settings[key], value) and not _is_free(key) and (key, value) not in OPEN
-    }
+    different = {}
+    for key, value in expected.items():
+        if _is_free(key) or (key, value) in OPEN:
+            continue
+        if key in present and not is_equal(present[key], value):
+            different[key] = plainly(f"{key}={present[key]} instead of {value}")
+        elif key in row_keys and key not in present:
+            different[key] = f"no {key} instead of {value}"
+    return different
 
 
 def _is_free(key: str) -> bool:
@@ -216,7 +307,7 @@ def _run_note(run: Run, labels: Mapping[str, Sequence[str]]) -> Iterator[str]:
     for different, rows in labels.items():
         state = [] if run.finished else ["it has not finished"]
         said = [f"it has {different}", *state] if different else state
-        yield f"{run.folder}: {', '.join(dict.fromkeys(rows))}; {'; '.join(said) or 'as in the preset'}"
+        yield f"{run.folder}: {', '.join(dict.fromkeys(rows))}; {'; '.join(said) or AS_PAPER}"
 
 
 def _missing(entries: Sequence[Entry]) -> list[str]:
@@ -229,12 +320,6 @@ def _missing(entries: Sequence[Entry]) -> list[str]:
     labels = {command: " / ".join(where) for command, where in commands.items()}
     width = max(map(len, labels.values()), default=0)
     return [f"{label:<{width}}  {command}" for command, label in labels.items()]
-
-
-def _place(entry: Entry, entries: Sequence[Entry]) -> str:
-    """The data set, and the paper's column where there are several."""
-    several = len({other.cell.column for other in entries}) > 1
-    return f"{entry.cell.dataset}, {entry.cell.column}" if several else entry.cell.dataset
 
 
 # --- numbers --------------------------------------------------------------------------------------------------------
@@ -254,7 +339,7 @@ def _ours(entry: Entry) -> str:
 
 
 def _difference(entry: Entry) -> str:
-    if not entry.values:
+    if not entry.values or not entry.is_comparable:
         return NOTHING
     return f"{statistics.fmean(entry.values) - float(entry.cell.mean):+.{_digits(entry.cell.mean)}f}"
 
@@ -275,10 +360,8 @@ def _threshold(key: str, entry: Entry, entries: Sequence[Entry]) -> float | None
     """0.8 of "0.80"; of a FedAvg threshold the last accuracy of our own FedAvg runs, None without any."""
     if not key.startswith(FEDAVG_FINAL):
         return float(key)
-    place = _place(entry, entries)
-    runs = [
-        run for other in entries if not other.cell.methods and _place(other, entries) == place for run in other.runs
-    ]
+    of_fedavg = [other for other in entries if not other.cell.methods and other.place == entry.place]
+    runs = [run for other in of_fedavg for run in other.runs]
     last = [value for run in runs for value in known(column(run.rows, entry.score.column))[-1:]]
     return statistics.fmean(last) if last else None
 
@@ -293,59 +376,49 @@ def _rounds(key: str, entry: Entry, entries: Sequence[Entry]) -> str:
 
 
 # --- text -----------------------------------------------------------------------------------------------------------
-def _grids(entries: Sequence[Entry], width: int) -> Iterator[str]:
-    """The table, a block of columns per data set and column of the paper; blocks that do not fit go below."""
-    lines = _lines(entries)
-    labels = _aligned(["", "", *(label for label, _ in lines)], left=True)
-    places = dict.fromkeys(_place(entry, entries) for entry in entries)
-    blocks = [_block(place, [line.get(place) for _, line in lines], entries) for place in places]
-    while blocks:
-        count = 1
-        while count < len(blocks) and sum(len(b[0]) + len(GAP) for b in blocks[: count + 1]) + len(labels[0]) <= width:
-            count += 1
-        head, title, *rows = [GAP.join(row).rstrip() for row in zip(labels, *blocks[:count], strict=True)]
-        yield "\n".join([head, title, "-" * max(map(len, (head, title, *rows))), *rows])
-        blocks = blocks[count:]
+def _section(entries: Sequence[Entry], setting: str, width: int) -> Iterator[str]:
+    """Print the cells of a data set at one setting: a table for each column of the paper."""
+    if setting:
+        yield f"{entries[0].dataset}, otherwise than the paper: {setting}"
+    variants = sorted({entry.variant for entry in entries} - {""})
+    marks = {variant: f" [{letter}]" for variant, letter in zip(variants, ascii_lowercase, strict=False)}
+    for place in dict.fromkeys(entry.place for entry in entries):
+        cells = [entry for entry in entries if entry.place == place]
+        labels = [f"{entry.cell.label}{marks.get(entry.variant, '')}" for entry in cells]
+        yield aligned([Column(place, labels), *_columns(cells, entries)], width)
+    if marks:
+        yield "\n".join(f"{mark.strip()} {variant}" for variant, mark in marks.items())
 
 
-def _lines(entries: Sequence[Entry]) -> list[tuple[str, dict[str, Entry]]]:
-    """The cells by the paper's rows: a label that comes again in a column begins a new row."""
-    lines: list[tuple[str, dict[str, Entry]]] = []
-    for entry in entries:
-        label, place = entry.cell.label, _place(entry, entries)
-        line = next((line for name, line in lines if name == label and place not in line), None)
-        if line is None:
-            lines.append((label, line := {}))
-        line[place] = entry
-    return lines
+def _columns(cells: Sequence[Entry], entries: Sequence[Entry]) -> Iterator[Column]:
+    """Yield the printed numbers, ours, and what else is known of any of the cells."""
+
+    def numbers(title: str, texts: Sequence[str]) -> Column:
+        return Column(title, list(texts), scores=[None] * len(texts))
+
+    yield numbers("paper", [_printed(entry.cell.mean, entry.cell.deviation) for entry in cells])
+    is_made = any(entry.values for entry in cells)
+    if is_made:
+        yield numbers("ours", [_ours(entry) for entry in cells])
+        yield numbers("diff", [_difference(entry) for entry in cells])
+        for title, texts in _more(cells).items():
+            if set(texts) != {NOTHING}:
+                yield numbers(title, texts)
+    for key in dict.fromkeys(key for entry in cells for key in entry.cell.rounds_to):
+        texts = []
+        for entry in cells:
+            printed = entry.cell.rounds_to.get(key)
+            theirs = NOTHING if printed is None else str(printed)
+            texts.append(f"{theirs} / {_rounds(key, entry, entries)}" if is_made else theirs)
+        yield numbers(f"to {key.replace('_', ' ')}", texts)
 
 
-def _block(title: str, cells: Sequence[Entry | None], entries: Sequence[Entry]) -> list[str]:
-    """A head of two lines and a line a row; what nobody has is left out."""
-    keys = dict.fromkeys(key for entry in cells if entry for key in entry.cell.rounds_to)
-    made = any(entry and entry.values for entry in cells)
-    columns = [["paper", *(_printed(e.cell.mean, e.cell.deviation) if e else "" for e in cells)]]
-    if made:
-        columns.append(["ours", *(_ours(e) if e else "" for e in cells)])
-        columns.append(["diff", *(_difference(e) if e else "" for e in cells)])
-        columns += _more(cells)
-    for key in keys:
-        theirs = [NOTHING if e is None or (r := e.cell.rounds_to.get(key)) is None else str(r) for e in cells]
-        ours = [f" / {_rounds(key, e, entries) if e else NOTHING}" if made else "" for e in cells]
-        columns.append([f"to {key.replace('_', ' ')}", *(a + b for a, b in zip(theirs, ours, strict=True))])
-    rows = ["  ".join(row) for row in zip(*(_aligned(column) for column in columns), strict=True)]
-    return _aligned([title, *rows], left=True)
-
-
-def _more(cells: Sequence[Entry | None]) -> list[list[str]]:
-    """Columns of the other scores, and of how unlike the clients were, where anything is known of them."""
-    titles = dict.fromkeys(title for entry in cells if entry for title in entry.score.beside)
-    columns = [
-        [title, *(_mean(e.beside().get(title, ()), _digits(e.cell.mean)) if e else "" for e in cells)]
-        for title in titles
-    ]
-    columns.append([SPLIT, *(_unlike(e) if e else "" for e in cells)])
-    return [column for column in columns if set(column[1:]) - {"", NOTHING}]
+def _more(cells: Sequence[Entry]) -> dict[str, list[str]]:
+    """Return the other scores, and how unlike the clients were, by their titles."""
+    more = {}
+    for title in dict.fromkeys(title for entry in cells for title in entry.score.beside):
+        more[title] = [_mean(entry.beside().get(title, ()), _digits(entry.cell.mean)) for entry in cells]
+    return more | {SPLIT: [_unlike(entry) for entry in cells]}
 
 
 def _mean(values: Sequence[float], digits: int) -> str:
@@ -354,13 +427,6 @@ def _mean(values: Sequence[float], digits: int) -> str:
 
 def _unlike(entry: Entry) -> str:
     numbers = [entry.split(name) for name in ("label_entropy", "divergence")]
-    return (
-        " / ".join(NOTHING if number is None else f"{number:.2f}" for number in numbers)
-        if any(number is not None for number in numbers)
-        else NOTHING
-    )
-
-
-def _aligned(texts: Sequence[str], left: bool = False) -> list[str]:
-    width = max(map(len, texts))
-    return [text.ljust(width) if left else text.rjust(width) for text in texts]
+    if all(number is None for number in numbers):
+        return NOTHING
+    return " / ".join(NOTHING if number is None else f"{number:.2f}" for number in numbers)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from statistics import mean
 
 from jobs.papers.comparison import plainly
+from jobs.papers.presets import PaperRuns, Score
 from raysim.primitives.checks import known
 from raysim.results.history import column
 from raysim.results.markdown import table
@@ -14,8 +15,6 @@ from raysim.results.report import Run
 from raysim.results.significance import FEWEST, Difference, paired
 
 FEDAVG = "method=fedavg"
-# Columns of a summary that are compared, and what they are called.
-SCORES = {"best5_mean_global": "central", "best5_mean": "local mean"}
 TERM = "decomposition."  # begins the columns of FedLD's terms
 Own = Mapping[int, Run]  # of one method, by seed
 Runs = dict[str, dict[int, Run]]  # of one setting: by methods and their options, then by seed
@@ -32,7 +31,7 @@ class Setting:
     fedavg: Own
     others: Runs
     too_few: Runs  # methods that share fewer seeds with FedAvg
-    scores: Mapping[str, str]  # that all have
+    scores: Mapping[str, Score]  # by title: those that all runs have
 
     @property
     def uneven(self) -> bool:
@@ -48,18 +47,18 @@ class Setting:
         """Those that a method and FedAvg have, the most uneven split first."""
         return sorted(own.keys() & self.fedavg.keys(), key=lambda seed: (entropy(self.fedavg[seed]), seed))
 
-    def pairs(self, own: Own, key: str) -> list[tuple[float, float]]:
-        """FedAvg's score and the method's, in percent, for each of the seeds."""
-        return [(_score(self.fedavg[seed], key), _score(own[seed], key)) for seed in self.seeds(own)]
+    def pairs(self, own: Own, score: Score) -> list[tuple[float, float]]:
+        """Return FedAvg's score and the method's, in percent, for each of the seeds."""
+        return [(_value(self.fedavg[seed], score), _value(own[seed], score)) for seed in self.seeds(own)]
 
-    def gain(self, own: Own, key: str) -> Difference:
-        """What a method gains, in points."""
-        before, after = zip(*self.pairs(own, key), strict=True)
+    def gain(self, own: Own, score: Score) -> Difference:
+        """Return the gain of a method, in points."""
+        before, after = zip(*self.pairs(own, score), strict=True)
         return paired(after, before)
 
 
-def by_setting(runs: Sequence[Run]) -> list[Setting]:
-    """The settings in which FedAvg and another method share enough seeds."""
+def by_setting(runs: Sequence[Run], paper: PaperRuns) -> list[Setting]:
+    """Return the settings in which FedAvg and another method share enough seeds."""
     found: dict[str, Runs] = {}
     for run in runs:
         words = plainly(str(run.summary.get("command"))).split()[2:]
@@ -67,30 +66,32 @@ def by_setting(runs: Sequence[Run]) -> list[Setting]:
         others = [word for word in words if not word.startswith(("method", "seed=", *HOW))]
         own = found.setdefault(" ".join(others), {}).setdefault(" ".join(methods), {})
         own[int(str(run.config["seed"]))] = run
-    settings = [_setting(words, by_method) for words, by_method in found.items()]
+    settings = [_setting(words, by_method, paper) for words, by_method in found.items()]
     return [setting for setting in settings if setting.others]
 
 
-def _setting(words: str, by_method: Runs) -> Setting:
+def _setting(words: str, by_method: Runs, paper: PaperRuns) -> Setting:
     fedavg = by_method.pop(FEDAVG, {})
     enough = {name: len(own.keys() & fedavg.keys()) >= FEWEST for name, own in sorted(by_method.items())}
     others, too_few = ({name: by_method[name] for name in enough if enough[name] is which} for which in (True, False))
     every = [run for own in (fedavg, *others.values()) for run in own.values()]
-    scores = {key: title for key, title in SCORES.items() if all(run.summary.get(key) is not None for run in every)}
-    if "best5_mean" in scores and all(_is_central(run) for run in every):
-        scores["best5_mean"] = "central"  # who has no test of their own is scored there
+    scores = {
+        title: score
+        for title, score in paper.gains.items()
+        if all(score.summary(run.rows, score.column) is not None for run in every)
+    }
     return Setting(words, fedavg, others, too_few, scores)
 
 
-def gains(runs: Sequence[Run]) -> Iterator[str]:
-    """A section as Markdown of every setting."""
-    for setting in by_setting(runs):
+def gains(runs: Sequence[Run], paper: PaperRuns) -> Iterator[str]:
+    """Yield a section of every setting as Markdown; the gains are those of the paper's own score."""
+    for setting in by_setting(runs, paper):
         yield f"## Over FedAvg, seed by seed: {setting.words}"
         yield (
-            f"{'A seed is a split, too. ' if setting.uneven else ''}Gains in points, best five rounds: mean of the "
+            f"{'A seed is a split, too. ' if setting.uneven else ''}Gains in points of {paper.gained}: mean of the "
             "differences over the seeds that both have, 95 % interval (Student)."
         )
-        head = ("methods", "seeds", *setting.scores.values())
+        head = ("methods", "seeds", *setting.scores)
         yield table(head, [_gain(name, own, setting) for name, own in setting.others.items()])
         if setting.uneven:
             yield from _by_split(setting)
@@ -131,10 +132,6 @@ def _measured(run: Run) -> list[str]:
     return [name for name in names if known(column(run.rows, name))]
 
 
-def _is_central(run: Run) -> bool:
-    return bool(known(column(run.rows, "accuracy_global"))) and not known(column(run.rows, "accuracy"))
-
-
 def _term(run: Run, name: str) -> float:
     return mean(known(column(run.rows, name))[-5:])
 
@@ -145,8 +142,8 @@ def _by_split(setting: Setting) -> Iterator[str]:
     seeds = setting.seeds(own)
     entropies = [entropy(setting.fedavg[seed]) for seed in seeds]
     columns, said = [], []
-    for key, title in setting.scores.items():
-        pairs = setting.pairs(own, key)
+    for title, score in setting.scores.items():
+        pairs = setting.pairs(own, score)
         columns.append([f"{before:.2f} → {after:.2f} ({after - before:+.2f})" for before, after in pairs])
         if len(seeds) > FEWEST:
             from scipy.stats import spearmanr
@@ -158,22 +155,24 @@ def _by_split(setting: Setting) -> Iterator[str]:
         "method's):"
     )
     facts = [f"{seed}" for seed in seeds], [f"{each:.3f}" for each in entropies]
-    yield table(("seed", "label entropy", *setting.scores.values()), list(zip(*facts, *columns, strict=True)))
+    yield table(("seed", "label entropy", *setting.scores), list(zip(*facts, *columns, strict=True)))
     if said:
         yield f"Rank correlation (Spearman) of the gain with the label entropy, {len(seeds)} splits: {'; '.join(said)}."
 
 
 def _gain(name: str, own: Own, setting: Setting) -> tuple[str, ...]:
     cells = []
-    for key in setting.scores:
-        found = setting.gain(own, key)
+    for score in setting.scores.values():
+        found = setting.gain(own, score)
         interval = f" ({found.note})" if found.low is None else f" ({found.low:+.2f} to {found.high:+.2f})"
         cells.append(f"{found.mean:+.2f}{interval}")
     return f"`{name}`", f"{len(setting.seeds(own))}", *cells
 
 
-def _score(run: Run, key: str) -> float:
-    return 100 * float(str(run.summary[key]))
+def _value(run: Run, score: Score) -> float:
+    value = score.summary(run.rows, score.column)
+    assert value is not None, "a setting has the scores that all of its runs have"
+    return score.factor * value
 
 
 def entropy(run: Run) -> float:

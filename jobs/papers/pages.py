@@ -47,9 +47,9 @@ def page(paper: str, runs: Sequence[Run]) -> str:
     ]
     if claims := known["claims"]:
         parts.append("\n".join(["**What we could not see.**", "", *(f"- {text}" for text in claims)]))
-    if numbers(runs):
+    if numbers(runs, PAPER_RUNS[paper]):
         parts.append(f"![{ABOUT}]({paper}.png)")
-    parts += gains(runs)
+    parts += gains(runs, PAPER_RUNS[paper])
     for name, table in every.items():
         parts += _table(name, table, runs, known["causes"])
     return "\n\n".join(parts) + "\n"
@@ -87,9 +87,9 @@ def _table(name: str, table: Table, runs: Sequence[Run], causes: Mapping[str, st
     said = [*table.notes, *(text for key, text in PAPER_RUNS[name.partition("/")[0]].notes.items() if key == name)]
     if said:
         yield "\n".join(f"- {text}" for text in said)
-    settings = dict.fromkeys(different for entry in entries for different in entry.different)
+    settings = dict.fromkeys(match.setting for entry in entries for match in entry.matches)
     for setting in settings:
-        yield from _results(short, [entry.at(setting) for entry in entries], setting, causes)
+        yield from _results(short, [part for entry in entries for part in entry.at(setting)], setting, causes)
     if not settings:
         yield f"**Ours: {NOT_RUN}.**"
     yield _commands(entries)
@@ -128,12 +128,12 @@ def _row(short: str, entry: Entry, titles: Sequence[str], elsewhere: bool, cause
     beside = entry.beside()
     others = [_shown(beside.get(title, ())) for title in titles]
     split = [NOTHING if (number := entry.split(name)) is None else f"{number:.3f}" for name in SPLIT]
-    label = cell.label.replace("|", "\\|")
+    label = f"{cell.label} ({entry.variant})" if entry.variant else cell.label
     known = causes.get(f"{short}/{cell.label}") or causes.get(short) or ("scale" if elsewhere else NOT_KNOWN)
-    difference = f"{mean - float(cell.mean):+.2f}"
+    difference = f"{mean - float(cell.mean):+.2f}" if entry.is_comparable else NOTHING
     return [
-        label,
-        f"{cell.dataset}, {cell.column}",
+        label.replace("|", "\\|"),
+        entry.place,
         theirs,
         _shown(values),
         f"{len(values)}",
@@ -193,8 +193,8 @@ def write(folder: Path) -> None:
     for name, text in pages().items():
         (folder / name).write_text(text, encoding="utf-8")
     for paper in PAPERS:
-        if numbers(runs := kept(paper)):
-            draw(runs, folder / f"{paper}.png")
+        if numbers(runs := kept(paper), PAPER_RUNS[paper]):
+            draw(runs, PAPER_RUNS[paper], folder / f"{paper}.png")
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from raysim.experiment.compose import compose, plain
 from raysim.experiment.instantiate import shown
 from raysim.primitives.errors import Refused
 from raysim.primitives.files import from_json
-from raysim.results.history import Row, column, summarise, write_json
+from raysim.results.history import column, summarise, write_json
 from raysim.results.report import Run, choice, load_run, settings
 
 KEPT = Path(__file__).parent / "results"
@@ -32,9 +32,8 @@ COLUMNS = (
     "floats_down",
     "clients",
     "host_seconds",
-    "fraug.",
     "decomposition.",
-)
+)  # and those that begin with the name of one of the run's methods
 FACTS = ("rounds", "wall_seconds", "model_sha256", "state_sha256", "identity", "split")  # of summary.json
 # Keys that say where a run lay and how it was carried out, not what it is.
 PLACES = ("out", "resume", "tracking", "runtime", "checkpoint", "thresholds", "device", "state", "faults")
@@ -69,7 +68,7 @@ def keep(folder: Path) -> Path:
         "hardware": hardware(str(identity.get("device", "cpu"))),
         "facts": {key: run.summary.get(key) for key in FACTS},
         "config": config,
-        "history": {name: _short(column(run.rows, name)) for name in _columns(run.rows)},
+        "history": {name: _short(column(run.rows, name)) for name in _columns(run)},
     }
     text = json.dumps([config["seed"], content["command"]])
     methods = "+".join((run.config.get("method") or {}).keys()) or "fedavg"  # type: ignore[attr-defined]
@@ -122,9 +121,13 @@ def hardware(device: str = "cpu") -> str:
     return f"{os.cpu_count()} cores of {name}"
 
 
-def _columns(rows: Sequence[Row]) -> list[str]:
-    names = dict.fromkeys(name for row in rows for name in row)
-    return ["round", *(name for name in names if name.startswith(COLUMNS))]
+def _columns(run: Run) -> list[str]:
+    """Return the columns that are kept: scores and costs, and what the methods report of themselves."""
+    methods = run.config.get("method") or {}
+    assert isinstance(methods, Mapping)
+    beginnings = (*COLUMNS, *(f"{name}." for name in methods))
+    names = dict.fromkeys(name for row in run.rows for name in row)
+    return ["round", *(name for name in names if name.startswith(beginnings))]
 
 
 def _short(values: Sequence[int | float | None]) -> list[int | float | None]:

@@ -16,7 +16,8 @@ from test_papers import MNIST, WIDE, line, make, rows
 
 from jobs.papers import pages, pictures, results
 from jobs.papers.comparison import compare
-from jobs.papers.gains import gains
+from jobs.papers.gains import by_setting, gains
+from jobs.papers.presets import PAPER_RUNS
 from jobs.papers.tables import PAPERS, tables
 from raysim.experiment.compose import compose, conf_folder, plain
 from raysim.primitives.errors import Refused
@@ -91,15 +92,82 @@ def test_two_seeds_are_two_files_and_what_is_no_result_is_refused(tmp_path: Path
 
 
 # --- beside the paper's numbers -------------------------------------------------------------------------------------
-def test_kept_runs_stand_where_no_other_does(tmp_path: Path, store: Path) -> None:
+def kept_at(tmp_path: Path, method: str, score: float, *words: str, seed: int = 0) -> None:
+    folder = tmp_path / f"{method}-{seed}-{'-'.join(words)}"
+    results.keep(finished(folder, [*MNIST, f"method=[{method}]", f"seed={seed}", *words], scores(score)))
+
+
+def sections(text: str) -> dict[str, list[str]]:
+    """The rows of our results on RotatedMNIST, by how their setting differs from the paper's."""
+    found: dict[str, list[str]] = {}
+    setting = ""
+    for part in text.split("\n\n"):
+        title, _, said = part.partition("otherwise than the paper: ")
+        setting = said if said and title.startswith("rotated_mnist") else setting
+        if part.startswith("rotated_mnist, Acc") and " ours " in part:
+            found[setting] = [" ".join(row.split()) for row in part.splitlines()[2:]]
+    return found
+
+
+def test_kept_runs_stand_at_their_own_setting(tmp_path: Path, store: Path) -> None:
     for seed, score in ((0, 0.5), (1, 0.7)):
-        results.keep(finished(tmp_path / f"a{seed}", reduced("", seed), scores(score)))
-        results.keep(finished(tmp_path / f"p{seed}", reduced("fedprox", seed), scores(score)))
+        for method in ("", "fedprox"):
+            kept_at(tmp_path, method, score, "rounds=40", seed=seed)
     own = load_run(finished(tmp_path / "own", [*MNIST, "method=[]"], scores(0.8)))
-    text = compare("fedbr/table1", [own], WIDE, results.kept("fedbr"))
-    assert line(text, "FedAvg ").startswith("FedAvg 82.47 80.00 -2.47")
-    assert line(text, "FedProx").startswith("FedProx 82.32 60.00* ± 14.14 (2 runs) -22.32")
-    assert "kept with raysim: FedProx; they have rounds=40 instead of 1000" in text
+    found = sections(compare("fedbr/table1", [own], WIDE, results.kept("fedbr")))
+    assert [*found] == ["", "rounds=40 instead of 1000"]
+    assert [row for row in found[""] if " – – – " not in row] == [row for row in found[""] if "80.00" in row]
+    assert found[""][1].startswith("FedAvg 82.47 80.00 -2.47")
+    kept = found["rounds=40 instead of 1000"]
+    assert [row.split()[0] for row in kept] == ["FedAvg", "FedProx"]
+    assert kept[1].startswith("FedProx 82.32 60.00* ± 14.14 (2 runs) -22.32")
+
+
+def test_a_data_set_has_one_setting_whatever_the_order(tmp_path: Path, store: Path) -> None:
+    small = "model=small_cnn"
+    for method, score in (("", 0.1), ("fedprox", 0.2), ("fedbr", 0.3)):
+        kept_at(tmp_path, method, score, small)
+    kept_at(tmp_path, "", 0.8, "rounds=40")
+    runs = results.kept("fedbr")
+    found = sections(compare("fedbr/table1", [], WIDE, runs))
+    main, other = found.values()
+    assert [row for row in main if "*" in row and "80.00" in row] == [], "no cell of the other setting"
+    assert sum("*" in row for row in main) == 3 and len(other) == 1 and "80.00*" in other[0]
+    assert sections(compare("fedbr/table1", [], WIDE, runs[::-1])) == found
+
+
+def test_values_of_a_method_do_not_part_it_from_fedavg(tmp_path: Path, store: Path) -> None:
+    kept_at(tmp_path, "", 0.5, "rounds=40")
+    kept_at(tmp_path, "fedbr", 0.6, "rounds=40", "method.fedbr.samples_per_mean=5")
+    kept_at(tmp_path, "fedbr", 0.7, "rounds=40")
+    text = compare("fedbr/table1", [], WIDE, results.kept("fedbr"))
+    (rows_,) = sections(text).values()
+    assert [row.split(" -")[0] for row in rows_ if "*" in row] == [
+        "FedAvg 82.47 50.00*",
+        "FedBR (Ours) 86.58 70.00*",
+        "FedBR (Ours) [a] 86.58 60.00*",
+    ]
+    assert "[a] method.fedbr.samples_per_mean=5 instead of 10" in text
+
+
+def test_a_split_without_the_columns_key_is_in_no_column(tmp_path: Path, store: Path) -> None:
+    shift = ["data=synthetic", "data.domains=5", "data.samples=2000", "data.test_samples=2000", "partition=domain"]
+    words = ["experiment=fedld/retina", "method=[]", "model=small_cnn"]
+    run = make(tmp_path / "a", [*words, *shift], rows([0.5]))
+    assert "ours" not in compare("fedld/table1", [run], WIDE)
+    run = make(tmp_path / "b", [*words, "data=pneumonia_mnist", "partition.alpha=0.5"], rows([0.5]))
+    text = compare("fedld/table1", [run], WIDE)
+    assert line(text, "pneumonia_mnist, Split-3").startswith("pneumonia_mnist, Split-3 paper ours diff")
+    assert "FedAvg 81.13 50.00* –" in " ".join(text.split()), "other data than the paper's have no difference"
+
+
+def test_what_a_method_reports_is_kept(tmp_path: Path, store: Path) -> None:
+    reported = {"fedbss.biased_share": 0.25, "fedbr.other": 1.0, "aggregated": 3.0}
+    words = ["experiment=fedbss/fashion_mnist", "method=[fedbss]"]
+    results.keep(finished(tmp_path / "a", words, rows([0.5], **reported)))
+    (run,) = results.kept("fedbss")
+    assert run.rows[0]["fedbss.biased_share"] == 0.25
+    assert not {"fedbr.other", "aggregated"} & run.rows[0].keys()
 
 
 def test_all_three_scores_and_the_split_stand_beside_a_result(tmp_path: Path, store: Path) -> None:
@@ -125,7 +193,7 @@ def test_the_pages_are_those_that_the_stored_results_make() -> None:
 @pytest.mark.parametrize("paper", PAPERS)
 def test_a_page_has_a_picture_of_the_stored_results(paper: str) -> None:
     drawn = Image.open(conf_folder().parent / "docs" / "papers" / f"{paper}.png")
-    assert drawn.text["Description"] == pictures.numbers(results.kept(paper)), (  # type: ignore[attr-defined]
+    assert drawn.text["Description"] == pictures.numbers(results.kept(paper), PAPER_RUNS[paper]), (  # type: ignore[attr-defined]
         "run uv run python -m jobs.papers.pages docs/papers"
     )
 
@@ -168,17 +236,19 @@ def stored(method: str, seed: int, accuracy: float, words: str = "", entropy: fl
     """What is kept of a run of one round."""
     summary = {
         "command": f"raysim run experiment=fedbr/x method={method} seed={seed} rounds=40{words} data.root=DIR",
-        "best5_mean": accuracy,
         "split": {"label_entropy": entropy},
     }
-    return Run("x", {"seed": seed}, [], summary, Path("x"))
+    return Run("x", {"seed": seed}, [{"round": 1, "accuracy": accuracy}], summary, Path("x"))
+
+
+FEDBR = PAPER_RUNS["fedbr"]
 
 
 def test_a_method_is_compared_with_fedavg_on_the_seeds_that_both_have() -> None:
     # 10, 20 and 30 points: mean 20, deviation 10, and t(0.975, 2) = 4.3027 gives 24.84 to each side.
     gained = [stored("fedbr", seed, 0.6 + 0.1 * seed, " device=cuda runtime.graph=true") for seed in range(3)]
     runs = [stored("fedavg", seed, 0.5, entropy=1 - seed) for seed in range(5)] + gained
-    text = "\n".join(gains(runs))
+    text = "\n".join(gains(runs, FEDBR))
     assert "## Over FedAvg, seed by seed: experiment=fedbr/x rounds=40\n" in text + "\n", "where it ran does not matter"
     assert "A seed is a split, too. Gains in points" in text
     assert "| `method=fedbr` | 3 | +20.00 (-4.84 to +44.84) |" in text
@@ -191,14 +261,37 @@ def test_a_method_is_compared_with_fedavg_on_the_seeds_that_both_have() -> None:
     assert "Spearman" not in text, "three splits have no correlation"
 
 
+def test_gains_are_those_of_the_papers_own_score() -> None:
+    def run(method: str, seed: int, gained: float) -> Run:
+        best, early, late = 0.5 + gained, 0.3 + 2 * gained, 0.2 + 4 * gained
+        scores = [best] * 5 + [early] * 9 + [late]
+        rows = [{"accuracy_global": score, "accuracy_best": 0.4 + 3 * gained} for score in scores]
+        return replace(stored(method, seed, 0.5), rows=rows)
+
+    runs = [run("fedavg", seed, 0.0) for seed in range(3)]
+    runs += [run("fedbr", seed, 0.01 * seed) for seed in range(3)]
+    gained = {}
+    for paper in PAPERS:
+        (setting,) = by_setting(runs, PAPER_RUNS[paper])
+        for title, score in setting.scores.items():
+            gained[paper, title] = round(setting.gain(setting.others["method=fedbr"], score).mean or 0, 6)
+    # Points gained: 1 in the five best rounds, 2 and once 4 in the last ten, 4 in the last, 3 in the best validation.
+    assert gained == {
+        ("fedbr", "central"): 1.0,
+        ("fedbss", "central"): 2.2,
+        ("fedld", "central"): 4.0,
+        ("fraug", "clients' tests"): 3.0,
+    }
+
+
 def test_a_whole_number_written_in_two_ways_is_one_setting() -> None:
     words = (" local.lr=10", " local.lr=10.0", " local.lr=10")
     runs = [stored(method, seed, 0.5, words[seed]) for method in ("fedavg", "fedbr") for seed in range(3)]
-    text = "\n".join(gains(runs))
+    text = "\n".join(gains(runs, FEDBR))
     assert text.startswith("## Over FedAvg, seed by seed: experiment=fedbr/x rounds=40 local.lr=10\n")
     assert "| `method=fedbr` | 3 |" in text
     runs = [stored(method, seed, 0.5, f" local.lr=1.0{seed}") for method in ("fedavg", "fedbr") for seed in range(3)]
-    assert not list(gains(runs)), "1.01 and 1.02 are two"
+    assert not list(gains(runs, FEDBR)), "1.01 and 1.02 are two"
 
 
 def test_terms_of_the_loss_are_compared_and_a_run_without_own_tests_is_scored_centrally() -> None:
@@ -208,7 +301,7 @@ def test_terms_of_the_loss_are_compared_and_a_run_without_own_tests_is_scored_ce
         return replace(stored(method, seed, 0.5), rows=rows)
 
     fedavg = [run("fedavg", seed, 1.0 + 0.1 * seed) for seed in range(3)]
-    text = "\n".join(gains([*fedavg, *(run("fedbr", seed, 0.5 + 0.2 * seed) for seed in range(3))]))
+    text = "\n".join(gains([*fedavg, *(run("fedbr", seed, 0.5 + 0.2 * seed) for seed in range(3))], FEDBR))
     assert "| methods | seeds | central |" in text and "local mean" not in text
     assert "| `method=fedavg` | 3 | 1.100 |" in text
     # -0.5, -0.4 and -0.3: deviation 0.1, and t(0.975, 2) = 4.3027 gives 0.248 to each side.
@@ -217,12 +310,13 @@ def test_terms_of_the_loss_are_compared_and_a_run_without_own_tests_is_scored_ce
 
 def test_terms_are_those_that_all_have_who_measured_any() -> None:
     def run(method: str, seed: int, **terms: float | None) -> Run:
-        return replace(stored(method, seed, 0.5), rows=[{f"decomposition.{name}": v for name, v in terms.items()}])
+        columns = {f"decomposition.{name}": value for name, value in terms.items()}
+        return replace(stored(method, seed, 0.5), rows=[{"accuracy": 0.5, **columns}])
 
     runs = [run("fedavg", seed, shift=1.0, local=2.0, other=None) for seed in range(3)]
     runs += [run("fedbr", seed, shift=0.5, local=None, other=1.0) for seed in range(3)]
     runs += [run("moon", seed, shift=None) for seed in range(3)]
-    text = "\n".join(gains(runs))
+    text = "\n".join(gains(runs, FEDBR))
     assert "| methods | seeds | shift |" in text
     assert "| `method=fedbr` | 3 | 0.500 (-0.500; no test: every pair differs alike) |" in text
     assert "| `method=moon` | 3 | +0.00 (equal in every pair) |" in text and text.count("method=moon") == 1
@@ -231,12 +325,12 @@ def test_terms_are_those_that_all_have_who_measured_any() -> None:
 def test_gains_say_how_they_go_with_how_uneven_a_split_is() -> None:
     runs = [stored("fedavg", seed, 0.5, entropy=seed) for seed in range(4)]
     runs += [stored("fedbr", seed, 0.9 - 0.1 * seed, entropy=seed) for seed in range(4)]
-    assert "with the label entropy, 4 splits: local mean -1.00 (p = 0.0000)." in "\n".join(gains(runs))
+    assert "with the label entropy, 4 splits: local mean -1.00 (p = 0.0000)." in "\n".join(gains(runs, FEDBR))
 
 
 def test_splits_that_are_equally_uneven_have_no_order() -> None:
     runs = [stored(method, seed, 0.5 + 0.1 * seed * seed) for method in ("fedavg", "fedbr") for seed in range(4)]
-    text = "\n".join(gains(runs))
+    text = "\n".join(gains(runs, FEDBR))
     assert "| `method=fedbr` | 4 |" in text
     assert "by split" not in text and "Spearman" not in text and "A seed is a split" not in text
 
@@ -247,7 +341,7 @@ def test_a_picture_shows_means_intervals_and_splits(tmp_path: Path, monkeypatch:
     runs += [stored("moon method.moon.mu=1", seed, 0.4 + 0.1 * seed, entropy=seed) for seed in range(3)]
     figures: list[Figure] = []
     monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: figures.append(figure))
-    pictures.draw(runs, tmp_path / "a.png")
+    pictures.draw(runs, FEDBR, tmp_path / "a.png")
     means, splits = figures[0].axes
     assert [label.get_text() for label in means.get_yticklabels()] == ["fedbr", "moon, mu=1"]
     # fedbr: 40, 30, 20, 10; moon: -10, 0, 10; the intervals by t(0.975, 3) = 3.1824 and t(0.975, 2) = 4.3027.
@@ -257,14 +351,16 @@ def test_a_picture_shows_means_intervals_and_splits(tmp_path: Path, monkeypatch:
     assert blue == means.lines[1].get_color() != grey, "an interval around 0 is grey"
     (dots, _) = splits.lines
     assert np.allclose(dots.get_xydata(), [(0, 40), (1, 30), (2, 20), (3, 10)])
-    assert pictures.numbers(runs) != pictures.numbers(runs[:-1]) and pictures.numbers(runs[:4]) == ""
+    assert (
+        pictures.numbers(runs, FEDBR) != pictures.numbers(runs[:-1], FEDBR) and pictures.numbers(runs[:4], FEDBR) == ""
+    )
 
 
 def test_too_few_shared_seeds_and_other_settings_are_not_compared() -> None:
     fedavg = [stored("fedavg", seed, 0.5) for seed in range(3)]
-    assert not list(gains([*fedavg, stored("fedbr", 0, 0.6), stored("fedbr", 1, 0.6)]))
-    assert not list(gains([*fedavg, *(stored("fedbr", seed, 0.6, " local.lr=0.1") for seed in range(3))]))
-    assert not list(gains([stored("fedbr", seed, 0.6) for seed in range(3)]))
+    assert not list(gains([*fedavg, stored("fedbr", 0, 0.6), stored("fedbr", 1, 0.6)], FEDBR))
+    assert not list(gains([*fedavg, *(stored("fedbr", seed, 0.6, " local.lr=0.1") for seed in range(3))], FEDBR))
+    assert not list(gains([stored("fedbr", seed, 0.6) for seed in range(3)], FEDBR))
 
 
 def test_a_run_on_a_gpu_is_kept_with_its_name_and_what_its_bits_depend_on(tmp_path: Path, store: Path) -> None:

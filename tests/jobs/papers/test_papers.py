@@ -39,9 +39,14 @@ def make(folder: Path, words: Sequence[str], history: Sequence[Row]) -> Run:
     return load_run(folder)
 
 
+def lines(text: str, label: str) -> list[str]:
+    """The lines of the tables that begin with a label, with single spaces."""
+    return [" ".join(line.split()) for line in text.splitlines() if line.startswith(label)]
+
+
 def line(text: str, label: str) -> str:
-    """The first line of a table that begins with a label, with single spaces."""
-    return " ".join(next(line for line in text.splitlines() if line.startswith(label)).split())
+    """The first of these lines."""
+    return lines(text, label)[0]
 
 
 # --- the numbers ----------------------------------------------------------------------------------------------------
@@ -61,7 +66,7 @@ def test_every_table_prints_each_of_its_numbers_as_it_was_printed(name: str) -> 
 
 
 def test_digits_that_were_printed_stay() -> None:
-    assert "64.40" in line(compare("fedbr/table13"), "GroupDRO")
+    assert any("64.40" in row for row in lines(compare("fedbr/table13"), "GroupDRO"))
     assert "43.7" in compare("fedbr/table9") and "43.70" not in compare("fedbr/table9")
 
 
@@ -79,8 +84,8 @@ def test_a_run_stands_beside_the_number_it_repeats(tmp_path: Path) -> None:
     scores = [0.5, 0.79, 0.81, 0.80, 0.82, 0.83, 0.84]
     run = make(tmp_path / "prox", [*MNIST, "method=[fedprox]"], rows(scores))
     text = compare("fedbr/table1", [run], WIDE)
-    assert line(text, "FedProx").startswith("FedProx 82.32 82.00 -0.32 824 / 6 59.14")
-    assert line(text, "FedAvg ").startswith("FedAvg 82.47 – – 828 / – 58.99")
+    assert line(text, "FedProx").startswith("FedProx 82.32 82.00 -0.32 824 / 6")
+    assert line(text, "FedAvg ").startswith("FedAvg 82.47 – – 828 / –")
     assert f"{run.folder}: FedProx; as in the preset" in text
     assert "rotated_mnist method=fedavg" in text
     assert "rotated_mnist method=fedprox" not in text
@@ -94,7 +99,7 @@ def test_seeds_are_averaged(tmp_path: Path) -> None:
     ]
     text = compare("fedbr/table8", runs, WIDE)
     # Means of rounds 0.75 and 0.81; the threshold 0.80 in rounds 4 and 2.
-    assert line(text, "ERM").startswith("ERM (FedAvg) 82.78 ± 0.38 78.00 ± 4.24 (2 runs) -4.78 821 / 3 58.97")
+    assert line(text, "ERM").startswith("ERM (FedAvg) 82.78 ± 0.38 78.00 ± 4.24 (2 runs) -4.78 821 / 3")
     assert "seed=" not in text
 
 
@@ -115,7 +120,8 @@ def test_what_a_run_did_otherwise_than_the_paper_is_said(tmp_path: Path) -> None
     ):
         assert part in notes
     assert "runtime" not in notes
-    assert "60.00* -26.58" in line(text, "FedBR (Ours)")
+    assert "60.00* -26.58" in line(text, "FedBR (Ours) [a]")
+    assert "\n[a] method.fedbr.projection=code instead of paper\n" in text
 
 
 def test_the_weighting_that_a_method_asked_for_is_no_difference(tmp_path: Path) -> None:
@@ -146,17 +152,6 @@ def test_an_ablation_is_told_from_the_whole(tmp_path: Path) -> None:
     assert f"{first.folder} belongs to no row of this table" in compare("fedbr/table1", [first])
 
 
-def test_a_run_from_before_a_switch_existed_is_one_at_its_default(tmp_path: Path) -> None:
-    run = make(tmp_path / "old", ["experiment=fedbr/cifar10", "method=[fedbr]"], rows([0.6]))
-    node = plain(compose(["experiment=fedbr/cifar10", "method=[fedbr]", "method.fedbr.pseudo_refresh=once"]))
-    for key in ("pseudo", "proxy"):
-        node["method"]["fedbr"].pop(key, None)
-    (run.folder / "config.yaml").write_text(to_yaml(node))
-    old = load_run(run.folder)
-    assert "60.00" in line(compare("fedbr/table2", [old], WIDE), "FedBR (32 pseudo-data)")
-    assert "belongs to no row" in compare("fedbr/table3", [old])
-
-
 def test_a_run_of_another_study_is_named_and_left_out(tmp_path: Path) -> None:
     run = make(tmp_path / "digits", ["method=[fedprox]"], rows([0.9]))
     text = compare("fedbr/table1", [run])
@@ -180,7 +175,10 @@ def test_the_worst_domain_and_local_models_have_columns_of_their_own(tmp_path: P
     run = make(tmp_path / "b", [*MNIST, "method=[]"], rows([0.9]))
     assert "ours" not in compare("fedbr/table14", [run])  # an older history has no such column
     run = make(tmp_path / "c", ["experiment=fedbr/cifar10", "method=[]"], rows([0.5], local_accuracy=0.2))
-    assert line(compare("fedbr/table6", [run], WIDE), "FedAvg") == "FedAvg 21.01 20.00 -1.01 50.00 46.37 50.00 +3.63"
+    assert lines(compare("fedbr/table6", [run], WIDE), "FedAvg")[:2] == [
+        "FedAvg 21.01 20.00 -1.01 50.00",
+        "FedAvg 46.37 50.00 +3.63",
+    ]
 
 
 def test_clients_that_share_nothing_are_scored_by_their_local_models(tmp_path: Path) -> None:
@@ -191,7 +189,8 @@ def test_clients_that_share_nothing_are_scored_by_their_local_models(tmp_path: P
 def test_costs_are_per_participation(tmp_path: Path) -> None:
     run = make(tmp_path / "a", ["experiment=fedbr/cifar10", "method=[]"], rows([0.1, 0.2], host_seconds=3.0))
     # 80 million floats down and 6 seconds over 20 participations.
-    assert line(compare("fedbr/table7", [run], WIDE), "FedAvg").startswith("FedAvg 9.2 4.0 -5.2 0.29 0.30 +0.01 22.4")
+    first, second, *_ = lines(compare("fedbr/table7", [run], WIDE), "FedAvg")
+    assert (first, second) == ("FedAvg 9.2 4.0 -5.2", "FedAvg 0.29 0.30 +0.01")
 
 
 def test_every_paper_has_presets() -> None:
