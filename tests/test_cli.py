@@ -17,8 +17,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+import yaml
 from safetensors import SafetensorError
 
+import raysim
 from raysim import cli
 from raysim.api.method import Method
 from raysim.data.dataset import Samples, cached
@@ -338,6 +340,18 @@ def test_another_study_is_not_continued_in_a_runs_folder(capsys: pytest.CaptureF
     run("out=a", "resume=latest", "rounds=6", "runtime.threads=2", status=2)
     run("out=a", "resume=latest", "rounds=6", "runtime.lanes=2", status=2)
     run("out=a", "resume=latest", "rounds=5", "checkpoint.every=1", "faults.tolerate=0.5")
+
+
+def test_run_of_earlier_version_is_refused_with_the_version(capsys: pytest.CaptureFixture[str]) -> None:
+    run("out=a")
+    config = Path("a/config.yaml")
+    stored = yaml.safe_load(config.read_text())
+    del stored["runtime"]["lanes"]
+    config.write_text(yaml.safe_dump(stored))
+    capsys.readouterr()
+    run("out=a", "resume=latest", "rounds=6", status=2)
+    text = one_sentence(capsys.readouterr().err)
+    assert "runtime.lanes=" in text and raysim.__version__ in text
 
 
 def test_a_run_in_process_is_the_same_study_on_ray(capsys: pytest.CaptureFixture[str]) -> None:
