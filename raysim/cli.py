@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 
 from raysim.primitives.errors import Refused, instead, on_one_line, refusing
 from raysim.primitives.files import folder_at, held, is_full, user_path
+from raysim.results.tables import terminal_width
 
 RUN = """\
 examples:
@@ -297,13 +298,6 @@ def _complete() -> NoReturn:
 
     argcomplete.autocomplete(_parser())
     sys.exit(0)
-
-
-def terminal_width() -> int:
-    """Return the columns of the terminal, or 120 where there is none."""
-    import shutil
-
-    return shutil.get_terminal_size((120, 24)).columns
 
 
 def warn(sentence: str) -> None:
@@ -609,7 +603,8 @@ def _new(given: argparse.Namespace) -> int:
 def _report(given: argparse.Namespace) -> int:
     if not given.runs:
         raise Refused("report: needs the folder of a run. Name one or several")
-    from raysim.results.report import as_csv, grouped, latex, load_runs, results, scored, table
+    from raysim.results.report import as_csv, grouped, load_runs, results, scored, table
+    from raysim.results.tables import latex
 
     with refusing():
         runs = load_runs(given.runs, warn)

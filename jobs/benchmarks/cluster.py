@@ -33,6 +33,7 @@ from raysim.api.messages import Published, SingleUpdate, Trained
 from raysim.api.method import Method
 from raysim.primitives.checks import at_least
 from raysim.results.history import write_json
+from raysim.results.tables import aligned, columns_of, terminal_width
 from raysim.runtime.placement import RayOptions, Size, fitting, listen_on_loopback
 from raysim.simulation.coordinator import Coordinator
 from raysim.simulation.events import Round
@@ -259,34 +260,28 @@ def joined(options: Options) -> Iterator[Size]:
 
 def bench(options: Options, out: Path, rounds: int, say: Callable[[str], None]) -> list[Cost]:
     """Measure, print a table, write `out`."""
-    from rich.console import Console
-
     found = []
     with joined(options) as size:
         for cost in costs(options, size, rounds, say):
             found.append(cost)
             say(f"{cost.floats:,} floats, {cost.way}: {cost.wall * 1000:.1f} ms a round")
-    Console().print(table(found))
+    say(table(found))
     write_json({"options": asdict(options), "rounds": rounds, "results": [asdict(cost) for cost in found]}, out)
     return found
 
 
-def table(found: Sequence[Cost]) -> Any:
-    """What `main` prints."""
-    from rich.table import Table
-
-    first = found[0]
-    place = f"{first.hosts} hosts on {first.nodes} node(s)"
-    table = Table(title=f"a round of {place}: counts, MB, and ms of the coordinator")
-    for header in ("floats", "what comes", "calls", "arrays", "MB down", "up", "between", "CPU", *STAGES, "round"):
-        table.add_column(header, justify="right")
+def table(found: Sequence[Cost]) -> str:
+    """Return what the benchmark prints: a row for each model and way."""
+    rows = []
     for cost in found:
-        times = [cost.cpu, *cost.stages.values(), cost.wall]
-        table.add_row(
-            f"{cost.floats:,}", cost.way, f"{cost.calls}", f"{cost.arrays}", f"{cost.down / 1e6:.2f}",
-            f"{cost.up / 1e6:.2f}", f"{cost.between / 1e6:.2f}", *(f"{seconds * 1000:.1f}" for seconds in times),
-        )  # fmt: skip
-    return table
+        counts = (f"{cost.floats:,}", cost.way, f"{cost.calls}", f"{cost.arrays}")
+        megabytes = [f"{size / 1e6:.2f}" for size in (cost.down, cost.up, cost.between)]
+        times = [f"{seconds * 1000:.1f}" for seconds in (cost.cpu, *cost.stages.values(), cost.wall)]
+        rows.append((*counts, *megabytes, *times))
+    head = ("floats", "what comes", "calls", "arrays", "MB down", "up", "between", "CPU", *STAGES, "round")
+    place = f"{found[0].hosts} hosts on {found[0].nodes} node(s)"
+    title = f"a round of {place}: counts, MB, and ms of the coordinator"
+    return f"{title}\n{aligned(columns_of(head, rows), terminal_width())}"
 
 
 def main() -> None:

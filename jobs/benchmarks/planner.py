@@ -25,6 +25,7 @@ from jobs.command import run
 from raysim.api.declarations import Evaluation
 from raysim.primitives.memory import peak_memory
 from raysim.primitives.streams import stream
+from raysim.results.tables import aligned, columns_of, terminal_width
 from raysim.runtime.inprocess import InProcess
 from raysim.simulation.coordinator import Coordinator
 from raysim.simulation.events import Round
@@ -125,18 +126,15 @@ def whole(rounds: int) -> tuple[float, float]:
 
 def bench(say: Callable[[str], None]) -> dict[str, object]:
     """Measure, print a table, and return the results as a file holds them."""
-    from rich.console import Console
-    from rich.table import Table
-
     found = rates(2.0, say)
-    table = Table(title=f"the plan alone: thousand events a second, {CLIENTS:,} clients, {AT_WORK:,} at work")
-    for header in ("schedule", *FLEETS, TRACE):
-        table.add_column(header, justify="right")
+    rows = []
     for name in SCHEDULES:
-        table.add_row(name, *(f"{rate.events / 1e3:,.0f}" for rate in found if rate.schedule == name))
-    most = {fleet: max(rate.memory for rate in found if rate.fleet == fleet) for fleet in (*FLEETS, TRACE)}
-    table.add_row("memory, MB", *(f"{memory / 1e6:,.0f}" for memory in most.values()))
-    Console().print(table)
+        rows.append((name, *(f"{rate.events / 1e3:,.0f}" for rate in found if rate.schedule == name)))
+    fleets = (*FLEETS, TRACE)
+    most = [max(rate.memory for rate in found if rate.fleet == fleet) for fleet in fleets]
+    rows.append(("memory, MB", *(f"{memory / 1e6:,.0f}" for memory in most)))
+    say(f"the plan alone: thousand events a second, {CLIENTS:,} clients, {AT_WORK:,} at work")
+    say(aligned(columns_of(("schedule", *fleets), rows), terminal_width()))
     jobs, start = whole(100)
     say(
         f"a whole run that trains nothing: {jobs:,.0f} jobs a second of CPU, {start:.1f} s to the first, at most "

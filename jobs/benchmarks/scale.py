@@ -30,6 +30,7 @@ from raysim.data.sources import Synthetic
 from raysim.models import Mlp
 from raysim.primitives.memory import peak_memory
 from raysim.results.history import write_json
+from raysim.results.tables import aligned, columns_of, terminal_width
 from raysim.runtime.inprocess import InProcess
 from raysim.simulation.coordinator import Coordinator
 from raysim.simulation.events import Round
@@ -205,9 +206,6 @@ def measure(case: Case, rounds: int) -> Cost:
 
 def bench(out: Path, rounds: int, say: Callable[[str], None]) -> list[Cost]:
     """Measure all cases, print a table, write `out`."""
-    from rich.console import Console
-    from rich.table import Table
-
     from jobs.benchmarks import planner
     from raysim.runtime import ray as cluster
 
@@ -224,17 +222,16 @@ def bench(out: Path, rounds: int, say: Callable[[str], None]) -> list[Cost]:
     finally:
         if mine:
             cluster.disconnect()
-    table = Table(title=f"an aggregation of {HOSTS} hosts that cost nothing; medians of {rounds}")
-    for header in ("clients", "in one", "hosts", "fleet", "floats", "arrays", "s", "CPU s", "us a job", "GB"):
-        table.add_column(header)
+    rows = []
     for cost in costs:
         case = cost.case
-        numbers = (cost.seconds, cost.cpu, cost.cpu / case.jobs * 1e6, cost.memory / 1e9)
-        table.add_row(
-            f"{case.clients:,}", f"{case.jobs:,}", "Ray" if case.ray else "here", case.fleet,
-            f"{cost.floats:,}", f"{cost.arrays:,}", *(f"{number:.3g}" for number in numbers),
-        )  # fmt: skip
-    Console().print(table)
+        place = "Ray" if case.ray else "here"
+        seconds = (cost.seconds, cost.cpu, cost.cpu / case.jobs * 1e6, cost.memory / 1e9)
+        counts = (f"{case.clients:,}", f"{case.jobs:,}", place, case.fleet, f"{cost.floats:,}", f"{cost.arrays:,}")
+        rows.append((*counts, *(f"{number:.3g}" for number in seconds)))
+    head = ("clients", "in one", "hosts", "fleet", "floats", "arrays", "s", "CPU s", "us a job", "GB")
+    say(f"an aggregation of {HOSTS} hosts that cost nothing; medians of {rounds}")
+    say(aligned(columns_of(head, rows), terminal_width()))
     write_json({"rounds": rounds, **planned, "hosts": HOSTS, "results": [asdict(cost) for cost in costs]}, out)
     return costs
 

@@ -14,7 +14,8 @@ from jobs.papers.presets import PAPER_RUNS, Command, PaperRuns, Score
 from jobs.papers.tables import Cell, Table, find, tables
 from raysim.primitives.checks import known
 from raysim.results.history import column
-from raysim.results.report import NOTHING, Column, Run, aligned, choice, settings
+from raysim.results.report import Run, choice, settings
+from raysim.results.tables import NOTHING, Column, aligned, numbers
 
 # Keys, or all keys below them, that may differ without making a run another one than the paper's.
 FREE = (
@@ -392,9 +393,6 @@ def _section(entries: Sequence[Entry], setting: str, width: int) -> Iterator[str
 
 def _columns(cells: Sequence[Entry], entries: Sequence[Entry]) -> Iterator[Column]:
     """Yield the printed numbers, ours, and what else is known of any of the cells."""
-
-    def numbers(title: str, texts: Sequence[str]) -> Column:
-        return Column(title, list(texts), scores=[None] * len(texts))
 
     yield numbers("paper", [_printed(entry.cell.mean, entry.cell.deviation) for entry in cells])
     is_made = any(entry.values for entry in cells)

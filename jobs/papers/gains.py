@@ -10,9 +10,9 @@ from jobs.papers.comparison import plainly
 from jobs.papers.presets import PaperRuns, Score
 from raysim.primitives.checks import known
 from raysim.results.history import column
-from raysim.results.markdown import table
 from raysim.results.report import Run
 from raysim.results.significance import FEWEST, Difference, paired
+from raysim.results.tables import markdown
 
 FEDAVG = "method=fedavg"
 TERM = "decomposition."  # begins the columns of FedLD's terms
@@ -92,7 +92,7 @@ def gains(runs: Sequence[Run], paper: PaperRuns) -> Iterator[str]:
             "differences over the seeds that both have, 95 % interval (Student)."
         )
         head = ("methods", "seeds", *setting.scores)
-        yield table(head, [_gain(name, own, setting) for name, own in setting.others.items()])
+        yield markdown(head, [_gain(name, own, setting) for name, own in setting.others.items()])
         if setting.uneven:
             yield from _by_split(setting)
         yield from _terms(setting.others | setting.too_few, setting.fedavg)
@@ -116,7 +116,7 @@ def _terms(by_method: Runs, fedavg: Own) -> Iterator[str]:
     for method, own in others.items():
         seeds = sorted(own.keys() & fedavg.keys())
         rows.append((f"`{method}`", f"{len(seeds)}", *(_change(own, fedavg, seeds, name) for name in names)))
-    yield table(("methods", "seeds", *(name.removeprefix(TERM).replace("_", " ") for name in names)), rows)
+    yield markdown(("methods", "seeds", *(name.removeprefix(TERM).replace("_", " ") for name in names)), rows)
 
 
 def _change(own: Own, fedavg: Own, seeds: Sequence[int], name: str) -> str:
@@ -155,7 +155,7 @@ def _by_split(setting: Setting) -> Iterator[str]:
         "method's):"
     )
     facts = [f"{seed}" for seed in seeds], [f"{each:.3f}" for each in entropies]
-    yield table(("seed", "label entropy", *setting.scores), list(zip(*facts, *columns, strict=True)))
+    yield markdown(("seed", "label entropy", *setting.scores), list(zip(*facts, *columns, strict=True)))
     if said:
         yield f"Rank correlation (Spearman) of the gain with the label entropy, {len(seeds)} splits: {'; '.join(said)}."
 

@@ -1,17 +1,18 @@
 """The pages of `docs/papers`: a paper's tables with our results beside them, all of it made from stored numbers.
 
-`python -m jobs.papers.pages docs/papers` writes them; a test compares them with what it would write.
+`uv run python -m jobs.papers.pages docs/papers` writes them; a test compares them with what it would write.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import statistics
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from jobs.command import run as run_program
 from jobs.papers.comparison import Entry, matched
 from jobs.papers.gains import gains
 from jobs.papers.pictures import ABOUT, draw, numbers
@@ -19,8 +20,9 @@ from jobs.papers.presets import PAPER_RUNS
 from jobs.papers.results import kept
 from jobs.papers.tables import PAPERS, Table, tables
 from raysim.data.heterogeneity import SCALES
-from raysim.results import markdown
-from raysim.results.report import NOTHING, Run
+from raysim.primitives.files import user_path
+from raysim.results.report import Run
+from raysim.results.tables import NOTHING, markdown
 
 NOT_RUN = "not run yet"
 NOT_KNOWN = "not known"
@@ -74,7 +76,7 @@ def _index() -> str:
         found = sum(bool(entry.values) for entry in entries)
         title = next(iter(every.values())).title.rpartition(",")[0]
         rows.append((f"[{title}]({paper}.md)", f"{len(every)}", f"{len(entries)}", f"{found}"))
-    table = markdown.table(("paper", "tables", "printed numbers", "with a result of ours"), rows)
+    table = markdown(("paper", "tables", "printed numbers", "with a result of ours"), rows)
     toctree = ["```{toctree}", ":maxdepth: 1", ":hidden:", *PAPERS, "```"]
     return "\n\n".join([*lines, table, "\n".join(toctree)]) + "\n"
 
@@ -118,7 +120,7 @@ def _results(short: str, entries: Sequence[Entry], setting: str, causes: Mapping
         "why",
     ]
     rows = [_row(short, entry, list(titles), bool(setting), causes) for entry in shown]
-    yield markdown.table(head, rows)
+    yield markdown(head, rows)
 
 
 def _row(short: str, entry: Entry, titles: Sequence[str], elsewhere: bool, causes: Mapping[str, str]) -> list[str]:
@@ -197,5 +199,12 @@ def write(folder: Path) -> None:
             draw(runs, PAPER_RUNS[paper], folder / f"{paper}.png")
 
 
+def main(words: Sequence[str] | None = None) -> None:
+    """Write the pages into the folder of the command line."""
+    parser = argparse.ArgumentParser(prog="python -m jobs.papers.pages", description="Write the pages of the papers.")
+    parser.add_argument("folder", metavar="DIR", nargs="?", default="docs/papers", help="where (docs/papers)")
+    write(user_path(parser.parse_args(words).folder))
+
+
 if __name__ == "__main__":
-    write(Path(sys.argv[1]))
+    run_program(main)

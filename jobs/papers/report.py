@@ -16,9 +16,10 @@ from jobs.command import run
 from jobs.papers.comparison import compare
 from jobs.papers.results import kept
 from jobs.papers.tables import listing
-from raysim.cli import terminal_width, warn
+from raysim.cli import warn
 from raysim.primitives.errors import Refused
 from raysim.results.report import load_runs
+from raysim.results.tables import terminal_width
 
 
 def main(words: Sequence[str] | None = None) -> None:

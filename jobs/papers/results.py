@@ -1,27 +1,28 @@
 """Runs that are kept beside the papers' tables: a small JSON file each, with what made it and what came of it.
 
-`python -m jobs.papers.results RUN...` keeps finished runs; `raysim report --paper` and the pages of
-`docs/papers` read what is kept.
+`uv run python -m jobs.papers.results RUN...` keeps finished runs; `jobs.papers.report` and the pages of `docs/papers`
+read what is kept.
 """
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import json
 import os
 import platform
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import cast
 
+from jobs.command import run as run_program
 from jobs.papers.comparison import OPEN
 from raysim.experiment.compose import compose, plain
 from raysim.experiment.instantiate import shown
 from raysim.primitives.errors import Refused
 from raysim.primitives.files import from_json
 from raysim.results.history import column, summarise, write_json
-from raysim.results.report import Run, choice, load_run, settings
+from raysim.results.report import Run, choice, load_run, runs_in, settings
 
 KEPT = Path(__file__).parent / "results"
 # Columns of a history that a table may ask for, by their beginnings.
@@ -152,6 +153,14 @@ def _value(config: Mapping[str, object], key: str) -> object:
     return value
 
 
+def main(words: Sequence[str] | None = None) -> None:
+    """Keep the runs of the command line and print their files."""
+    parser = argparse.ArgumentParser(prog="python -m jobs.papers.results", description="Keep finished runs.")
+    parser.add_argument("runs", metavar="RUN", nargs="+", help="folders of runs, studies and sweeps")
+    for name in parser.parse_args(words).runs:
+        for folder in runs_in(Path(name)):
+            print(keep(folder))
+
+
 if __name__ == "__main__":
-    for folder in sys.argv[1:]:
-        print(keep(Path(folder)))
+    run_program(main)

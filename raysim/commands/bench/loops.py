@@ -27,6 +27,7 @@ from raysim.data.sources import FashionMnist, Source, Synthetic
 from raysim.models import Cnn, Mlp, ModelRecipe
 from raysim.primitives.streams import stream
 from raysim.results.history import write_json
+from raysim.results.tables import aligned, columns_of, terminal_width
 from raysim.simulation.coordinator import Coordinator
 from raysim.simulation.events import Finished, Profiled, Round
 from raysim.simulation.fleet import Ideal
@@ -276,27 +277,23 @@ def bench(name: str, root: str | None, blocks: int, options: Options, say: Say) 
 
 def main(names: list[str], root: str | None, out: Path, blocks: int, options: Options) -> list[Result]:
     """Run workloads, print a table, write `out`."""
-    from rich.console import Console
-    from rich.table import Table
-
     from raysim.runtime import ray as cluster
 
-    console = Console()
     cluster.connect(cluster.RayOptions())
     try:
-        results = [bench(name, root, blocks, options, console.print) for name in names]
+        results = [bench(name, root, blocks, options, print) for name in names]
     finally:
         cluster.disconnect()
-    table = Table(title=f"seconds a round, {options.hosts} processes of one thread; medians of {blocks} paired blocks")
-    more = ("floor", "ratio to it", "lowest", "highest") if options.floor else ()
-    for header in ("workload", "lanes", "raysim", "bare PyTorch", "ratio", "lowest", "highest", "promised", *more):
-        table.add_column(header)
+    rows = []
     for r in results:
         row = [r.raysim, r.bare, r.ratio, min(r.ratios), max(r.ratios), r.limit]
         if r.floor is not None:
             row += [r.floor, statistics.median(r.to_floor), min(r.to_floor), max(r.to_floor)]
-        table.add_row(r.workload, str(r.lanes), *(f"{value:.3f}" for value in row))
-    console.print(table)
+        rows.append((r.workload, str(r.lanes), *(f"{value:.3f}" for value in row)))
+    more = ("floor", "ratio to it", "lowest", "highest") if options.floor else ()
+    head = ("workload", "lanes", "raysim", "bare PyTorch", "ratio", "lowest", "highest", "promised", *more)
+    print(f"seconds a round, {options.hosts} processes of one thread; medians of {blocks} paired blocks")
+    print(aligned(columns_of(head, rows), terminal_width()))
     settings = {
         "torch": torch.__version__,
         "blocks": blocks,

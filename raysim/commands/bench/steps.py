@@ -39,6 +39,7 @@ from raysim.methods.scaffold import Scaffold
 from raysim.methods.vhl import Vhl
 from raysim.models.cnn import DigitsCnn, MnistCnn
 from raysim.results.history import write_json
+from raysim.results.tables import aligned, columns_of, terminal_width
 from raysim.runtime.inprocess import InProcess
 from raysim.simulation.coordinator import Coordinator
 from raysim.simulation.fleet import Ideal
@@ -182,18 +183,15 @@ def measure_pairs(
 
 def report(title: str, results: Sequence[Measured], blocks: int, out: Path) -> None:
     """Print the results as a table and write them to `out`."""
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(title=f"{title}; medians of {blocks} paired blocks")
-    for header in ("method", "ms", "ratio", "lowest", "highest", "promised"):
-        table.add_column(header)
+    rows = []
     for result in results:
         promised = "" if result.limit is None else f"{result.limit:.2f}"
         ratios = (result.ratio, min(result.ratios), max(result.ratios))
         texts = [f"{value:.3f}" for value in ratios]
-        table.add_row(result.method, f"{result.seconds * 1000:.1f}", *texts, promised)
-    Console().print(table)
+        rows.append((result.method, f"{result.seconds * 1000:.1f}", *texts, promised))
+    head = ("method", "ms", "ratio", "lowest", "highest", "promised")
+    print(f"{title}; medians of {blocks} paired blocks")
+    print(aligned(columns_of(head, rows), terminal_width()))
 
     capability = torch.backends.cpu.get_cpu_capability()
     settings = {"torch": torch.__version__, "blocks": blocks, "capability": capability}
