@@ -28,7 +28,6 @@ GROUPS = ("data", "partition", "model", "schedule", "fleet")
 FEDAVG_FINAL = "fedavg_final"  # a threshold that is no number: FedAvg's own last accuracy
 CHANGED = "*"  # behind a number of ours
 AS_PAPER = "as in the preset"
-AT_PAPER = "nothing"  # of a section at the paper's setting below another one
 SPLIT = "entropy / divergence"  # of the clients' labels, see raysim.data.heterogeneity
 
 
@@ -135,8 +134,8 @@ class Entry:
 def compare(name: str, runs: Sequence[Run] = (), width: int = 120, kept: Sequence[Run] = ()) -> str:
     """Return a table with the scores of runs next to the printed numbers, and the commands of what is missing.
 
-    Each data set has the runs of one setting in the table; runs at other settings have a table of their own below it.
-    width: columns of text; data sets that do not fit go below the others. kept: runs that stand where `runs` has none.
+    Each data set has the runs of one setting in its table; runs at other settings have tables of their own below it.
+    width: of a line; columns that do not fit go below the others. kept: runs that stand where `runs` has none.
     Raises `Refused` for an unknown name.
     """
     table = find(name)
@@ -149,11 +148,13 @@ def compare(name: str, runs: Sequence[Run] = (), width: int = 120, kept: Sequenc
     main = main_settings(entries)
     for dataset, chosen in main.items():
         cells = [entry for entry in entries if entry.cell.dataset == dataset]
-        parts += _section([part for entry in cells for part in entry.at(chosen)], chosen, width)
+        rows = [row for entry in cells for row in entry.at(chosen)]
+        parts += [*_difference_from_paper(rows, chosen), *_section(rows, width)]
         for setting in _settings(cells):
-            made = [part for entry in cells for part in entry.at(setting) if part.values]
             if setting != chosen:
-                parts += _section(made, setting or AT_PAPER, width)
+                rows = [row for entry in cells for row in entry.at(setting) if row.values]
+                title = _difference_from_paper(rows, setting) or [f"{dataset}, at the paper's setting"]
+                parts += [*title, *_section(rows, width)]
     parts += _paragraph("notes", _notes(table, entries, paper_runs))
     parts += _paragraph(f"runs ({CHANGED}: not at the paper's setting)", [*notes, *_kept_notes(entries)])
     return "\n\n".join([*parts, *_paragraph("without a run", _missing(entries))])
@@ -377,10 +378,12 @@ def _rounds(key: str, entry: Entry, entries: Sequence[Entry]) -> str:
 
 
 # --- text -----------------------------------------------------------------------------------------------------------
-def _section(entries: Sequence[Entry], setting: str, width: int) -> Iterator[str]:
-    """Print the cells of a data set at one setting: a table for each column of the paper."""
-    if setting:
-        yield f"{entries[0].dataset}, otherwise than the paper: {setting}"
+def _difference_from_paper(entries: Sequence[Entry], setting: str) -> list[str]:
+    return [f"{entries[0].dataset}, otherwise than the paper: {setting}"] if setting else []
+
+
+def _section(entries: Sequence[Entry], width: int) -> Iterator[str]:
+    """Yield a table for each column of the paper, of the cells of one data set at one setting."""
     variants = sorted({entry.variant for entry in entries} - {""})
     marks = {variant: f" [{letter}]" for variant, letter in zip(variants, ascii_lowercase, strict=False)}
     for place in dict.fromkeys(entry.place for entry in entries):
