@@ -26,7 +26,8 @@ from raysim.results.curves import draw_comparison, mean_curve, panels
 from raysim.results.history import metric_of
 from raysim.results.jobs import read_jobs
 from raysim.results.repeating import run_again
-from raysim.results.report import MARKED, NOTHING, Column, Group, results, scored, sentence, settings, telling
+from raysim.results.report import Group, results, scored, sentence, settings, telling
+from raysim.results.tables import MARKED, NOTHING, Column
 from raysim.results.theme import DARK, LIGHT, svg
 from raysim.results.timeline import eventful, timeline_png
 

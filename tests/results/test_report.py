@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from raysim.results import report
+from raysim.results import report, tables
 from raysim.results.history import summarise, write_history, write_json
 
 Rows = list[dict[str, int | float | None]]
@@ -297,7 +297,7 @@ def test_settings_of_one_method_are_told_apart_by_what_differs_but_not_by_seeds(
 # --- LaTeX and CSV --------------------------------------------------------------------------------------------------
 def test_the_table_for_latex_is_one_that_latex_reads(tmp_path: Path) -> None:
     runs = [make(tmp_path / r"a_b & 50% of {x}\y", [0.75]), make(tmp_path / "low", [0.5])]
-    text = report.latex(report.results(report.grouped(runs)))
+    text = tables.latex(report.results(report.grouped(runs)))
     body = text.splitlines()
     assert body[0] == r"% needs \usepackage{booktabs}"
     assert [body.index(rf"\{rule}") for rule in ("toprule", "midrule", "bottomrule")] == [2, 4, 7]
