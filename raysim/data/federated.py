@@ -105,7 +105,7 @@ def federate(source: Source, partitioner: Partitioner, seed: int) -> FederatedDa
     _check(source, clean)
     if clean.kind != "classification" and getattr(partitioner, "by_class", False):
         whole = clean.kind == "regression" and bool((np.mod(clean.labels, 1) == 0).all())
-        meant = "give integers as labels where these floats are classes, or " if whole else ""
+        meant = "set data.kind=classification where these whole numbers are classes, or " if whole else ""
         raise ValueError(
             f"the partition {type(partitioner).__name__} shares out classes, and the data has none ({clean.kind}): "
             f"{meant}set partition=iid, quantity, domain, natural or listed."
@@ -215,7 +215,17 @@ def _corrupt(source: Source, clean: Dataset, partition: Partition, seed: int) ->
         if len(names) == 1:
             domains, names = np.maximum(turns, 0), [f"{angle:g} degrees" for angle in source.rotation.angles]
     inputs = _drawn(source, clean.inputs, rows, angles) if clean.is_images else clean.inputs[rows]
-    return Samples(inputs, labels[rows], domains, clean.train_rows, clean.class_names, names, clean.kind, clean.tokens)
+    return Samples(
+        inputs,
+        labels[rows],
+        domains,
+        clean.train_rows,
+        clean.class_names,
+        names,
+        clean.kind,
+        clean.tokens,
+        clean.columns,
+    )
 
 
 def _noisy(clean: Dataset, train: CSR, ratio: float, seed: int) -> NDArray[Any]:

@@ -49,6 +49,7 @@ def overview(experiment: Experiment, folder: Path) -> str:
         "methods": ", ".join(f"{m!r} [{', '.join(slots(type(m)))}]" for m in spec.methods) or "fedavg",
         "model": f"{choices['model']}: {_parameters(networks)}; {layout.total:,} floats{stays}",
         "data": f"{spec.data.title}; inputs of shape {list(spec.task.shape)}{tokens}",
+        "columns": spec.data.open().columns,
         "clients": f"{numbers['clients']} with {_span(sizes['min'], sizes['max'], 'training samples')}, "
         f"{numbers['empty_clients']} without; {_span(tests.min(), tests.max(), 'test samples of their own')}; "
         f"{numbers['central_test']} central test samples",
