@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 from raysim.data.columns import assembled
 from raysim.data.labels import labels_of
 from raysim.data.raw import Origin, Raw, Source
-from raysim.data.values import plain_array
+from raysim.data.values import plain_array, type_name
 
 COLUMNS = ("inputs", "labels", "users")
 
@@ -49,7 +49,9 @@ class Arrays(Source):
         given = _given[self.digest]
         labels = labels_of(given.labels, self.kind, None, "data")
         users = "" if given.users is None else "the third array"
-        origin = Origin(f"the first array ({given.inputs.dtype})", f"the second array ({given.labels.dtype})", users)
+        origin = Origin(
+            f"the first array ({given.inputs.dtype})", f"the second array ({type_name(given.labels)})", users
+        )
         return assembled(given.inputs, labels, given.users, given.test, None, origin)
 
 
@@ -120,6 +122,7 @@ def _columns(part: object, name: str) -> tuple[np.ndarray, ...]:
             f"data: {name} has inputs of shape {inputs.shape} and labels of shape {labels.shape}: give each input one "
             "label."
         )
+    users = [column.reshape(-1) if column.shape == (len(labels), 1) else column for column in users]
     for column in users:
         if column.shape != (len(labels),) or column.dtype.kind not in "iuU":
             raise ValueError(

@@ -84,11 +84,11 @@ def origin_of(
     types: Mapping[str, pa.DataType], inputs: Sequence[str], label: str, user: str | None, unused: Sequence[str] = ()
 ) -> Origin:
     """Return which columns became what, with their types, as the plan of a run says it."""
-    shown = [f"{name} ({types[name]})" for name in inputs]
+    shown = [f"{name} ({_stored_type(types[name])})" for name in inputs]
     if len(shown) > 4:
         shown = [*shown[:2], "...", shown[-1]]
         shown[0] = f"{len(inputs)} columns: {shown[0]}"
-    return Origin(", ".join(shown), f"{label} ({types[label]})", user or "", ", ".join(unused))
+    return Origin(", ".join(shown), f"{label} ({_stored_type(types[label])})", user or "", ", ".join(unused))
 
 
 # ---- inputs --------------------------------------------------------------------------------------------------------

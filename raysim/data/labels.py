@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from raysim.data.pictures import numbered
-from raysim.data.values import refuse_nan
+from raysim.data.values import refuse_nan, type_name
 from raysim.primitives.kinds import Kind
 from raysim.primitives.memory import must_fit
 
@@ -46,7 +46,10 @@ def labels_of(values: Any, kind: Kind | None, names: list[str] | None, place: st
             return *_indicators(values, names, place), kind
         values = of_one_length(values, place)
     if values.dtype.kind not in "iuf":
-        raise ValueError(f"{place} has labels of type {values.dtype}, and data.kind={kind} needs numbers.")
+        raise ValueError(
+            f"{place} has labels of type {type_name(values)} and shape {list(values.shape)}, and data.kind={kind} "
+            "needs numbers: give numbers, or one class for each sample."
+        )
     values = values[:, None] if values.ndim == 1 else values
     usual = ["value"] if values.shape[1] == 1 else [str(number) for number in range(values.shape[1])]
     names = names if names and len(names) == values.shape[1] else usual

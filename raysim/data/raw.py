@@ -193,12 +193,13 @@ def accepted(inputs: NDArray[Any], tokens: Tokens | None, place: str) -> tuple[I
     if kind in "fb":
         return as_float32(inputs, f"data source {place}: the inputs"), None
     if kind not in "iu":
-        text = "; text is read from a file: data=parquet or data=huggingface with data.columns" if kind in "SU" else ""
+        text = "; text is read from a file: data=csv, jsonl, parquet or huggingface" if kind in "SU" else ""
         raise ValueError(f"data source {place} has inputs of type {inputs.dtype}: they must be numbers{text}.")
     if inputs.dtype == np.uint8 and tokens is None:
         return inputs, None
     lowest, highest = (int(inputs.min()), int(inputs.max())) if inputs.size else (0, 0)
-    must_fit(f"data source {place} has the token {highest}, and the weights of so many", 64 * highest)
+    meaning = "(integers are token numbers; store measurements as floats)"
+    must_fit(f"data source {place} has the token {highest} {meaning}, and the weights of so many", 64 * highest)
     tokens = tokens or Tokens(highest + 1)
     if lowest < 0 or highest >= tokens.size:
         wrong, allowed = (lowest, "0 or more") if lowest < 0 else (highest, f"0 to {tokens.size - 1}")
@@ -255,8 +256,10 @@ def labelled(labels: NDArray[Any], kind: Kind, outputs: int, place: str) -> Labe
         )
     allowed = np.isin(values, (0, 1)).all() if kind == "multilabel" else np.isfinite(values).all()
     if not allowed:
-        what = "0 or 1, for not there or there" if kind == "multilabel" else "finite"
-        raise ValueError(f"data source {place} has labels for {kind} that are not all {what}: correct them.")
+        what, other = "finite", ""
+        if kind == "multilabel":
+            what, other = "0 or 1, for not there or there", ", or set data.kind=regression if they are values"
+        raise ValueError(f"data source {place} has labels for {kind} that are not all {what}: correct them{other}.")
     return values
 
 

@@ -181,8 +181,8 @@ class Parquet(Source):
                 raise ValueError(f"{path} has no column {column}, it has {', '.join(names)}: set data.{key}.")
         with _readable(path):
             table = pq.read_table(path, columns=[n for n in names if n in (columns.label, columns.user)])
-        if any(column.null_count for column in table.columns):
-            raise ValueError(f"{path} has rows without a label or a domain: remove them.")
+        if empty := next((name for name in table.column_names if table[name].null_count), None):
+            raise ValueError(f"{path}: column {empty} has empty values: remove or fill these rows.")
         if columns.user not in names:
             return np.full(table.num_rows, folder)
         domains = integers_or_text(table, columns.user, str(path)).astype(np.str_)

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from raysim.data.columns import assembled, spread
 from raysim.data.labels import labels_of
 from raysim.data.raw import Origin, Raw, Source
-from raysim.data.values import plain_array
+from raysim.data.values import plain_array, type_name
 from raysim.primitives.checks import in_range, one_of
 from raysim.primitives.files import if_there, regular, user_path
 from raysim.primitives.kinds import Kind, Tokens
@@ -153,7 +153,7 @@ def _assembled(
     tokens = None
     if inputs.dtype.kind in "iu" and inputs.dtype != np.uint8 and inputs.size:
         tokens = Tokens(max(int(inputs.max()), padding) + 1, padding)
-    origin = Origin(f"x ({inputs.dtype})", f"y ({whole['y'].dtype})", "" if users is None else "user")
+    origin = Origin(f"x ({inputs.dtype})", f"y ({type_name(whole['y'])})", "" if users is None else "user")
     return assembled(inputs, labels, users, test, tokens, origin)
 
 

@@ -14,7 +14,7 @@ from raysim.data.labels import labels_of
 from raysim.data.partition import Floats, Ints
 from raysim.data.pictures import PICTURES, Picture, train_first
 from raysim.data.raw import Origin, Raw, Source
-from raysim.data.values import as_float32, plain_array
+from raysim.data.values import as_float32, plain_array, type_name
 from raysim.primitives.checks import at_least, between, one_of
 from raysim.primitives.files import from_json, regular, user_path
 from raysim.primitives.kinds import Tokens
@@ -83,7 +83,7 @@ class Leaf(Source):
         letters = answers.dtype.kind == "U" and answers.ndim == 1 and all(len(answer) == 1 for answer in answers)
         names = list(LETTERS) if letters and not are_files else None
         labels = labels_of(answers, self.kind, names, place)
-        origin = Origin("x (text)", f"y ({_type_name(answers)})", "users")
+        origin = Origin("x (text)", f"y ({type_name(answers)})", "users")
         if self.images is not None:
             folder = user_path(self.images)
             paths = [folder / text for text in texts]
@@ -114,7 +114,7 @@ class Leaf(Source):
             ) from error
         floats = as_float32(values, f"{place}: the inputs x")
         labels = labels_of(answers, self.kind, None, place)
-        origin = Origin("x (lists of numbers)", f"y ({_type_name(answers)})", "users")
+        origin = Origin("x (lists of numbers)", f"y ({type_name(answers)})", "users")
         return assembled(floats, labels, users, test, None, origin)
 
 
@@ -139,10 +139,6 @@ def _refuse_fields(inputs: list[Any], place: str) -> None:
                 f"{place}: the inputs x are lists of {len(x)} fields: set data.field to the one that is the text, such "
                 f"as {longest} with {x[longest][:40]!r} (Sent140: 4)."
             )
-
-
-def _type_name(answers: NDArray[Any]) -> str:
-    return "text" if answers.dtype.kind == "U" else str(answers.dtype)
 
 
 LETTER = {letter: number for number, letter in enumerate(LETTERS, 1)}

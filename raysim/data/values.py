@@ -47,12 +47,17 @@ def as_float32(values: NDArray[Any], what: str) -> NDArray[np.float32]:
     with np.errstate(over="ignore"):
         floats: NDArray[np.float32] = values.astype(np.float32)
     if not np.isfinite(floats).all():
-        largest = float(np.abs(values).max())
+        largest = np.format_float_scientific(np.abs(values).max(), 2, trim="-")
         raise ValueError(
-            f"{what} are as large as {largest:.3g}, and raysim stores float32, which ends at {LARGEST:.3g}: scale them "
+            f"{what} are as large as {largest}, and raysim stores float32, which ends at {LARGEST:.3g}: scale them "
             "down, or remove these rows."
         )
     return floats
+
+
+def type_name(values: NDArray[Any]) -> str:
+    """Return the type of an array's values in a user's words."""
+    return "text" if values.dtype.kind == "U" else str(values.dtype)
 
 
 def refuse_nan(values: NDArray[Any], what: str) -> None:

@@ -55,7 +55,7 @@ def test_tokens_and_numbers_are_stored_as_they_are(tmp_path: Path) -> None:
         (np.full((4, 2), np.nan), "nan or infinite"),
         (np.full((4, 2), -3), "has the token -3, its tokens are 0 or more: .* store measurements as floats"),
         (np.full((4, 2), 1j), r"inputs of type complex128: they must be numbers\.$"),
-        (np.full((4, 2), "a"), "inputs of type <U1: they must be numbers; text is read from a file: data=parquet or"),
+        (np.full((4, 2), "a"), "inputs of type <U1: they must be numbers; text is read from a file: data=csv"),
     ],
 )
 def test_inputs_that_no_model_could_read_are_refused(inputs: NDArray[Any], sentence: str, tmp_path: Path) -> None:
