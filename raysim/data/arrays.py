@@ -55,9 +55,10 @@ class Arrays(Source):
         return assembled(given.inputs, labels, given.users, given.test, None, origin)
 
 
-def arrays(data: object) -> Arrays:
-    """A source of a user's own samples, stored.
+def arrays(data: object, settings: Mapping[str, Any] | None = None) -> Arrays:
+    """Store a user's own samples and return their source.
 
+    settings: arguments of `Arrays`.
     data: (inputs, labels), of which no row is for central tests; ((inputs, labels), (inputs, labels)), the second for
     tests, or {"train": ..., "test": ...}. Arrays, tensors, lists; or a `torch.utils.data.Dataset` in place of a pair.
     Inputs [n, ...], images [n, h, w], [n, c, h, w] or [n, h, w, c]; a pandas frame is a table of numbers. Labels [n]
@@ -71,7 +72,7 @@ def arrays(data: object) -> Arrays:
     columns = [_joined(halves, what) for halves, what in zip(zip(*parts, strict=True), COLUMNS, strict=False)]
     inputs, labels, *users = columns
     test = np.arange(len(labels)) >= len(parts[0][1])
-    source = Arrays(digest=_digest(columns, int((~test).sum())))
+    source = Arrays(digest=_digest(columns, int((~test).sum())), **(settings or {}))
     _given[source.digest] = GivenArrays(inputs, labels, users[0] if users else None, test)
     try:
         source.build()

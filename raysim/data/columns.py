@@ -57,13 +57,13 @@ def label_column(names: Sequence[str], label: str | None, usual: str, place: str
 def find_inputs(
     types: Mapping[str, pa.DataType], known: Collection[str | None], place: str
 ) -> tuple[list[str], list[str]]:
-    """Return the columns that are the input where data.columns names none, and those that number rows.
+    """Return the columns that are the input where data.columns names none, and those that are left out.
 
-    types: of all columns. known: the columns of labels, users and domains. Raise ValueError where the others cannot
-    stand side by side.
+    types: of all columns. known: the columns of labels, users and domains. Numbers of rows are left out, and users
+    where another column names the users. Raise ValueError where the others cannot stand side by side.
     """
     others = [name for name in types if name not in known]
-    unused = [name for name in others if name.lower() in INDEX_NAMES]
+    unused = [name for name in others if name.lower() in (*INDEX_NAMES, *USER_NAMES)]
     inputs = [name for name in others if name not in unused]
     if not inputs:
         raise ValueError(f"{place} has no column for the input, it has {', '.join(types)}: set data.columns.")

@@ -17,6 +17,7 @@ from raysim.primitives.memory import must_fit
 Labels: TypeAlias = tuple[NDArray[Any], list[str], Kind]  # stored labels, names of the outputs, what is learnt
 
 MOST_CLASSES_OF_FLOATS = 100  # more different whole floats are values
+EXACT_FLOATS = 2.0**53  # below it every whole number is a float64
 
 
 def labels_of(values: Any, kind: Kind | None, names: list[str] | None, place: str) -> Labels:
@@ -101,10 +102,13 @@ def _classes(values: Any, place: str) -> NDArray[Any]:
         )
     if values.dtype.kind != "f":
         return values
-    if not _are_whole(values) or np.abs(values).max(initial=0) >= 2.0**53:
-        odd = values[~(np.isfinite(values) & (np.floor(values) == values) & (np.abs(values) < 2.0**53))][0]
-        raise ValueError(f"{place} has the label {odd:g}, which is no class: set data.kind=regression, or correct it.")
-    return values.astype(np.int64)
+    floats = values.astype(np.float64)
+    wrong = ~np.isfinite(floats) | (np.floor(floats) != floats) | (np.abs(floats) >= EXACT_FLOATS)
+    if wrong.any():
+        raise ValueError(
+            f"{place} has the label {floats[wrong][0]:g}, which is no class: set data.kind=regression, or correct it."
+        )
+    return floats.astype(np.int64)
 
 
 def _rounded(values: NDArray[Any], kind: Kind, place: str) -> NDArray[np.float32]:
