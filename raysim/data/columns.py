@@ -55,13 +55,15 @@ def label_column(names: Sequence[str], label: str | None, usual: str, place: str
 
 
 def find_inputs(
-    types: Mapping[str, pa.DataType], known: Collection[str | None], place: str
+    columns: list[str] | None, types: Mapping[str, pa.DataType], known: Collection[str | None], place: str
 ) -> tuple[list[str], list[str]]:
-    """Return the columns that are the input where data.columns names none, and those that are left out.
+    """Return the columns that are the input, and those that are left out.
 
-    types: of all columns. known: the columns of labels, users and domains. Numbers of rows are left out, and users
-    where another column names the users. Raise ValueError where the others cannot stand side by side.
+    columns: `data.columns`; None: all but those that are known (labels, users, domains), number the rows, or are called
+    as users are. types: of all columns. Raise ValueError where these cannot stand side by side.
     """
+    if columns is not None:
+        return columns, []
     others = [name for name in types if name not in known]
     unused = [name for name in others if name.lower() in (*INDEX_NAMES, *USER_NAMES)]
     inputs = [name for name in others if name not in unused]

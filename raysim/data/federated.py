@@ -64,7 +64,7 @@ def doubts_of_data(data: FederatedData) -> Iterator[str]:
         if 2 * absent > dataset.num_classes:
             yield (
                 f"{absent} of {dataset.num_classes} classes have no sample, and each is an output of the model: number "
-                "the classes from 0 on, or give texts as labels"
+                "the classes from 0 on, give text as labels, or set data.kind=regression where the labels are values"
             )
     shape = dataset.shape
     if len(shape) == 3 and dataset.tokens is None and shape[2] in CHANNELS and shape[0] not in CHANNELS:

@@ -89,10 +89,7 @@ class HuggingFace(Source):
         if len(tables) == 1:
             test = spread(labels, users, self.test_fraction)
         types = dict(zip(table.schema.names, table.schema.types, strict=True))
-        if self.columns:
-            columns, unused = self.columns, []
-        else:
-            columns, unused = find_inputs(types, (label, user), place)
+        columns, unused = find_inputs(self.columns or None, types, (label, user), place)
         if len(columns) == 1 and type(features.get(columns[0])).__name__ == "Image":
             origin = Origin(f"{columns[0]} (image)", f"{label} ({types[label]})", user or "", ", ".join(unused))
             raw = assembled(np.arange(len(test)), labels, users, test, None, origin)

@@ -129,9 +129,14 @@ class Parquet(Source):
             return ParquetColumns([self.image_column], label, user, has_pictures, [])
         if self.columns is not None:
             return ParquetColumns(self.columns, label, user, has_pictures, [])
+        if pictures := [name for name, kind in types.items() if name not in (label, user) and _may_be_pictures(kind)]:
+            raise ValueError(
+                f"{path} has no column {self.image_column}, and column {pictures[0]} holds {types[pictures[0]]}: set "
+                f"data.image_column={pictures[0]} if these are pictures, or data.columns to the columns of the input."
+            )
         if user not in names:
             user = find_column(names, USER_NAMES) or user
-        inputs, unused = find_inputs(types, (label, user, self.domain_column), str(path))
+        inputs, unused = find_inputs(None, types, (label, user, self.domain_column), str(path))
         return ParquetColumns(inputs, label, user, has_pictures, unused)
 
     def _labels(self, paths: list[Path], label: str, place: str) -> Labels:
@@ -400,6 +405,10 @@ def _readable(path: Path) -> Iterator[None]:
 def _schema(path: Path) -> pa.Schema:
     with _readable(path):
         return pq.read_schema(path)
+
+
+def _may_be_pictures(kind: pa.DataType) -> bool:
+    return bool(pa.types.is_binary(kind) or pa.types.is_large_binary(kind) or pa.types.is_struct(kind))
 
 
 def _types(path: Path) -> dict[str, pa.DataType]:

@@ -100,7 +100,7 @@ class Table(Source):
         test = np.arange(len(table)) >= len(tables[0])
         if len(tables) == 1:
             test = spread(labels, users, self.test_fraction)
-        columns, unused = (self.columns, []) if self.columns else find_inputs(types, (label, user), place)
+        columns, unused = find_inputs(self.columns, types, (label, user), place)
         inputs, tokens = inputs_of(table, columns, self.length, self.padding, self.tokenizer, place)
         return assembled(inputs, labels, users, test, tokens, origin_of(types, columns, label, user, unused))
 

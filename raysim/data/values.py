@@ -109,10 +109,10 @@ def _read_series(series: pd.Series, what: str) -> NDArray[Any]:
         series = series.astype(series.cat.categories.dtype)
     if isinstance(series.dtype, np.dtype):
         return _read_array(series.to_numpy(), what)
-    if pd.api.types.is_bool_dtype(series.dtype):
-        return series.to_numpy(dtype=np.bool_)
-    if pd.api.types.is_integer_dtype(series.dtype) or pd.api.types.is_float_dtype(series.dtype):
-        return series.to_numpy(dtype=series.to_numpy()[:0].dtype if len(series) else np.float64)
+    is_sparse = isinstance(series.dtype, pd.SparseDtype)
+    number_type = series.dtype.subtype if is_sparse else getattr(series.dtype, "numpy_dtype", None)
+    if isinstance(number_type, np.dtype) and number_type.kind in "biuf":
+        return np.asarray(series.to_numpy(dtype=number_type))
     return _read_array(series.to_numpy(dtype=object), what)
 
 

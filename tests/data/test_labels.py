@@ -19,7 +19,7 @@ from raysim.data.raw import Source
 from raysim.data.sources import Csv, Digits, HuggingFace, ImageFolder, JsonLines, Leaf, Npz, NumPy, Parquet, Tabular
 
 INPUTS = np.linspace(-1, 1, 24).reshape(12, 2)
-USERS = np.repeat(np.arange(3), 4)
+ROWS = np.array_split(np.arange(12), 3)  # of three users
 
 
 @pytest.fixture(autouse=True)
@@ -30,12 +30,11 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 # ---- the same labels in every form ---------------------------------------------------------------------------------
 def write_leaf(folder: Path, inputs: list, labels: list) -> Path:
     """Write training files of LEAF, in which three users have the samples in turn."""
-    rows = np.array_split(np.arange(len(labels)), 3)
     users = {}
-    for user, part in enumerate(rows):
+    for user, part in enumerate(ROWS):
         users[f"f{user}"] = {"x": [inputs[row] for row in part], "y": [labels[row] for row in part]}
     (folder / "train").mkdir(parents=True, exist_ok=True)
-    content = {"users": [*users], "num_samples": [len(part) for part in rows], "user_data": users}
+    content = {"users": [*users], "num_samples": [len(part) for part in ROWS], "user_data": users}
     (folder / "train/all_data.json").write_text(json.dumps(content))
     return folder
 
@@ -51,8 +50,7 @@ def as_numpy(folder: Path, labels: np.ndarray) -> Source:
 
 def as_npz(folder: Path, labels: np.ndarray) -> Source:
     (folder / "train").mkdir()
-    for user in range(3):
-        rows = np.flatnonzero(USERS == user)
+    for user, rows in enumerate(ROWS):
         np.savez(folder / f"train/{user}.npz", x=INPUTS[rows], y=labels[rows])
     return Npz(str(folder), test_fraction=0.0)
 

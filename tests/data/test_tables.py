@@ -113,6 +113,13 @@ def test_text_next_to_numbers_is_refused_with_both_choices(write: Writer, tmp_pa
         write(tmp_path, columns).build()
 
 
+@pytest.mark.parametrize("column", [[b"png"] * ROWS, [{"bytes": b"png", "path": None}] * ROWS], ids=["bytes", "struct"])
+def test_pictures_under_another_name_are_told_by_their_key(column: list, tmp_path: Path) -> None:
+    columns = {"img": column, "age": COLUMNS["age"], "label": COLUMNS["label"]}
+    with pytest.raises(ValueError, match=r"data\.image_column=img"):
+        write_parquet(tmp_path, columns).build()
+
+
 @pytest.mark.parametrize("write", WRITERS)
 @pytest.mark.parametrize(
     ("columns", "key"),
