@@ -121,8 +121,10 @@ class Npz(Source):
         place = str(user_path(self.root or ""))
         parts = [_arrays(path) for path in paths]
         names = [f"{path.parent.name}/{path.name}" for path in paths]
-        for part, path in zip(parts, paths, strict=True):
-            part["user"] = np.full(len(part["y"]), path.stem)
+        stems = [path.stem for path in paths]
+        are_numbers = all(stem.isascii() and stem.isdecimal() and str(int(stem)) == stem for stem in stems)
+        for part, stem in zip(parts, stems, strict=True):
+            part["user"] = np.full(len(part["y"]), int(stem) if are_numbers else stem)
         filled = [number for number, part in enumerate(parts) if len(part["y"])]
         if not filled:
             raise ValueError(f"data.root={self.root} holds no samples in any file: put some there.")
