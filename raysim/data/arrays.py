@@ -32,9 +32,10 @@ class Arrays(Source):
         return _given[self.digest]
 
 
-def arrays(data: object) -> Arrays:
-    """A source of a user's own samples, stored.
+def arrays(data: object, settings: Mapping[str, Any] | None = None) -> Arrays:
+    """Store a user's own samples and return their source.
 
+    settings: arguments of `Arrays`.
     data: (inputs, labels), of which no row is for central tests; ((inputs, labels), (inputs, labels)), the second for
     tests, or {"train": ..., "test": ...}. Arrays, tensors, lists; or a `torch.utils.data.Dataset` in place of a pair.
     Inputs [n, ...], images [n, h, w], [n, c, h, w] or [n, h, w, c]; labels [n] classes 0, 1, ..., names of
@@ -49,7 +50,7 @@ def arrays(data: object) -> Arrays:
     inputs, labels, *users = columns
     test = np.arange(len(labels)) >= len(parts[0][1])
     raw = assembled(inputs, labels_of(labels, None, None, "data"), users[0] if users else None, test, None)
-    source = Arrays(digest=_digest(columns, raw.train_rows))
+    source = Arrays(digest=_digest(columns, raw.train_rows), **(settings or {}))
     _given[source.digest] = raw
     try:
         source.build()

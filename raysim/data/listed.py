@@ -39,8 +39,13 @@ class Listed(Partitioner):
         return _checked(found, "partition" if given else f"partition.file={self.file}", len(draws.labels))
 
 
-def listed(rows: Mapping[int | str, Sequence[int]] | Sequence[Sequence[int]]) -> Listed:
-    """The partition of lists that are given from Python, kept in the cache of this machine under their checksum."""
+def listed(
+    rows: Mapping[int | str, Sequence[int]] | Sequence[Sequence[int]], settings: Mapping[str, Any] | None = None
+) -> Listed:
+    """Return the partition of lists from Python, stored in the cache of this machine under their checksum.
+
+    settings: arguments of `Listed`.
+    """
     csr = _checked(rows, "partition", None)
     lists = [csr.rows(client).tolist() for client in range(len(csr))]
     named = isinstance(rows, Mapping) and all(isinstance(name, str) for name in rows)
@@ -49,7 +54,7 @@ def listed(rows: Mapping[int | str, Sequence[int]] | Sequence[Sequence[int]]) ->
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
         replace_file(path, content)
-    return Listed(file=str(path))
+    return Listed(file=str(path), **(settings or {}))
 
 
 def is_listed(part: object) -> bool:

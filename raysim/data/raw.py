@@ -53,7 +53,7 @@ class Source:
     of the training step's pipeline. Images alone have a size, channels, a rotation, a pool and augmentations.
     """
 
-    only: list[str] | None = None
+    only: list[str | int] | None = None
     size: int | None = None
     channels: Literal[1, 3] | None = None
     cache: str | None = None
@@ -75,7 +75,7 @@ class Source:
         require("data.channels", self.channels, self.channels in (None, 1, 3), "1, 3 or null")
         between("data.label_noise", self.label_noise, 0, 1)
         at_least("data.pool", self.pool, 1)
-        different = self.only is None or 0 < len(self.only) == len(set(self.only))
+        different = self.only is None or 0 < len(self.only) == len(set(map(str, self.only)))
         require("data.only", self.only, different, "a list of different names, or null")
         require("data.mean", self.mean, all(map(math.isfinite, self.mean or ())), "finite, or null")
         spread = all(0 < value < math.inf for value in self.std or ())
@@ -133,7 +133,7 @@ class Source:
         """The cached data set without corruptions; the first call on a machine reads, resizes and writes it."""
         shared = {entry.name for entry in fields(Source)} - {"size", "channels"}
         settings = {key: value for key, value in asdict(self).items() if key not in shared}
-        settings |= {"only": self.only} if self.only else {}
+        settings |= {"only": [str(name) for name in self.only]} if self.only else {}
         stats = [
             (os.path.realpath(path), path.stat().st_size, path.stat().st_mtime_ns)
             for path in (*self.files(), *_code(type(self)))
@@ -142,7 +142,7 @@ class Source:
         return cached(self.cache, name, {"source": name, "settings": settings, "files": stats}, self._samples)
 
     def _samples(self) -> Samples:
-        raw = self.read() if self.only is None else _only(self.read(), self.only)
+        raw = self.read() if self.only is None else _only(self.read(), [str(name) for name in self.only])
         count, name = len(raw.labels), type(self).__name__
         if not 0 < raw.train_rows <= count:
             raise ValueError(f"data source {name} has no training samples: check data.root.")

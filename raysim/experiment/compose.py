@@ -185,6 +185,46 @@ def _drafted(
     return config, plain_values, [*chosen, *values]
 
 
+def set_aside(
+    words: Sequence[str], settings: Mapping[str, object], places: Iterable[str]
+) -> tuple[list[str], dict[str, object], dict[str, dict[str, tuple[Any, str]]]]:
+    """Separate the overrides below some places ("data", "method.fedprox") from the other words and settings.
+
+    Those set aside are, for each place, values and what the user wrote by their keys in it. Raise `Refused` for an
+    override that chooses an option of such a place, or for one that is given twice.
+    """
+    aside: dict[str, dict[str, tuple[Any, str]]] = {place: {} for place in places}
+    rest = []
+    for text in words:
+        override = single_override(text)
+        key = override.key_or_group
+        if (place := _place_of(key, aside)) is None:
+            rest.append(text)
+            continue
+        _refuse_plus(text)
+        _set_aside(aside, place, key, override.value(), text)
+    others = {}
+    for key, value in _flat(settings).items():
+        if (place := _place_of(key, aside)) is None:
+            others[key] = value
+        else:
+            _set_aside(aside, place, key, value, f"{key}={shown(value)}")
+    return rest, others, aside
+
+
+def _place_of(key: str, places: Iterable[str]) -> str | None:
+    return next((place for place in places if f"{key}.".startswith(f"{place}.")), None)
+
+
+def _set_aside(aside: dict[str, dict[str, tuple[Any, str]]], place: str, key: str, value: Any, text: str) -> None:
+    inner = key.removeprefix(place).removeprefix(".")
+    if not inner:
+        raise Refused(f"{key}: '{text}' has no effect next to an object from Python. Keep one of them")
+    if inner in aside[place]:
+        raise Refused(f"{key}: is given twice, as '{aside[place][inner][1]}' and as '{text}'. Keep one of them")
+    aside[place][inner] = value, text
+
+
 def _empty_alternatives(config: DictConfig, values: Mapping[str, Any]) -> None:
     for pair in ALTERNATIVES:
         for one, other in (pair, pair[::-1]):
