@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import pyarrow as pa
 from numpy.typing import NDArray
 
 from raysim.data.batches import Pipeline
@@ -47,10 +48,25 @@ class FederatedData:
     central: Ints  # rows of the central test set
     pipeline: Pipeline
     title: str  # data set and partitioner, for plots and summaries
+    users: pa.Array | None = None  # text, the name of each client's user; None where clients are no users
 
     def open(self) -> Dataset:
         """The memory-mapped data set, opened once per process."""
         return _opened(self.dataset_path)
+
+    def user(self, client: int) -> str | None:
+        """Return the name of a client's user, or None."""
+        is_pooled = len(self.partition.train) != len(self.partition.test)  # one client trains for all
+        return None if self.users is None or is_pooled else str(self.users[client].as_py())
+
+    def number(self, client: int) -> str:
+        """Return "2", or "2 (user alice)"."""
+        user = self.user(client)
+        return str(client) if user is None else f"{client} (user {user})"
+
+    def label(self, client: int) -> str:
+        """Return "client 2", or "client 2 (user alice)"."""
+        return f"client {self.number(client)}"
 
 
 def doubts_of_data(data: FederatedData) -> Iterator[str]:
@@ -112,6 +128,8 @@ def federate(source: Source, partitioner: Partitioner, seed: int) -> FederatedDa
         )
     rows, (groups, names) = clean.train_rows, clean.groups()
     partition = partitioner.split(groups[:rows], clean.domains[:rows], len(names), seed)
+    name_users = getattr(partitioner, "users", None)  # a partitioner need not extend ours
+    users = name_users(partition, clean.domains[:rows], clean.domain_names) if callable(name_users) else None
     dataset = _corrupted(source, clean, partition, seed)
     if getattr(partitioner, "test_fraction", 0.0) is None:
         partition = replace(partition, test=_central_tests(source, clean, partitioner))
@@ -121,6 +139,7 @@ def federate(source: Source, partitioner: Partitioner, seed: int) -> FederatedDa
         central=np.arange(dataset.train_rows, len(dataset)),
         pipeline=source.pipeline(),
         title=f"{_described(source)}, {_described(partitioner)}",
+        users=None if users is None else pa.array(users, pa.string()),
     )
 
 

@@ -331,6 +331,13 @@ class Partitioner:
         """
         raise NotImplementedError
 
+    def users(self, partition: Partition, domains: Ints, domain_names: Sequence[str]) -> Sequence[str] | None:
+        """Return the user of each client of a partition that `split` made, or None where clients are no users.
+
+        domains: of the training rows.
+        """
+        return None
+
     def split(self, labels: Ints, domains: Ints, num_classes: int, seed: int) -> Partition:
         """Split training rows 0..n-1. The held-out rows do not depend on `fraction`; smaller fractions are nested.
 
@@ -614,6 +621,14 @@ class Natural(Partitioner):
         number[users] = np.arange(len(users))
         chosen = order[number[draws.domains[order]] >= 0]
         return CSR(**_grouped(chosen, number[draws.domains[chosen]], len(users)))
+
+    def users(self, partition: Partition, domains: Ints, domain_names: Sequence[str]) -> Sequence[str]:
+        """Return the name of the domain that each client is."""
+        numbers = np.zeros(len(partition), np.int64)
+        for part in (partition.train, partition.test, partition.validation, partition.spare):
+            if part is not None:
+                numbers[part.owners] = domains[part.indices]
+        return [domain_names[number] for number in numbers.tolist()]
 
 
 @dataclass(frozen=True)

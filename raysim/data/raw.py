@@ -215,10 +215,36 @@ def _code(cls: type[Source]) -> list[Path]:
         return []
 
 
-def numbered_domains(names: NDArray[np.str_], train: NDArray[np.bool_]) -> tuple[Ints, list[str]]:
-    """Domains as numbers, alphabetically; those without training rows come last, where they leave no client empty."""
-    known = sorted(set(names[train].tolist()))
-    return numbered(names, known + sorted(set(names.tolist()) - set(known)), "a domain")
+def numbered_domains(
+    values: NDArray[Any], train: NDArray[np.bool_], ordered: Sequence[str] | None = None
+) -> tuple[Ints, list[str]]:
+    """Number domains, or users, in their natural order; those without training rows come last.
+
+    values: what names the domain of each row. ordered: all names in the order to number them by; None: as
+    `natural_order`.
+    """
+    names = values.astype(np.str_)
+    order = natural_order(values) if ordered is None else ordered
+    trained = set(names[train].tolist())
+    known = [name for name in order if name in trained]
+    others = [name for name in order if name not in trained]
+    return numbered(names, known + others, "a domain")
+
+
+def natural_order(values: NDArray[Any]) -> list[str]:
+    """Return the different values as text: numbers by value, text as text ("user10" comes before "user2")."""
+    if values.dtype.kind in "iuf":
+        return [str(value) for value in np.unique(values).tolist()]
+    return sorted(set(values.astype(np.str_).tolist()))
+
+
+def join_names(parts: Sequence[NDArray[Any]]) -> NDArray[Any]:
+    """Concatenate names of domains, as integers where all are integers, else as text."""
+    if all(part.dtype.kind in "iu" for part in parts):
+        joined = np.concatenate(parts)
+        if joined.dtype.kind in "iu":  # signed and unsigned integers of 64 bits would become floats
+            return joined
+    return np.concatenate([part.astype(np.str_) for part in parts])
 
 
 def _only(raw: Raw, classes: Sequence[str]) -> Raw:

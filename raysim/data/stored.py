@@ -29,7 +29,7 @@ from raysim.data.columns import (
 )
 from raysim.data.packed import Strips, are_strips
 from raysim.data.pictures import Picture, are_names, numbered, spread_test, train_first
-from raysim.data.raw import Raw, Source, numbered_domains
+from raysim.data.raw import Raw, Source, join_names, natural_order, numbered_domains
 from raysim.primitives.checks import at_least, in_range, require
 from raysim.primitives.files import from_json, if_there, regular, user_path
 from raysim.primitives.kinds import Kind
@@ -80,9 +80,12 @@ class Parquet(Source):
         tables = [
             (split, folder, path) for split in ("train", "test") for folder in folders for path in _parts(folder, split)
         ]
-        names = [self._domains(path, folder.name, len(folders) > 1) for _, folder, path in tables]
+        names = [self._domains(path, folder.name) for _, folder, path in tables]
         paths = [path for *_, path in tables]
-        sizes, domains = [len(each) for each in names], np.concatenate(names)
+        sizes = [len(each) for each in names]
+        domains, ordered = join_names(names), None
+        if len(folders) > 1:
+            domains, ordered = self._in_folders(names, paths)
         labels = self._labels(paths, str(folders[0]))
         test = np.repeat([split == "test" for split, *_ in tables], sizes)
         unsplit = np.repeat([not _parts(folder, "test") for _, folder, _ in tables], sizes)
@@ -93,8 +96,8 @@ class Parquet(Source):
             with _readable(paths[0]):
                 whole = pa.concat_tables([pq.read_table(path, columns=self._named(path)) for path in paths])
             inputs, tokens = inputs_of(whole, self.columns, self.length, self.padding, self.tokenizer, str(folders[0]))
-            return assembled(inputs, labels, domains, test, tokens)
-        raw = assembled(np.arange(len(test)), labels, domains, test, None)
+            return assembled(inputs, labels, domains, test, tokens, ordered)
+        raw = assembled(np.arange(len(test)), labels, domains, test, None, ordered)
         masks = np.split(test, np.cumsum(sizes)[:-1])
         pictures = itertools.chain(self._chosen(paths, [~mask for mask in masks]), self._chosen(paths, masks))
         return replace(raw, inputs=pictures)
@@ -144,8 +147,25 @@ class Parquet(Source):
                     )
         return folders
 
-    def _domains(self, path: Path, folder: str, several: bool) -> NDArray[np.str_]:
-        """The domain's name for each row; the file must have the columns that are asked for."""
+    def _in_folders(self, names: list[NDArray[Any]], paths: list[Path]) -> tuple[NDArray[np.str_], list[str] | None]:
+        """Put the folder in front of the names in a domain column; return also their order where all are integers."""
+        whole = []
+        values: dict[str, list[NDArray[Any]]] = {}
+        for rows, path in zip(names, paths, strict=True):
+            folder = path.parent.name
+            values.setdefault(folder, []).append(rows)
+            has_column = self.domain_column in _schema(path).names
+            whole.append(np.char.add(f"{folder}/", rows.astype(np.str_)) if has_column else rows)
+        domains = np.concatenate(whole)
+        if any(rows.dtype.kind not in "iu" for rows in names):
+            return domains, None
+        ordered = []
+        for folder in sorted(values):
+            ordered += [f"{folder}/{name}" for name in natural_order(join_names(values[folder]))]
+        return domains, ordered
+
+    def _domains(self, path: Path, folder: str) -> NDArray[Any]:
+        """Return the domain of each row, an integer or text; the file must have the columns that are asked for."""
         names = _schema(path).names
         asked = [("label_column", self.label_column)]
         asked += [("image_column", self.image_column)] if self.columns is None else []
@@ -158,8 +178,8 @@ class Parquet(Source):
             raise ValueError(f"{path} has rows without a label or a domain: remove them.")
         if self.domain_column not in names:
             return np.full(table.num_rows, folder)
-        domains = integers_or_text(table, self.domain_column, str(path)).astype(np.str_)
-        return np.char.add(f"{folder}/", domains) if several else domains
+        domains = integers_or_text(table, self.domain_column, str(path))
+        return domains if domains.dtype.kind in "iu" else domains.astype(np.str_)
 
     def _chosen(self, paths: list[Path], masks: list[NDArray[np.bool_]]) -> Iterator[Picture]:
         for path, mask in zip(paths, masks, strict=True):

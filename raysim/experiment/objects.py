@@ -206,7 +206,9 @@ def _network(part: Any, overrides: Overrides, stored: object) -> Own:
     for key, override in overrides.items():
         name = key.split(".")[0]
         if name in fixed:
-            raise Refused(f"model.{key}: '{override[1]}' has no effect next to {name}={fixed[name]!r}. Keep one of them")
+            raise Refused(
+                f"model.{key}: '{override[1]}' has no effect next to {name}={fixed[name]!r}. Keep one of them"
+            )
         if name not in (*parameters, *RECIPE):
             _refuse_setting("model", source, key, override)
     before = _stored_values(stored, _written_network(Own(source))[TARGET], *fixed)

@@ -193,6 +193,8 @@ def test_object_next_to_whole_configuration_takes_the_place_of_its_part() -> Non
 
 
 def test_value_of_another_part_still_has_its_effect() -> None:
-    experiment = built("local.lr=0.5", "method=fedbn", methods=None, model=nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 3)))
+    experiment = built(
+        "local.lr=0.5", "method=fedbn", methods=None, model=nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 3))
+    )
     assert experiment.spec.settings.local.lr == 0.5
     assert [method.name for method in experiment.spec.methods] == ["fedbn"]
