@@ -10,7 +10,7 @@ import copy
 import functools
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,7 +22,6 @@ from hydra._internal.config_search_path_impl import ConfigSearchPathImpl
 from hydra._internal.defaults_list import create_defaults_list
 from hydra.core.object_type import ObjectType
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import ChoiceSweep, Override, RangeSweep
 from hydra.core.plugins import Plugins
 from hydra.errors import HydraException
 from hydra.plugins.config_source import ConfigResult, ConfigSource
@@ -31,6 +30,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import MarkedYAMLError
 
 from raysim.experiment.instantiate import TARGET, shown
+from raysim.experiment.overrides import SettingOverride, read_override
 from raysim.experiment.plugins import brought, installed, unallowed
 from raysim.primitives.errors import Refused, first_line, instead, nearest
 from raysim.primitives.files import conf_folder, regular, user_path, without_password
@@ -44,8 +44,6 @@ NONE = {"method": "fedavg"}  # what a list without any is called
 COMPLETE = ("method", "schedule", "fleet", "data", "partition", "model", "runtime")  # groups without which nothing runs
 SWEEP = "sweep"  # the group that no run has
 ALTERNATIVES = (("local.epochs", "local.steps"),)  # setting one empties the other, unless it is set too
-_SPAN = re.compile(r"(?<![^=,])(-?\d{1,18})\.\.(-?\d{1,18})(?![^,])")  # 0..4
-_MOST = 10_000  # values that one word may stand for
 HYDRAS = {  # what Hydra's own words are here
     "hydra/launcher": "raysim study --parallel N makes runs side by side, and raysim sweep on all nodes of a Ray",
     "hydra.launcher": "raysim study --parallel N makes runs side by side, and raysim sweep on all nodes of a Ray",
@@ -54,15 +52,6 @@ HYDRAS = {  # what Hydra's own words are here
     "hydra.mode": "raysim study makes several runs, raysim sweep searches",
     "hydra": "out=DIR names the folder of the results, and all else is raysim's own",
 }
-TUNES = {  # what Ray Tune's functions are here
-    "uniform": "'interval(LOW, HIGH)'",
-    "loguniform": "'tag(log, interval(LOW, HIGH))'",
-    "randint": "'int(interval(LOW, HIGH))'",
-    "lograndint": "'int(tag(log, interval(LOW, HIGH)))'",
-    "grid_search": "VALUE,VALUE and sweep.search=grid",
-}
-_FUNCTION = re.compile(r"([^=]+)=(?:tune\.)?(\w+)\(")
-_QUOTE = "put a value with special characters into quotes, such as 'out=\"a=b\"'"
 
 
 @dataclass(frozen=True)
@@ -161,12 +150,12 @@ def _drafted(
     """
     parsed = [single_override(text) for text in overrides]
     given = _flat(settings or {})
-    texts = {override.key_or_group: str(override.input_line) for override in parsed}
+    texts = {override.key: override.text for override in parsed}
     for key, text in (texts | {key: f"{key}={shown(value)}" for key, value in given.items()}).items():
         if key.partition(".")[0] == SWEEP:
             raise Refused(f"'{text}' is for searches: write raysim sweep {text}")
-    chosen = {o.key_or_group: _options(o, known) for o in parsed if o.key_or_group in known.files}
-    values = {o.key_or_group: (o.value(), str(o.input_line)) for o in parsed if o.key_or_group not in known.files}
+    chosen = {each.key: _options(each, known) for each in parsed if each.key in known.files}
+    values = {each.key: (each.value, each.text) for each in parsed if each.key not in known.files}
     for key, value in given.items():
         if key in chosen or key in values:
             raise Refused(f"{key} is given twice, in a word and as {key}={shown(value)}: keep one of them")
@@ -197,12 +186,12 @@ def set_aside(
     rest = []
     for text in words:
         override = single_override(text)
-        key = override.key_or_group
+        key = override.key
         if (place := _place_of(key, aside)) is None:
             rest.append(text)
             continue
         _refuse_plus(text)
-        _set_aside(aside, place, key, override.value(), text)
+        _set_aside(aside, place, key, override.value, text)
     others = {}
     for key, value in _flat(settings).items():
         if (place := _place_of(key, aside)) is None:
@@ -346,49 +335,24 @@ def spread(text: str) -> tuple[str, list[str]]:
     "seed=0,1", "seed=range(2)" and "seed=0..1" give two; "method=fedavg,fedbr+mixup" gives two lists, as do
     brackets, "method=[],[a,b]". Raises Refused.
     """
-    override = read_override(text)
-    key = override.key_or_group
-    if not override.is_sweep_override():
-        return single_override(text).key_or_group, [text]
-    value = override.value()
-    if not isinstance(value, (ChoiceSweep, RangeSweep)) or value.shuffle or override.package is not None:
+    override = read_setting(text)
+    key = override.key
+    if not override.is_sweep:
+        return single_override(text).key, [text]
+    if override.choices is None or override.package is not None:
         raise Refused(f"'{text}' does not list the values of {key}: write {key}=VALUE,VALUE or {key}=0..4")
-    return key, [f"{key}={each}" for each in override.sweep_string_iterator()]
+    return key, [f"{key}={each}" for each in override.choice_texts]
 
 
-def read_override(text: str) -> Override:
-    """One override as Hydra reads it, but for "0..4", which is 0,1,2,3,4. Raises Refused."""
-    if (found := _FUNCTION.match(text)) and found[2] in TUNES:
-        raise Refused(f"'{text}' is written as in Ray Tune: write {found[1]}={TUNES[found[2]]} for raysim sweep")
-    counted = _counted(text)
-    try:
-        override: Override = OverridesParser.create().parse_override(counted)
-        if not override.is_delete() and not override.is_sweep_override():
-            override.value()
-    except (HydraException, ValueError, TypeError) as error:
-        hint = _QUOTE if "=" in text else _with_key(text)
-        if len(found_words := text.split()) > 1 and all("=" in word for word in found_words):
-            hint = f"these are {len(found_words)} settings: give each a word of its own, without quotes around all"
-        raise Refused(f"'{text}' cannot be read as key=value: {hint}") from error
-    return override
+def read_setting(text: str) -> SettingOverride:
+    """Read one override. Raise `Refused` for what is none, with the option that a word without a key may mean."""
+    return read_override(text, _with_key)
 
 
 def _with_key(word: str) -> str:
     """What to write for a word without a key: "fedprox" is an option of method."""
     found = [f"{group}={word}" for group, options in groups().files.items() if group != SWEEP and word in options]
     return f"write {' or '.join(found)}" if found else "write the name of a setting, '=' and its value"
-
-
-def _counted(text: str) -> str:
-    """A word in which "0..4" is written out, which no shell reads as a pattern; a quoted value stays as it is."""
-
-    def listed(found: re.Match[str]) -> str:
-        first, last = int(found[1]), int(found[2])
-        if not first <= last < first + _MOST:
-            raise Refused(f"'{text}' counts up, by {_MOST:,} values at most: write the lower end first, such as 0..4")
-        return ",".join(map(str, range(first, last + 1)))
-
-    return text if {*"'\"[({"} & {*text} else _SPAN.sub(listed, text)
 
 
 def option_names(value: object, group: str = "method") -> list[Any]:
@@ -404,17 +368,20 @@ def joined(names: Sequence[object], group: str = "method") -> str:
     return "+".join(map(str, names)) or NONE.get(group, "null")
 
 
-def single_override(text: str) -> Override:
-    """One override `key=value`; anything else that Hydra knows is refused."""
-    override = read_override(text)
-    key = override.key_or_group
-    if override.is_delete():
+def single_override(text: str) -> SettingOverride:
+    """Read one override `key=value`; anything else that Hydra knows is refused."""
+    override = read_setting(text)
+    key = override.key
+    if override.is_delete:
         raise Refused(f"'{text}' would remove a setting, but every setting stays: give it another value instead")
-    if override.is_sweep_override():
-        raise Refused(
-            f"'{text}' gives several values, but a run takes one: raysim study {text} makes a run of each"
-            + (f"; {key}=a+b is a list" if key in LISTS else "")
-        )
+    if override.is_sweep:
+        is_path = "/" in text
+        do = f"raysim study {text} makes a run of each"
+        if key in LISTS:
+            do += f"; {key}=a+b is a list"
+        elif is_path:
+            do += f"; a comma in a name needs quotes of its own, '{key}=\"a,b\"'"
+        raise Refused(f"'{text}' gives several values, but a run takes one: {do}")
     if override.package is not None:
         raise Refused(f"'{text}' moves a group with '@', but groups keep their names: write {key}=VALUE")
     return override
@@ -439,10 +406,10 @@ def _flat(settings: Mapping[str, object]) -> dict[str, Any]:
     return flat
 
 
-def _options(override: Override, known: Groups) -> list[str]:
+def _options(override: SettingOverride, known: Groups) -> list[str]:
     """The options that an override of a group chooses."""
-    _refuse_plus(str(override.input_line))
-    return _names(override.key_or_group, override.value(), known)
+    _refuse_plus(override.text)
+    return _names(override.key, override.value, known)
 
 
 def _names(group: str, value: object, known: Groups) -> list[str]:
@@ -483,8 +450,8 @@ def _composed(options: tuple[tuple[str, tuple[str, ...]], ...], known: Groups, r
     chose, the common keys remain; of what the default study says, none.
     """
     chosen = {group: list(names) for group, names in options}
-    words = {group: f"{group}=[{','.join(names)}]" for group, names in chosen.items()}
-    words |= {group: f"{group}={names[0]}" for group, names in chosen.items() if group not in LISTS}
+    words = {group: f"{group}=[{','.join(map(_quote, names))}]" for group, names in chosen.items()}
+    words |= {group: f"{group}={_quote(names[0])}" for group, names in chosen.items() if group not in LISTS}
     try:
         parts, choices = _parts(list(words.values()), roots)
         config = _merged(parts)
@@ -511,6 +478,11 @@ def _composed(options: tuple[tuple[str, tuple[str, ...]], ...], known: Groups, r
         choices[group] = chosen[group] if group in chosen else list(config[group])
     config["choices"] = choices
     return config
+
+
+def _quote(name: str) -> str:
+    """Return the name of an option as Hydra reads it, whatever letters it has."""
+    return "'{}'".format(name.replace("'", "\\'"))
 
 
 def _parts(words: Sequence[str], roots: Sequence[Path]) -> tuple[list[tuple[str, DictConfig]], Node]:
@@ -644,7 +616,7 @@ def _assign(config: DictConfig, key: str, value: Any, text: str) -> None:
     try:
         listed = isinstance(value, str) and "/" not in value and OmegaConf.is_list(OmegaConf.select(config, key))
         if listed:  # as a list of options; paths stay whole
-            value = [read_override(f"{key}={each}").value() for each in value.split("+")]
+            value = [read_setting(f"{key}={each}").value for each in value.split("+")]
         OmegaConf.update(config, key, value, merge=True, force_add=key.rpartition(".")[0] in NAMED_FREELY)
     except OmegaConfBaseException as error:
         raise Refused(f"'{text}' does not fit there: {key} takes a single value") from error

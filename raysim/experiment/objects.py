@@ -198,7 +198,10 @@ def _makes_module(part: object) -> bool:
 
 
 def _network(part: Any, overrides: Overrides, stored: object) -> Own:
-    """Return the recipe of a user's own network; settings are its head, its adapters, and arguments of what makes it."""
+    """Return the recipe of a user's own network.
+
+    Settings are its head, its adapters, and arguments of what makes it.
+    """
     source = part.func if isinstance(part, functools.partial) else part
     fixed: dict[str, Any] = part.keywords if isinstance(part, functools.partial) else {}
     is_module = isinstance(source, nn.Module)

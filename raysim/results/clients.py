@@ -93,9 +93,9 @@ def write_clients(data: FederatedData, scores: ClientScores | None, folder: Path
 
 
 def read_clients(folder: Path) -> dict[str, np.ndarray] | None:
-    """The columns of clients.parquet but the users' names, nan where a client was not scored; None where the run stored none.
+    """The columns of clients.parquet but the users' names, nan where a client was not scored.
 
-    Raises ValueError where the file is broken.
+    None where the run stored none. Raises ValueError where the file is broken.
     """
     if (table := _read(folder / CLIENTS, ("client", "samples", "tests"))) is None:
         return None

@@ -234,7 +234,7 @@ def _spread(groups: Sequence[Group]) -> Part:
 
 
 def _lowest_users(groups: Sequence[Group]) -> list[Shown]:
-    """Return a table of the users with the lowest scores, of each setting's first seed; none where nobody has a name."""
+    """Return a table of the users with the lowest scores, by setting (its first seed); none where nobody has a name."""
     labels: list[str] = []
     clients: list[str] = []
     scores: list[float | None] = []

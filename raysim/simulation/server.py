@@ -274,8 +274,8 @@ def _check_weights(aggregation: Aggregation, method: Method, number: Callable[[i
     for weight, update in zip(weights, updates, strict=True):
         if not (hasattr(weight, "__float__") and math.isfinite(weight)):
             raise HookMistake(
-                f"method '{method.name}' returns the weight {weight} for client {number(update.client)} from weigh: return a "
-                "finite number"
+                f"method '{method.name}' returns the weight {weight} for client {number(update.client)} from weigh: "
+                "return a finite number"
             )
 
 
