@@ -92,7 +92,7 @@ def doubts_of_data(data: FederatedData) -> Iterator[str]:
     if not len(tests.indices) and not len(data.central):
         yield (
             f"nothing will be scored: none of {len(train)} clients (of at most {train.counts.max()} training samples) "
-            "has a test sample of its own, and there are no central ones: lower partition.clients, raise "
+            "has a test sample of its own, and there are no central ones: use fewer clients, raise "
             "partition.test_fraction, or give a test set"
         )
 
@@ -152,9 +152,10 @@ def _central_tests(source: Source, clean: Dataset, partitioner: Partitioner) -> 
         )
     rows = clean.train_rows
     if rows == len(clean):
+        raised = ", or raise data.test_fraction" if hasattr(source, "test_fraction") else ""
         raise ValueError(
             "partition.test_fraction=null takes clients' tests from the central test set, of which the data has none: "
-            "give a share, such as 0.2, or raise data.test_fraction."
+            f"give a share, such as 0.2{raised}."
         )
     domains = int(clean.domains[:rows].max()) + 1
     tests = partitioner.tests(clean.groups()[0][rows:], clean.domains[rows:], domains)

@@ -75,11 +75,12 @@ def is_listed(part: object) -> bool:
 
 
 def _checked(found: Any, place: str, total: int | None) -> CSR:
+    form = FORM.removeprefix("a JSON file with ") if place == "partition" else FORM
     lists = list(found.values()) if isinstance(found, Mapping) else found
     if not isinstance(lists, (list, tuple)) or not lists:
-        raise ValueError(f"{place} holds no list of clients: give {FORM}")
+        raise ValueError(f"{place} holds no list of clients: give {form}")
     names = list(found if isinstance(found, Mapping) else range(len(found)))
-    parts = [_numbers(each, f"{place}, client {name}") for name, each in zip(names, lists, strict=True)]
+    parts = [_numbers(each, f"{place}, client {name}", form) for name, each in zip(names, lists, strict=True)]
     csr = CSR(np.concatenate(parts), np.concatenate(([0], np.cumsum([len(part) for part in parts]))))
     order = np.argsort(csr.indices, kind="stable")
     twice = np.flatnonzero(np.diff(csr.indices[order]) == 0)
@@ -95,11 +96,11 @@ def _checked(found: Any, place: str, total: int | None) -> CSR:
     return csr
 
 
-def _numbers(rows: Any, place: str) -> Ints:
+def _numbers(rows: Any, place: str, form: str) -> Ints:
     try:
         found = np.asarray(rows if len(rows) else np.empty(0, np.int64))
     except (TypeError, ValueError):
         found = np.empty(0)
     if found.ndim != 1 or found.dtype.kind not in "iu":
-        raise ValueError(f"{place} has no list of row numbers: give {FORM}")
+        raise ValueError(f"{place} has no list of row numbers: give {form}")
     return found.astype(np.int64)

@@ -606,13 +606,19 @@ class Natural(Partitioner):
         if not draws.domains.any():
             raise ValueError(
                 "partition=natural makes a client of each user, and all samples are of one: name the column that tells "
-                "users apart (partition.column, data.user), give (inputs, labels, users) from Python, or choose "
-                "partition=iid, dirichlet or another."
+                "users apart (partition.column), give (inputs, labels, users) from Python, or choose partition=iid, "
+                "dirichlet or another."
             )
-        order, users = draws.order(), np.flatnonzero(np.bincount(draws.domains) >= self.minimum)
-        if len(users) < (wanted := self.clients or 1):
+        sizes = np.bincount(draws.domains)
+        order, users = draws.order(), np.flatnonzero(sizes >= self.minimum)
+        if not len(users):
             raise ValueError(
-                f"partition.clients={wanted} is more than the {len(users)} users with partition.minimum={self.minimum} "
+                f"partition.minimum={self.minimum}: no user has so many training samples, the largest has {sizes.max()}. "
+                f"Set partition.minimum={sizes.max()} or less."
+            )
+        if self.clients is not None and len(users) < self.clients:
+            raise ValueError(
+                f"partition.clients={self.clients} is more than the {len(users)} users with partition.minimum={self.minimum} "
                 "or more samples: lower one of them."
             )
         if self.clients is not None:
@@ -684,8 +690,8 @@ def _redrawn(
             return shares
         best = max(best, smallest)
     raise ValueError(
-        f"partition.alpha={alpha} over partition.clients={clients} gave no split with at least "
-        f"partition.minimum={minimum} samples per client in {attempts} attempts, the best had a client with {best}: "
+        f"partition.alpha={alpha} over partition.clients={clients} gave no split with at least {minimum} samples per "
+        f"client (partition.minimum) in {attempts} attempts, the best had a client with {best}: "
         f"set partition.minimum={best}, raise partition.alpha or lower partition.clients."
     )
 

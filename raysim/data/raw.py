@@ -145,7 +145,8 @@ class Source:
         raw = self.read() if self.only is None else _only(self.read(), [str(name) for name in self.only])
         count, name = len(raw.labels), type(self).__name__
         if not 0 < raw.train_rows <= count:
-            raise ValueError(f"data source {name} has no training samples: check data.root.")
+            do = "check data.root" if hasattr(self, "root") else "its `read` must deliver some"
+            raise ValueError(f"data source {name} has no training samples: {do}.")
         domains = np.zeros(count, dtype=np.int64) if raw.domains is None else raw.domains
         names = raw.domain_names or [name.lower()]
         if isinstance(raw.inputs, np.ndarray) and not (raw.inputs.dtype == np.uint8 and raw.inputs.ndim == 4):

@@ -42,6 +42,7 @@ NAMED_FREELY = ("runtime.resources",)  # keys below which any name may be given
 LISTS = ("method", "observer")  # groups of which any number of options is chosen
 NONE = {"method": "fedavg"}  # what a list without any is called
 COMPLETE = ("method", "schedule", "fleet", "data", "partition", "model", "runtime")  # groups without which nothing runs
+PARTS_FROM_PYTHON = ("schedule", "fleet", "data", "partition", "model")  # groups of which a run may store an object
 SWEEP = "sweep"  # the group that no run has
 ALTERNATIVES = (("local.epochs", "local.steps"),)  # setting one empties the other, unless it is set too
 HYDRAS = {  # what Hydra's own words are here
@@ -124,9 +125,8 @@ def compose(
     their keys ("rounds", "local.lr"; {"local": {"lr": 0.1}} says the same). Raises Refused, in one sentence, for
     whatever does not exist.
     """
-    given = _stored(stored)
-    config, values, named = _drafted(overrides, groups(roots := config_folders(folders)), roots, given, settings or {})
-    before = given or (_continued(values) if "experiment" not in named else None)
+    roots = config_folders(folders)
+    config, values, named, before = _drafted(overrides, groups(roots), roots, _stored(stored), settings or {})
     if before:
         config = _onto(before, config, named)
     return _resolved(config, values)
@@ -143,10 +143,12 @@ def _drafted(
     roots: Sequence[Path],
     stored: Node | None = None,
     settings: Mapping[str, object] | None = None,
-) -> tuple[DictConfig, dict[str, Any], list[str]]:
+) -> tuple[DictConfig, dict[str, Any], list[str], Node | None]:
     """The configuration before its references are resolved, the values set in it, and all keys and groups named.
 
-    stored: gives the options of groups that no override names. settings: overrides that are values already.
+    Also the stored configuration that it continues, if any. stored: a configuration that gives the options of groups
+    that no override names; that of the run which is resumed does so as well. settings: overrides that are values
+    already.
     """
     parsed = [single_override(text) for text in overrides]
     given = _flat(settings or {})
@@ -163,15 +165,20 @@ def _drafted(
             chosen[key] = _names(key, value, known)
         else:
             values[key] = value, f"{key}={shown(value)}"
+    plain_values = {key: value for key, (value, _) in values.items()}
+    if stored is None and "experiment" not in chosen:
+        stored = _continued(plain_values)
     options = tuple((group, tuple(names)) for group, names in (_chosen_before(stored, known) | chosen).items())
     config = copy.deepcopy(_composed(options, known, tuple(roots)))
+    for group in PARTS_FROM_PYTHON:  # what is no option was an object
+        if stored is not None and group not in chosen and stored["choices"].get(group) not in known.files[group]:
+            config[group], config.choices[group] = stored.get(group), stored["choices"].get(group)
     for key, (value, text) in values.items():
         _check_key(config, key, known)
         _refuse_plus(text)
         _assign(config, key, value, text)
-    plain_values = {key: value for key, (value, _) in values.items()}
     _empty_alternatives(config, plain_values)
-    return config, plain_values, [*chosen, *values]
+    return config, plain_values, [*chosen, *values], stored
 
 
 def set_aside(
@@ -589,7 +596,15 @@ def _unknown(config: DictConfig, node: Any, path: list[str], part: str, key: str
             return f"{key} does not exist: did you mean {' or '.join(near)}?"
         return f"{key} does not exist: {instead(part, known.files[path[0]])}"
     has = f"{path[0]}={option} has" if len(path) == 1 and option not in (None, "default") else f"{where} has"
-    return f"{where}.{part} does not exist: {instead(part, [str(name) for name in node if name != '_target_'], has)}"
+    names = [str(name) for name in node if not str(name).startswith("_")]
+    sentence = f"{where}.{part} does not exist: {instead(part, names, has)}"
+    others = _options_with(part, path[0], known) if len(path) == 1 else []
+    return f"{sentence}; {' and '.join(others)} {'has' if len(others) == 1 else 'have'} it" if others else sentence
+
+
+def _options_with(key: str, group: str, known: Groups) -> list[str]:
+    """Return the options of a group whose files name a key."""
+    return [f"{group}={name}" for name, path in known.files.get(group, {}).items() if key in load_option(path, group)]
 
 
 def _anywhere(config: DictConfig, key: str, known: Groups) -> str:

@@ -1,7 +1,7 @@
 """Overrides: `key=value` on the command line, read by Hydra's parser.
 
-Hydra's grammar knows ASCII letters and a few signs only, so that a path such as `/home/ü/x` would need quotes inside of the
-shell's. Every other character is put into the grammar's letters before Hydra reads the text, and restored afterwards.
+Hydra's grammar knows ASCII letters and a few signs only, so that a path such as `/home/ü/x` would need quotes inside of
+the shell's. Every other character is written in the grammar's letters before Hydra reads the text, and restored then.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ TUNES = {  # how Ray Tune's functions are written here
     "grid_search": "VALUE,VALUE and sweep.search=grid",
 }
 _SPAN = re.compile(r"(?<![^=,])(-?\d{1,18})\.\.(-?\d{1,18})(?![^,])")  # 0..4
+_SETTING = re.compile(r"[A-Za-z_][\w.]*=")
 _TUNE_CALL = re.compile(r"([^=]+)=(?:tune\.)?(\w+)\(")
 _CALL = re.compile(r"(?:^|[\[,{:(])\s*[A-Za-z_]\w*\s*\(")  # where a function may stand
 _FOREIGN = re.compile(r"[^\x00-\x7f]|[~#!&;<>^`]")  # never read by the grammar, unless quoted
@@ -46,9 +47,9 @@ class Range:
 class SettingOverride:
     """An override as it was read.
 
-    text: as the user wrote it. value: of one that gives a single value. choices: the values of one that lists several, with
-    the texts that give one each; range: of one that names an interval. is_sweep: whether it gives more than one value;
-    neither choices nor a range where these cannot be listed. package: what follows an "@".
+    text: as the user wrote it. value: of one that gives a single value. choices: the values of one that lists several;
+    choice_texts: what gives one of them each. range: of one that names an interval. is_sweep: whether it gives more
+    than one value; neither choices nor a range where these cannot be listed. package: what follows an "@".
     """
 
     text: str
@@ -72,10 +73,10 @@ def read_override(text: str, hint: Callable[[str], str] = lambda text: "write ke
     if (call := _TUNE_CALL.match(text)) and call[2] in TUNES:
         raise Refused(f"'{text}' is written as in Ray Tune: write {call[1]}={TUNES[call[2]]} for raysim sweep")
     words = text.split()
-    if len(words) > 1 and all("=" in word for word in words):
+    if len(words) > 1 and all(map(_SETTING.match, words)):
         raise Refused(
-            f"'{text}' cannot be read as key=value: these are {len(words)} settings: give each a word of its own, without "
-            "quotes around all"
+            f"'{text}' cannot be read as key=value: these are {len(words)} settings. Give each a word of its "
+            "own, without quotes around all"
         )
     letters = _Letters(text)
     counted = letters.hide(_count_up(text))
