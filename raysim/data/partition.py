@@ -613,13 +613,13 @@ class Natural(Partitioner):
         order, users = draws.order(), np.flatnonzero(sizes >= self.minimum)
         if not len(users):
             raise ValueError(
-                f"partition.minimum={self.minimum}: no user has so many training samples, the largest has {sizes.max()}. "
-                f"Set partition.minimum={sizes.max()} or less."
+                f"partition.minimum={self.minimum}: no user has so many training samples, the largest has "
+                f"{sizes.max()}. Set partition.minimum={sizes.max()} or less."
             )
         if self.clients is not None and len(users) < self.clients:
             raise ValueError(
-                f"partition.clients={self.clients} is more than the {len(users)} users with partition.minimum={self.minimum} "
-                "or more samples: lower one of them."
+                f"partition.clients={self.clients} is more than the {len(users)} users with "
+                f"partition.minimum={self.minimum} or more samples: lower one of them."
             )
         if self.clients is not None:
             users = np.sort(draws.proportions.choice(users, self.clients, replace=False))

@@ -42,7 +42,7 @@ class TestUnknownKeys:
         assert "loss=focal has it" in sentence
 
     def test_method_without_settings_says_so(self) -> None:
-        assert "method.local has no settings" in refused("method=local", "method.local.mu=1")
+        assert "method.scaffold has no settings" in refused("method=scaffold", "method.scaffold.mu=1")
 
     def test_options_that_have_the_key_are_named(self) -> None:
         assert "partition=shards has it" in refused("partition=iid", "partition.shards_per_client=2")
