@@ -10,21 +10,17 @@ import copy
 import functools
 import os
 import re
+import tempfile
+import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias, cast
 
-from hydra import version
-from hydra._internal.config_repository import CachingConfigRepository, ConfigRepository
-from hydra._internal.config_search_path_impl import ConfigSearchPathImpl
-from hydra._internal.defaults_list import create_defaults_list
-from hydra.core.object_type import ObjectType
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.plugins import Plugins
+import hydra
+from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import HydraException
-from hydra.plugins.config_source import ConfigResult, ConfigSource
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import MarkedYAMLError
@@ -37,6 +33,8 @@ from raysim.primitives.files import conf_folder, regular, user_path, without_pas
 from raysim.primitives.stores import is_remote, parted, store
 
 Node: TypeAlias = dict[str, Any]
+
+_COMPOSING = threading.Lock()  # Hydra has one state for a process
 
 NAMED_FREELY = ("runtime.resources",)  # keys below which any name may be given
 LISTS = ("method", "observer")  # groups of which any number of options is chosen
@@ -64,12 +62,14 @@ class Groups:
     """
 
     files: Mapping[str, Mapping[str, Path]] = field(compare=False)
+    common: Mapping[str, Path] = field(compare=False)  # what several options have in common, by group/_name
     state: tuple[tuple[str, int, int], ...]
 
 
 def groups(folders: Sequence[Path] = ()) -> Groups:
     """All groups of `conf`, of the installed packages that bring options, and of the user's own folders."""
     files: dict[str, dict[str, Path]] = {group: {} for group in LISTS}
+    common: dict[str, Path] = {}
     state = []
     for root in (roots := _roots(folders)):
         if not root.is_dir():
@@ -80,13 +80,14 @@ def groups(folders: Sequence[Path] = ()) -> Groups:
             group, *rest = path.relative_to(root).with_suffix("").parts
             if group in NONE and path.stem == NONE[group]:
                 raise Refused(f"{path}: {group}={NONE[group]} means that there is none: give the file another name")
-            if path.name.startswith("_"):  # what several options have in common
+            if path.name.startswith("_"):
+                common["/".join([group, *rest])] = path
                 continue
             options, name = files.setdefault(group, {}), "/".join(rest)
             if name in options and root not in (*folders, roots[0]):
                 raise Refused(f"{path} has the name of {options[name]}: rename it, or uninstall the package it is in")
             options[name] = path
-    return Groups(files, tuple(state))
+    return Groups(files, common, tuple(state))
 
 
 def _as_it_is(path: Path) -> tuple[str, int, int]:
@@ -457,11 +458,9 @@ def _composed(options: tuple[tuple[str, tuple[str, ...]], ...], known: Groups, r
     chose, the common keys remain; of what the default study says, none.
     """
     chosen = {group: list(names) for group, names in options}
-    words = {group: f"{group}=[{','.join(map(_quote, names))}]" for group, names in chosen.items()}
-    words |= {group: f"{group}={_quote(names[0])}" for group, names in chosen.items() if group not in LISTS}
     try:
-        parts, choices = _parts(list(words.values()), roots)
-        config = _merged(parts)
+        _check_files(chosen, known, roots)
+        whole, own, choices = _composed_by_hydra(chosen, known, roots)
     except Refused:
         raise
     except Exception as error:
@@ -470,21 +469,57 @@ def _composed(options: tuple[tuple[str, tuple[str, ...]], ...], known: Groups, r
         raise Refused(
             f"the configuration files do not fit together ({first_line(error).rstrip('.:')}): check your own files"
         ) from error
-    for group in set(LISTS) - set(chosen) if "experiment" in chosen else ():
-        names = [path.removeprefix(f"{group}/") for path, _ in parts if path.startswith(f"{group}/")]
-        chosen = {**chosen, group: [name for name in names if name in known.files[group]]}
-    config.pop("experiment", None)
-    for group in LISTS if "experiment" in chosen else ():
+    config = OmegaConf.create(whole)
+    has_preset = "experiment" in chosen
+    for group in LISTS if has_preset else ():
         _refuse_unknown(config, group, known, chosen["experiment"][0])
-    own = _merged([(path, values) for path, values in parts if not path.startswith("experiment/")])
-    for group in [each for each in chosen if each in config]:
+    for group, values in own.items():
         # Hydra keeps a preset's list when the user's is empty, and a preset's keys whatever option is chosen.
-        said = config[group] if "experiment" in chosen else own[group]
-        config[group] = {key: said[key] for key in own[group]}
-    for group in LISTS:
-        choices[group] = chosen[group] if group in chosen else list(config[group])
+        said = config[group] if has_preset else OmegaConf.create(values)
+        config[group] = {key: said[key] for key in values}
     config["choices"] = choices
     return config
+
+
+def _composed_by_hydra(
+    chosen: Mapping[str, list[str]], known: Groups, roots: Sequence[Path]
+) -> tuple[Node, Node, Node]:
+    """Compose the files with these options of these groups.
+
+    Return all values, those of the chosen groups without any preset, and the option of every group.
+    """
+    preset = chosen["experiment"][0] if "experiment" in chosen else "default"
+    listed, mentioned = _groups_of_preset(preset, known)
+    listed |= {group: chosen[group] for group in LISTS if group in chosen}
+    changed = mentioned & {*chosen, *(LISTS if "experiment" in chosen else ())}
+    own: Node = {}
+    with _hydra_in(_roots(roots)):
+        config = hydra.compose("config", overrides=_words(chosen), return_hydra_config=True)
+        choices = {group: name for group, name in config.hydra.runtime.choices.items() if "/" not in group}
+        choices |= {group: listed.get(group, []) for group in LISTS}
+        if changed:
+            names = {group: name if group in LISTS else [name] for group, name in choices.items() if name is not None}
+            names.pop("experiment")
+            without = _values(hydra.compose("config", overrides=[*_words(names), "~experiment"]))
+            own = {group: without[group] for group in changed if group in without}
+    return _values(config), own, choices
+
+
+def _words(chosen: Mapping[str, Sequence[str]]) -> list[str]:
+    """Return the options of groups as Hydra reads them."""
+    words = []
+    for group, names in chosen.items():
+        quoted = [_quote(name) for name in names]
+        words.append(f"{group}=[{','.join(quoted)}]" if group in LISTS else f"{group}={quoted[0]}")
+    return words
+
+
+def _values(config: DictConfig) -> Node:
+    """Return the values of a configuration, without Hydra's own and with references unresolved."""
+    values = cast(Node, OmegaConf.to_container(config))
+    values.pop("hydra", None)
+    values.pop("experiment", None)
+    return values
 
 
 def _quote(name: str) -> str:
@@ -492,44 +527,91 @@ def _quote(name: str) -> str:
     return "'{}'".format(name.replace("'", "\\'"))
 
 
-def _parts(words: Sequence[str], roots: Sequence[Path]) -> tuple[list[tuple[str, DictConfig]], Node]:
-    """Every file by its path, with its values where it puts them, and the option of every group.
+@contextmanager
+def _hydra_in(roots: Sequence[Path]) -> Iterator[None]:
+    """Let Hydra compose the files of these folders, of which a later one goes before an earlier one."""
+    with _COMPOSING, tempfile.TemporaryDirectory(prefix="raysim-conf-") as folder:
+        main = roots[0].absolute()
+        if len(roots) > 1:  # Hydra would take the first of several files with one name
+            main = Path(folder)
+            (main / "config.yaml").symlink_to(roots[0].absolute() / "config.yaml")
+            for root in roots:
+                for path in _files(root):
+                    link = main / path.relative_to(root)
+                    link.parent.mkdir(parents=True, exist_ok=True)
+                    link.unlink(missing_ok=True)
+                    link.symlink_to(path.absolute())
+        current = GlobalHydra.instance().hydra  # that of an application which calls raysim
+        GlobalHydra.instance().clear()
+        try:
+            with hydra.initialize_config_dir(str(main), version_base="1.3"):
+                yield
+        finally:
+            GlobalHydra.instance().clear()
+            if current is not None:
+                GlobalHydra.instance().initialize(current)
 
-    As Hydra's own compose has them, without what Hydra brings for itself: most of its time.
+
+def _groups_of_preset(preset: str, known: Groups) -> tuple[dict[str, list[str]], set[str]]:
+    """Return the options that a preset chooses of the groups `LISTS`, and all groups that it says something about."""
+    listed: dict[str, list[str]] = {}
+    mentioned: set[str] = set()
+    for _, node in reversed(list(_files_of(known, "experiment", preset))):  # a preset goes before what it is made of
+        entries = _entries(node)
+        mentioned |= {*node, *entries}
+        listed |= {group: option_names(names, group) for group, names in entries.items() if group in LISTS}
+    return listed, mentioned
+
+
+def _check_files(chosen: Mapping[str, Sequence[str]], known: Groups, roots: Sequence[Path]) -> None:
+    """Refuse files of the user's own that are none of their group, which Hydra would say in words of its own."""
+    if len(_roots(roots)) == 1:
+        return
+    main = _roots(roots)[0]
+    defaults = {
+        group: [name] for group, name in _entries(load_yaml(main / "config.yaml")).items() if group not in LISTS
+    }
+    left = [(group, str(name)) for group, names in (defaults | chosen).items() for name in names]
+    seen: set[tuple[str, str]] = set()
+    while left:
+        if (option := left.pop()) in seen:
+            continue
+        seen.add(option)
+        group, name = option
+        for path, node in _files_of(known, group, name):
+            if not path.is_relative_to(main):
+                load_option(path, group)
+            for other, names in _entries(node).items():
+                left += [(other, str(each)) for each in (names if isinstance(names, list) else [names])]
+
+
+def _files_of(known: Groups, group: str, name: str) -> Iterator[tuple[Path, Node]]:
+    """Return the file of an option and those that it is made of, each with its content.
+
+    A broken file counts as empty: `_check_files` and Hydra say what is wrong with it.
     """
-    Plugins.instance()  # knows how to read files
-    version.setbase("1.3")
-    places = ConfigSearchPathImpl()
-    for root in _roots(roots):
-        places.append("raysim", f"file://{root}")
-    files = CachingConfigRepository(_Files(places))
-    overrides = OverridesParser.create().parse_overrides(list(words))
-    listed = create_defaults_list(files, "config", overrides, prepend_hydra=False, skip_missing=False)
-    parts = []
-    for each in listed.defaults:
-        path = str(each.config_path)
-        values: Any = cast(Any, files.load_config(path)).config
-        values.pop("defaults", None)
-        for name in reversed(each.package.split(".") if each.package else ()):
-            values = OmegaConf.create({name: values})
-        parts.append((path, values))
-    return parts, {group: name for group, name in listed.overrides.known_choices.items() if "/" not in group}
+    path = known.files.get(group, {}).get(name) or known.common.get(f"{group}/{name}")
+    if path is None:
+        return
+    try:
+        node = load_yaml(path)
+    except Refused:
+        node = {}
+    yield path, node
+    for entry in node.get("defaults") or ():
+        if isinstance(entry, str) and entry != "_self_":
+            inner = entry.removeprefix("/").removeprefix(f"{group}/")
+            beside = "" if entry.startswith("/") else str(Path(name).parent.as_posix()) + "/"
+            yield from _files_of(known, group, f"{beside}{inner}".removeprefix("./"))
 
 
-class _Files(ConfigRepository):
-    """Of several folders with a file Hydra takes the first, here the last counts; but raysim's own at the top."""
-
-    def load_config(self, config_path: str) -> ConfigResult | None:
-        """Refuses a file of the user's own that is none of its group, which Hydra would say in words of its own."""
-        source = self._find_object_source(config_path, ObjectType.CONFIG)
-        if source not in (None, self.sources[0]):
-            load_option(Path(source.path, f"{config_path}.yaml"), config_path.partition("/")[0])
-        return super().load_config(config_path)
-
-    def _find_object_source(self, config_path: str, object_type: ObjectType | None) -> ConfigSource | None:
-        is_file = object_type == ObjectType.CONFIG
-        found = [s for s in self.sources if (s.is_config(config_path) if is_file else s.is_group(config_path))]
-        return found[0 if config_path == "config" else -1] if found else None
+def _entries(node: Node) -> Node:
+    """Return the options that the defaults of a file choose, by their groups."""
+    chosen = {}
+    for entry in node.get("defaults") or ():
+        if isinstance(entry, dict):
+            chosen |= {str(key).removeprefix("override ").strip("/ "): value for key, value in entry.items()}
+    return {group: value for group, value in chosen.items() if value is not None}
 
 
 def load_option(path: Path, group: str) -> Node:
@@ -543,17 +625,6 @@ def load_option(path: Path, group: str) -> Node:
             "what it has is indented below"
         )
     return node
-
-
-def _merged(parts: Sequence[tuple[str, DictConfig]]) -> DictConfig:
-    config = OmegaConf.create()
-    for path, values in parts:
-        try:
-            config.merge_with(values)
-        except OmegaConfBaseException as error:
-            raise HydraException(f"In '{path}': {type(error).__name__} raised while composing config") from error
-    config.pop("hydra", None)
-    return config
 
 
 def _refuse_unknown(config: DictConfig, group: str, known: Groups, preset: str) -> None:
