@@ -218,14 +218,15 @@ def assembled(
     test: NDArray[np.bool_],
     tokens: Tokens | None,
     origin: Origin | None = None,
+    ordered: Sequence[str] | None = None,
 ) -> Raw:
-    """Return training rows first; users (any values) become domains."""
+    """Put training rows first; users (any values) become domains, in the order of `numbered_domains`."""
     values, names, kind = labels
     order, train_rows = train_first(test)
     domains: Ints | None = None
     domain_names: list[str] = []
     if users is not None:
-        domains, domain_names = numbered_domains(users.astype(np.str_), ~test)
+        domains, domain_names = numbered_domains(users, ~test, ordered)
         domains = domains[order]
     origin = origin or Origin()
     return Raw(inputs[order], values[order], train_rows, names, domains, domain_names, kind, tokens, origin)

@@ -24,7 +24,7 @@ Ints: TypeAlias = NDArray[np.int64]
 Inputs: TypeAlias = NDArray[np.uint8] | NDArray[np.float32] | Ints
 Labels: TypeAlias = Ints | NDArray[np.float32]  # classes [n]; labels that are there (0 or 1) or values [n, outputs]
 
-FORMAT = 4  # raise it when the same settings give other bytes
+FORMAT = 5  # raise it when the same settings give other bytes
 
 
 @dataclass(frozen=True, eq=False)

@@ -69,7 +69,7 @@ class Source:
     of the training step's pipeline. Images alone have a size, channels, a rotation, a pool and augmentations.
     """
 
-    only: list[str] | None = None
+    only: list[str | int] | None = None
     size: int | None = None
     channels: Literal[1, 3] | None = None
     cache: str | None = None
@@ -93,7 +93,7 @@ class Source:
         require("data.kind", self.kind, self.kind in (None, *KINDS), f"{', '.join(KINDS)} or null")
         between("data.label_noise", self.label_noise, 0, 1)
         at_least("data.pool", self.pool, 1)
-        different = self.only is None or 0 < len(self.only) == len(set(self.only))
+        different = self.only is None or 0 < len(self.only) == len(set(map(str, self.only)))
         require("data.only", self.only, different, "a list of different names, or null")
         require("data.mean", self.mean, all(map(math.isfinite, self.mean or ())), "finite, or null")
         spread = all(0 < value < math.inf for value in self.std or ())
@@ -151,7 +151,7 @@ class Source:
         """The cached data set without corruptions; the first call on a machine reads, resizes and writes it."""
         shared = {entry.name for entry in fields(Source)} - {"size", "channels", "kind"}
         settings = {key: value for key, value in asdict(self).items() if key not in shared}
-        settings |= {"only": self.only} if self.only else {}
+        settings |= {"only": [str(name) for name in self.only]} if self.only else {}
         stats = [
             (os.path.realpath(path), path.stat().st_size, path.stat().st_mtime_ns)
             for path in (*self.files(), *_code(type(self)))
@@ -162,10 +162,11 @@ class Source:
     def _samples(self) -> Samples:
         name = type(self).__name__
         raw = _of_kind(self.read(), self.kind, f"data source {name}")
-        raw = raw if self.only is None else _only(raw, self.only)
+        raw = raw if self.only is None else _only(raw, [str(name) for name in self.only])
         count = len(raw.labels)
         if not 0 < raw.train_rows <= count:
-            raise ValueError(f"data source {name} has no training samples: check data.root.")
+            do = "check data.root" if hasattr(self, "root") else "its `read` must deliver some"
+            raise ValueError(f"data source {name} has no training samples: {do}.")
         domains = np.zeros(count, dtype=np.int64) if raw.domains is None else raw.domains
         names = raw.domain_names or [name.lower()]
         if isinstance(raw.inputs, np.ndarray) and not (raw.inputs.dtype == np.uint8 and raw.inputs.ndim == 4):
@@ -273,10 +274,36 @@ def _code(cls: type[Source]) -> list[Path]:
         return []
 
 
-def numbered_domains(names: NDArray[np.str_], train: NDArray[np.bool_]) -> tuple[Ints, list[str]]:
-    """Domains as numbers, alphabetically; those without training rows come last, where they leave no client empty."""
-    known = sorted(set(names[train].tolist()))
-    return numbered(names, known + sorted(set(names.tolist()) - set(known)), "a domain")
+def numbered_domains(
+    values: NDArray[Any], train: NDArray[np.bool_], ordered: Sequence[str] | None = None
+) -> tuple[Ints, list[str]]:
+    """Number domains, or users, in their natural order; those without training rows come last.
+
+    values: what names the domain of each row. ordered: all names in the order to number them by; None: as
+    `natural_order`.
+    """
+    names = values.astype(np.str_)
+    order = natural_order(values) if ordered is None else ordered
+    trained = set(names[train].tolist())
+    known = [name for name in order if name in trained]
+    others = [name for name in order if name not in trained]
+    return numbered(names, known + others, "a domain")
+
+
+def natural_order(values: NDArray[Any]) -> list[str]:
+    """Return the different values as text: numbers by value, text as text ("user10" comes before "user2")."""
+    if values.dtype.kind in "iuf":
+        return [str(value) for value in np.unique(values).tolist()]
+    return sorted(set(values.astype(np.str_).tolist()))
+
+
+def join_names(parts: Sequence[NDArray[Any]]) -> NDArray[Any]:
+    """Concatenate names of domains, as integers where all are integers, else as text."""
+    if all(part.dtype.kind in "iu" for part in parts):
+        joined = np.concatenate(parts)
+        if joined.dtype.kind in "iu":  # signed and unsigned integers of 64 bits would become floats
+            return joined
+    return np.concatenate([part.astype(np.str_) for part in parts])
 
 
 def _only(raw: Raw, classes: Sequence[str]) -> Raw:

@@ -33,7 +33,7 @@ from raysim.data.columns import (
 from raysim.data.labels import Labels, labels_of
 from raysim.data.packed import Strips, are_strips
 from raysim.data.pictures import PICTURES, Picture, are_names, numbered, spread_test, train_first
-from raysim.data.raw import Raw, Source, numbered_domains
+from raysim.data.raw import Raw, Source, join_names, natural_order, numbered_domains
 from raysim.primitives.checks import at_least, in_range, require
 from raysim.primitives.files import from_json, if_there, regular, user_path
 from raysim.primitives.kinds import Kind
@@ -96,8 +96,11 @@ class Parquet(Source):
         ]
         paths = [path for *_, path in tables]
         columns = self._find_columns(paths[0])
-        names = [self._domains(path, columns, folder.name, len(folders) > 1) for _, folder, path in tables]
-        sizes, domains = [len(each) for each in names], np.concatenate(names)
+        names = [self._domains(path, columns, folder.name) for _, folder, path in tables]
+        sizes = [len(rows) for rows in names]
+        domains, ordered = join_names(names), None
+        if len(folders) > 1:
+            domains, ordered = self._in_folders(names, paths, columns.user)
         labels = self._labels(paths, columns.label, str(folders[0]))
         test = np.repeat([split == "test" for split, *_ in tables], sizes)
         unsplit = np.repeat([not _parts(folder, "test") for _, folder, _ in tables], sizes)
@@ -112,8 +115,8 @@ class Parquet(Source):
                 whole = pa.concat_tables([pq.read_table(path, columns=columns.inputs) for path in paths])
             place = str(folders[0])
             inputs, tokens = inputs_of(whole, columns.inputs, self.length, self.padding, self.tokenizer, place)
-            return assembled(inputs, labels, domains, test, tokens, origin)
-        raw = assembled(np.arange(len(test)), labels, domains, test, None, origin)
+            return assembled(inputs, labels, domains, test, tokens, origin, ordered)
+        raw = assembled(np.arange(len(test)), labels, domains, test, None, origin, ordered)
         masks = np.split(test, np.cumsum(sizes)[:-1])
         pictures = itertools.chain(self._chosen(paths, [~mask for mask in masks]), self._chosen(paths, masks))
         return replace(raw, inputs=pictures)
@@ -175,8 +178,27 @@ class Parquet(Source):
                     )
         return folders
 
-    def _domains(self, path: Path, columns: ParquetColumns, folder: str, several: bool) -> NDArray[np.str_]:
-        """Return the domain's name for each row. Raise ValueError where the file lacks a column that is needed."""
+    def _in_folders(
+        self, names: list[NDArray[Any]], paths: list[Path], user: str
+    ) -> tuple[NDArray[np.str_], list[str] | None]:
+        """Put the folder in front of the names in a domain column; return also their order where all are integers."""
+        whole = []
+        values: dict[str, list[NDArray[Any]]] = {}
+        for rows, path in zip(names, paths, strict=True):
+            folder = path.parent.name
+            values.setdefault(folder, []).append(rows)
+            has_column = user in _schema(path).names
+            whole.append(np.char.add(f"{folder}/", rows.astype(np.str_)) if has_column else rows)
+        domains = np.concatenate(whole)
+        if any(rows.dtype.kind not in "iu" for rows in names):
+            return domains, None
+        ordered = []
+        for folder in sorted(values):
+            ordered += [f"{folder}/{name}" for name in natural_order(join_names(values[folder]))]
+        return domains, ordered
+
+    def _domains(self, path: Path, columns: ParquetColumns, folder: str) -> NDArray[Any]:
+        """Return the domain of each row, an integer or text. Raise ValueError where a column is missing."""
         names = _schema(path).names
         needed = [(column, "image_column" if columns.has_pictures else "columns") for column in columns.inputs]
         needed.append((columns.label, "label" if self.label else "label_column"))
@@ -190,8 +212,8 @@ class Parquet(Source):
             raise ValueError(f"{path}: column {empty} has empty values: remove or fill these rows.")
         if columns.user not in names:
             return np.full(table.num_rows, folder)
-        domains = integers_or_text(table, columns.user, str(path)).astype(np.str_)
-        return np.char.add(f"{folder}/", domains) if several else domains
+        domains = integers_or_text(table, columns.user, str(path))
+        return domains if domains.dtype.kind in "iu" else domains.astype(np.str_)
 
     def _chosen(self, paths: list[Path], masks: list[NDArray[np.bool_]]) -> Iterator[Picture]:
         for path, mask in zip(paths, masks, strict=True):

@@ -24,6 +24,7 @@ from raysim.simulation.load import make_planner
 from raysim.training.run_spec import build_networks
 from raysim.vectors.layout import Layout
 
+LISTED_USERS = 1000  # more of them are in clients.parquet alone
 LIBRARIES = ("torch", "numpy", "ray", "pyarrow", "mlflow")
 
 
@@ -73,7 +74,10 @@ def split(data: FederatedData) -> dict[str, object]:
     """What summary.json says of the split."""
     numbers: Any = statistics(data)
     sizes = {key: numbers[key] for key in ("clients", "empty_clients", "samples", "sizes", "pooled_entropy")}
-    return {**sizes, **numbers["heterogeneity"]}
+    users = {}
+    if data.users is not None and len(data.users) <= LISTED_USERS:
+        users = {"users": data.users.to_pylist()}  # by the number of the client
+    return {**sizes, **numbers["heterogeneity"], **users}
 
 
 def _schedule(experiment: Experiment, layout: Layout) -> str:

@@ -132,8 +132,8 @@ class DPFedAvg(Method):
             )
         if setup.layout.shared > setup.layout.trained:
             raise ValueError(
-                "method 'dp_fedavg' hides parameters alone, and this model shares statistics of BatchNorm: set "
-                "model.norm=group or another model, or keep them on the clients with method=dp_fedavg+fedbn"
+                "method 'dp_fedavg' hides parameters alone, and this model shares statistics of BatchNorm: choose "
+                "a model without BatchNorm, or keep it on the clients with method=dp_fedavg+fedbn"
             )
         facts = RunFacts(setup.task, setup.layout, setup.task.clients, frozenset())
         for other in setup.methods:

@@ -138,7 +138,10 @@ class FedBN(Method):
                 f"method 'fedbn' finds no {self.name_rule!r} in the names of the model and runs as FedAvg: "
                 "set method.fedbn.name_rule=null",
             )
-        return ("method 'fedbn' finds no BatchNorm in the model and runs as FedAvg: set model.norm=batch",)
+        return (
+            "method 'fedbn' finds no BatchNorm in the model and runs as FedAvg: choose a model that has some, such as "
+            "model=resnet18, or model=small_cnn with model.norm=batch",
+        )
 
     def personalise(self, own: Own) -> None:
         """Statistics of its own for a client that never trained."""

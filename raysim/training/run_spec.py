@@ -162,7 +162,8 @@ class RunSpec:
     def attackers(self) -> Attackers:
         """Who among the clients attacks, and how."""
         settings = self.settings
-        return Attackers(settings.attack, settings.seed, self.data.partition.train.counts, settings.faults.norm)
+        counts, most = self.data.partition.train.counts, settings.faults.norm
+        return Attackers(settings.attack, settings.seed, counts, most, self.data.label)
 
     @property
     def evaluation(self) -> Evaluation:

@@ -116,9 +116,9 @@ def test_lists_of_rows_are_a_partition_that_is_repeated_and_goes_on() -> None:
     assert found.experiment.spec.data.partition.train.counts.tolist() == [3, 4]
     ran("b", partition=by_client, rounds=1)
     again = raysim.run("out=b resume=latest rounds=2", quiet=True)
-    stored = load_yaml(Path("a/config.yaml"))["partition"]["file"]
+    stored = Path(load_yaml(Path("b/config.yaml"))["partition"]["file"])
     assert again.summary["model_sha256"] == found.summary["model_sha256"]
-    assert stored == load_yaml(Path("b/config.yaml"))["partition"]["file"]
+    assert json.loads(stored.read_text()) == {"7": [0, 1, 9], "8": [2, 3, 4, 5]}
 
 
 def test_lists_of_rows_may_have_names() -> None:
