@@ -73,12 +73,12 @@ def find_inputs(
     if len(inputs) == 1 or len(numbers) == len(inputs):
         return inputs, unused
     odd = next(name for name in inputs if name not in numbers)
-    choices = [f"data.columns={odd}"]
-    if numbers:
-        choices.insert(0, f"data.columns={'+'.join(numbers)}")
+    choices = [f"set data.columns={'+'.join(numbers)}"] if numbers else []
+    if is_text(_stored_type(types[odd])) or _is_list(types[odd]):
+        choices.append(f"set data.columns={odd}")
     raise ValueError(
-        f"{place}: column {odd} holds {types[odd]}, and only numbers can stand side by side: set "
-        f"{' or '.join(choices)}, or encode it as numbers."
+        f"{place}: column {odd} holds {types[odd]}, and only numbers can stand side by side: "
+        f"{', '.join([*choices, 'or encode it as numbers'])}."
     )
 
 

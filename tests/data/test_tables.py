@@ -109,8 +109,23 @@ def test_text_alone_becomes_tokens(write: Writer, tmp_path: Path) -> None:
 @pytest.mark.parametrize("write", WRITERS)
 def test_text_next_to_numbers_is_refused_with_both_choices(write: Writer, tmp_path: Path) -> None:
     columns = {"age": COLUMNS["age"], "city": ["x", "y"] * 6, "score": COLUMNS["score"], "label": COLUMNS["label"]}
-    with pytest.raises(ValueError, match=r"column city .*data\.columns=age\+score or data\.columns=city"):
+    with pytest.raises(ValueError, match=r"column city .*data\.columns=age\+score, .*data\.columns=city"):
         write(tmp_path, columns).build()
+
+
+def test_a_date_is_not_proposed_as_the_input(tmp_path: Path) -> None:
+    columns = {"age": COLUMNS["age"], "day": ["2020-01-01"] * ROWS, "label": COLUMNS["label"]}
+    with pytest.raises(ValueError, match=r"column day .*data\.columns=age") as refused:
+        write_csv(tmp_path, columns).build()
+    assert "data.columns=day" not in str(refused.value)
+
+
+def test_large_integers_as_labels_name_the_kind_to_set(tmp_path: Path) -> None:
+    columns = {"age": COLUMNS["age"], "target": [1000 * row for row in range(ROWS)]}
+    source = write_csv(tmp_path, columns)
+    with pytest.raises(ValueError, match=r"label 11000, .*data\.kind=regression"):
+        source.build()
+    assert replace(source, kind="regression").build().kind == "regression"  # type: ignore[type-var]
 
 
 @pytest.mark.parametrize("column", [[b"png"] * ROWS, [{"bytes": b"png", "path": None}] * ROWS], ids=["bytes", "struct"])
