@@ -571,7 +571,7 @@ def _check_files(chosen: Mapping[str, Sequence[str]], known: Groups, roots: Sequ
     defaults = {
         group: [name] for group, name in _entries(load_yaml(main / "config.yaml")).items() if group not in LISTS
     }
-    left = [(group, str(name)) for group, names in (defaults | chosen).items() for name in names]
+    left = [(group, str(name)) for group, names in {**defaults, **chosen}.items() for name in names]
     seen: set[tuple[str, str]] = set()
     while left:
         if (option := left.pop()) in seen:
@@ -607,7 +607,7 @@ def _files_of(known: Groups, group: str, name: str) -> Iterator[tuple[Path, Node
 
 def _entries(node: Node) -> Node:
     """Return the options that the defaults of a file choose, by their groups."""
-    chosen = {}
+    chosen: Node = {}
     for entry in node.get("defaults") or ():
         if isinstance(entry, dict):
             chosen |= {str(key).removeprefix("override ").strip("/ "): value for key, value in entry.items()}

@@ -248,9 +248,9 @@ def build(
         found, chosen = given(parts, methods)
         if both := next(iter(chosen.keys() & settings.keys()), None):
             raise Refused(f"{both} is given twice, by name and in methods: keep one of them")
-        is_whole = isinstance(config, (DictConfig, Mapping))
-        words, others, aside = set_aside(() if is_whole else _words(config), chosen | settings, found)
-        node = _plain(config if is_whole else words, allow, others)
+        words = () if isinstance(config, (DictConfig, Mapping)) else _words(config)
+        rest, others, aside = set_aside(words, chosen | settings, found)
+        node = _plain(config if isinstance(config, (DictConfig, Mapping)) else rest, allow, others)
         objects = described(found, aside, node)
         return _built(objects.into(node), allow, objects)
 
