@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import pyarrow as pa
 from numpy.typing import NDArray
 
 from raysim.data.batches import Pipeline
@@ -47,10 +48,25 @@ class FederatedData:
     central: Ints  # rows of the central test set
     pipeline: Pipeline
     title: str  # data set and partitioner, for plots and summaries
+    users: pa.Array | None = None  # text, the name of each client's user; None where clients are no users
 
     def open(self) -> Dataset:
         """The memory-mapped data set, opened once per process."""
         return _opened(self.dataset_path)
+
+    def user(self, client: int) -> str | None:
+        """Return the name of a client's user, or None."""
+        is_pooled = len(self.partition.train) != len(self.partition.test)  # one client trains for all
+        return None if self.users is None or is_pooled else str(self.users[client].as_py())
+
+    def number(self, client: int) -> str:
+        """Return "2", or "2 (user alice)"."""
+        user = self.user(client)
+        return str(client) if user is None else f"{client} (user {user})"
+
+    def label(self, client: int) -> str:
+        """Return "client 2", or "client 2 (user alice)"."""
+        return f"client {self.number(client)}"
 
 
 def without_single_rows(data: FederatedData) -> FederatedData:
@@ -73,7 +89,7 @@ def doubts_of_data(data: FederatedData) -> Iterator[str]:
         if 2 * absent > dataset.num_classes:
             yield (
                 f"{absent} of {dataset.num_classes} classes have no sample, and each is an output of the model: number "
-                "the classes from 0 on, or give texts as labels"
+                "the classes from 0 on, give text as labels, or set data.kind=regression where the labels are values"
             )
     shape = dataset.shape
     if len(shape) == 3 and dataset.tokens is None and shape[2] in CHANNELS and shape[0] not in CHANNELS:
@@ -85,7 +101,7 @@ def doubts_of_data(data: FederatedData) -> Iterator[str]:
     if not len(tests.indices) and not len(data.central):
         yield (
             f"nothing will be scored: none of {len(train)} clients (of at most {train.counts.max()} training samples) "
-            "has a test sample of its own, and there are no central ones: lower partition.clients, raise "
+            "has a test sample of its own, and there are no central ones: use fewer clients, raise "
             "partition.test_fraction, or give a test set"
         )
 
@@ -114,13 +130,15 @@ def federate(source: Source, partitioner: Partitioner, seed: int) -> FederatedDa
     _check(source, clean)
     if clean.kind != "classification" and getattr(partitioner, "by_class", False):
         whole = clean.kind == "regression" and bool((np.mod(clean.labels, 1) == 0).all())
-        meant = "give integers as labels where these floats are classes, or " if whole else ""
+        meant = "set data.kind=classification where these whole numbers are classes, or " if whole else ""
         raise ValueError(
             f"the partition {type(partitioner).__name__} shares out classes, and the data has none ({clean.kind}): "
             f"{meant}set partition=iid, quantity, domain, natural or listed."
         )
     rows, (groups, names) = clean.train_rows, clean.groups()
     partition = partitioner.split(groups[:rows], clean.domains[:rows], len(names), seed)
+    name_users = getattr(partitioner, "users", None)  # a partitioner need not extend ours
+    users = name_users(partition, clean.domains[:rows], clean.domain_names) if callable(name_users) else None
     dataset = _corrupted(source, clean, partition, seed)
     if getattr(partitioner, "test_fraction", 0.0) is None:
         partition = replace(partition, test=_central_tests(source, clean, partitioner))
@@ -130,6 +148,7 @@ def federate(source: Source, partitioner: Partitioner, seed: int) -> FederatedDa
         central=np.arange(dataset.train_rows, len(dataset)),
         pipeline=source.pipeline(),
         title=f"{_described(source)}, {_described(partitioner)}",
+        users=None if users is None else pa.array(users, pa.string()),
     )
 
 
@@ -142,9 +161,10 @@ def _central_tests(source: Source, clean: Dataset, partitioner: Partitioner) -> 
         )
     rows = clean.train_rows
     if rows == len(clean):
+        raised = ", or raise data.test_fraction" if hasattr(source, "test_fraction") else ""
         raise ValueError(
             "partition.test_fraction=null takes clients' tests from the central test set, of which the data has none: "
-            "give a share, such as 0.2, or raise data.test_fraction."
+            f"give a share, such as 0.2{raised}."
         )
     domains = int(clean.domains[:rows].max()) + 1
     tests = partitioner.tests(clean.groups()[0][rows:], clean.domains[rows:], domains)
@@ -224,7 +244,17 @@ def _corrupt(source: Source, clean: Dataset, partition: Partition, seed: int) ->
         if len(names) == 1:
             domains, names = np.maximum(turns, 0), [f"{angle:g} degrees" for angle in source.rotation.angles]
     inputs = _drawn(source, clean.inputs, rows, angles) if clean.is_images else clean.inputs[rows]
-    return Samples(inputs, labels[rows], domains, clean.train_rows, clean.class_names, names, clean.kind, clean.tokens)
+    return Samples(
+        inputs,
+        labels[rows],
+        domains,
+        clean.train_rows,
+        clean.class_names,
+        names,
+        clean.kind,
+        clean.tokens,
+        clean.columns,
+    )
 
 
 def _noisy(clean: Dataset, train: CSR, ratio: float, seed: int) -> NDArray[Any]:

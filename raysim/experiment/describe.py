@@ -25,6 +25,7 @@ from raysim.simulation.forecast import BUSY, forecast
 from raysim.simulation.load import make_planner
 from raysim.training.run_spec import declare_run, evaluation_of
 
+LISTED_USERS = 1000  # more of them are in clients.parquet alone
 LIBRARIES = ("torch", "numpy", "ray", "pyarrow", "mlflow")
 
 
@@ -51,6 +52,7 @@ def overview(experiment: Experiment, folder: Path) -> str:
         "methods": ", ".join(f"{m!r} [{', '.join(slots(type(m)))}]" for m in spec.methods) or "fedavg",
         "model": f"{choices['model']}: {_parameters(networks)}; {layout.total:,} floats{stays}",
         "data": f"{spec.data.title}; inputs of shape {list(spec.task.shape)}{tokens}",
+        "columns": spec.data.open().columns,
         "clients": f"{numbers['clients']} with {_span(sizes['min'], sizes['max'], 'training samples')}, "
         f"{numbers['empty_clients']} without; {_span(tests.min(), tests.max(), 'test samples of their own')}; "
         f"{numbers['central_test']} central test samples",
@@ -75,7 +77,10 @@ def split(data: FederatedData) -> dict[str, object]:
     """What summary.json says of the split."""
     numbers: Any = statistics(data)
     sizes = {key: numbers[key] for key in ("clients", "empty_clients", "samples", "sizes", "pooled_entropy")}
-    return {**sizes, **numbers["heterogeneity"]}
+    users = {}
+    if data.users is not None and len(data.users) <= LISTED_USERS:
+        users = {"users": data.users.to_pylist()}  # by the number of the client
+    return {**sizes, **numbers["heterogeneity"], **users}
 
 
 def _schedule(experiment: Experiment, declarations: Declarations) -> str:

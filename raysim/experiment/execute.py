@@ -43,12 +43,13 @@ from raysim.experiment.compose import (
     is_set,
     load_yaml,
     plain,
+    set_aside,
     to_yaml,
     without_set,
 )
 from raysim.experiment.describe import overview
 from raysim.experiment.instantiate import TARGET, arguments, build as build_object, imported, resolve, shown
-from raysim.experiment.objects import PARTS, Given, given, refuse_missing
+from raysim.experiment.objects import PARTS, Given, described, given, refuse_missing
 from raysim.experiment.plugins import allowed
 from raysim.experiment.recorder import OnRound, finished, record, say, users_observers, warn
 from raysim.experiment.result import Result
@@ -201,8 +202,11 @@ def _plain(config: Config, allow: Sequence[str], settings: Mapping[str, object] 
         if settings:
             raise Refused(f"{next(iter(settings))}=... has no effect beside a whole configuration: set it in that one")
         return node
-    words = shlex.split(config) if isinstance(config, str) else config
-    return plain(compose(words, folders, settings=settings))
+    return plain(compose(_words(config), folders, settings=settings))
+
+
+def _words(config: Sequence[str]) -> Sequence[str]:
+    return shlex.split(config) if isinstance(config, str) else config
 
 
 def partition(config: Config = (), allow: Sequence[str] = ()) -> FederatedData:
@@ -260,11 +264,14 @@ def build(
     with refusing():
         parts = {"model": model, "data": data, "partition": partition, "schedule": schedule, "fleet": fleet}
         parts["loss"] = loss
-        objects, chosen = given(parts, methods)
+        found, chosen = given(parts, methods)
         if both := next(iter(chosen.keys() & settings.keys()), None):
             raise Refused(f"{both} is given twice, by name and in methods: keep one of them")
-        node = objects.into(_plain(config, allow, chosen | settings))
-        return _built(node, allow, objects)
+        words = () if isinstance(config, (DictConfig, Mapping)) else _words(config)
+        rest, others, aside = set_aside(words, chosen | settings, found)
+        node = _plain(config if isinstance(config, (DictConfig, Mapping)) else rest, allow, others)
+        objects = described(found, aside, node)
+        return _built(objects.into(node), allow, objects)
 
 
 def _built(node: Node, allow: Sequence[str], objects: Given) -> Experiment:

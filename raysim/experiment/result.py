@@ -131,7 +131,11 @@ class Result:
         data = self.experiment.spec.data
         rows = data.central if client is None else data.partition.test.rows(self._client(client))
         if not len(rows):
-            whose = "the data has no central test set: name a client" if client is None else f"client {client} has none"
+            whose = (
+                "the data has no central test set: name a client"
+                if client is None
+                else f"{data.label(client)} has none"
+            )
             raise Refused(f"there is nothing to predict: {whose}, result.predictions(client=...)")
         with self._at_the_end() as end:
             host, task, published, state = end.asked(client)

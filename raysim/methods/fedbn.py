@@ -139,8 +139,8 @@ class FedBN(HookedMethod):
                 "set method.fedbn.name_rule=null",
             )
         return (
-            "method 'fedbn' finds no BatchNorm in the model and runs as FedAvg: "
-            "choose a model with BatchNorm, such as model=small_cnn model.norm=batch",
+            "method 'fedbn' finds no BatchNorm in the model and runs as FedAvg: choose a model that has some, such as "
+            "model=resnet18, or model=small_cnn with model.norm=batch",
         )
 
     def personalise(self, own: Own) -> None:

@@ -103,8 +103,8 @@ class Observer:
 class ProgressLine(Observer):
     """The bar in a terminal, or a line now and then in a log."""
 
-    def __init__(self, console: Console, quiet: bool):
-        self._console, self._quiet, self._shown = console, quiet, ExitStack()
+    def __init__(self, console: Console, quiet: bool, data: FederatedData):
+        self._console, self._quiet, self._data, self._shown = console, quiet, data, ExitStack()
 
     def on_start(self, run: CurrentRun) -> None:
         """Show the bar."""
@@ -117,7 +117,8 @@ class ProgressLine(Observer):
 
     def on_wait(self, run: CurrentRun, event: Waiting) -> None:
         """Say whom everyone waits for."""
-        self._progress.wait(event.host, event.clients, event.seconds)
+        clients = [self._data.number(client) for client in event.clients]
+        self._progress.wait(event.host, clients, event.seconds)
 
     def on_finish(self, run: CurrentRun, event: Finished) -> None:
         """Leave the last state on the screen."""
@@ -272,8 +273,8 @@ class ClientFiles(Observer):
 class FailureFile(Observer):
     """failures.jsonl: a line for each client that failed and was left out of a round."""
 
-    def __init__(self, note: Note):
-        self._note = note
+    def __init__(self, note: Note, data: FederatedData):
+        self._note, self._data = note, data
 
     def on_start(self, run: CurrentRun) -> None:
         """Of an earlier session, keep the failures of the rounds that the checkpoint holds: later ones come again."""
@@ -289,11 +290,16 @@ class FailureFile(Observer):
             if not path.exists():
                 self._note(f"a client failed and was left out of its round: {failure.error} (all failures: {path})")
             with path.open("a") as stream:
-                stream.write(json.dumps({"round": int(event.row["round"] or 0), **_fields(failure)}) + "\n")
+                stream.write(json.dumps({"round": int(event.row["round"] or 0), **self._fields(failure)}) + "\n")
 
-
-def _fields(failure: Failure) -> dict[str, object]:
-    return {each.name: getattr(failure, each.name) for each in fields(failure)}
+    def _fields(self, failure: Failure) -> dict[str, object]:
+        found: dict[str, object] = {}
+        for each in fields(failure):
+            found[each.name] = getattr(failure, each.name)
+            user = self._data.user(failure.client) if each.name == "client" else None
+            if user is not None:
+                found["user"] = user
+        return found
 
 
 def _round_of(line: str) -> int:

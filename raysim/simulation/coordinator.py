@@ -87,6 +87,7 @@ class Coordinator:
             settings.weighting or asked_weighting(spec.methods),
             settings.summation,
             schedule.size,
+            spec.data.number,
         )
         self.attackers = spec.attackers
         self.server.needs_single_updates |= self.attackers.attack.on_updates

@@ -310,7 +310,7 @@ class Host(Combiner):
         sums.add(job, delta)
 
     def _failure(self, job: Job, error: BaseException) -> Failure:
-        where = f"client {job.client}, version {job.version}, host {self.name}"
+        where = f"{self.spec.data.label(job.client)}, version {job.version}, host {self.name}"
         text = f"{where}: {said(error)}"
         name = error.method if isinstance(error, NotFinite) else failing_method_name(error)
         return Failure(job.number, job.client, job.version, self.name, name, text, traced(error))

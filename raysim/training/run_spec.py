@@ -164,7 +164,8 @@ class RunSpec:
     def attackers(self) -> Attackers:
         """Who among the clients attacks, and how."""
         settings = self.settings
-        return Attackers(settings.attack, settings.seed, self.data.partition.train.counts, settings.faults.norm)
+        counts, most = self.data.partition.train.counts, settings.faults.norm
+        return Attackers(settings.attack, settings.seed, counts, most, self.data.label)
 
 
 def build_model(spec: RunSpec) -> nn.Module:
