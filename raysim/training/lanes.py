@@ -324,6 +324,7 @@ class Lanes(Rows):
         if self.apart:  # only what is recorded is, so this is dry
             group, on, rows = [lead], self.row(lead.row), (lead.row,)
         modes, cached = dict(lead.modes), dict[str, Any]()
+        last_task = next((stage for stage in reversed(lead.stages) if stage.task), None)  # as `Step` reports it
         for stage in lead.stages:
             modes = after(modes, stage.modes)
             if self.trainer.methods:
@@ -338,7 +339,7 @@ class Lanes(Rows):
             else:
                 work.commit(found)
                 work.descend(gradient, lead.ctx.rate, self.masks.of(rows, group))
-                losses = found["task"].detach() if stage.loss is None else None
+                losses = found["task"].detach() if stage is last_task else None
                 self._note(group, rows, [stage], losses, work.changed)
             cached = found["out"]
         if not dry:
