@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 DASHES = ("-", "--", ":", "-.")
 Axis: TypeAlias = tuple[str, Callable[[Row], float], str, str]
-SHARES = frozenset(("accuracy", "f1"))  # metrics between 0 and 1
+SHARES = frozenset(("accuracy", "f1", "f1_samples"))  # metrics between 0 and 1
 EYE = 0.01  # a share of an axis that nobody sees
 POINTS = 400  # of a mean curve: more cannot be told apart, and a page would have to carry them
 

@@ -71,7 +71,7 @@ class Evaluator:
         self.validation = spec.data.partition.validation
         self._validated = np.zeros_like(self._counts) if self.validation is None else self.validation.counts
         self._scored = np.flatnonzero(self._counts + self._validated)
-        self.best = None if self.validation is None else BestRounds(self.tests, spec.task.kind == "classification")
+        self.best = None if self.validation is None else BestRounds(self.tests)
         dataset = spec.data.open()
         self.domains, self.names = dataset.domains, dataset.domain_names
         self.metric = spec.task.metric
@@ -188,7 +188,7 @@ class Evaluator:
             ends = local, local + len(self.spec.data.central)
             row |= self._clients("_shared" if self.personal else "", scores[:local], found)
             central = scores[slice(*ends)]
-            row[f"{name}_global"] = _mean(central) if len(central) else None
+            row[f"{name}_global"] = self.metric.summarise(central) if len(central) else None
             row["loss_global"] = float(losses[slice(*ends)].mean(dtype=np.float64)) if len(central) else None
             row |= self._worst_domain(central)
             if self.best and not self.personal:
@@ -203,7 +203,9 @@ class Evaluator:
                     validated = np.concatenate([r.scores[size:] for r, size in zip(own, sizes, strict=True)])
                     row |= self._best(found, tested, validated)
         if common := reports.get("common"):
-            row[f"{name}_common"] = float(np.mean([_mean(r.scores) for r in sorted(common, key=lambda r: r.client)]))
+            row[f"{name}_common"] = float(
+                np.mean([self.metric.summarise(r.scores) for r in sorted(common, key=lambda r: r.client)])
+            )
         if found.models:
             row |= self._decomposed(found)
         return row
@@ -222,12 +224,12 @@ class Evaluator:
         if not len(clients):
             return {}
         ends, name = np.cumsum(self._counts[clients], dtype=np.int64)[:-1], f"{self.metric.name}{suffix}"
-        each = found.each[name] = np.array([_mean(part) for part in np.split(scores, ends)])
+        each = found.each[name] = np.array([self.metric.summarise(part) for part in np.split(scores, ends)])
         row: Row = {name: float(each.mean()), f"{name}_worst": self._worst(each)}
         domains = self.domains[np.concatenate([self.tests.rows(c) for c in clients.tolist()])]
         present = np.unique(domains)
         if 2 <= len(present) <= DOMAINS:
-            row |= {f"{name}.{self.names[d]}": _mean(scores[domains == d]) for d in present}
+            row |= {f"{name}.{self.names[d]}": self.metric.summarise(scores[domains == d]) for d in present}
         return row
 
     def _worst(self, values: Sequence[float] | np.ndarray) -> float:
@@ -239,7 +241,7 @@ class Evaluator:
             return {}
         sizes, name = self._validated[found.clients], self.metric.name
         ends, sign = np.cumsum(sizes)[:-1], 1 if self.metric.higher else -1
-        each = np.array([_mean(part) if len(part) else np.nan for part in np.split(validated, ends)])
+        each = np.array([self.metric.summarise(part) if len(part) else np.nan for part in np.split(validated, ends)])
         highest, scores = self.best.take(found.clients, sign * each, tested)
         row = self._clients("_best", scores, found)
         if sizes.any():
@@ -263,7 +265,7 @@ class Evaluator:
         present = np.unique(domains)
         if len(present) < 2:
             return {}
-        worst = self._worst([_mean(scores[domains == domain]) for domain in present])
+        worst = self._worst([self.metric.summarise(scores[domains == domain]) for domain in present])
         return {f"{self.metric.name}_worst_domain": worst}
 
     def _decomposed(self, found: Scoring) -> Row:
@@ -277,7 +279,3 @@ class Evaluator:
         terms = loss_decomposition(loss_matrix=table[:-1], global_losses=table[-1], weights=weights)
         signed = ("global_loss", "local_loss", "distribution_shift", "aggregation")
         return {f"decomposition.{name}": float(terms[name]) for name in signed}
-
-
-def _mean(scores: np.ndarray) -> float:
-    return float(scores.mean(dtype=np.float64))
