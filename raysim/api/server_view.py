@@ -60,6 +60,7 @@ class Server(Protocol):
     size: int  # most updates in one aggregation
     counts: np.ndarray  # int64 [clients] training samples
     able: int  # clients that have some
+    population: int  # all clients but the unseen ones (`evaluate.unseen`): N of the papers
     samples: int  # of all clients
     vector: Tensor  # [layout.shared]
     counters: Tensor  # [layout.shared_counters]

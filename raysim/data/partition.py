@@ -61,15 +61,24 @@ class Partition:
     """Each client's training rows, its test and validation rows, and training rows that `fraction` left out.
 
     The same number of clients in all; `spare` is None where nothing was left out, `validation` where there is none.
+    unseen: clients that are never trained, ascending; None: there are none. `train` has no rows of theirs.
+    with_unseen: the training rows of all clients, those of unseen ones included; None: the same as `train`.
     """
 
     train: CSR
     test: CSR
     spare: CSR | None = None
     validation: CSR | None = None
+    unseen: Ints | None = None
+    with_unseen: CSR | None = None
 
     def __len__(self) -> int:
         return len(self.train)
+
+    @property
+    def held(self) -> CSR:
+        """The training rows that each client holds, whether it is ever trained or not."""
+        return self.train if self.with_unseen is None else self.with_unseen
 
 
 # ---- pure functions: every random draw is an argument -------------------------------------------------------------

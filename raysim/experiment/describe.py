@@ -53,6 +53,7 @@ def overview(experiment: Experiment, folder: Path) -> str:
         f"{numbers['empty_clients']} without; {_span(tests.min(), tests.max(), 'test samples of their own')}; "
         f"{numbers['central_test']} central test samples",
         "split": described(numbers["heterogeneity"]) if numbers["counts"].shape[1] > 1 else "",  # only classes differ
+        "unseen": _unseen(numbers),
         "attackers": _attackers(experiment),
         "rounds": f"{_several(settings.rounds, 'round')} of {experiment.schedule!r}, {settings.weighting} weights; "
         f"{_local(settings.local)}",
@@ -72,7 +73,8 @@ def split(data: FederatedData) -> dict[str, object]:
     """What summary.json says of the split."""
     numbers: Any = statistics(data)
     sizes = {key: numbers[key] for key in ("clients", "empty_clients", "samples", "sizes", "pooled_entropy")}
-    return {**sizes, **numbers["heterogeneity"]}
+    unseen = {"unseen_clients": numbers["unseen_clients"]} if numbers["unseen_clients"] else {}
+    return {**sizes, **unseen, **numbers["heterogeneity"]}
 
 
 def _schedule(experiment: Experiment, layout: Layout) -> str:
@@ -97,6 +99,12 @@ def _schedule(experiment: Experiment, layout: Layout) -> str:
         expected = f"{_several(hosts, 'host')} busy for {seen.hosts_busy:.0%} of the time"
         texts.append(expected if runtime.hosts else f"enough for {_several(max(1, most // BUSY), 'busy host')}")
     return "; ".join(texts)
+
+
+def _unseen(numbers: Mapping[str, Any]) -> str:
+    """How many clients are never trained; "" where all may be."""
+    count = numbers["unseen_clients"]
+    return f"{count} of {numbers['clients']} clients are never trained, and scored (evaluate.unseen)" if count else ""
 
 
 def _attackers(experiment: Experiment) -> str:

@@ -25,7 +25,7 @@ from raysim.api.declarations import Local
 from raysim.api.losses import RowLoss
 from raysim.api.method import Method, Setup
 from raysim.api.mistakes import HookMistake, said, traced
-from raysim.data.federated import FederatedData, doubts_of_data, federate, pooled
+from raysim.data.federated import FederatedData, doubts_of_data, federate, hold_out_clients, pooled
 from raysim.data.partition import Partitioner
 from raysim.data.sources import Source
 from raysim.experiment.compose import LISTS, Node, compose, load_yaml, plain, to_yaml
@@ -263,6 +263,7 @@ def _built(node: Node, allow: Sequence[str], objects: Given) -> Experiment:
     node = {**node, "device": device, "weighting": settings.weighting}
     source, partitioner = (_object(node, group, allow, objects.parts) for group in ("data", "partition"))
     data = federate(source, partitioner, settings.seed)
+    data = hold_out_clients(data, settings.evaluate.unseen, settings.seed)
     if any(method.pools for method in methods):
         data, schedule, local = _pooled(data, schedule, settings.local)
         settings = replace(settings, local=local)

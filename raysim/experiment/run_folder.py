@@ -48,6 +48,7 @@ _ADDED: dict[str, object] = {  # keys that older runs lack, with what those runs
     "partition.validation_fraction": 0.0,
     "method.fraug.ramp_rounds": None,
     "loss": {},
+    "evaluate.unseen": 0.0,
     **{f"attack.{key}": value for key, value in vars(Attack()).items()},
 }
 

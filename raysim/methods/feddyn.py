@@ -92,6 +92,6 @@ class FedDyn(Method):
 
     def apply(self, direction: Tensor, out: Tensor, aggregation: Aggregation, server: Server) -> None:
         """The mean, from which h / alpha is taken; h moves first."""
-        drift = updated_drift(server.state[DRIFT], direction, len(aggregation.updates), server.clients, self.alpha)
+        drift = updated_drift(server.state[DRIFT], direction, len(aggregation.updates), server.population, self.alpha)
         server.state[DRIFT] = drift
         torch.sub(server.params + direction, drift / self.alpha, out=out)

@@ -127,4 +127,4 @@ class Scaffold(Method):
         """Every change enters once, with 1/N."""
         deltas = torch.stack([torch.from_numpy(update.extras["scaffold.control"]) for update in aggregation.updates])
         old = server.state["scaffold.control"]
-        server.state["scaffold.control"] = server_control_variate(old, deltas, server.clients)
+        server.state["scaffold.control"] = server_control_variate(old, deltas, server.population)

@@ -222,6 +222,7 @@ def draw_run(rows: Sequence[Row], folder: Path, title: str) -> list[Path]:
             f"{metric}_shared": "shared model, mean of the clients",
             f"{metric}_finetuned": "after fine-tuning, mean of the clients",
             f"{metric}_common": "clients' models, central test set",
+            f"{metric}_unseen": "clients that are never trained",
         },
         "loss": {"train_loss": "training", "loss_global": "central test set"},
     }

@@ -174,6 +174,7 @@ class ClosingLine(Observer):
             "_finetuned": "after fine-tuning, mean of the clients",
             "_common": "clients' models on the central test set",
             "_best": "mean of the clients, each in its best round by validation",
+            "_unseen": "clients that were never trained",
         }
         summary: dict[str, Any] = run.summary()
         found = {text: summary.get(f"{summary['metric']}{suffix}") for suffix, text in names.items()}

@@ -37,6 +37,7 @@ CURVES = {
     "{metric}": "{metric}, mean of the clients",
     "{metric}_worst": "{metric} of the worst client",
     "{metric}_global": "{metric} on the central test set",
+    "{metric}_unseen": "{metric} of clients that are never trained",
     "train_loss": "training loss",
     "loss_global": "loss on the central test set",
 }
@@ -239,6 +240,8 @@ def _each(group: Group) -> tuple[np.ndarray, float | None]:
         columns, metric = read_clients(run.folder) or {}, metric_of(run.rows)
         scores = columns.get(metric, columns.get(f"{metric}_shared", np.empty(0)))
         scored = np.isfinite(scores)
+        if "unseen" in columns:
+            scored &= columns["unseen"] == 0
         values.append(scores[scored])
         tests.append(columns["tests"][scored] if scored.any() else np.empty(0))
     joined = np.concatenate(tests)

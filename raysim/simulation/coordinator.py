@@ -88,6 +88,7 @@ class Coordinator:
             settings.weighting or asked_weighting(spec.methods),
             settings.summation,
             schedule.size,
+            _count_unseen(spec),
         )
         self.attackers = spec.attackers
         self.server.needs_single_updates |= self.attackers.attack.on_updates
@@ -285,3 +286,9 @@ class Coordinator:
             checkpoint.save_model(tensors, Path(self.folder) / "model.safetensors")
         model, state = snapshot.model_sha256(self.server), snapshot.state_sha256(self.server, self.private)
         return Finished(model, state, peak_memory(), self.under_way.unfinished())
+
+
+def _count_unseen(spec: RunSpec) -> int:
+    """Return how many of the clients that are counted are never trained; pooled data count one client, which is."""
+    partition = spec.data.partition
+    return 0 if partition.unseen is None or partition.with_unseen is None else len(partition.unseen)

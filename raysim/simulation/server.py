@@ -51,11 +51,13 @@ class Server:
         weighting: Weighting = "samples",
         group: int = 5,
         size: int = 0,
+        unseen: int = 0,
     ):
         self.layout, self.methods, self.seed, self.weighting, self.group = layout, methods, seed, weighting, group
         self.task, self.size = task, size  # size: most updates in one aggregation
         self.vector, self.counters = vector, counters  # [layout.shared], [layout.shared_counters]
-        self.counts = counts  # int64 [clients] training samples
+        self.counts = counts  # int64 [clients] training samples; 0 of clients that are never trained
+        self.population = len(counts) - unseen
         # Clients that have samples, and all samples; counted once, for they may be a million.
         self.able, self.samples = int(np.count_nonzero(counts)), int(np.sum(counts))
         self.needs_single_updates = any(method.needs_single_updates for method in methods)

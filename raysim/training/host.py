@@ -71,7 +71,7 @@ class Host(Combiner):
             spec.settings.local,
             inputs,
             spec.attackers.labels(labels, train, spec.task.num_classes),
-            train,
+            spec.data.partition.held,
             spec.data.pipeline,
             spec.settings.seed,
             spec.autocast,
@@ -217,7 +217,7 @@ class Host(Combiner):
         if number < 0:
             if not self._stateful:
                 return self._initial
-            samples = len(self.spec.data.partition.train.rows(client))
+            samples = len(self.spec.data.partition.held.rows(client))
             methods: dict[str, Tensor] = {}
             for method in self._stateful:
                 methods |= {key: self._own_kind(value) for key, value in method.state(self.layout, samples).items()}
@@ -439,7 +439,7 @@ class Host(Combiner):
 
     def _finetune(self, client: int, version: int, how: Finetune) -> None:
         partition = self.spec.data.partition
-        rows = partition.train.rows(client)
+        rows = partition.held.rows(client)
         if how.samples == "all" and partition.spare is not None:
             rows = np.concatenate([rows, partition.spare.rows(client)])
         self.trainer.adapt(client, rows, version, how)
