@@ -19,6 +19,7 @@ from raysim.data.federated import FederatedData, statistics
 from raysim.data.heterogeneity import described
 from raysim.experiment.settings import Experiment
 from raysim.primitives.version import __version__
+from raysim.simulation.best_model import best_by
 from raysim.simulation.forecast import BUSY, forecast
 from raysim.simulation.load import make_planner
 from raysim.training.run_spec import build_networks
@@ -58,6 +59,7 @@ def overview(experiment: Experiment, folder: Path) -> str:
         "rounds": f"{_several(settings.rounds, 'round')} of {experiment.schedule!r}, {settings.weighting} weights; "
         f"{_local(settings.local)}",
         "schedule": _schedule(experiment, layout),
+        "best": _best(experiment),
         "BatchNorm": _batchnorm(networks, {entry.name for entry in layout.entries if entry.personal}),
         "extra": "; ".join(_extra(experiment)),
         "hosts": f"{hosts}, {_several(spec.threads, 'thread')} each, device {spec.device}, "
@@ -99,6 +101,13 @@ def _schedule(experiment: Experiment, layout: Layout) -> str:
         expected = f"{_several(hosts, 'host')} busy for {seen.hosts_busy:.0%} of the time"
         texts.append(expected if runtime.hosts else f"enough for {_several(max(1, most // BUSY), 'busy host')}")
     return "; ".join(texts)
+
+
+def _best(experiment: Experiment) -> str:
+    """What the model of the best round is chosen by."""
+    column = best_by(experiment.spec).column
+    why = ", as the split has no validation samples (partition.validation_fraction)" if column == "train_loss" else ""
+    return f"best.safetensors keeps the model of the round with the best {column}{why}"
 
 
 def _unseen(numbers: Mapping[str, Any]) -> str:

@@ -1,8 +1,8 @@
 """What each client of a run has and scores: two small tables in the run's folder.
 
 split.parquet     a row per client and class that it has: client, label, training samples
-clients.parquet   a row per client: training samples, test samples, and the accuracies of the last evaluation; where a run
-                  has clients that are never trained (`evaluate.unseen`), a column `unseen` marks them
+clients.parquet   a row per client: training samples, test samples, and the accuracies of the last evaluation;
+                  `unseen` marks clients that are never trained, where a run has such (`evaluate.unseen`)
 """
 
 from __future__ import annotations

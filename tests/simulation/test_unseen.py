@@ -219,7 +219,7 @@ def test_unseen_clients_survive_resume(schedule: Schedule, tmp_path: Path) -> No
     assert resumed.history == straight.history and resumed.bits == straight.bits
 
 
-# --- from the command line ---------------------------------------------------------------------------------------------
+# --- from the command line --------------------------------------------------------------------------------------------
 def test_unseen_clients_are_in_all_results(tmp_path: Path) -> None:
     words = [*COMMON, "evaluate.unseen=0.3", f"out={tmp_path / 'run'}"]
     result = raysim.run(words, quiet=True)
