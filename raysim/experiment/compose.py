@@ -43,7 +43,9 @@ LISTS = ("method", "observer")  # groups of which any number of options is chose
 NONE = {"method": "fedavg"}  # what a list without any is called
 COMPLETE = ("method", "schedule", "fleet", "data", "partition", "model", "runtime")  # groups without which nothing runs
 SWEEP = "sweep"  # the group that no run has
-ALTERNATIVES = (("local.epochs", "local.steps"),)  # setting one empties the other, unless it is set too
+# Setting one empties the other, unless it is set too. A checksum belongs to the file that is named with it.
+ALTERNATIVES = (("local.epochs", "local.steps"), ("init.file", "init.sha256"))
+SHORT = {"init": "init.file"}  # keys with several values, of which one may be set by the short name
 _SPAN = re.compile(r"(?<![^=,])(-?\d{1,18})\.\.(-?\d{1,18})(?![^,])")  # 0..4
 _MOST = 10_000  # values that one word may stand for
 HYDRAS = {  # what Hydra's own words are here
@@ -159,8 +161,9 @@ def _drafted(
 
     stored: gives the options of groups that no override names. settings: overrides that are values already.
     """
-    parsed = [single_override(text) for text in overrides]
+    parsed = [_in_full(single_override(text)) for text in overrides]
     given = _flat(settings or {})
+    given = {SHORT.get(key, key): value for key, value in given.items()}
     texts = {override.key_or_group: str(override.input_line) for override in parsed}
     for key, text in (texts | {key: f"{key}={shown(value)}" for key, value in given.items()}).items():
         if key.partition(".")[0] == SWEEP:
@@ -258,6 +261,7 @@ def draft(overrides: Sequence[str], folders: Sequence[str | Path], keys: Sequenc
 def settled(drafted: Node, values: Mapping[str, Any]) -> Node:
     """A draft with these values, resolved; no file is read."""
     config = OmegaConf.create(drafted)
+    values = {SHORT.get(key, key): value for key, value in values.items()}
     for key, value in values.items():
         _assign(config, key, value, f"{key}={value}")
     _empty_alternatives(config, values)
@@ -377,6 +381,13 @@ def single_override(text: str) -> Override:
         )
     if override.package is not None:
         raise Refused(f"'{text}' moves a group with '@', but groups keep their names: write {key}=VALUE")
+    return override
+
+
+def _in_full(override: Override) -> Override:
+    """Return an override with the full key where it has a short one and gives a single value."""
+    if not isinstance(override.value(), Mapping):
+        override.key_or_group = SHORT.get(override.key_or_group, override.key_or_group)
     return override
 
 

@@ -59,6 +59,7 @@ def overview(experiment: Experiment, folder: Path) -> str:
         "rounds": f"{_several(settings.rounds, 'round')} of {experiment.schedule!r}, {settings.weighting} weights; "
         f"{_local(settings.local)}",
         "schedule": _schedule(experiment, layout),
+        "init": _init(experiment, networks, layout),
         "best": _best(experiment),
         "BatchNorm": _batchnorm(networks, {entry.name for entry in layout.entries if entry.personal}),
         "extra": "; ".join(_extra(experiment)),
@@ -101,6 +102,19 @@ def _schedule(experiment: Experiment, layout: Layout) -> str:
         expected = f"{_several(hosts, 'host')} busy for {seen.hosts_busy:.0%} of the time"
         texts.append(expected if runtime.hosts else f"enough for {_several(max(1, most // BUSY), 'busy host')}")
     return "; ".join(texts)
+
+
+def _init(experiment: Experiment, networks: Mapping[str, nn.Module], layout: Layout) -> str:
+    """Which weights the run starts from; "" where all are drawn."""
+    init, weights = experiment.spec.settings.init, experiment.spec.weights
+    if weights is None:
+        return ""
+    personal = {entry.name for entry in (*layout.entries, *layout.counters) if entry.personal}
+    drawn = weights.drawn(networks, personal)
+    rest = "all tensors"
+    if drawn:
+        rest = f"all tensors but {', '.join(drawn[:3])}{f' and {len(drawn) - 3} more' if len(drawn) > 3 else ''}"
+    return f"{rest} from {init.file} (sha256 {init.sha256:.12})"
 
 
 def _best(experiment: Experiment) -> str:
@@ -201,6 +215,7 @@ def identity(experiment: Experiment) -> dict[str, object]:
         "precision": spec.precision,
         "seed": spec.settings.seed,
         "summation": spec.settings.summation,
+        **({"init_sha256": spec.settings.init.sha256} if spec.settings.init.file else {}),
         "python": platform.python_version(),
         # A folder that was sent to a cluster is installed nowhere: raysim's own version is in its code.
         "libraries": {"raysim": __version__} | {name: found for name in LIBRARIES if (found := _version(name))},

@@ -9,7 +9,7 @@ import inspect
 import shlex
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import fields, replace
+from dataclasses import asdict, fields, replace
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, cast
@@ -50,6 +50,7 @@ from raysim.simulation.events import Event, ProcessLost, RunStopped, TooManyFail
 from raysim.simulation.fleet import Fleet
 from raysim.simulation.schedule import Schedule, Synchronous, check_concurrency
 from raysim.simulation.server import asked_weighting
+from raysim.training.initial_weights import read_initial_weights
 from raysim.training.lanes import uses_graph, usual_lanes
 from raysim.training.run_spec import Checkpoint, RunSettings, RunSpec, build_networks, sample_flops
 
@@ -260,7 +261,11 @@ def _built(node: Node, allow: Sequence[str], objects: Given) -> Experiment:
     settings = replace(
         settings, weighting=settings.weighting or asked_weighting(methods), checkpoint=_absolute(settings.checkpoint)
     )
+    init, weights = read_initial_weights(settings.init)
+    settings = replace(settings, init=init)
     node = {**node, "device": device, "weighting": settings.weighting}
+    if weights is not None:
+        node["init"] = asdict(init)
     source, partitioner = (_object(node, group, allow, objects.parts) for group in ("data", "partition"))
     data = federate(source, partitioner, settings.seed)
     data = hold_out_clients(data, settings.evaluate.unseen, settings.seed)
@@ -270,7 +275,7 @@ def _built(node: Node, allow: Sequence[str], objects: Given) -> Experiment:
     check_concurrency(schedule, data.partition.train.counts)
     loss = _object(node, "loss", allow, objects.parts) if node.get("loss") else None  # older runs have no such group
     threads, timed = execution.runtime.threads, execution.profile
-    spec = RunSpec(model, methods, data, settings, device, threads, profile=timed, loss=loss)
+    spec = RunSpec(model, methods, data, settings, device, threads, profile=timed, loss=loss, weights=weights)
     spec.attackers.check(spec.task.kind, data.partition.train, schedule.size)
     # What a fleet cannot be, such as a damaged trace, is found here and not in another process.
     fleet.devices(settings.seed, len(data.partition.train.counts), functools.partial(sample_flops, spec))

@@ -36,6 +36,7 @@ FREE = (
     "state.device",
     "data.cache",
     "data.download",
+    "init.file",  # its checksum counts: init.sha256
 )
 
 BITS_OF_RUNTIME = ("runtime.threads", "runtime.lanes", "runtime.graph", "runtime.precision")  # of runtime, no other key
@@ -49,6 +50,7 @@ _ADDED: dict[str, object] = {  # keys that older runs lack, with what those runs
     "method.fraug.ramp_rounds": None,
     "loss": {},
     "evaluate.unseen": 0.0,
+    **{f"init.{key}": None for key in ("only", "redraw", "sha256")},
     **{f"attack.{key}": value for key, value in vars(Attack()).items()},
 }
 

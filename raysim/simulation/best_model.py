@@ -89,6 +89,6 @@ class BestModel:
             self.vector, self.counters = (torch.from_numpy(np.array(arrays[key])) for key in ("vector", "counters"))
 
     def restore_rows(self, rows: Sequence[Row]) -> None:
-        """Continue from a checkpoint of an earlier version of raysim, which kept no weights: only the scores are known."""
+        """Continue from a checkpoint of an earlier version of raysim, which has the scores and not the weights."""
         for row in rows:
             self._is_better(row)

@@ -41,7 +41,6 @@ from raysim.training.probe import balanced_rows
 from raysim.training.run_spec import RunSpec, build_networks
 from raysim.vectors.layout import Vector
 
-
 _BEST_MODEL = "model/"  # what begins the names of its arrays in a checkpoint
 
 

@@ -22,6 +22,7 @@ from raysim.models import Classifier, ModelRecipe, split, splits
 from raysim.primitives.checks import above, at_least, between, in_range
 from raysim.primitives.streams import torch_seed
 from raysim.training.attack import Attack, Attackers
+from raysim.training.initial_weights import Init, InitialWeights
 from raysim.vectors.layout import Layout, plan_layout
 
 Precision: TypeAlias = Literal["float32", "tf32", "bfloat16"]
@@ -111,6 +112,7 @@ class RunSettings:
     faults: Faults = field(default_factory=Faults)
     attack: Attack = field(default_factory=Attack)
     state: State = field(default_factory=State)
+    init: Init = field(default_factory=Init)
 
     def __post_init__(self) -> None:
         in_range("seed", self.seed, least=0, below=2**63)
@@ -125,7 +127,7 @@ class RunSpec:
     device: where this process computes ("cpu", "cuda", "cuda:1", "mps"). lanes: how many clients a host trains at once,
     on which bits depend. score_batch: samples scored at once. profile: whether it is measured where the time goes.
     graph: whether an iteration of the lanes is recorded once and replayed; bits depend on it. precision: what products
-    of a step are computed in. loss: in place of the usual one; see `Task`.
+    of a step are computed in. loss: in place of the usual one; see `Task`. weights: saved ones, where networks start.
     """
 
     model: ModelRecipe
@@ -141,6 +143,7 @@ class RunSpec:
     graph: bool = False
     precision: Precision = "float32"
     loss: RowLoss | None = None
+    weights: InitialWeights | None = None
 
     def __post_init__(self) -> None:
         at_least("runtime.lanes", self.lanes, 1)
@@ -205,6 +208,8 @@ def build_networks(spec: RunSpec) -> tuple[dict[str, nn.Module], Layout]:
                     stays |= {f"{name}.{leaf}" for leaf, _ in network.module.named_buffers()}
     for method in owners(methods, "personal"):
         stays |= set(method.personal(networks))
+    if spec.weights is not None:
+        spec.weights.load_into(networks, stays)
     return networks, plan_layout(networks, stays)
 
 
