@@ -195,8 +195,8 @@ class Evaluator:
         row: Row = {}
         if (shared := reports.get("shared")) is not None:
             row |= self._shared_columns(shared, found)
-        for view, suffix in (("own", ""), ("finetuned", "_finetuned")):
-            row |= self._own_columns(reports.get(view, []), suffix, found)
+        row |= self._own_columns(reports.get("own", []), "", found)
+        row |= self._own_columns(reports.get("finetuned", []), "_finetuned", found)
         if common := reports.get("common"):
             row |= self._common_columns(common, found)
         if found.models:
