@@ -25,6 +25,7 @@ class Task:
 
     tokens: of inputs that are sequences of token numbers. scored_by: the metric's name; None: the kind's usual one.
     loss: of each sample, outputs [B, C] and labels to [B]; None: the kind's usual one.
+    unseen: how many of the clients are never trained.
     """
 
     shape: tuple[int, ...]
@@ -35,6 +36,12 @@ class Task:
     tokens: Tokens | None = None
     scored_by: str | None = None
     loss: RowLoss | None = None
+    unseen: int = 0
+
+    @property
+    def population(self) -> int:
+        """The clients that may be trained, whether they have samples or not."""
+        return self.clients - self.unseen
 
     @property
     def objective(self) -> Objective:

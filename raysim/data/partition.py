@@ -80,6 +80,11 @@ class Partition:
         """The training rows that each client holds, whether it is ever trained or not."""
         return self.train if self.with_unseen is None else self.with_unseen
 
+    @property
+    def never_trained(self) -> int:
+        """How many clients of `train` are unseen; of pooled data, whose one client is trained, none."""
+        return 0 if self.unseen is None or self.with_unseen is None else len(self.unseen)
+
 
 # ---- pure functions: every random draw is an argument -------------------------------------------------------------
 

@@ -135,7 +135,7 @@ class DPFedAvg(Method):
                 "method 'dp_fedavg' hides parameters alone, and this model shares statistics of BatchNorm: set "
                 "model.norm=group or another model, or keep them on the clients with method=dp_fedavg+fedbn"
             )
-        facts = RunFacts(setup.task, setup.layout, setup.task.clients, frozenset())
+        facts = RunFacts(setup.task, setup.layout, setup.task.population, frozenset())
         for other in setup.methods:
             more = any(owners([other], slot) for slot in ("contribute", "weigh", "mix", "absorb"))
             if other is not self and (more or other.cost(Participation(0, 1, 1.0, 0, 0, facts)).up):

@@ -229,10 +229,11 @@ class FedBR(Method):
         """Enough means for a batch of them, and a proxy set of the data's image size."""
         if not self._active:
             return ()
-        pool = self.means_per_client * setup.task.clients
+        clients = setup.task.population
+        pool = self.means_per_client * clients
         if self.pseudo == "rsm" and not self.fresh and self.pseudo_batch > pool:
             raise ValueError(
-                f"method.fedbr.pseudo_batch={self.pseudo_batch} is more than the pool of {setup.task.clients} clients "
+                f"method.fedbr.pseudo_batch={self.pseudo_batch} is more than the pool of {clients} clients "
                 f"x means_per_client={self.means_per_client}: set pseudo_batch={pool} or less"
             )
         if (public := _public(self)) is None:

@@ -92,7 +92,7 @@ class Coordinator:
             settings.weighting or asked_weighting(spec.methods),
             settings.summation,
             schedule.size,
-            _count_unseen(spec),
+            spec.data.partition.never_trained,
         )
         self.attackers = spec.attackers
         self.server.needs_single_updates |= self.attackers.attack.on_updates
@@ -307,9 +307,3 @@ class Coordinator:
         if self.folder:
             tensors = {key: tensor.numpy() for key, tensor in self.initial.named(vector, counters).items()}
             checkpoint.save_model(tensors, Path(self.folder) / name)
-
-
-def _count_unseen(spec: RunSpec) -> int:
-    """Return how many of the clients that are counted are never trained; pooled data count one client, which is."""
-    partition = spec.data.partition
-    return 0 if partition.unseen is None or partition.with_unseen is None else len(partition.unseen)

@@ -94,8 +94,8 @@ class InitialWeights:
         unknown = [name for name in self.tensors if name not in names and not self._is_redrawn(name)]
         if unknown and self.init.only is None and len(unknown) < len(self.tensors):
             raise ValueError(
-                f"init.file={self.init.file}: {_listed(unknown)} exists in no network of this run. Name the parts to "
-                "load with init.only, such as init.only=model, or leave parts out with init.redraw."
+                f"init.file={self.init.file}: no network of this run has {_listed(unknown)}. Name the parts to load "
+                "with init.only, such as init.only=model, or leave parts out with init.redraw."
             )
         return {names[name]: array for name, array in self.tensors.items() if name in names}
 

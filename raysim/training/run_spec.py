@@ -159,7 +159,7 @@ class RunSpec:
         dataset = self.data.open()
         clients, metric = len(self.data.partition.train), self.settings.evaluate.metric
         about = (dataset.shape, dataset.num_classes, clients, self.dtype, dataset.kind, dataset.tokens)
-        return Task(*about, scored_by=metric, loss=self.loss)
+        return Task(*about, scored_by=metric, loss=self.loss, unseen=self.data.partition.never_trained)
 
     @cached_property
     def attackers(self) -> Attackers:

@@ -201,6 +201,20 @@ def test_population_of_methods_excludes_unseen_clients(method: Any) -> None:
     assert run(run_spec(method(), model=NORMED_MLP, data=alone)).bits != found.bits
 
 
+@pytest.mark.parametrize(
+    ("words", "key"),
+    [
+        (["method=fedbr", "method.fedbr.means_per_client=4", "method.fedbr.pseudo_batch=30"], "pseudo_batch"),
+        (["method=fedmix", "method.fedmix.means=4", "local.batch=30"], "method.fedmix.means"),
+    ],
+)
+def test_pools_of_methods_exclude_unseen_clients(words: list[str], key: str) -> None:
+    words = [*COMMON, *words]
+    build(words)
+    with pytest.raises(Refused, match=key):
+        build([*words, "evaluate.unseen=0.5"])
+
+
 # --- the same bits ----------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("methods", [[], [FedBN()], [PFedAvg()]])
 def test_unseen_scores_do_not_depend_on_workers(methods: list[Method]) -> None:
