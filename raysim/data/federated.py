@@ -110,7 +110,51 @@ def pooled(data: FederatedData) -> FederatedData:
     """All clients' training rows, ascending, as one client; the clients' test rows stay apart."""
     rows = np.sort(data.partition.train.indices)
     train = CSR(rows, np.array([0, len(rows)]))
-    return replace(data, partition=replace(data.partition, train=train, spare=None), title=f"{data.title}, pooled")
+    partition = replace(data.partition, train=train, spare=None, with_unseen=None)
+    return replace(data, partition=partition, title=f"{data.title}, pooled")
+
+
+def hold_out_clients(data: FederatedData, share: float, seed: int) -> FederatedData:
+    """Draw a share of the clients with training samples, rounded, and take them out of training.
+
+    They keep their training samples, to which methods may adapt a model before it is scored on their tests. Of their
+    validation samples nothing is used: they take no part in the choice of the best round.
+    Raises ValueError where that leaves no client on one side, where nothing could be scored, or where a client that is
+    trained has samples of one that is not.
+    """
+    if not share:
+        return data
+    partition, train = data.partition, data.partition.train
+    able = np.flatnonzero(train.counts)
+    count = round(share * len(able))
+    chosen = f"evaluate.unseen={share:g} selects {count} of {len(able)} clients with training samples"
+    if not count:
+        raise ValueError(f"{chosen}. Increase it, or set evaluate.unseen=0.")
+    if count == len(able):
+        raise ValueError(f"{chosen}, so that none is left to train. Decrease it.")
+    unseen = np.sort(stream(seed, "unseen").permutation(able)[:count])
+    if not partition.test.counts[unseen].any():
+        raise ValueError(
+            f"{chosen}, and none of these has test samples to be scored on. Set partition.test_fraction above 0."
+        )
+    trained = _without(train, unseen)
+    own = [part.rows(client) for part in (train, partition.test) for client in unseen.tolist()]
+    if np.isin(np.concatenate(own), trained.indices).any():
+        raise ValueError(
+            f"evaluate.unseen={share:g}: clients share samples in this partition, so that others would train on those "
+            "of unseen clients. Set evaluate.unseen=0, or choose another partition."
+        )
+    validation = None if partition.validation is None else _without(partition.validation, unseen)
+    parts = replace(partition, train=trained, validation=validation, unseen=unseen, with_unseen=train)
+    return replace(data, partition=parts)
+
+
+def _without(part: CSR, clients: Ints) -> CSR:
+    """Return the same clients, of which some have no rows any more."""
+    counts = part.counts
+    counts[clients] = 0
+    stays = ~np.isin(part.owners, clients)
+    return CSR(part.indices[stays], np.concatenate([[0], np.cumsum(counts)]))
 
 
 @functools.lru_cache(maxsize=8)
@@ -306,8 +350,8 @@ def _drawn(source: Source, images: NDArray[Any], rows: Ints, angles: Floats) -> 
 
 
 def _parts(partition: Partition) -> list[CSR]:
-    """What clients train and are scored on."""
-    return [each for each in (partition.train, partition.test, partition.validation) if each is not None]
+    """What clients hold and are scored on."""
+    return [each for each in (partition.held, partition.test, partition.validation) if each is not None]
 
 
 def _digest(partition: Partition) -> str:
@@ -322,8 +366,8 @@ def _digest(partition: Partition) -> str:
 
 
 def class_counts(data: FederatedData) -> Ints:
-    """Training samples of each client and class, [N, C]; of data without classes, [N, 1]."""
-    train = data.partition.train
+    """Training samples of each client and class, [N, C]; of data without classes, [N, 1]. Unseen clients count."""
+    train = data.partition.held
     groups, names = data.open().groups()
     cells = train.owners * len(names) + groups[train.indices]
     return np.bincount(cells, minlength=len(train) * len(names)).reshape(len(train), len(names))
@@ -342,6 +386,7 @@ def statistics(data: FederatedData) -> dict[str, object]:
     return {
         "clients": len(sizes),
         "empty_clients": int((sizes == 0).sum()),
+        "unseen_clients": 0 if data.partition.unseen is None else len(data.partition.unseen),
         "samples": int(sizes.sum()),
         "unused": rows - sum(int((part.indices < rows).sum()) for part in parts),
         "central_test": len(data.central),

@@ -61,15 +61,29 @@ class Partition:
     """Each client's training rows, its test and validation rows, and training rows that `fraction` left out.
 
     The same number of clients in all; `spare` is None where nothing was left out, `validation` where there is none.
+    unseen: clients that are never trained, ascending; None: there are none. `train` has no rows of theirs.
+    with_unseen: the training rows of all clients, those of unseen ones included; None: the same as `train`.
     """
 
     train: CSR
     test: CSR
     spare: CSR | None = None
     validation: CSR | None = None
+    unseen: Ints | None = None
+    with_unseen: CSR | None = None
 
     def __len__(self) -> int:
         return len(self.train)
+
+    @property
+    def held(self) -> CSR:
+        """The training rows that each client holds, whether it is ever trained or not."""
+        return self.train if self.with_unseen is None else self.with_unseen
+
+    @property
+    def never_trained(self) -> int:
+        """How many clients of `train` are unseen; of pooled data, whose one client is trained, none."""
+        return 0 if self.unseen is None or self.with_unseen is None else len(self.unseen)
 
 
 # ---- pure functions: every random draw is an argument -------------------------------------------------------------

@@ -14,7 +14,7 @@ import tempfile
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeAlias, cast
 
@@ -43,7 +43,9 @@ COMPLETE = ("method", "schedule", "fleet", "data", "partition", "model", "runtim
 PARTS_FROM_PYTHON = ("schedule", "fleet", "data", "partition", "model")  # groups of which a run may store an object
 SWEEP = "sweep"  # the group that no run has
 SET = "_set_"  # in `choices`: the keys and groups that the user set; no file holds it
-ALTERNATIVES = (("local.epochs", "local.steps"),)  # setting one empties the other, unless it is set too
+# Setting one empties the other, unless it is set too. A checksum belongs to the file that is named with it.
+ALTERNATIVES = (("local.epochs", "local.steps"), ("init.file", "init.sha256"))
+SHORT = {"init": "init.file"}  # keys with several values, of which one may be set by the short name
 HYDRAS = {  # what Hydra's own words are here
     "hydra/launcher": "raysim study --parallel N makes runs side by side, and raysim sweep on all nodes of a Ray",
     "hydra.launcher": "raysim study --parallel N makes runs side by side, and raysim sweep on all nodes of a Ray",
@@ -153,8 +155,9 @@ def _drafted(
     that no override names; that of the run which is resumed does so as well. settings: overrides that are values
     already.
     """
-    parsed = [single_override(text) for text in overrides]
+    parsed = [_in_full(single_override(text)) for text in overrides]
     given = _flat(settings or {})
+    given = {SHORT.get(key, key): value for key, value in given.items()}
     texts = {override.key: override.text for override in parsed}
     for key, text in (texts | {key: f"{key}={shown(value)}" for key, value in given.items()}).items():
         if key.partition(".")[0] == SWEEP:
@@ -320,6 +323,7 @@ def draft(overrides: Sequence[str], folders: Sequence[str | Path], keys: Sequenc
 def settled(drafted: Node, values: Mapping[str, Any]) -> Node:
     """A draft with these values, resolved; no file is read."""
     config = OmegaConf.create(drafted)
+    values = {SHORT.get(key, key): value for key, value in values.items()}
     for key, value in values.items():
         _assign(config, key, value, f"{key}={value}")
     _empty_alternatives(config, values)
@@ -419,6 +423,13 @@ def single_override(text: str) -> SettingOverride:
     if override.package is not None:
         raise Refused(f"'{text}' moves a group with '@', but groups keep their names: write {key}=VALUE")
     return override
+
+
+def _in_full(override: SettingOverride) -> SettingOverride:
+    """Return an override with the full key where it has a short one and gives a single value."""
+    if isinstance(override.value, Mapping) or override.key not in SHORT:
+        return override
+    return replace(override, key=SHORT[override.key])
 
 
 def _refuse_plus(text: str) -> None:

@@ -9,7 +9,7 @@ import inspect
 import shlex
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import fields, replace
+from dataclasses import asdict, fields, replace
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, cast
@@ -31,6 +31,7 @@ from raysim.data.federated import (
     FederatedData,
     doubts_of_data,
     federate,
+    hold_out_clients,
     pooled,
     without_single_rows,
 )
@@ -68,6 +69,7 @@ from raysim.simulation.events import Event, ProcessLost, RunStopped, TooManyFail
 from raysim.simulation.fleet import Fleet
 from raysim.simulation.schedule import Schedule, Synchronous, check_concurrency
 from raysim.simulation.server import asked_weighting
+from raysim.training.initial_weights import read_initial_weights
 from raysim.training.run_spec import Checkpoint, RunSettings, RunSpec, declare_run, sample_flops
 from raysim.training.step_mode import check_step_mode, uses_graph, usual_lanes
 from raysim.training.trainer import layer_that_needs_two_rows
@@ -287,9 +289,14 @@ def _built(node: Node, allow: Sequence[str], objects: Given) -> Experiment:
     settings = replace(
         settings, weighting=settings.weighting or asked_weighting(methods), checkpoint=_absolute(settings.checkpoint)
     )
+    init, weights = read_initial_weights(settings.init)
+    settings = replace(settings, init=init)
     node = {**node, "device": device, "weighting": settings.weighting}
+    if weights is not None:
+        node["init"] = asdict(init)
     source, partitioner = (_object(node, group, allow, objects.parts) for group in ("data", "partition"))
     data = federate(source, partitioner, settings.seed)
+    data = hold_out_clients(data, settings.evaluate.unseen, settings.seed)
     if any(method.pools for method in methods):
         data, schedule, local = _pooled(data, schedule, settings.local)
         settings = replace(settings, local=local)
@@ -305,6 +312,7 @@ def _built(node: Node, allow: Sequence[str], objects: Given) -> Experiment:
         threads,
         profile=timed,
         loss=loss,
+        weights=weights,
         size=schedule.size,
         stale=schedule.stale,
     )

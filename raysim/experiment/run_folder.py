@@ -36,6 +36,7 @@ FREE = (
     "state.device",
     "data.cache",
     "data.download",
+    "init.file",  # its checksum counts: init.sha256
 )
 
 BITS_OF_RUNTIME = ("runtime.threads", "runtime.lanes", "runtime.graph", "runtime.precision")  # of runtime, no other key

@@ -247,10 +247,11 @@ class FedBR(HookedMethod):
                 f"method.fedbr.pseudo_batch: the model cannot train on a batch of 1 row, because of its {layer}. "
                 "Set method.fedbr.pseudo_batch=2 or more."
             )
-        pool = self.means_per_client * setup.task.clients
+        clients = setup.task.population
+        pool = self.means_per_client * clients
         if self.pseudo == "rsm" and not self.fresh and self.pseudo_batch > pool:
             raise ValueError(
-                f"method.fedbr.pseudo_batch={self.pseudo_batch} is more than the pool of {setup.task.clients} clients "
+                f"method.fedbr.pseudo_batch={self.pseudo_batch} is more than the pool of {clients} clients "
                 f"x means_per_client={self.means_per_client}: set pseudo_batch={pool} or less"
             )
         if (public := _public(self)) is None:

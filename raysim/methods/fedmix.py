@@ -138,7 +138,8 @@ class FedMix(HookedMethod):
     def check(self, setup: Setup) -> Sequence[str]:
         """Enough pairs for a batch."""
         if self._pooled and self.pairs == "each":
-            self._require(setup.local.batch, self.means * setup.task.clients, setup.task.clients)
+            clients = setup.task.population
+            self._require(setup.local.batch, self.means * clients, clients)
         return ()
 
     def _require(self, rows: int, pool: int, clients: int) -> None:

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 HISTORY, FAILURES, SUMMARY = "history.parquet", "failures.jsonl", "summary.json"
 PROBES = "probes"  # folder of what was seen of the local models
-_ENDING = ("model_sha256", "state_sha256", "peak_memory_bytes")  # what the summary says of the end
+_ENDING = ("model_sha256", "state_sha256", "peak_memory_bytes", "best_model")  # what the summary says of the end
 Note: TypeAlias = Callable[[str], None]  # prints one line
 Doing: TypeAlias = Callable[[str], AbstractContextManager[None]]  # says what goes on inside
 
@@ -176,6 +176,7 @@ class ClosingLine(Observer):
             "_finetuned": "after fine-tuning, mean of the clients",
             "_common": "clients' models on the central test set",
             "_best": "mean of the clients, each in its best round by validation",
+            "_unseen": "clients that were never trained",
         }
         summary: dict[str, Any] = run.summary()
         found = {text: summary.get(f"{summary['metric']}{suffix}") for suffix, text in names.items()}
@@ -379,7 +380,7 @@ class SummaryFile(Observer):
 class Tracking(Observer):
     """The same rows, what they sum up to, and files on a tracking server; the model, too, where all share one."""
 
-    FILES = ("config.yaml", HISTORY, SUMMARY, "model.safetensors", FAILURES)
+    FILES = ("config.yaml", HISTORY, SUMMARY, "model.safetensors", "best.safetensors", FAILURES)
 
     def __init__(
         self,

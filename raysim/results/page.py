@@ -38,6 +38,7 @@ CURVES = {
     "{metric}": "{metric}, mean of the clients",
     "{metric}_worst": "{metric} of the worst client",
     "{metric}_global": "{metric} on the central test set",
+    "{metric}_unseen": "{metric} of clients that are never trained",
     "train_loss": "training loss",
     "loss_global": "loss on the central test set",
 }
@@ -264,11 +265,13 @@ def _each(group: Group) -> tuple[np.ndarray, float | None]:
     """Sorted scores of all scored clients, and the median of their test samples."""
     values, tests = [np.empty(0)], [np.empty(0)]
     for run in group.runs:
-        scores = _scores(run)
+        scores, columns = _scores(run), read_clients(run.folder) or {}
         scored = np.isfinite(scores)
+        if "unseen" in columns:
+            scored &= columns["unseen"] == 0
         values.append(scores[scored])
         if scored.any():
-            tests.append((read_clients(run.folder) or {})["tests"][scored])
+            tests.append(columns["tests"][scored])
     joined = np.concatenate(tests)
     return np.sort(np.concatenate(values)), float(np.median(joined)) if len(joined) else None
 

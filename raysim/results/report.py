@@ -281,9 +281,15 @@ def _columns(runs: Sequence[Run], limit: int) -> list[Column]:
     metrics = [metric_of(run.rows) for run in runs]
     better = 0 if not _alike(runs) else -1 if LOWER_IS_BETTER.issuperset(metrics) else 1
     less = better and -int(len({_number(run, "rounds") for run in runs}) == 1)  # of what grows with the rounds
-    local, worst, central = ([_number(r, f"{m}{end}") for r, m in zip(runs, metrics, strict=True)]
-                             for end in ("", "_worst", "_global"))  # fmt: skip
-    finals = [c if own is None else own for own, c in zip(local, central, strict=True)]
+    local, worst, central, unseen = ([_number(r, f"{m}{end}") for r, m in zip(runs, metrics, strict=True)]
+                                     for end in ("", "_worst", "_global", "_unseen"))  # fmt: skip
+    scores = {
+        "final": [c if own is None else own for own, c in zip(local, central, strict=True)],
+        "worst": worst,
+        "central": central,
+    }
+    if known(unseen):
+        scores["unseen"] = unseen
     floats = [(_number(run, "floats_down") or 0.0) + (_number(run, "floats_up") or 0.0) for run in runs]
     rounds = [_number(run, "rounds") or 0.0 for run in runs]
     return [
@@ -294,7 +300,7 @@ def _columns(runs: Sequence[Run], limit: int) -> list[Column]:
         Column("last 10", pairs, means, better, deviations),
         *(
             Column(title, [_score(value) for value in values], values, better, deviations)
-            for title, values in {"final": finals, "worst": worst, "central": central}.items()
+            for title, values in scores.items()
         ),
         *(replace(column, better=-abs(better)) for column in _thresholds(runs, limit)),
         Column("floats", [_count(value) for value in floats], list(floats), less, show=_count),
@@ -305,7 +311,14 @@ def _columns(runs: Sequence[Run], limit: int) -> list[Column]:
 
 def _alike(runs: Sequence[Run]) -> bool:
     """Whether the clients of all runs have the same data, so that one of the runs can be the best."""
-    return len({str(settings({key: run.config.get(key) for key in ("data", "partition")})) for run in runs}) == 1
+    return len({str(_clients_data(run)) for run in runs}) == 1
+
+
+def _clients_data(run: Run) -> dict[str, str]:
+    """The settings that say which samples clients have, and which clients are never trained."""
+    config = {key: run.config.get(key) for key in ("data", "partition")}
+    config["unseen"] = _mapping(run.config.get("evaluate")).get("unseen") or 0  # older runs have no such key
+    return settings(config)
 
 
 def tested(runs: Sequence[Run]) -> dict[str, bool]:

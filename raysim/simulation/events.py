@@ -78,6 +78,7 @@ class Finished:
     state_sha256: str
     peak_memory_bytes: int
     jobs: tuple[JobEnd, ...] = ()  # that no aggregation took, because there was none any more
+    best_model: Mapping[str, object] | None = None  # round, by which column, its value, sha256 of the weights
 
 
 Event: TypeAlias = Started | Waiting | Round | Saved | Profiled | Finished

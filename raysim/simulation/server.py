@@ -54,13 +54,15 @@ class Server:
         group: int = 5,
         size: int = 0,
         number: Callable[[int], str] = str,
+        unseen: int = 0,
     ):
         self.declarations, self.layout = declarations, (layout := declarations.layout)
         self.seed, self.weighting, self.group = seed, weighting, group
         self.number = number  # formats a client for errors
         self.task, self.size = task, size  # size: most updates in one aggregation
         self.vector, self.counters = vector, counters  # [layout.shared], [layout.shared_counters]
-        self.counts = counts  # int64 [clients] training samples
+        self.counts = counts  # int64 [clients] training samples; 0 of clients that are never trained
+        self.population = len(counts) - unseen
         # Clients that have samples, and all samples; counted once, for they may be a million.
         self.able, self.samples = int(np.count_nonzero(counts)), int(np.sum(counts))
         self.needs_single_updates = declarations.reads_updates

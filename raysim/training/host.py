@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from math import isfinite
+from math import isfinite, nan
 from typing import Any, cast
 
 import numpy as np
@@ -49,6 +49,7 @@ from raysim.training.step_mode import check_step_mode
 from raysim.training.trainer import Clients, LocalRun, OneByOne, Trainer, load, private_state
 from raysim.training.transfer import Copies, numbers, on_device, up
 from raysim.vectors.layout import Vector
+from raysim.vectors.optimizer import widest
 
 _NO_COUNTERS = np.empty(0, np.int64)
 PROBE_FEATURES = 200  # rows whose features a probe keeps
@@ -75,7 +76,7 @@ class Host(Combiner):
             spec.settings.local,
             inputs,
             spec.attackers.labels(labels, train, spec.task.num_classes),
-            train,
+            spec.data.partition.held,
             spec.data.pipeline,
             spec.settings.seed,
             spec.autocast,
@@ -193,7 +194,7 @@ class Host(Combiner):
 
         def end(index: int, work: LocalRun) -> None:
             seconds = (time.perf_counter() - starts[index][0]) / self.spec.lanes
-            settle(index, *self._outcome(jobs[index], work.ctx, received[0], starts[index][1], seconds, sums))
+            settle(index, *self._outcome(jobs[index], work, received[0], starts[index][1], seconds, sums))
 
         def fail(index: int, error: BaseException) -> None:
             settle(index, self._failure(jobs[index], error), starts[index][1])
@@ -231,7 +232,7 @@ class Host(Combiner):
         if number < 0:
             if not self._stateful:
                 return self._initial
-            samples = len(self.spec.data.partition.train.rows(client))
+            samples = len(self.spec.data.partition.held.rows(client))
             methods: dict[str, Tensor] = {}
             for declared in self._stateful:
                 values = declared.client_states(self.layout, samples)
@@ -249,14 +250,15 @@ class Host(Combiner):
         return value.to(self.device, self.vector.data.dtype if changes else value.dtype)
 
     def _outcome(
-        self, job: Job, ctx: Context, base: Tensor, state: PrivateState[Tensor], seconds: float, sums: _Sums
+        self, job: Job, work: LocalRun, base: Tensor, state: PrivateState[Tensor], seconds: float, sums: _Sums
     ) -> tuple[Outcome, PrivateState[Tensor]]:
         """What a job sends and leaves. The delta is left in the vector's shared part; a single update has a copy."""
-        plan, losses = ctx.plan, ctx.losses
+        ctx = work.ctx
+        plan, loss_rows = ctx.plan, work.loss_rows()
         check_report(ctx.report, "ctx")
         probe = self._probe(ctx) if job.probe else None
         delta = self.vector.shared.sub_(base)
-        loss = self._checked(job, losses, delta, ctx.upload)
+        loss = self._checked(job, ctx.losses, loss_rows, delta, ctx.upload)
         summed = SummedUpdate(
             job=job.number,
             client=job.client,
@@ -271,6 +273,7 @@ class Host(Combiner):
             moves=self._moves(ctx),
             report=ctx.report,
             probe=probe,
+            loss_rows=sum(loss_rows),
         )
         # Without personal parameters two copies of nothing would take 5 us a job.
         left = (
@@ -282,12 +285,17 @@ class Host(Combiner):
             return summed, left
         return SingleUpdate(**vars(summed), delta=self._copied(delta.clone())), left
 
-    def _checked(self, job: Job, losses: Tensor, delta: Tensor, upload: Mapping[str, Tensor]) -> float:
-        """The mean loss. Raises NotFinite or ValueError for what must not be added up; waits for the device once."""
+    def _checked(
+        self, job: Job, losses: Tensor, loss_rows: Sequence[int], delta: Tensor, upload: Mapping[str, Tensor]
+    ) -> float:
+        """Return the mean loss over the rows.
+
+        Raises NotFinite or ValueError for what must not be added up; waits for the device once.
+        """
         # A finite norm, or sum, has finite terms. Personal entries too: the client's next job would start from them.
         trained = self.layout.trained
         norm, rest = torch.linalg.vector_norm(delta[:trained]), self.vector.data[trained:]
-        asked = [losses.mean(), norm, rest.sum(), *(value.sum() for value in upload.values())]
+        asked = [mean_over_rows(losses, loss_rows), norm, rest.sum(), *(value.sum() for value in upload.values())]
         loss, length, others, *sums = numbers(asked)
         finite = isfinite(length) and isfinite(others)
         if (len(losses) and not isfinite(loss)) or not (finite or bool(self.vector.data.isfinite().all())):
@@ -449,7 +457,7 @@ class Host(Combiner):
 
     def _finetune(self, client: int, version: int, how: Finetune) -> None:
         partition = self.spec.data.partition
-        rows = partition.train.rows(client)
+        rows = partition.held.rows(client)
         if how.samples == "all" and partition.spare is not None:
             rows = np.concatenate([rows, partition.spare.rows(client)])
         self.trainer.adapt(client, rows, version, how)
@@ -467,6 +475,15 @@ class Host(Combiner):
             losses.append(learnt.objective.losses(logits, labels))
             scores.append(learnt.metric.rows(self._ranked(logits), labels))
         return Report(task.client, torch.cat(scores).cpu().numpy(), torch.cat(losses).cpu().numpy())
+
+
+def mean_over_rows(losses: Tensor, rows: Sequence[int]) -> Tensor:
+    """Return the mean of batches' mean losses, each weighted by its number of rows; nan without a batch."""
+    if not rows:
+        return losses.new_full((), nan)
+    weights = up(np.array(rows, np.int64), losses.device)
+    wide = widest(losses.device)
+    return torch.dot(losses.to(wide), weights.to(wide)) / sum(rows)
 
 
 class _Sums:

@@ -92,6 +92,12 @@ class LocalRun:
     losses: list[Tensor] = field(default_factory=list)  # of iterations with the task
     kept: Collection[str] = ()  # names of the private state that it began with
 
+    def loss_rows(self) -> list[int]:
+        """Return the number of rows behind each loss: the batch sizes of the iterations with the task loss."""
+        has_task = [any(stage.task for stage in stages) for stages in self.cycle]
+        sizes = enumerate(self.ctx.plan.sizes)
+        return [size for index, size in sizes if has_task[index % len(has_task)]]
+
 
 class Trainer:
     """The networks, the data and the loop of one host; trains one client after another.

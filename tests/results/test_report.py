@@ -47,6 +47,15 @@ def test_a_run_is_read_from_its_folder(tmp_path: Path) -> None:
     assert run.summary["best5_mean"] == 0.625
 
 
+def test_report_has_column_of_unseen_clients(tmp_path: Path) -> None:
+    run = make(tmp_path / "one", [0.5, 0.75])
+    assert "unseen" not in report.table([run])
+    rows: Rows = [row | {"accuracy_unseen": 0.4321} for row in history([0.5, 0.75])]
+    write_json(summarise(rows), tmp_path / "one" / "summary.json")
+    table = report.table([report.load_run(tmp_path / "one")])
+    assert "unseen" in table and "0.4321" in table
+
+
 def test_a_run_that_was_stopped_is_summed_up_from_its_history(tmp_path: Path) -> None:
     run = make(tmp_path / "one", [0.5, 0.75], finished=False)
     assert not run.finished
