@@ -31,6 +31,7 @@ from raysim.data.sources import Source
 from raysim.experiment.compose import LISTS, Node, compose, load_yaml, plain, to_yaml
 from raysim.experiment.describe import overview
 from raysim.experiment.instantiate import TARGET, arguments, build as build_object, imported, resolve, shown
+from raysim.experiment.many_runs import new_folder
 from raysim.experiment.objects import PARTS, Given, given, refuse_missing
 from raysim.experiment.plugins import allowed
 from raysim.experiment.recorder import OnRound, finished, record, say, users_observers, warn
@@ -331,7 +332,7 @@ def run(
     console: Console | None = None,
     **settings: object,
 ) -> Result:
-    """Run to the end; the folder appears once its hosts are ready.
+    """Run to the end; a run that is refused leaves no folder.
 
         raysim.run("method=fedprox", rounds=20, runtime="inprocess")
         raysim.run(methods=[FedProx(mu=0.1)], data=((x, y), (x_test, y_test)), rounds=20, local={"lr": 0.05})
@@ -362,8 +363,21 @@ def run(
     parts |= {"fleet": fleet, "loss": loss}
     experiment = _made(config, {key: part for key, part in parts.items() if part is not None} | settings, allow)
     users = users_observers(on_round, [*experiment.observers, *observers])
-    with refusing():
-        where = place(experiment)
+    with ExitStack() as stack:
+        with refusing():
+            where = place(experiment)
+            if not where.exists:
+                folder = stack.enter_context(new_folder(where.folder, dated=not experiment.execution.out))
+                where = replace(where, folder=folder)
+            elif not where.finished:
+                stack.enter_context(held(where.folder))
+        return _run_to_end(experiment, where, console, quiet, users)
+
+
+def _run_to_end(
+    experiment: Experiment, where: Place, console: Console, quiet: bool, users: Sequence[Observer]
+) -> Result:
+    """Run to the end; continue from the last checkpoint where a process was lost."""
     tries, kept = TRIES, experiment.spec.settings.checkpoint
     while True:
         reached = last_checkpoint(where.folder, kept)
@@ -371,7 +385,7 @@ def run(
             return _tried(experiment, where, console, quiet, users)
         except ProcessLost as error:
             tries = TRIES if last_checkpoint(where.folder, kept) != reached else tries - 1
-            if not (tries and where.folder.is_dir()):
+            if not (tries and (where.folder / CONFIG).is_file()):
                 raise ProcessLost(f"{error}; {GO_ON}") from error
             say(console, f"{error}. The run goes back to its last checkpoint and on by itself")
         except Refused as error:
@@ -392,8 +406,6 @@ def _tried(experiment: Experiment, where: Place, console: Console, quiet: bool, 
     with ExitStack() as stack:
         stack.enter_context(_unwritable(where.folder))
         stack.enter_context(_named())
-        if where.exists:
-            stack.enter_context(held(where.folder))
         with refusing():
             plan = overview(experiment, where.folder)
         for text in (plan, where.note):
@@ -405,9 +417,7 @@ def _tried(experiment: Experiment, where: Place, console: Console, quiet: bool, 
             started = next(events)  # only now hosts are known to fit
             for folder in apart(experiment.spec.settings.checkpoint, where.folder):
                 stack.enter_context(held(folder_at(folder)))
-            _make_folder(experiment, where)
-        if not where.exists:
-            stack.enter_context(held(where.folder))
+            _begin_folder(experiment, where)
         return record(experiment, where.folder, chain([started], events), console, quiet, users)
 
 
@@ -453,7 +463,8 @@ def _unwritable(folder: Path) -> Iterator[None]:
         yield
     except (OSError, SafetensorError) as error:
         what = error.strerror if is_full(error) and isinstance(error, OSError) else str(error)
-        again = f"out={folder} and resume=latest" if folder.is_dir() else "the same command"
+        begun = (folder / CONFIG).is_file()
+        again = f"out={folder} and resume=latest" if begun else "the same command"
         mend = "make room" if is_full(error) else "mend that"
         raise RunStopped(f"{what}; {mend}, then {again} goes on from the last checkpoint") from error
 
@@ -499,8 +510,8 @@ def _on_ray(experiment: Experiment, where: Place, console: Console, waits_for: N
             yield from events(replace(options, hosts=None))
 
 
-def _make_folder(experiment: Experiment, where: Place) -> None:
-    where.folder.mkdir(parents=True, exist_ok=where.exists)
+def _begin_folder(experiment: Experiment, where: Place) -> None:
+    """Write the configuration into the folder of a run that begins."""
     for draft in config_drafts(where.folder):
         draft.unlink()
     config = to_yaml(experiment.config).encode()

@@ -33,7 +33,7 @@ from raysim.commands.sweep import trial
 from raysim.commands.sweep.records import ENDED, Records, Watch
 from raysim.commands.sweep.search import Options, Search, SweepRequest, read_request, store
 from raysim.commands.sweep.space import Choice, Point, Space, nearest
-from raysim.experiment.many_runs import how_to_go_on, join_ray, last_score, value_label
+from raysim.experiment.many_runs import how_to_go_on, join_ray, last_score, new_folder, value_label
 from raysim.experiment.run_folder import check_writable
 from raysim.experiment.settings import Experiment, Interrupted, RuntimeOptions
 from raysim.primitives.errors import Refused, first_line, refusing
@@ -358,10 +358,11 @@ def sweep(
         join_ray(options, session)
         with refusing():
             each, slots = _room(search.options, options, spec.device, spec.threads)
-        if not request.known:
-            folder.mkdir(parents=True)
-            store(search, folder)
-        session.enter_context(held(folder))
+            if request.known:
+                session.enter_context(held(folder))
+            else:
+                folder = session.enter_context(new_folder(folder, request.dated))
+                store(search, folder)
         return _search(search, folder, experiments, each, slots, allow, console, quiet, since)
 
 
