@@ -33,7 +33,7 @@ from raysim.experiment.describe import overview
 from raysim.experiment.instantiate import TARGET, arguments, build as build_object, imported, resolve, shown
 from raysim.experiment.many_runs import new_folder
 from raysim.experiment.objects import PARTS, Given, given, refuse_missing
-from raysim.experiment.plugins import allowed
+from raysim.experiment.plugins import allowed, used_packages
 from raysim.experiment.recorder import OnRound, finished, record, say, users_observers, warn
 from raysim.experiment.result import Result
 from raysim.experiment.run_folder import CONFIG, Place, apart, config_drafts, last_checkpoint, place
@@ -270,7 +270,8 @@ def _built(node: Node, allow: Sequence[str], objects: Given) -> Experiment:
     check_concurrency(schedule, data.partition.train.counts)
     loss = _object(node, "loss", allow, objects.parts) if node.get("loss") else None  # older runs have no such group
     threads, timed = execution.runtime.threads, execution.profile
-    spec = RunSpec(model, methods, data, settings, device, threads, profile=timed, loss=loss)
+    packages = used_packages(node, allow)
+    spec = RunSpec(model, methods, data, settings, device, threads, profile=timed, loss=loss, packages=packages)
     spec.attackers.check(spec.task.kind, data.partition.train, schedule.size)
     # What a fleet cannot be, such as a damaged trace, is found here and not in another process.
     fleet.devices(settings.seed, len(data.partition.train.counts), functools.partial(sample_flops, spec))
