@@ -27,8 +27,9 @@ Call = Callable[..., Any]
 _CLUSTERS: list[Any] = []
 
 
-def _start_cluster(environment: dict[str, str]) -> None:
+def _start_cluster(environment: dict[str, str], folder: str) -> None:
     """In the driver's process: two nodes of a CPU each, the second with another environment."""
+    os.chdir(folder)  # where a driver is, workers look for packages first
     from ray.cluster_utils import Cluster
 
     from raysim.runtime import ray as on_ray
@@ -48,7 +49,7 @@ def _stop_cluster() -> None:
         cluster.shutdown()
 
 
-def _driver(environment: dict[str, str]) -> Iterator[Call]:
+def _driver(environment: dict[str, str], folder: str) -> Iterator[Call]:
     """Call functions in a process of its own that is the driver on two nodes."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", FOLDERS, prepend=os.pathsep)
@@ -60,7 +61,7 @@ def _driver(environment: dict[str, str]) -> Iterator[Call]:
                 return pool.submit(function, *args).result(timeout=1800)
 
             try:
-                call(_start_cluster, environment)
+                call(_start_cluster, environment, folder)
                 yield call
             finally:
                 call(_stop_cluster)
@@ -69,11 +70,11 @@ def _driver(environment: dict[str, str]) -> Iterator[Call]:
 @pytest.fixture(scope="module")
 def driver(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Call]:
     """The second node has other kernels, and its own copy of raysim, in which one comment differs."""
-    own = tmp_path_factory.mktemp("own")
+    own, empty = tmp_path_factory.mktemp("own"), tmp_path_factory.mktemp("empty")
     shutil.copytree(Path(raysim.__file__).parent, own / "raysim", ignore=shutil.ignore_patterns("__pycache__"))
     with (own / "raysim/methods/fedprox.py").open("a") as file:
         file.write("# another copy\n")
-    yield from _driver({**OTHER_KERNELS, "PYTHONPATH": f"{own}{os.pathsep}{FOLDERS}"})
+    yield from _driver({**OTHER_KERNELS, "PYTHONPATH": f"{own}{os.pathsep}{FOLDERS}"}, str(empty))
 
 
 def _run(words: list[str], out: str) -> str:
@@ -125,3 +126,4 @@ def test_replacement_that_differs_ends_the_run(ray_session: None) -> None:
         runtime.revive(0)
     for actor in started:
         ray.kill(actor)
+

@@ -140,8 +140,7 @@ class RayCoordinator:
         participants = self._runtime.participants
         if participants is None:
             return ()
-        participants.add(identify_here("coordinator", self._packages))
-        self._runtime.meet_workers(self._patience)
+        self._runtime.meet_workers(self._patience, identify_here("coordinator", self._packages))
         return tuple(participants.all)
 
     def events(self) -> Iterator[list[Event]]:
@@ -229,8 +228,11 @@ class RayRuntime:
                 break
         raise ProcessLost(f"host {host} died and no other one started in its place: its node may be gone")
 
-    def meet_workers(self, patience_s: float) -> None:
-        """Wait until all workers are ready, and compare them. Raises UnequalWorkersError, or ProcessLost."""
+    def meet_workers(self, patience_s: float, *others: Identity) -> None:
+        """Wait until all workers are ready, and compare them and other processes of the run with the driver.
+
+        Raises UnequalWorkersError, or ProcessLost.
+        """
         assert self.participants is not None, "only then is there anything to compare"
         answers = [actor.identity.remote() for actor in self.actors]
         timeout = None if math.isinf(patience_s) else patience_s
@@ -239,7 +241,7 @@ class RayRuntime:
             names = ", ".join(f"host-{answers.index(answer)}" for answer in late)
             raise ProcessLost(f"{names} did not start within {patience_s:g} s")
         identities = [self._identity(host, answer) for host, answer in enumerate(answers)]
-        self.participants.add(*(identity for identity in identities if identity is not None))
+        self.participants.add(*others, *(identity for identity in identities if identity is not None))
 
     def _meet_replacement(self, host: int, answer: ray.ObjectRef[Any]) -> None:
         """Compare a worker in the place of a dead one. Raises RunStopped if it computes other bits."""
