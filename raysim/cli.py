@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from raysim.primitives.errors import Refused, instead, on_one_line, refusing
 from raysim.primitives.files import folder_at, held, is_full, user_path
+from raysim.primitives.output import lossy_output
 
 if TYPE_CHECKING:
     from raysim.results.report import Run
@@ -204,6 +205,11 @@ def _heard(usual: Callable[[Any], object]) -> Callable[[Any], object]:
 
 def call(words: Sequence[str]) -> int:
     """Run one command; returns the exit status."""
+    with lossy_output(sys.stdout, sys.stderr):
+        return _call(words)
+
+
+def _call(words: Sequence[str]) -> int:
     # Ray reads both when it is imported; a user's own values stay.
     os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
     os.environ.setdefault("RAY_AUTH_MODE", "token")

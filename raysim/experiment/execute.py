@@ -7,6 +7,7 @@ from __future__ import annotations
 import functools
 import inspect
 import shlex
+import sys
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import fields, replace
@@ -42,6 +43,7 @@ from raysim.models import ModelRecipe
 from raysim.models.split import FILLED_IN, Foreign, Own
 from raysim.primitives.errors import Refused, instead, refusing
 from raysim.primitives.files import folder_at, held, is_full, replace_file, user_path
+from raysim.primitives.output import lossy_output
 from raysim.primitives.stores import store
 from raysim.results.observers import Note, Observer, ObserverFailed
 from raysim.results.progress import waiting
@@ -365,6 +367,7 @@ def run(
     experiment = _made(config, {key: part for key, part in parts.items() if part is not None} | settings, allow)
     users = users_observers(on_round, [*experiment.observers, *observers])
     with ExitStack() as stack:
+        stack.enter_context(lossy_output(sys.stdout, sys.stderr, console.file))
         with refusing():
             where = place(experiment)
             if not where.exists:

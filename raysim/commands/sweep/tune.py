@@ -13,6 +13,7 @@ import logging
 import os
 import shlex
 import shutil
+import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -38,6 +39,7 @@ from raysim.experiment.run_folder import check_writable
 from raysim.experiment.settings import Experiment, Interrupted, RuntimeOptions
 from raysim.primitives.errors import Refused, first_line, refusing
 from raysim.primitives.files import held
+from raysim.primitives.output import lossy_output
 from raysim.primitives.streams import stream
 from raysim.results.progress import duration
 from raysim.results.repeating import run_again
@@ -355,6 +357,7 @@ def sweep(
     check_writable(folder, spec.settings.checkpoint)
     options = _cluster_options(experiments[0].execution.runtime, request.words)
     with ExitStack() as session:
+        session.enter_context(lossy_output(sys.stdout, sys.stderr, console.file))
         join_ray(options, session)
         with refusing():
             each, slots = _room(search.options, options, spec.device, spec.threads)
