@@ -125,8 +125,8 @@ class RunSpec:
     device: where this process computes ("cpu", "cuda", "cuda:1", "mps"). lanes: how many clients a host trains at once,
     on which bits depend. score_batch: samples scored at once. profile: whether it is measured where the time goes.
     graph: whether an iteration of the lanes is recorded once and replayed; bits depend on it. precision: what products
-    of a step are computed in. loss: in place of the usual one; see `Task`. packages: those besides raysim whose code the
-    run uses.
+    of a step are computed in. loss: in place of the usual one; see `Task`. packages: those besides raysim whose
+    code the run uses.
     """
 
     model: ModelRecipe

@@ -283,7 +283,7 @@ def test_several_seeds_are_one_number_with_its_deviation_and_more_trials_leave_i
     assert len(rows) == 3
 
 
-def test_python_gets_what_tune_returns(ray_session: None) -> None:
+def test_python_gets_settings_scores_histories_and_folders(ray_session: None) -> None:
     grid = raysim.sweep([*STUDY, LRS, "sweep.search=grid", "rounds=2", "out=s"], quiet=True)
     rows = trials(Path("s"))
     best, winner = grid.get_best_result(), max(rows, key=lambda row: float(row["accuracy_global"]))
@@ -294,6 +294,10 @@ def test_python_gets_what_tune_returns(ray_session: None) -> None:
     assert {"config.yaml", "history.parquet"} <= {*os.listdir(best.path)}
     assert best.metrics_dataframe is not None and [*best.metrics_dataframe["round"]] == [1, 2]
     assert sorted(grid.get_dataframe()["config/local.lr"]) == [0.01, 0.1]
+    worst = grid.get_best_result("accuracy_global", "min")
+    assert {best.number, worst.number} == {trial.number for trial in grid} == {0, 1}
+    with pytest.raises(ValueError, match=r"^metric=speed: "):
+        grid.get_best_result("speed")
 
 
 def test_pbt_takes_over_states_and_changes_values(ray_session: None) -> None:

@@ -126,4 +126,3 @@ def test_replacement_that_differs_ends_the_run(ray_session: None) -> None:
         runtime.revive(0)
     for actor in started:
         ray.kill(actor)
-

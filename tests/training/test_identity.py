@@ -103,7 +103,7 @@ def test_mixed_processes_are_allowed_and_recorded() -> None:
 def test_many_differences_are_counted() -> None:
     facts = {f"fact {number}": "a" for number in range(7)}
     other = Identity("host-0", "node-b", dict.fromkeys(facts, "b"))
-    with pytest.raises(UnequalWorkersError, match="fact 3 .*, 3 more"):
+    with pytest.raises(UnequalWorkersError, match=r"fact 3 .*, 3 more"):
         Participants(Identity("driver", "node-a", facts)).add(other)
 
 

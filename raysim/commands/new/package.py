@@ -25,7 +25,9 @@ def write(name: str) -> Path:
     try:
         folder.mkdir()
     except FileExistsError:
-        raise Refused(f"new {folder.name}: another process creates {folder} at this moment: choose another name") from None
+        raise Refused(
+            f"new {folder.name}: another process creates {folder} at this moment: choose another name"
+        ) from None
     for path in sorted(TEMPLATE.rglob("*")):
         if path.is_file() and path.suffix != ".pyc":
             target = folder / str(path.relative_to(TEMPLATE)).replace(NAME, folder.name)

@@ -50,9 +50,7 @@ _CAUSES = (
         "there is too little shared memory for Ray's object store",
         "Enlarge /dev/shm (docker run --shm-size), or end other Ray clusters on this machine",
     ),
-    _Cause(
-        ("Cannot allocate memory", "bad_alloc", "Errno 12"), "there is too little memory", "End other processes"
-    ),
+    _Cause(("Cannot allocate memory", "bad_alloc", "Errno 12"), "there is too little memory", "End other processes"),
     _Cause(
         ("No space left on device", "Disk quota exceeded", "Errno 28", "Errno 122"),
         "the disk is full",
