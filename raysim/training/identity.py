@@ -74,7 +74,7 @@ def _device(device: str) -> dict[str, str]:
 @functools.cache
 def _cpu() -> dict[str, str]:
     """Return which kernels torch, its libraries and NumPy choose on this CPU."""
-    capabilities = getattr(torch.cpu, "get_capabilities", dict)()  # older versions of torch have none
+    capabilities: dict[str, object] = getattr(torch.cpu, "get_capabilities", dict)()  # older versions of torch have none
     has = sorted(key for key, value in capabilities.items() if value is True and key.startswith(FAMILIES))
     blas = {str(library["architecture"]) for library in openblas().info()}
     return {

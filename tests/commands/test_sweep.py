@@ -31,6 +31,7 @@ from raysim.results.history import read_history
 from raysim.results.tracking import Tracker
 from raysim.runtime import inprocess
 from raysim.simulation.events import RunStopped
+from raysim.training.identity import Identity, identify
 
 STUDY = (
     *("runtime=local", "tracking=none", "data=synthetic", "partition=iid", "partition.clients=6"),
@@ -298,6 +299,19 @@ def test_python_gets_settings_scores_histories_and_folders(ray_session: None) ->
     assert {best.number, worst.number} == {trial.number for trial in grid} == {0, 1}
     with pytest.raises(ValueError, match=r"^metric=speed: "):
         grid.get_best_result("speed")
+
+
+def test_trial_on_an_unequal_node_fails_with_the_reason(ray_session: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    def other_driver(name: str, packages: Sequence[str]) -> Identity:
+        facts = identify(name, packages).facts
+        return Identity(name, "node-a", {**facts, "torch": "0.1"})
+
+    monkeypatch.setattr("raysim.commands.sweep.tune.cluster.identify_here", other_driver)
+    words = [*STUDY, "local.lr=0.1,0.2", "sweep.search=grid", "rounds=1"]
+    refused = raysim.sweep([*words, "out=s"], quiet=True)
+    assert refused.num_errors == 2
+    assert all("runtime.mixed=false" in error and "torch" in error for error in refused.errors)
+    assert raysim.sweep([*words, "runtime.mixed=true", "out=t"], quiet=True).num_errors == 0
 
 
 def test_pbt_takes_over_states_and_changes_values(ray_session: None) -> None:

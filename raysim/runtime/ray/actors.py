@@ -319,8 +319,9 @@ def hosts_in(
         return actor.options(name=f"{name}/host-{index}", **place).remote(shared, f"host-{index}", content)
 
     def identify_place(index: int) -> ray.ObjectRef[Identity]:
-        task = ray.remote(max_retries=0)(identify_here).options(**filling(group, index + 1, size.each))
-        return task.remote(f"host-{index}", packages, device)
+        task: Any = ray.remote(max_retries=0)(identify_here).options(**filling(group, index + 1, size.each))
+        identity: ray.ObjectRef[Identity] = task.remote(f"host-{index}", packages, device)
+        return identity
 
     nodes = _nodes(group)[1 : size.hosts + 1]
     return RayRuntime(size.hosts, start, nodes, options.combine_from, actors, participants, identify_place)
