@@ -74,7 +74,8 @@ def _device(device: str) -> dict[str, str]:
 @functools.cache
 def _cpu() -> dict[str, str]:
     """Return which kernels torch, its libraries and NumPy choose on this CPU."""
-    capabilities: dict[str, object] = getattr(torch.cpu, "get_capabilities", dict)()  # older versions of torch have none
+    # Older versions of torch have no such function.
+    capabilities: dict[str, object] = getattr(torch.cpu, "get_capabilities", dict)()
     has = sorted(key for key, value in capabilities.items() if value is True and key.startswith(FAMILIES))
     blas = {str(library["architecture"]) for library in openblas().info()}
     return {
