@@ -12,11 +12,13 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NoReturn
 
 from raysim.primitives.errors import Refused, instead, on_one_line, refusing
 from raysim.primitives.files import folder_at, held, is_full, user_path
+from raysim.primitives.output import lossy_output
 from raysim.results.tables import terminal_width
 
 RUN = """\
@@ -195,6 +197,11 @@ def _heard(usual: Callable[[Any], object]) -> Callable[[Any], object]:
 
 def call(words: Sequence[str]) -> int:
     """Run one command; returns the exit status."""
+    with lossy_output(sys.stdout, sys.stderr):
+        return _call(words)
+
+
+def _call(words: Sequence[str]) -> int:
     prepare_ray()
     words = [*itertools.takewhile(lambda word: word != "#", words)]  # zsh passes on a comment that is pasted
     if "_ARGCOMPLETE" in os.environ:
@@ -482,7 +489,7 @@ def _going_on(words: Sequence[str]) -> list[str]:
 
 
 def _study(given: argparse.Namespace) -> int:
-    from raysim.commands.study.plan import plan
+    from raysim.commands.study.plan import moved, plan
 
     if given.parallel < 1:
         raise Refused(f"--parallel {given.parallel} must be at least 1")
@@ -492,14 +499,21 @@ def _study(given: argparse.Namespace) -> int:
     from raysim.commands.study.report import check_metrics, report
     from raysim.commands.study.runner import carry_out, check, store
     from raysim.commands.study.tracked import tracked
+    from raysim.experiment.many_runs import new_folder
     from raysim.results.progress import waiting
 
     check_metrics(given.metric)
     campaign = check(campaign, given.allow, given.parallel)
-    print("\n".join([str(campaign), *campaign.warnings]), flush=True)
-    with refusing():
-        folder_at(campaign.folder)
-    with held(campaign.folder):
+    with ExitStack() as stack:
+        with refusing():
+            if campaign.is_new:
+                folder = stack.enter_context(new_folder(campaign.folder, campaign.is_dated))
+            else:
+                folder = folder_at(campaign.folder)
+                stack.enter_context(held(folder))
+        if folder != campaign.folder:  # another study that began in the same second has the name
+            campaign = check(moved(campaign, folder), given.allow, given.parallel)
+        print("\n".join([str(campaign), *campaign.warnings]), flush=True)
         with refusing():
             store(campaign)
 

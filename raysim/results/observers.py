@@ -34,6 +34,7 @@ from raysim.results.served import served
 from raysim.results.timeline import draw_timeline
 from raysim.results.tracking import Tracker, save_model
 from raysim.simulation.events import ClientScores, Finished, Profiled, Round, Row, RunStopped, Saved, Waiting
+from raysim.training.identity import are_equal, describe_processes
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -69,7 +70,11 @@ class CurrentRun:
 
     def summary(self) -> dict[str, object]:
         """What summary.json says, of the rows so far; with the checksums of the model once the run has finished."""
-        ending = {} if self.finished is None else {key: getattr(self.finished, key) for key in _ENDING}
+        ending: dict[str, object] = {}
+        if self.finished is not None:
+            ending = {key: getattr(self.finished, key) for key in _ENDING}
+            if processes := self.finished.processes:
+                ending |= {"processes": describe_processes(processes), "same_bits_promised": are_equal(processes)}
         return summarise(self.rows, self.thresholds, **self.facts, **ending)
 
 

@@ -128,7 +128,8 @@ class RunSpec:
     on which bits depend. score_batch: samples scored at once. profile: whether it is measured where the time goes.
     graph: whether a step is recorded once and replayed; bits depend on it. precision: what products
     of a step are computed in. loss: in place of the usual one; see `Task`.
-    weights: saved ones, where networks start.
+    weights: saved ones, where networks start. packages: those
+    besides raysim whose code the run uses.
     """
 
     model: ModelRecipe
@@ -147,6 +148,7 @@ class RunSpec:
     weights: InitialWeights | None = None
     size: int = sys.maxsize  # most updates in one aggregation
     stale: bool = False  # whether updates may start from an earlier version than the current one
+    packages: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         at_least("runtime.lanes", self.lanes, 1)

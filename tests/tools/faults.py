@@ -361,7 +361,9 @@ def cost(pairs: int) -> None:
             with tempfile.TemporaryDirectory(prefix="raysim-faults-") as text:
                 run = start(list(LONG), Path(text), uuid.uuid4().hex)
                 if kills:
-                    while run.is_alive() and not Path(text, "out").is_dir():  # it appears once the hosts are ready
+                    while (
+                        run.is_alive() and not Path(text, "out", "config.yaml").is_file()
+                    ):  # it appears once the hosts are ready
                         time.sleep(0.1)
                     time.sleep(5)
                     disturb(run, Case("fedavg", "rounds", "local", "KILL", "host", 0.5), random.Random(pair))
