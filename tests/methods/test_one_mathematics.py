@@ -154,9 +154,9 @@ def damped_margin_loss(random: np.random.Generator) -> Pair:
 
 def mixed_loss(random: np.random.Generator) -> Pair:
     x, z, y = normal(random, 7, 3), normal(random, 7, 5), torch.from_numpy(random.integers(5, size=7))
-    drawn = {"mixup.lam": torch.tensor(random.uniform()), "mixup.permutation": torch.from_numpy(random.permutation(7))}
+    drawn = {"lam": torch.tensor(random.uniform()), "permutation": torch.from_numpy(random.permutation(7))}
     ctx = job(drawn=drawn.__getitem__, num_classes=5)
-    batch = mixup.Mixup().transform(ctx, Batch(x, y, x, y))
+    batch = mixup.Mixup().batch(ctx, Batch(x, y, x, y))
     loss = Step.task_loss(step_of(), ctx, job(logits=z), batch)
     return loss, mixup.mixed_loss(z, y, *drawn.values())
 
