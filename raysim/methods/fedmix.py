@@ -46,7 +46,9 @@ if TYPE_CHECKING:
     from raysim.api.setup import Setup
 
 
-def mean_pairs(inputs: Tensor, labels: Tensor, num_classes: int, indices: Tensor) -> dict[str, Tensor]:
+def mean_pairs(
+    inputs: Tensor, labels: Tensor, num_classes: int, indices: Tensor
+) -> dict[str, Tensor]:
     """Row r: the means of the samples ``indices[r]`` and of their one-hot labels.
 
     ``inputs`` (n, ...), ``labels`` int64 (n,), ``indices`` int64 (R, M) -> {"inputs" (R, ...), "targets" (R, C)}.
@@ -55,7 +57,9 @@ def mean_pairs(inputs: Tensor, labels: Tensor, num_classes: int, indices: Tensor
     return {"inputs": inputs[indices].mean(dim=1), "targets": targets[indices].mean(dim=1)}
 
 
-def label_terms(logits: Tensor, labels: Tensor, mean_targets: Tensor, lam: float) -> tuple[Tensor, Tensor]:
+def label_terms(
+    logits: Tensor, labels: Tensor, mean_targets: Tensor, lam: float
+) -> tuple[Tensor, Tensor]:
     """l1 and l2, means over the batch: ``logits`` (B, C), ``labels`` int64 (B,), ``mean_targets`` (B or 1, C or fewer).
 
     Outputs beyond those of ``mean_targets`` have no share in them.
@@ -79,13 +83,22 @@ def loss_terms(
     """
     local, mean_target = label_terms(logits, labels, mean_targets, lam)
     (gradient,) = torch.autograd.grad(local, inputs, create_graph=True)
-    taylor = lam * (gradient * mean_inputs).sum()  # the mean over the batch: l1 is one, so the rows carry 1/B
+    taylor = (
+        lam * (gradient * mean_inputs).sum()
+    )  # the mean over the batch: l1 is one, so the rows carry 1/B
     if taylor_scale == "public":
         taylor = taylor / len(inputs)
-    return {"local": local, "mean_target": mean_target, "taylor": taylor, "total": local + mean_target + taylor}
+    return {
+        "local": local,
+        "mean_target": mean_target,
+        "taylor": taylor,
+        "total": local + mean_target + taylor,
+    }
 
 
-def raw_rows(partition: CSR, steps: int, rows: int, samples: int, generator: np.random.Generator) -> np.ndarray:
+def raw_rows(
+    partition: CSR, steps: int, rows: int, samples: int, generator: np.random.Generator
+) -> np.ndarray:
     """Rows of the data set, int64 [steps, rows, samples]: a client that has any for each row, samples of it for each.
 
     Both uniformly with replacement.

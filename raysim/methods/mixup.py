@@ -59,7 +59,10 @@ def mixed_loss(logits: Tensor, labels: Tensor, lam: float | Tensor, permutation:
     ``logits`` (B, C) of the mixed inputs, ``labels`` int64 (B,). Equal to the cross-entropy with the mixed targets.
     """
     log_probabilities = F.log_softmax(logits, dim=-1)
-    own, partner = F.nll_loss(log_probabilities, labels), F.nll_loss(log_probabilities, labels[permutation])
+    own, partner = (
+        F.nll_loss(log_probabilities, labels),
+        F.nll_loss(log_probabilities, labels[permutation]),
+    )
     return lam * own + (1.0 - lam) * partner
 
 
