@@ -60,6 +60,11 @@ class LocalJob:
         return self.context.version
 
     @property
+    def seed(self) -> int:
+        """The seed of the run."""
+        return self.context.seed
+
+    @property
     def samples(self) -> int:
         """Training samples of the client."""
         return self.context.samples
@@ -187,6 +192,11 @@ class LocalJob:
     ) -> tuple[Tensor, Tensor]:
         """Return inputs and labels of rows of the data set, augmented if a generator is given."""
         return self.context.trainer.gather(rows, generator)
+
+    def labels_of(self, rows: np.ndarray) -> np.ndarray:
+        """Return the labels of rows of the data set, on the CPU, without their inputs."""
+        labels = self.context.trainer.labels
+        return labels.index_select(0, torch.from_numpy(rows).to(labels.device)).cpu().numpy()
 
     def class_counts(self) -> Tensor:
         """Return the client's training samples of each class: int64 [C] on the CPU."""

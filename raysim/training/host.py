@@ -337,11 +337,9 @@ class Host(Combiner):
         labels, scores, columns = [], [], []
         with torch.inference_mode():
             for inputs, own in self.trainer.in_parts(self._probed, self.spec.score_batch):
-                features = ctx.model.features(inputs)
-                logits = ctx.model.head(features)
-                scores.append(self._ranked(logits))
+                scores.append(self._ranked(ctx.model(inputs)))
                 labels.append(own)
-                columns.append((features, received.features(inputs)))
+                columns.append((ctx.model.features(inputs), received.features(inputs)))
         truth, score = torch.cat(labels), torch.cat(scores)
         each = max(1, PROBE_FEATURES // self.spec.task.num_classes)
         some = balanced_rows(truth.cpu().numpy(), each, stream(self.spec.settings.seed, "probe.features"))
