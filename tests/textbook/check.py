@@ -150,7 +150,7 @@ def _scored(coordinator: Coordinator, host: Host, client: int, names: Mapping[st
     from raysim.api.messages import Task
 
     state, sent = coordinator.private.accepted_job(client), dict(coordinator.private.accepted()).get(client)
-    rows, how = coordinator.spec.data.partition.test.rows(client), coordinator.spec.evaluation.finetune
+    rows, how = coordinator.spec.data.partition.test.rows(client), coordinator.evaluator.evaluation.finetune
     task = Task(client, rows, state, coordinator.server.sent_to(client), finetune=how if how.epochs else None)
     host.evaluate([task], coordinator.server.published(), *([sent] if coordinator.private.stateful else []))
     tensors = host.vector.named(host.vector.data, host.vector.counters)
