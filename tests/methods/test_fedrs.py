@@ -178,9 +178,7 @@ def test_it_trains_with_other_methods_where_clients_lack_classes(settings: Any, 
 
 
 def test_output_without_class_keeps_its_logit() -> None:
-    job: Any = SimpleNamespace(
-        class_counts=lambda: COUNTS, num_classes=7, params=LOGITS, scratch={}
-    )
+    job: Any = SimpleNamespace(class_counts=lambda: COUNTS, num_classes=7, params=LOGITS, scratch={})
     FedRS(0.3).begin(job)
     assert job.scratch["scales"].tolist() == [1, 0.3, 1, 1, 0.3, 1, 1]
 

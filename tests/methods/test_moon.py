@@ -65,9 +65,7 @@ def test_contrast_is_of_mixed_inputs_under_all_models() -> None:
             models = [model_of(job, values) for values in (job.start, *previous)]
             with torch.no_grad():
                 received, *others = (model.features(inputs) for model in models)
-            contrast = moon.model_contrastive_loss(
-                out.features, received, torch.stack(others), 0.4
-            )
+            contrast = moon.model_contrastive_loss(out.features, received, torch.stack(others), 0.4)
             assert torch.allclose(changed - loss, 0.7 * contrast, rtol=1e-5, atol=1e-6)
             return changed
 
