@@ -1,7 +1,7 @@
 """What a round costs on many nodes, by arithmetic: `uv run python docs/many_nodes.py` writes the page's tables.
 
-Every stage is bytes over a rate, or a count times a measured constant. `raysim bench cluster` and `raysim bench scale`
-measure the constants again on a cluster of yours.
+Every stage is bytes over a rate, or a count times a measured constant. `jobs.benchmarks.cluster` and
+`jobs.benchmarks.scale` measure the constants again on a cluster of yours.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from raysim.results import markdown
+from raysim.results.tables import markdown
 from raysim.simulation.combining import PART
 
 PAGE = Path(__file__).parent / "many_nodes.md"
@@ -119,7 +119,7 @@ def by_stage(floats: float, cluster: Cluster) -> str:
     rows.append(["all of it", *totals, ""])
     stores = [" and ".join(map(size, memory(cluster, floats, summation, combine))) for _, summation, combine in WAYS]
     rows.append(["in the stores of the first and another node", *stores, ""])
-    return markdown.table(["stage", *(name for name, *_ in WAYS), "one after another in"], rows)
+    return markdown(["stage", *(name for name, *_ in WAYS), "one after another in"], rows)
 
 
 def _cell(stage: Stage) -> str:
@@ -134,7 +134,7 @@ def by_size() -> str:
     rows = []
     for name, floats in (*MODELS, ("5 B", 5e9)):
         rows.append([name, *(f"{seconds(sum(s.seconds for s in stages(c, floats, 20, True)))} s" for c in clusters)])
-    return markdown.table(head, rows)
+    return markdown(head, rows)
 
 
 def tables() -> dict[str, str]:

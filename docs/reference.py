@@ -17,11 +17,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_type_hints
 
+from jobs.papers.tables import PAPERS, tables as paper_tables
 from raysim.api.composition import EXCLUSIVE, check_composition
 from raysim.api.declarations import Evaluation, Finetune, Local, Participation, RunFacts
 from raysim.api.method import Method
 from raysim.commands.methods import first_line
-from raysim.commands.papers.tables import PAPERS, tables as paper_tables
 from raysim.experiment.compose import compose, groups as all_groups, load_yaml as read_yaml, plain
 from raysim.experiment.describe import slots
 from raysim.experiment.execute import build
@@ -271,7 +271,8 @@ def _published(option: str) -> str:
     if presets:
         lines.append(f"Papers' values for it: {', '.join(f'`experiment={name}`' for name in presets)}.")
     if printed:
-        lines.append(f"Published numbers beside yours: {', '.join(f'`raysim report --paper {t}`' for t in printed)}.")
+        commands = ", ".join(f"`uv run python -m jobs.papers.report {name}`" for name in printed)
+        lines.append(f"Published numbers next to yours: {commands}.")
     if lines:
         return "## Published settings and numbers\n\n" + "\n\n".join(lines)
     return ""

@@ -3,8 +3,8 @@
 # (resume=latest); what is finished is not made again.
 #   DATA=~/data OUT=studies bash jobs/studies.sh rotated_mnist      the studies whose names begin so; without: the list
 #   RUNTIME=inprocess keeps a study to one core and one process.
-# Afterwards: python -m raysim.commands.papers.results $OUT/NAME/runs/*    keeps the runs beside the papers' tables
-#             python -m raysim.commands.papers.pages docs/papers           makes the pages anew
+# Afterwards: uv run python -m jobs.papers.results $OUT/NAME/runs/*    keeps the runs beside the papers' tables
+#             uv run python -m jobs.papers.pages docs/papers           makes the pages anew
 # The hours are CPU time of one core (AVX-512), from two to five rounds of these settings: 14.4 s a round for FedAvg
 # on RotatedMNIST, 1.0 s on Fashion-MNIST, 1.9 s for FedLD on X-rays, 17 s for FRAug; of other methods in proportion to
 # the steps that `raysim bench steps` measures, of the paper's network on Fashion-MNIST by those of its workload W1.

@@ -6,7 +6,7 @@
     raysim.run(methods=[MyMethod()], model=MyModel(), data=((x, y), (x_test, y_test)), partition="iid")
     raysim.load("runs/first").model()
 
-`run` and `load` give a `Result`, `sweep` Ray Tune's `ResultGrid`; `build` checks a run without starting it. What you
+`run` and `load` give a `Result`, `sweep` a `SweepResult`; `build` checks a run without starting it. What you
 write yourself extends `Method`, `ModelRecipe`, `Source` (it reads a `Raw`), `Partitioner`, `Schedule`, `Fleet` or
 `Observer`; `raysim new NAME` writes a package with one of each, and `raysim.conformance` checks them.
 """
@@ -20,6 +20,7 @@ from raysim.primitives.version import __version__
 
 if TYPE_CHECKING:
     from raysim.api.method import Method
+    from raysim.commands.sweep.results import SweepResult
     from raysim.commands.sweep.tune import sweep
     from raysim.data.partition import CSR, Partition, Partitioner
     from raysim.data.raw import Raw, Source
@@ -49,6 +50,7 @@ __all__ = [
     "Result",
     "Schedule",
     "Source",
+    "SweepResult",
     "TooManyFailures",
     "__version__",
     "build",
@@ -59,6 +61,7 @@ __all__ = [
 
 _PLACES = {
     "raysim.api.method": ("Method",),
+    "raysim.commands.sweep.results": ("SweepResult",),
     "raysim.commands.sweep.tune": ("sweep",),
     "raysim.data.partition": ("CSR", "Partition", "Partitioner"),
     "raysim.data.raw": ("Raw", "Source"),

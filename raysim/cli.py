@@ -12,14 +12,14 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 from raysim.primitives.errors import Refused, instead, on_one_line, refusing
 from raysim.primitives.files import folder_at, held, is_full, user_path
-
-if TYPE_CHECKING:
-    from raysim.results.report import Run
+from raysim.primitives.output import lossy_output
+from raysim.results.tables import terminal_width
 
 RUN = """\
 examples:
@@ -109,10 +109,7 @@ REPORT = """\
 examples:
   raysim report runs/a                    one run
   raysim report runs/a runs/b --out page  a table, overlaid curves, and page/report.html
-  raysim report runs/* --latex            means over seeds, for a paper; --csv: every number of every run
-  raysim report --paper fedbr             the tables of a paper (fedbr, fedbss, fedld, fraug)
-  raysim report --paper fedbr/table1 runs/*
-                                          that table, the paper's numbers beside ours; commands for what is missing"""
+  raysim report runs/* --latex            means over seeds, for a paper; --csv: every number of every run"""
 UI = """\
 examples:
   raysim ui                             what is in runs/mlflow.db, where runs are sent without tracking.uri
@@ -127,14 +124,12 @@ examples:
   raysim bench W2 W3 --blocks 3             some of them, sooner
   raysim bench W1 --data DIR --out w1.json  DIR holds FashionMNIST
   raysim bench W2 --floor --lanes 25        beside a tuned loop, 25 clients at once on every host
-  raysim bench steps                        what each method adds to a local step
-  raysim bench rules                        what each method adds to the server's step
-  raysim bench scale --blocks 3             the coordinator's own time for 1,000 to 100,000 clients a round
-  raysim bench cluster --address auto       messages, bytes and the coordinator's time on a cluster that runs
-  raysim bench cluster --nodes 2 --hosts 4  the same on two Ray nodes in this machine
-  raysim bench states --clients 10000       checkpoints, and private states that are larger than memory
   raysim bench W1 --profile                 where the time goes
+  raysim bench steps                        what each method adds to a local step
   raysim bench gpu --out bench-gpu          what only a GPU can show, without Ray"""
+WORKLOADS = ("W1", "W2", "W3")
+ALONE = ("steps", "gpu")  # what `raysim bench` measures by itself
+IN_CHECKOUT = ("rules", "scale", "states", "cluster")  # benchmarks of a checkout, in jobs/benchmarks
 _BENCH_OUT = "bench.json"
 COMPLETION = """\
 examples:
@@ -153,22 +148,21 @@ examples:
   raysim partition partition.alpha=1  look at a split before training
   raysim report runs/*                compare runs
   raysim ui                           the charts of all runs, in MLflow
-  raysim report --paper fedbr/table1  a published table, and how to make its rows
   raysim help study                   what a command takes, by example"""
 
 
-# What users of Hydra and of Ray Tune type, and our word for it.
+# Options of Hydra, of Ray Tune and of earlier versions, and what serves instead.
 ELSEWHERE = {
     **dict.fromkeys(("-m", "--multirun"), "raysim study method=fedavg,fedprox seed=0..4 makes a run of each"),
     **dict.fromkeys(("-c", "--cfg", "-i", "--info", "--resolve"), "raysim run --show prints the configuration"),
     **dict.fromkeys(("-cd", "--config-dir", "-cp", "--config-path"), "--conf DIR adds a folder of your own options"),
     **dict.fromkeys(("-cn", "--config-name"), "experiment=NAME takes a preset, --config FILE a stored configuration"),
+    "--paper": "in a checkout, uv run python -m jobs.papers.report fedbr/table1 prints a published table",
     **dict.fromkeys(("--num-samples", "--num_samples"), "raysim sweep sweep.trials=N makes so many trials"),
 }
 
 
 OF_CLASSES = ("classes_per_client", "heterogeneity", "pooled_entropy")  # numbers of a split that others do not have
-RUN_FILES = ("config.yaml", "history.parquet")  # of a run that can be shown
 
 
 class Parser(argparse.ArgumentParser):
@@ -203,9 +197,12 @@ def _heard(usual: Callable[[Any], object]) -> Callable[[Any], object]:
 
 def call(words: Sequence[str]) -> int:
     """Run one command; returns the exit status."""
-    # Ray reads both when it is imported; a user's own values stay.
-    os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
-    os.environ.setdefault("RAY_AUTH_MODE", "token")
+    with lossy_output(sys.stdout, sys.stderr):
+        return _call(words)
+
+
+def _call(words: Sequence[str]) -> int:
+    prepare_ray()
     words = [*itertools.takewhile(lambda word: word != "#", words)]  # zsh passes on a comment that is pasted
     if "_ARGCOMPLETE" in os.environ:
         _complete()
@@ -220,7 +217,13 @@ def call(words: Sequence[str]) -> int:
     if not given.command:
         _parser().print_help()
         return 0
-    return _guarded(lambda: COMMANDS[given.command](_allowed(given)))
+    return exit_status(lambda: COMMANDS[given.command](_allowed(given)))
+
+
+def prepare_ray() -> None:
+    """Set the environment variables that Ray reads when it is imported; a user's own values stay."""
+    os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
+    os.environ.setdefault("RAY_AUTH_MODE", "token")
 
 
 def _parsed(words: Sequence[str]) -> argparse.Namespace:
@@ -270,8 +273,8 @@ def _allowed(given: argparse.Namespace, elsewhere: bool = False) -> argparse.Nam
     return given
 
 
-def _guarded(command: Callable[[], int]) -> int:
-    """What ends a command early, as a sentence and a status."""
+def exit_status(command: Callable[[], int]) -> int:
+    """Run a command and return its exit status; what ends it early is printed as one sentence."""
     try:
         status = command()
         sys.stdout.flush()
@@ -304,11 +307,9 @@ def _complete() -> NoReturn:
     sys.exit(0)
 
 
-def _width() -> int:
-    """Columns of the terminal, or of a page where there is none."""
-    import shutil
-
-    return shutil.get_terminal_size((120, 24)).columns
+def warn(sentence: str) -> None:
+    """Print a sentence to stderr."""
+    _say(sentence, 0)
 
 
 def _say(sentence: str, status: int) -> int:
@@ -378,7 +379,6 @@ def _parser() -> Parser:
         form.add_argument(
             f"--{name}", action="store_const", const=name, dest="form", help=f"print the table {text}, and no page"
         )
-    report.add_argument("--paper", metavar="TABLE", help="print a published table, such as fedbr/table1, beside runs")
     ui = add("ui", "show the charts of runs in MLflow", UI)
     ui.add_argument(
         "place", nargs="?", default="runs", help="the folder that runs are in (runs), or a server's address"
@@ -390,7 +390,7 @@ def _parser() -> Parser:
         "runs",
         nargs="*",
         metavar="WORKLOAD",
-        help="W1, W2 and W3 unless given; or steps, rules, scale, states, cluster, gpu",
+        help="W1, W2 and W3 unless given; or steps; or gpu",
     )
     bench.add_argument("--data", metavar="DIR", help="where FashionMNIST is; downloaded if nowhere")
     bench.add_argument(
@@ -398,7 +398,7 @@ def _parser() -> Parser:
     )
     bench.add_argument("--device", default="cuda", help="of gpu: what is measured (cuda)")
     bench.add_argument("--minutes", type=float, default=28.0, help="of gpu: in which it ends (28)")
-    bench.add_argument("--parts", metavar="A,B", help="of gpu: some of correctness, bits, memory, G1, G2, G3, profile")
+    bench.add_argument("--parts", metavar="A,B", help="of gpu: some of correctness, bits, memory, G1..G4, profile")
     bench.add_argument("--tiny", action="store_true", help="of gpu: sizes that only try the command out")
     bench.add_argument("--blocks", type=int, default=7, help="blocks of rounds, each beside one of the bare loop (7)")
     bench.add_argument(
@@ -412,15 +412,7 @@ def _parser() -> Parser:
         action="store_true",
         help="where the time of W1, W2 and W3 goes: a table, and beside FILE a picture and a trace for ui.perfetto.dev",
     )
-    bench.add_argument(
-        "--hosts", type=int, help="processes of one thread, on both sides (2; cluster: as many as have a CPU)"
-    )
-    bench.add_argument(
-        "--clients", type=int, default=100_000, metavar="N", help="states: of the run beyond memory (100000; 0: none)"
-    )
-    bench.add_argument("--address", help="cluster: of a Ray that runs; auto: on this machine")
-    bench.add_argument("--nodes", type=int, help="cluster: start so many Ray nodes in this machine")
-    bench.add_argument("--floats", type=int, nargs="+", metavar="N", help="cluster: parameters of the models to try")
+    bench.add_argument("--hosts", type=int, default=2, help="processes of one thread, on both sides (2)")
     completion = add("completion", "print what makes a shell complete raysim's words", COMPLETION)
     completion.add_argument("shell", choices=("bash", "zsh"), help="which shell")
     commands.add_parser("help", help="show this, or what a command takes: raysim help run")
@@ -497,7 +489,7 @@ def _going_on(words: Sequence[str]) -> list[str]:
 
 
 def _study(given: argparse.Namespace) -> int:
-    from raysim.commands.study.plan import plan
+    from raysim.commands.study.plan import moved, plan
 
     if given.parallel < 1:
         raise Refused(f"--parallel {given.parallel} must be at least 1")
@@ -507,14 +499,21 @@ def _study(given: argparse.Namespace) -> int:
     from raysim.commands.study.report import check_metrics, report
     from raysim.commands.study.runner import carry_out, check, store
     from raysim.commands.study.tracked import tracked
+    from raysim.experiment.many_runs import new_folder
     from raysim.results.progress import waiting
 
     check_metrics(given.metric)
     campaign = check(campaign, given.allow, given.parallel)
-    print("\n".join([str(campaign), *campaign.warnings]), flush=True)
-    with refusing():
-        folder_at(campaign.folder)
-    with held(campaign.folder):
+    with ExitStack() as stack:
+        with refusing():
+            if campaign.is_new:
+                folder = stack.enter_context(new_folder(campaign.folder, campaign.is_dated))
+            else:
+                folder = folder_at(campaign.folder)
+                stack.enter_context(held(folder))
+        if folder != campaign.folder:  # another study that began in the same second has the name
+            campaign = check(moved(campaign, folder), given.allow, given.parallel)
+        print("\n".join([str(campaign), *campaign.warnings]), flush=True)
         with refusing():
             store(campaign)
 
@@ -525,7 +524,7 @@ def _study(given: argparse.Namespace) -> int:
             with waiting(Console()) as show:
                 failed = carry_out(campaign, parallel=given.parallel, allow=given.allow, say=say, show=show)
             with refusing():
-                print(f"\n{report(campaign, given.metric, failed, _width())}")
+                print(f"\n{report(campaign, given.metric, failed, terminal_width())}")
     for name, sentence in failed.items():
         sys.stderr.write(f"raysim: run {name} failed: {sentence}\n")
     return 1 if failed else 0
@@ -567,7 +566,7 @@ def _methods(given: argparse.Namespace) -> int:
     if given.json:
         print(json.dumps([part.facts() for part in parts], indent=2))
     else:
-        print(pages(parts) if given.names else listing(parts, _width()))
+        print(pages(parts) if given.names else listing(parts, terminal_width()))
     return 0
 
 
@@ -616,59 +615,24 @@ def _new(given: argparse.Namespace) -> int:
 
 
 def _report(given: argparse.Namespace) -> int:
-    if given.paper is not None:
-        return _paper(given)
     if not given.runs:
-        raise Refused("report needs the folders of runs, or --paper and the name of a published table")
-    from raysim.results.report import as_csv, grouped, latex, results, scored, table
+        raise Refused("report: needs the folder of a run. Name one or several")
+    from raysim.results.report import as_csv, grouped, load_runs, results, scored, table
+    from raysim.results.tables import latex
 
     with refusing():
-        runs = _loaded(given.runs)
+        runs = load_runs(given.runs, warn)
         if given.form:
             if given.out is not None:
                 raise Refused(f"--out {given.out} has no effect with --{given.form}, which prints a table alone")
             groups = grouped(runs)
             print(as_csv(groups) if given.form == "csv" else latex(results(groups), scored(runs)))
             return 0
-        print(table(runs, _width()))
+        print(table(runs, terminal_width()))
         from raysim.results.page import compare  # which imports torch
 
         page = compare(grouped(runs), user_path(given.out or "report"))
     print(f"\ncurves and table: {page}")
-    return 0
-
-
-def _loaded(runs: Sequence[str]) -> list[Run]:
-    """Runs, without what a shell's runs/* finds beside them; says what it passes over and did not write itself."""
-    from raysim.results.report import load_run, runs_in
-    from raysim.results.tracking import ARTIFACTS
-
-    paths = [path for run in runs for path in runs_in(Path(run))]
-    files = [path for path in paths if path.is_file()]
-    other = [p for p in paths if p.is_dir() and not all((p / name).is_file() for name in RUN_FILES)]
-    left = [path for path in paths if path not in (*files, *other)]
-    loaded = [load_run(path) for path in left or paths]  # which says what is wrong with the first of them
-    if left and (unknown := [path for path in other if path.name != ARTIFACTS]):
-        _say(f"passed over, as no run has written there: {', '.join(map(str, unknown))}", 0)
-    return loaded
-
-
-def _paper(given: argparse.Namespace) -> int:
-    """A published table beside runs, or the tables that a paper has."""
-    from raysim.commands.papers.comparison import compare
-    from raysim.commands.papers.results import kept
-    from raysim.commands.papers.tables import listing
-
-    if given.out is not None:
-        raise Refused(f"--out {given.out} has no effect with --paper, which prints text alone: leave it out")
-    if "/" not in given.paper:
-        if given.runs:
-            raise Refused(f"--paper {given.paper} names no table to put runs in: write --paper {given.paper}/table1")
-        print(listing(given.paper))
-        return 0
-    with refusing():
-        runs = _loaded(given.runs)
-        print(compare(given.paper, runs, _width(), kept(given.paper.partition("/")[0])))
     return 0
 
 
@@ -680,30 +644,36 @@ def _ui(given: argparse.Namespace) -> int:
 
 
 def _bench(given: argparse.Namespace) -> int:
-    apart = {"cluster": _bench_cluster, "gpu": _bench_gpu}
+    names = given.runs or list(WORKLOADS)
+    _check_workloads(names)
     with refusing():
-        hosts = 2 if given.hosts is None else given.hosts
-        if min(given.blocks, hosts) < 1:
-            raise Refused(f"--blocks {given.blocks} and --hosts {hosts} must be at least 1")
-        if len(given.runs) == 1 and given.runs[0] in apart:
-            return apart[given.runs[0]](given)
-        from raysim.commands.bench import loops as bench
+        if min(given.blocks, given.hosts) < 1:
+            raise Refused(f"--blocks {given.blocks} and --hosts {given.hosts} must be at least 1")
+        if names == ["gpu"]:
+            return _bench_gpu(given)
+        if names == ["steps"]:
+            from raysim.commands.bench import steps
+
+            steps.main(user_path(given.out), given.blocks, print)
+            return 0
+        from raysim.commands.bench import loops
 
         folder = user_path(given.out).absolute().parent if given.profile else None
-        options = bench.Options(hosts, given.lanes, given.floor, given.clients, folder)
-        bench.main(given.runs or list(bench.WORKLOADS), given.data, user_path(given.out), given.blocks, options)
+        options = loops.Options(given.hosts, given.lanes, given.floor, folder)
+        loops.main(names, given.data, user_path(given.out), given.blocks, options)
     return 0
 
 
-def _bench_cluster(given: argparse.Namespace) -> int:
-    from raysim.runtime.placement import RayOptions, listen_on_loopback
-
-    listen_on_loopback(RayOptions(address=given.address))  # before Ray is imported
-    from raysim.commands.bench import cluster
-
-    options = cluster.Options(given.address, given.nodes, given.hosts, given.floats or cluster.FLOATS)
-    cluster.main(options, user_path(given.out), given.blocks, print)
-    return 0
+def _check_workloads(names: Sequence[str]) -> None:
+    """Raise `Refused` for a workload that does not exist, or that must be named alone."""
+    for name in names:
+        if name in IN_CHECKOUT:
+            command = f"uv run python -m jobs.benchmarks.{name}"
+            raise Refused(f"bench {name}: the package does not have this benchmark. In a checkout, run {command}")
+        if name not in (*WORKLOADS, *ALONE):
+            raise Refused(f"bench {name}: this workload does not exist. Use {', '.join((*WORKLOADS, *ALONE))}")
+        if name in ALONE and len(names) > 1:
+            raise Refused(f"bench {name}: this benchmark runs in one process. Name it alone")
 
 
 def _bench_gpu(given: argparse.Namespace) -> int:

@@ -17,8 +17,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+import yaml
 from safetensors import SafetensorError
 
+import raysim
 from raysim import cli
 from raysim.api.hooked_method import HookedMethod
 from raysim.api.method import Method
@@ -145,6 +147,10 @@ def test_quiet_says_that_a_client_was_left_out(capsys: pytest.CaptureFixture[str
         ["report", "nowhere"],
         ["partition", "partition=nothing"],
         ["bench", "W9"],
+        ["bench", "steps", "W1"],
+        ["bench", "scale"],
+        ["report"],
+        ["report", "--paper", "fedbr/table1", "runs"],
     ],
     ids=" ".join,
 )
@@ -247,11 +253,23 @@ def test_a_folder_below_a_file_is_refused(capsys: pytest.CaptureFixture[str]) ->
 @pytest.mark.parametrize(
     ("words", "said"),
     [
+        (["report", "--paper", "fedbr/table1"], "python -m jobs.papers.report fedbr/table1"),
+        *((["bench", name], f"python -m jobs.benchmarks.{name}") for name in cli.IN_CHECKOUT),
+    ],
+)
+def test_what_left_the_package_names_its_new_command(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert said in printed(words, capsys, status=2)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
         (["run", "resume=latest"], "resume=latest needs the folder of the run: add out=DIR"),
         (["study", "method=fedavg,fedprx"], "method=fedprx does not exist: did you mean fedprox?"),
         (["study", "method=fedavg", "roundz=3"], "roundz does not exist: did you mean rounds?"),
         (["report", "nope"], "nope is no folder"),
-        (["report", "--paper", "fedbr/table1", "nope"], "nope is no folder"),
     ],
 )
 def test_what_is_wrong_at_first_sight_is_said_before_torch_is_read(
@@ -323,6 +341,18 @@ def test_another_study_is_not_continued_in_a_runs_folder(capsys: pytest.CaptureF
     run("out=a", "resume=latest", "rounds=6", "runtime.threads=2", status=2)
     run("out=a", "resume=latest", "rounds=6", "runtime.lanes=2", status=2)
     run("out=a", "resume=latest", "rounds=5", "checkpoint.every=1", "faults.tolerate=0.5")
+
+
+def test_run_of_earlier_version_is_refused_with_the_version(capsys: pytest.CaptureFixture[str]) -> None:
+    run("out=a")
+    config = Path("a/config.yaml")
+    stored = yaml.safe_load(config.read_text())
+    del stored["runtime"]["lanes"]
+    config.write_text(yaml.safe_dump(stored))
+    capsys.readouterr()
+    run("out=a", "resume=latest", "rounds=6", status=2)
+    text = one_sentence(capsys.readouterr().err)
+    assert "runtime.lanes=" in text and raysim.__version__ in text
 
 
 def test_a_run_in_process_is_the_same_study_on_ray(capsys: pytest.CaptureFixture[str]) -> None:
@@ -751,11 +781,10 @@ def test_folders_that_are_no_run_are_passed_over(capsys: pytest.CaptureFixture[s
     Path("runs/mlflow.db").write_text("")
     everything = [*map(str, sorted(Path("runs").iterdir()))]
     capsys.readouterr()
-    for words in (["report", *everything], ["report", "--paper", "fedbr/table1", *everything]):
-        assert cli.call(words) == 0
-        captured = capsys.readouterr()
-        assert captured.err == "raysim: passed over, as no run has written there: runs/notes\n"
-        assert "fedavg" in captured.out or "runs/a" in captured.out
+    assert cli.call(["report", *everything]) == 0
+    captured = capsys.readouterr()
+    assert captured.err == "raysim: passed over, as no run has written there: runs/notes\n"
+    assert "fedavg" in captured.out
     assert "is no folder of a run" in printed(["report", "runs/mlflow_artifacts"], capsys, status=2)
     assert "nowhere is no folder" in printed(["report", "nowhere", "runs/mlflow.db"], capsys, status=2)
     assert "nowhere is no folder" in printed(["report", "nowhere", "runs/a"], capsys, status=2)
@@ -773,8 +802,7 @@ def test_a_study_and_a_search_are_reported_by_their_folders(kind: str, capsys: p
     told = printed(["report", "many", "--csv"], capsys)
     assert told == printed(["report", f"many/{kind}/one", f"many/{kind}/two", "--csv"], capsys)
     assert ",one," in told and ",two," in told
-    for words in ((), ("--paper", "fedbr/table1")):
-        assert cli.call(["report", *words, "many"]) == 0
+    assert cli.call(["report", "many"]) == 0
     Path("many", kind).rename("many/others")
     assert "many is no folder of a run" in printed(["report", "many"], capsys, status=2)
 

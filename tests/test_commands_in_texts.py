@@ -16,10 +16,10 @@ from pathlib import Path
 import pytest
 import yaml
 
+from jobs.papers.comparison import PAPER_RUNS
+from jobs.papers.tables import tables
 from raysim import cli
 from raysim.commands.new import package
-from raysim.commands.papers.comparison import PAPER_RUNS
-from raysim.commands.papers.tables import tables
 from raysim.commands.study import plan
 from raysim.commands.sweep import search
 from raysim.experiment.compose import compose, plain
@@ -207,6 +207,24 @@ def test_bash_and_zsh_can_read_every_block(path: Path) -> None:
             assert done.returncode == 0 and not done.stderr, done.stderr
 
 
+def test_programs_that_texts_name_exist() -> None:
+    """A module of `python -m jobs...`, or a file of `python tests/...`."""
+    sources = [
+        *ROOT.glob("jobs/**/*.py"),
+        *ROOT.glob("jobs/*.sh"),
+        *ROOT.glob("tests/tools/*.py"),
+        *ROOT.glob("docs/*.py"),
+    ]
+    text = "\n".join(path.read_text() for path in [*MARKDOWN, *sources, Path(cli.__file__)])
+    modules = set(re.findall(r"python -m (jobs\.\w+\.\w+)", text)) | {
+        f"jobs.benchmarks.{name}" for name in cli.IN_CHECKOUT
+    }
+    files = set(re.findall(r"python ((?:jobs|docs|tests)/[\w/]+\.py)", text))
+    assert len(modules) > 5 and len(files) > 3
+    missing = [name for name in modules if not (ROOT / f"{name.replace('.', '/')}.py").is_file()]
+    assert missing + [name for name in files if not (ROOT / name).is_file()] == []
+
+
 def test_nothing_installs_a_name_from_an_index() -> None:
     """Not raysim, which is another's there, and not raysim-fl as long as nobody has put it there."""
     asking = re.compile(
@@ -228,7 +246,6 @@ raysim run --show method=fedprox > shown.yaml
 raysim run --config shown.yaml runtime=inprocess rounds=2 tracking=none out=runs/shown
 raysim study method=fedavg,fedprox seed=0..1 runtime=inprocess rounds=2 tracking=none out=studies/mine
 raysim report runs/*
-raysim report --paper fedbr/table1 runs/*
 raysim partition partition=dirichlet partition.alpha=0.1
 raysim methods
 raysim help study

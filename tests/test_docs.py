@@ -45,7 +45,7 @@ def test_a_methods_page_says_what_its_code_says(from_docs: Any) -> None:
     page = reference.method_page("krum")
     assert "| `method.krum.byzantine` | `1` | an integer; at least 0 |" in page
     assert "| `geometric_median` | both combine the updates (slot 'combine') |" in page
-    assert "`raysim report --paper fedbr/table1`" in reference.method_page("fedbr")
+    assert "`uv run python -m jobs.papers.report fedbr/table1`" in reference.method_page("fedbr")
 
 
 def test_every_key_of_every_group_is_in_the_configuration_page(from_docs: Any) -> None:

@@ -73,6 +73,24 @@ def test_hosts_sum_their_own_groups_and_the_bits_stay(hosts: Hosts, monkeypatch:
     assert (there.bits, there.history) == (here.bits, here.history)
 
 
+@pytest.mark.parametrize(("methods", "graph"), [([], False), ([Scaffold()], True)], ids=["lanes", "recorded"])
+def test_lanes_have_the_same_bits_on_ray_and_resumed(
+    methods: list[Any], graph: bool, hosts: Hosts, tmp_path: Path
+) -> None:
+    def asked() -> Any:
+        return run_spec(*methods, model=MLP, lanes=3, graph=graph)
+
+    def on_ray(**how: Any) -> Ran:
+        return ran(coordinate(asked(), Synchronous(6), Ideal(), hosts.runtime(asked(), 2), rounds=4, **how))
+
+    here = run(asked(), Synchronous(6), Ideal(), rounds=4)
+    there = on_ray(checkpoint_every=2, folder=str(tmp_path))
+    assert (there.bits, there.history) == (here.bits, here.history)
+    resumed = on_ray(resume=str(tmp_path / "checkpoints" / "round-000002"))
+    assert (resumed.bits, resumed.history) == (here.bits, here.history)
+    assert here.bits != run(run_spec(*methods, model=MLP), Synchronous(6), Ideal(), rounds=4).bits, "a loop's"
+
+
 def _ranked(found: Ran) -> list[int]:
     """The versions whose ranking the clients hold."""
     states = found.private

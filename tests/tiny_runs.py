@@ -146,7 +146,16 @@ def declared_for(
     all_declared = []
     for method in methods:
         declared = Declared(method.name, hooks={h: getattr(method, h) for h in filled_hooks(method)})
-        facts = Setup(method.name, task, local, networks, {}, declared, _layout=[layout])
+        facts = Setup(
+            method.name,
+            task,
+            local,
+            networks,
+            {},
+            declared,
+            clients=task.clients,
+            _layout=[layout],
+        )
         method.setup(facts)
         all_declared.append(declared)
     return Declarations(task, dict(networks), layout, tuple(all_declared))

@@ -25,6 +25,7 @@ class Task:
 
     tokens: of inputs that are sequences of token numbers. scored_by: the metric's name; None: the kind's usual one.
     loss: of each sample, outputs [B, C] and labels to [B]; None: the kind's usual one.
+    unseen: how many of the clients are never trained.
     """
 
     shape: tuple[int, ...]
@@ -35,6 +36,12 @@ class Task:
     tokens: Tokens | None = None
     scored_by: str | None = None
     loss: RowLoss | None = None
+    unseen: int = 0
+
+    @property
+    def population(self) -> int:
+        """The clients that may be trained, whether they have samples or not."""
+        return self.clients - self.unseen
 
     @property
     def objective(self) -> Objective:
@@ -147,6 +154,7 @@ class Evaluation:
     whether clients' own models are scored on the central test set. probe: of local models before they are averaged, on
     `probe_rows` images of the central test set. decompose: the loss decomposition, on at most `decompose_rows` training
     samples of a client. metric: what models are scored with, "mae" for example; None: what is usual for the data.
+    unseen: share of the clients that are drawn at the start, never trained, and scored in columns of their own.
     """
 
     every: int = 1
@@ -158,8 +166,10 @@ class Evaluation:
     decompose: int = 0
     decompose_rows: int = 1000
     metric: str | None = None
+    unseen: float = 0.0
 
     def __post_init__(self) -> None:
+        in_range("evaluate.unseen", self.unseen, least=0, below=1)
         for key, least in (("every", 1), ("probe", 0), ("probe_rows", 1), ("decompose", 0), ("decompose_rows", 1)):
             at_least(f"evaluate.{key}", getattr(self, key), least)
         if self.clients != "all":

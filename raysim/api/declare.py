@@ -66,6 +66,12 @@ class Declarations:
         )
 
     @property
+    def private_names(self) -> set[str]:
+        """Names of all tensors of the networks that stay on the client."""
+        floating, integer = self.layout.personal_entries
+        return {entry.name for entry in (*floating, *integer)}
+
+    @property
     def keeps_client_state(self) -> bool:
         """Whether clients keep anything besides the run's own optimizers."""
         declared = any(each.keeps_client_state or each.keeps_optimizer for each in self.methods)

@@ -60,6 +60,11 @@ class LocalJob:
         return self.context.version
 
     @property
+    def seed(self) -> int:
+        """The seed of the run."""
+        return self.context.seed
+
+    @property
     def samples(self) -> int:
         """Training samples of the client."""
         return self.context.samples
@@ -188,6 +193,11 @@ class LocalJob:
         """Return inputs and labels of rows of the data set, augmented if a generator is given."""
         return self.context.trainer.gather(rows, generator)
 
+    def labels_of(self, rows: np.ndarray) -> np.ndarray:
+        """Return the labels of rows of the data set, on the CPU, without their inputs."""
+        labels = self.context.trainer.labels
+        return labels.index_select(0, torch.from_numpy(rows).to(labels.device)).cpu().numpy()
+
     def class_counts(self) -> Tensor:
         """Return the client's training samples of each class: int64 [C] on the CPU."""
         return self.context.class_counts()
@@ -198,7 +208,7 @@ class LocalJob:
 
     def drawn(self, name: str) -> Tensor:
         """Return this step's entry of what the function declared with `run.draw` returned."""
-        return self.context.draws[f"{self.method}.{name}"][self.context.step]
+        return self.context.drawn(f"{self.method}.{name}")
 
     def input_gradient(self, loss: Tensor, inputs: Tensor) -> Tensor:
         """Return the gradient of a scalar by `inputs`, itself with a gradient."""

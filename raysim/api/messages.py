@@ -80,7 +80,7 @@ class Update:
     samples: int  # training samples the client holds
     trained: int  # samples it really trained on, epochs counted
     steps: int
-    loss: float  # mean over the iterations with the task loss; nan without one
+    loss: float  # mean over the rows of the iterations with the task loss; nan without one
     seconds: float  # wall time on its host; never decides anything
     counters: np.ndarray  # [layout.shared_counters]
     extras: Arrays = field(default_factory=dict)
@@ -89,6 +89,7 @@ class Update:
     # What the simulator looked at; no part of what travels.
     report: Mapping[str, float] = field(default_factory=dict)
     probe: Probe | None = None
+    loss_rows: int = 0  # rows that `loss` was computed on, epochs counted
 
     @property
     def floats(self) -> int:

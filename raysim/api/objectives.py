@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy, mse_loss
@@ -14,12 +15,22 @@ from raysim.api.losses import RowLoss
 from raysim.primitives.kinds import LOWER_IS_BETTER, Kind
 
 
+def mean(values: np.ndarray) -> float:
+    """Return the mean over samples [n], in float64."""
+    return float(values.mean(dtype=np.float64))
+
+
 @dataclass(frozen=True)
 class Metric:
-    """A number per sample, of which histories and reports show means. rows: outputs [B, C] and labels to [B]."""
+    """A score of samples.
+
+    rows: from outputs [B, C] and labels to what is kept of each sample, [B] or [B, L].
+    summarise: from what was kept of n >= 1 samples, [n] or [n, L], to their score.
+    """
 
     name: str
     rows: Callable[[Tensor, Tensor], Tensor]
+    summarise: Callable[[np.ndarray], float] = mean
 
     @property
     def higher(self) -> bool:
@@ -62,11 +73,31 @@ def is_among_five(outputs: Tensor, labels: Tensor) -> Tensor:
     return (outputs.topk(min(5, outputs.shape[1]), 1).indices == labels.unsqueeze(1)).any(1)
 
 
-def f1(outputs: Tensor, labels: Tensor) -> Tensor:
-    """Of labels with positive outputs and those that are there: twice the common ones over all; 1 where none are."""
+def is_there_and_predicted(outputs: Tensor, labels: Tensor) -> Tensor:
+    """Return uint8 [B, L]: 2 where the label is there, plus 1 where its output is positive."""
+    return 2 * (labels > 0).to(torch.uint8) + (outputs > 0).to(torch.uint8)
+
+
+def macro_f1(codes: np.ndarray) -> float:
+    """Return the mean over the labels of 2 TP / (2 TP + FP + FN), from `is_there_and_predicted` [n, L].
+
+    A label that is neither there nor predicted in these samples counts as 0, as in scikit-learn's
+    `f1_score(average="macro")` with its default of `zero_division`.
+    """
+    right = (codes == 3).sum(0)
+    there_or_predicted = (codes & 1).sum(0, dtype=np.int64) + (codes >> 1).sum(0, dtype=np.int64)
+    return float(np.mean(2 * right / np.maximum(there_or_predicted, 1)))
+
+
+def f1_of_each(outputs: Tensor, labels: Tensor) -> Tensor:
+    """Return each sample's F1 over its labels, [B]; 0 where no label is there or predicted.
+
+    The mean is scikit-learn's `f1_score(average="samples")` with its default of `zero_division`.
+    """
     predicted, there = outputs > 0, labels > 0
-    both, all_ = (predicted & there).sum(1), predicted.sum(1) + there.sum(1)
-    return torch.where(all_ > 0, 2 * both / all_.clamp(min=1), 1.0)
+    right = (predicted & there).sum(1)
+    there_or_predicted = predicted.sum(1) + there.sum(1)
+    return 2 * right / there_or_predicted.clamp(min=1)
 
 
 def share_right(outputs: Tensor, labels: Tensor) -> Tensor:
@@ -93,7 +124,11 @@ OBJECTIVES: Mapping[Kind, Objective] = {
     "multilabel": Objective(
         binary_cross_entropy_with_logits,
         lambda outputs, labels: binary_cross_entropy_with_logits(outputs, labels, reduction="none").mean(1),
-        (Metric("f1", f1), Metric("label_accuracy", share_right)),
+        (
+            Metric("f1", is_there_and_predicted, macro_f1),
+            Metric("f1_samples", f1_of_each),
+            Metric("label_accuracy", share_right),
+        ),
     ),
     "regression": Objective(mse_loss, squared_error, (Metric("mae", absolute_error), Metric("mse", squared_error))),
 }

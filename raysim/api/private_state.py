@@ -8,12 +8,13 @@ from typing import Any, Generic, TypeAlias, TypeVar
 
 import numpy as np
 
+from raysim.primitives.version import __version__
 from raysim.vectors.layout import Entry, Layout
 
 T = TypeVar("T")
 S = TypeVar("S")
 
-# What the two flat buffers are called where they are not taken apart: in checksums, on disk, in older checkpoints.
+# What the two flat buffers are called where they are not taken apart: in checksums, on disk.
 _PERSONAL, _COUNTERS = "personal", "personal.counters"
 
 
@@ -60,11 +61,12 @@ def reserved_names(layout: Layout) -> set[str]:
 
 
 def from_named(arrays: Mapping[str, np.ndarray], layout: Layout) -> StoredState:
-    """The state whose tensors have these names; also that of an older checkpoint, which has the flat buffers."""
-    if _PERSONAL in arrays:
-        return from_flat(arrays)
+    """Return the state whose tensors have these names. Raises `ValueError` if one is missing."""
     floating, integer = layout.personal_entries
     names = {entry.name for entry in (*floating, *integer)}
+    if missing := sorted(names - arrays.keys()):
+        reason = f"an earlier version of raysim than {__version__} wrote it, or another model"
+        raise ValueError(f"{missing[0]} is missing in a stored client state: {reason}. Start the run again")
     return PrivateState(
         np.concatenate([np.empty(0, np.float32), *(arrays[e.name].ravel() for e in floating)]),
         np.concatenate([np.empty(0, np.int64), *(arrays[e.name].ravel() for e in integer)]),

@@ -131,6 +131,11 @@ class ServerView:
         return self._server.samples  # type: ignore[no-any-return]
 
     @property
+    def population(self) -> int:
+        """All clients except the unseen ones (`evaluate.unseen`): N of the papers."""
+        return self._server.population  # type: ignore[no-any-return]
+
+    @property
     def clients(self) -> int:
         """All clients of the run."""
         return self._server.clients  # type: ignore[no-any-return]

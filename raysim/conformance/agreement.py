@@ -1,18 +1,27 @@
-"""Two ways to the same end: a run on one host and on two, straight and resumed."""
+"""Two ways to the same end: a run on one host and on two, straight and resumed, in the loop and from recordings."""
 
 from __future__ import annotations
 
+import contextlib
 import math
 import tempfile
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
+
+import numpy as np
 
 from raysim.conformance.runs import Ran, coordinate, ran, run, several
+from raysim.simulation.events import Row
 from raysim.simulation.fleet import Fleet
 from raysim.simulation.runtime import Runtime
 from raysim.simulation.schedule import Schedule
+from raysim.training.lanes import NotInLanes
 from raysim.training.run_spec import RunSpec
 
+EXACT = 1e-8  # float64 from end to end: a rate that is a tensor is multiplied with another rounding
+COUNTS = ("conflicts", "projections")  # of inner products below zero, some of which are zero but for rounding
 Make = Callable[[], RunSpec]  # the same run, with methods of its own each time
 
 
@@ -31,6 +40,33 @@ def resumed(make: Make, schedule: Schedule, fleet: Fleet | None = None) -> None:
         same(straight, saved, "without checkpoints and with them")
         again = run(make(), schedule, fleet, rounds=5, resume=str(Path(folder, "checkpoints", "round-000003")))
         same(straight, again, "straight and resumed after round 3")
+
+
+def recorded(make: Make, **settings: Any) -> None:
+    """Check that a run ends at the same numbers in the loop and from recorded steps, in float64.
+
+    Without a GPU a recorded step is computed again, from nothing but its inputs and without reading a value. A run that
+    is refused by name passes.
+    """
+    with contextlib.suppress(NotInLanes):
+        loop, other = (run(replace(make(), lanes=lanes, graph=lanes > 1), **settings) for lanes in (1, 3))
+        for ended in (loop, other):
+            assert not ended.failures, ended.failures[0].error
+        for one, two in ((loop.tensors, other.tensors), (loop.private, other.private)):
+            assert one.keys() == two.keys(), "other tensors from recorded steps than in the loop"
+            for name, values in one.items():
+                np.testing.assert_allclose(two[name], values, rtol=EXACT, atol=EXACT, err_msg=f"{name}, recorded")
+        for row, expected in zip(other.history, loop.history, strict=True):
+            _near(row, expected)
+
+
+def _near(row: Row, expected: Row) -> None:
+    """Check that two rows of a history have the same numbers, but for rounding."""
+    assert row.keys() == expected.keys(), "other columns from recorded steps than in the loop"
+    for key, value in expected.items():
+        if key.split(".")[-1] not in COUNTS:
+            one, other = (np.nan if number is None else number for number in (value, row[key]))
+            np.testing.assert_allclose(other, one, rtol=EXACT, atol=EXACT, err_msg=f"{key}, recorded")
 
 
 def same(one: Ran, other: Ran, ways: str) -> None:

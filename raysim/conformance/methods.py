@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
+import torch
 
 from raysim.api.composition import HOOKS, check_names, suspicious_methods
 from raysim.api.messages import SingleUpdate, Trained
@@ -52,6 +53,8 @@ def _checks(method: Method, study: Study) -> Iterator[tuple[str, Callable[[], ob
             f"what travels is declared and is not what clients keep, {under}",
             partial(travels, study.spec, schedule, fleet),
         )
+    exact = partial(study.spec, torch.float64)
+    yield "the same numbers from recorded steps, or a refusal", partial(agreement.recorded, exact, rounds=3)
 
 
 def named(method: Method) -> None:

@@ -45,6 +45,8 @@ def of_model(model: ModelRecipe, study: Study) -> Checks:
     yield "a seed gives the same values, another one others", partial(_seeded, study)
     yield "features and a head make the outputs", partial(_split, study)
     yield from _runs(study)
+    exact = partial(study.spec, torch.float64)
+    yield "the same numbers from recorded steps, or a refusal", partial(agreement.recorded, exact, rounds=3)
 
 
 def _network(study: Study, seed: int = SEED) -> nn.Module:

@@ -8,13 +8,30 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
+import pandas as pd
+import pyarrow as pa
+from numpy.typing import NDArray
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from raysim.data.columns import assembled, labels_of
-from raysim.data.raw import Raw, Source
+from raysim.data.columns import assembled
+from raysim.data.labels import labels_of
+from raysim.data.raw import Origin, Raw, Source
+from raysim.data.values import plain_array, type_name
 
-_given: dict[str, Raw] = {}  # by checksum, while they are stored
+COLUMNS = ("inputs", "labels", "users")
+
+
+@dataclass(frozen=True, eq=False)
+class GivenArrays:
+    """A user's own arrays, while they are stored."""
+
+    inputs: NDArray[Any]
+    labels: NDArray[Any]
+    users: NDArray[Any] | None
+    test: NDArray[np.bool_]
+
+
+_given: dict[str, GivenArrays] = {}  # by checksum
 
 
 @dataclass(frozen=True)
@@ -29,17 +46,24 @@ class Arrays(Source):
                 f"data.digest={self.digest}: these arrays were given from Python, and the cache of this machine lacks "
                 "them: give them again, raysim.run(data=...)."
             )
-        return _given[self.digest]
+        given = _given[self.digest]
+        labels = labels_of(given.labels, self.kind, None, "data")
+        users = "" if given.users is None else "the third array"
+        origin = Origin(
+            f"the first array ({given.inputs.dtype})", f"the second array ({type_name(given.labels)})", users
+        )
+        return assembled(given.inputs, labels, given.users, given.test, None, origin)
 
 
-def arrays(data: object) -> Arrays:
-    """A source of a user's own samples, stored.
+def arrays(data: object, settings: Mapping[str, Any] | None = None) -> Arrays:
+    """Store a user's own samples and return their source.
 
+    settings: arguments of `Arrays`.
     data: (inputs, labels), of which no row is for central tests; ((inputs, labels), (inputs, labels)), the second for
     tests, or {"train": ..., "test": ...}. Arrays, tensors, lists; or a `torch.utils.data.Dataset` in place of a pair.
-    Inputs [n, ...], images [n, h, w], [n, c, h, w] or [n, h, w, c]; labels [n] classes 0, 1, ..., names of
-    classes, or values (floats); [n, labels] several labels (0 or 1) or several values. A third column, users [n]
-    (integers or text), says whose sample each is, for `partition=natural`.
+    Inputs [n, ...], images [n, h, w], [n, c, h, w] or [n, h, w, c]; a pandas frame is a table of numbers. Labels [n]
+    are classes or values, see `labels.inferred_kind`; [n, labels] several labels (0 or 1) or several values. A third
+    column, users [n] (integers or text), says whose sample each is, for `partition=natural`.
     """
     train, test = _halves(data)
     parts = [_columns(part, name) for part, name in ((train, "train"), (test, "test")) if part is not None]
@@ -48,9 +72,8 @@ def arrays(data: object) -> Arrays:
     columns = [_joined(halves, what) for halves, what in zip(zip(*parts, strict=True), COLUMNS, strict=False)]
     inputs, labels, *users = columns
     test = np.arange(len(labels)) >= len(parts[0][1])
-    raw = assembled(inputs, labels_of(labels, None, None, "data"), users[0] if users else None, test, None)
-    source = Arrays(digest=_digest(columns, raw.train_rows))
-    _given[source.digest] = raw
+    source = Arrays(digest=_digest(columns, int((~test).sum())), **(settings or {}))
+    _given[source.digest] = GivenArrays(inputs, labels, users[0] if users else None, test)
     try:
         source.build()
     finally:
@@ -86,46 +109,30 @@ def _columns(part: object, name: str) -> tuple[np.ndarray, ...]:
         raise ValueError(
             f"data: what is for {name} must be (inputs, labels) or (inputs, labels, users), not {type(part).__name__}."
         )
+    is_frame = isinstance(part[0], (pd.DataFrame, pa.Table, pa.RecordBatch))
     inputs, labels, *users = (
-        _array(column, f"the {what} for {name}") for column, what in zip(part, COLUMNS, strict=False)
+        plain_array(column, f"data: the {what} for {name}") for column, what in zip(part, COLUMNS, strict=False)
     )
     if not (inputs.size and labels.size):
         raise ValueError(
             f"data: {name} has inputs of shape {inputs.shape} and labels of shape {labels.shape}, and so no samples: "
             "give it some."
         )
-    column = labels.ndim == 2 and labels.shape[1] == 1 and labels.dtype.kind in "iu"
-    if column and not ((labels >= 0) & (labels <= 1)).all():
-        raise ValueError(
-            f"data: {name} has whole numbers as labels of shape {labels.shape}: give classes flat, of shape "
-            f"({len(labels)},), as labels[:, 0] is, and values as floats."
-        )
-    if len(inputs) != len(labels) or labels.ndim not in (1, 2):
+    if len(inputs) != len(labels):
         raise ValueError(
             f"data: {name} has inputs of shape {inputs.shape} and labels of shape {labels.shape}: give each input one "
             "label."
         )
+    users = [column.reshape(-1) if column.shape == (len(labels), 1) else column for column in users]
     for column in users:
-        if column.shape != (len(labels),) or column.dtype.kind not in "iuUS":
+        if column.shape != (len(labels),) or column.dtype.kind not in "iuU":
             raise ValueError(
                 f"data: {name} has users of shape {column.shape} ({column.dtype}) for {len(labels)} samples: give each "
                 "sample one, an integer or text."
             )
+    if is_frame and inputs.dtype.kind in "biu":  # columns of a table are numbers, and no tokens
+        inputs = inputs.astype(np.float64)
     return _channels_first(inputs), labels, *users
-
-
-COLUMNS = ("inputs", "labels", "users")
-
-
-def _array(column: Any, what: str) -> np.ndarray:
-    if isinstance(column, torch.Tensor):
-        return column.detach().cpu().numpy()
-    try:
-        if isinstance(column, (tuple, list)) and column and isinstance(column[0], torch.Tensor):
-            return torch.stack(list(column)).numpy()
-        return np.asarray(column)
-    except (ValueError, RuntimeError) as error:  # lists of unequal lengths, tensors of unequal shapes
-        raise ValueError(f"data: {what} are not all of one shape: fill short ones up, or cut long ones.") from error
 
 
 def _channels_first(inputs: np.ndarray) -> np.ndarray:

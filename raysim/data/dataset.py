@@ -24,7 +24,7 @@ Ints: TypeAlias = NDArray[np.int64]
 Inputs: TypeAlias = NDArray[np.uint8] | NDArray[np.float32] | Ints
 Labels: TypeAlias = Ints | NDArray[np.float32]  # classes [n]; labels that are there (0 or 1) or values [n, outputs]
 
-FORMAT = 3  # raise it when the same settings give other bytes
+FORMAT = 5  # raise it when the same settings give other bytes
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,6 +39,7 @@ class Samples:
     domain_names: list[str]
     kind: Kind = "classification"
     tokens: Tokens | None = None  # where inputs are sequences
+    columns: str = ""  # what was read as what, for the plan of a run
 
 
 class Dataset:
@@ -56,7 +57,7 @@ class Dataset:
         self.shape: tuple[int, ...] = samples.inputs.shape[1:]
         self.kind, self.tokens = samples.kind, samples.tokens
         self.class_names, self.domain_names = samples.class_names, samples.domain_names
-        self.train_rows = samples.train_rows
+        self.train_rows, self.columns = samples.train_rows, samples.columns
         self.inputs, self.labels, self.domains = samples.inputs, samples.labels, samples.domains
 
     def __len__(self) -> int:
@@ -121,6 +122,7 @@ def _write(path: Path, samples: Samples) -> None:
         "class_names": samples.class_names,
         "domain_names": samples.domain_names,
         "train_rows": samples.train_rows,
+        "columns": samples.columns,
     }
     inputs, domains = np.ascontiguousarray(samples.inputs), np.ascontiguousarray(samples.domains, dtype=np.int64)
     labels = np.ascontiguousarray(samples.labels, dtype=_label_type(samples.kind))
@@ -166,7 +168,8 @@ def _mapped(path: Path) -> Samples:
             raise ValueError("its checksum is another")
         _mark_verified(path)
     tokens = header["tokens"] and Tokens(*header["tokens"])
-    return Samples(inputs, labels, domains, header["train_rows"], names, header["domain_names"], kind, tokens)
+    rows, domain_names, columns = header["train_rows"], header["domain_names"], header["columns"]
+    return Samples(inputs, labels, domains, rows, names, domain_names, kind, tokens, columns)
 
 
 def _checksum(header: bytes, *arrays: NDArray[np.generic]) -> str:

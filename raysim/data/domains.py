@@ -49,6 +49,12 @@ class Domains(Source):
 
     def read(self) -> Raw:
         parts = [self._part(name).read() for name in self.domains]
+        for name, raw in zip(self.domains, parts, strict=True):
+            if raw.kind != "classification":
+                raise ValueError(
+                    f"data.domains: {name} has labels for {raw.kind}, and domains of one data set must have classes: "
+                    "leave it out."
+                )
         classes = [_bare(raw.class_names) for raw in parts]
         for name, found in zip(self.domains, classes, strict=True):
             if found != classes[0]:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import pyarrow as pa
 from numpy.typing import NDArray
 
 from raysim.data.batches import Pipeline
@@ -47,10 +48,25 @@ class FederatedData:
     central: Ints  # rows of the central test set
     pipeline: Pipeline
     title: str  # data set and partitioner, for plots and summaries
+    users: pa.Array | None = None  # text, the name of each client's user; None where clients are no users
 
     def open(self) -> Dataset:
         """The memory-mapped data set, opened once per process."""
         return _opened(self.dataset_path)
+
+    def user(self, client: int) -> str | None:
+        """Return the name of a client's user, or None."""
+        is_pooled = len(self.partition.train) != len(self.partition.test)  # one client trains for all
+        return None if self.users is None or is_pooled else str(self.users[client].as_py())
+
+    def number(self, client: int) -> str:
+        """Return "2", or "2 (user alice)"."""
+        user = self.user(client)
+        return str(client) if user is None else f"{client} (user {user})"
+
+    def label(self, client: int) -> str:
+        """Return "client 2", or "client 2 (user alice)"."""
+        return f"client {self.number(client)}"
 
 
 def without_single_rows(data: FederatedData) -> FederatedData:
@@ -73,7 +89,7 @@ def doubts_of_data(data: FederatedData) -> Iterator[str]:
         if 2 * absent > dataset.num_classes:
             yield (
                 f"{absent} of {dataset.num_classes} classes have no sample, and each is an output of the model: number "
-                "the classes from 0 on, or give texts as labels"
+                "the classes from 0 on, give text as labels, or set data.kind=regression where the labels are values"
             )
     shape = dataset.shape
     if len(shape) == 3 and dataset.tokens is None and shape[2] in CHANNELS and shape[0] not in CHANNELS:
@@ -85,7 +101,7 @@ def doubts_of_data(data: FederatedData) -> Iterator[str]:
     if not len(tests.indices) and not len(data.central):
         yield (
             f"nothing will be scored: none of {len(train)} clients (of at most {train.counts.max()} training samples) "
-            "has a test sample of its own, and there are no central ones: lower partition.clients, raise "
+            "has a test sample of its own, and there are no central ones: use fewer clients, raise "
             "partition.test_fraction, or give a test set"
         )
 
@@ -94,7 +110,51 @@ def pooled(data: FederatedData) -> FederatedData:
     """All clients' training rows, ascending, as one client; the clients' test rows stay apart."""
     rows = np.sort(data.partition.train.indices)
     train = CSR(rows, np.array([0, len(rows)]))
-    return replace(data, partition=replace(data.partition, train=train, spare=None), title=f"{data.title}, pooled")
+    partition = replace(data.partition, train=train, spare=None, with_unseen=None)
+    return replace(data, partition=partition, title=f"{data.title}, pooled")
+
+
+def hold_out_clients(data: FederatedData, share: float, seed: int) -> FederatedData:
+    """Draw a share of the clients with training samples, rounded, and take them out of training.
+
+    They keep their training samples, to which methods may adapt a model before it is scored on their tests. Of their
+    validation samples nothing is used: they take no part in the choice of the best round.
+    Raises ValueError where that leaves no client on one side, where nothing could be scored, or where a client that is
+    trained has samples of one that is not.
+    """
+    if not share:
+        return data
+    partition, train = data.partition, data.partition.train
+    able = np.flatnonzero(train.counts)
+    count = round(share * len(able))
+    chosen = f"evaluate.unseen={share:g} selects {count} of {len(able)} clients with training samples"
+    if not count:
+        raise ValueError(f"{chosen}. Increase it, or set evaluate.unseen=0.")
+    if count == len(able):
+        raise ValueError(f"{chosen}, so that none is left to train. Decrease it.")
+    unseen = np.sort(stream(seed, "unseen").permutation(able)[:count])
+    if not partition.test.counts[unseen].any():
+        raise ValueError(
+            f"{chosen}, and none of these has test samples to be scored on. Set partition.test_fraction above 0."
+        )
+    trained = _without(train, unseen)
+    own = [part.rows(client) for part in (train, partition.test) for client in unseen.tolist()]
+    if np.isin(np.concatenate(own), trained.indices).any():
+        raise ValueError(
+            f"evaluate.unseen={share:g}: clients share samples in this partition, so that others would train on those "
+            "of unseen clients. Set evaluate.unseen=0, or choose another partition."
+        )
+    validation = None if partition.validation is None else _without(partition.validation, unseen)
+    parts = replace(partition, train=trained, validation=validation, unseen=unseen, with_unseen=train)
+    return replace(data, partition=parts)
+
+
+def _without(part: CSR, clients: Ints) -> CSR:
+    """Return the same clients, of which some have no rows any more."""
+    counts = part.counts
+    counts[clients] = 0
+    stays = ~np.isin(part.owners, clients)
+    return CSR(part.indices[stays], np.concatenate([[0], np.cumsum(counts)]))
 
 
 @functools.lru_cache(maxsize=8)
@@ -114,13 +174,15 @@ def federate(source: Source, partitioner: Partitioner, seed: int) -> FederatedDa
     _check(source, clean)
     if clean.kind != "classification" and getattr(partitioner, "by_class", False):
         whole = clean.kind == "regression" and bool((np.mod(clean.labels, 1) == 0).all())
-        meant = "give integers as labels where these floats are classes, or " if whole else ""
+        meant = "set data.kind=classification where these whole numbers are classes, or " if whole else ""
         raise ValueError(
             f"the partition {type(partitioner).__name__} shares out classes, and the data has none ({clean.kind}): "
             f"{meant}set partition=iid, quantity, domain, natural or listed."
         )
     rows, (groups, names) = clean.train_rows, clean.groups()
     partition = partitioner.split(groups[:rows], clean.domains[:rows], len(names), seed)
+    name_users = getattr(partitioner, "users", None)  # a partitioner need not extend ours
+    users = name_users(partition, clean.domains[:rows], clean.domain_names) if callable(name_users) else None
     dataset = _corrupted(source, clean, partition, seed)
     if getattr(partitioner, "test_fraction", 0.0) is None:
         partition = replace(partition, test=_central_tests(source, clean, partitioner))
@@ -130,6 +192,7 @@ def federate(source: Source, partitioner: Partitioner, seed: int) -> FederatedDa
         central=np.arange(dataset.train_rows, len(dataset)),
         pipeline=source.pipeline(),
         title=f"{_described(source)}, {_described(partitioner)}",
+        users=None if users is None else pa.array(users, pa.string()),
     )
 
 
@@ -142,9 +205,10 @@ def _central_tests(source: Source, clean: Dataset, partitioner: Partitioner) -> 
         )
     rows = clean.train_rows
     if rows == len(clean):
+        raised = ", or raise data.test_fraction" if hasattr(source, "test_fraction") else ""
         raise ValueError(
             "partition.test_fraction=null takes clients' tests from the central test set, of which the data has none: "
-            "give a share, such as 0.2, or raise data.test_fraction."
+            f"give a share, such as 0.2{raised}."
         )
     domains = int(clean.domains[:rows].max()) + 1
     tests = partitioner.tests(clean.groups()[0][rows:], clean.domains[rows:], domains)
@@ -224,7 +288,17 @@ def _corrupt(source: Source, clean: Dataset, partition: Partition, seed: int) ->
         if len(names) == 1:
             domains, names = np.maximum(turns, 0), [f"{angle:g} degrees" for angle in source.rotation.angles]
     inputs = _drawn(source, clean.inputs, rows, angles) if clean.is_images else clean.inputs[rows]
-    return Samples(inputs, labels[rows], domains, clean.train_rows, clean.class_names, names, clean.kind, clean.tokens)
+    return Samples(
+        inputs,
+        labels[rows],
+        domains,
+        clean.train_rows,
+        clean.class_names,
+        names,
+        clean.kind,
+        clean.tokens,
+        clean.columns,
+    )
 
 
 def _noisy(clean: Dataset, train: CSR, ratio: float, seed: int) -> NDArray[Any]:
@@ -276,8 +350,8 @@ def _drawn(source: Source, images: NDArray[Any], rows: Ints, angles: Floats) -> 
 
 
 def _parts(partition: Partition) -> list[CSR]:
-    """What clients train and are scored on."""
-    return [each for each in (partition.train, partition.test, partition.validation) if each is not None]
+    """What clients hold and are scored on."""
+    return [each for each in (partition.held, partition.test, partition.validation) if each is not None]
 
 
 def _digest(partition: Partition) -> str:
@@ -292,8 +366,8 @@ def _digest(partition: Partition) -> str:
 
 
 def class_counts(data: FederatedData) -> Ints:
-    """Training samples of each client and class, [N, C]; of data without classes, [N, 1]."""
-    train = data.partition.train
+    """Training samples of each client and class, [N, C]; of data without classes, [N, 1]. Unseen clients count."""
+    train = data.partition.held
     groups, names = data.open().groups()
     cells = train.owners * len(names) + groups[train.indices]
     return np.bincount(cells, minlength=len(train) * len(names)).reshape(len(train), len(names))
@@ -312,6 +386,7 @@ def statistics(data: FederatedData) -> dict[str, object]:
     return {
         "clients": len(sizes),
         "empty_clients": int((sizes == 0).sum()),
+        "unseen_clients": 0 if data.partition.unseen is None else len(data.partition.unseen),
         "samples": int(sizes.sum()),
         "unused": rows - sum(int((part.indices < rows).sum()) for part in parts),
         "central_test": len(data.central),

@@ -10,14 +10,25 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from raysim.data.columns import assembled, column_of, inputs_of, integers_or_text, labels_of, spread
+from raysim.data.columns import (
+    USER_NAMES,
+    assembled,
+    column_of,
+    find_column,
+    find_inputs,
+    inputs_of,
+    integers_or_text,
+    label_column,
+    origin_of,
+    spread,
+)
+from raysim.data.labels import labels_of
 from raysim.data.pictures import Picture
-from raysim.data.raw import Raw, Source
+from raysim.data.raw import Origin, Raw, Source
 from raysim.primitives.checks import at_least, in_range
 from raysim.primitives.errors import first_line
 from raysim.primitives.extras import optional
 from raysim.primitives.files import user_path
-from raysim.primitives.kinds import Kind
 
 
 @dataclass(frozen=True)
@@ -25,8 +36,9 @@ class HuggingFace(Source):
     """Splits `train` and `test` of a data set; without the second, `test_fraction` of the rows is for testing.
 
     root: a folder that `save_to_disk` wrote; or `name` (and `config`) on the hub, which `datasets` downloads and keeps.
-    columns: the input; one column of images, or see `inputs_of`, as for `length`, `padding` and `tokenizer`. kind: what
-    is learnt, where the labels' type does not say it.
+    columns: the input; one column of images, or see `inputs_of`, as for `length`, `padding` and `tokenizer`; None: all
+    others. label, user: other names of `label_column` and `domain_column`, as data=csv has them; where neither is set,
+    columns that are called as usual (`LABEL_NAMES`, `USER_NAMES`).
     """
 
     root: str | None = None
@@ -36,7 +48,8 @@ class HuggingFace(Source):
     label_column: str = "label"
     domain_column: str = "domain"
     test_fraction: float = 0.2
-    kind: Kind | None = None
+    label: str | None = None
+    user: str | None = None
     length: int = 128
     padding: int = 0
     tokenizer: str | None = None
@@ -53,36 +66,38 @@ class HuggingFace(Source):
 
     def by(self, column: str) -> HuggingFace:
         """See `Source`."""
-        return replace(self, domain_column=column)
+        return replace(self, user=column)
 
     def read(self) -> Raw:
         splits = self._splits()
         place = self.root or self.name or ""
         tables = [split.with_format("arrow")[:] for split in splits]
         table, features = pa.concat_tables(tables), splits[0].features
-        if self.label_column not in features:
-            raise ValueError(
-                f"{place} has no column {self.label_column}, it has {', '.join(features)}: set data.label_column."
-            )
-        feature = features[self.label_column]
+        label = label_column(list(features), self.label, self.label_column, place)
+        feature = features[label]
         names = getattr(feature, "names", None) or getattr(getattr(feature, "feature", None), "names", None)
-        labels = labels_of(column_of(table, self.label_column, place), self.kind, names, place)
-        known = self.domain_column in table.column_names
-        if self.domain_column != "domain" and not known:
+        labels = labels_of(column_of(table, label, place), self.kind, names, place)
+        user: str | None = self.user or self.domain_column
+        if user == "domain" and user not in features:
+            user = find_column(list(features), USER_NAMES) if self.columns is None else None
+        if user is not None and user not in features:
             raise ValueError(
-                f"{place} has no column {self.domain_column}, it has {', '.join(features)}: set partition.column."
+                f"{place} has no column {user}, it has {', '.join(features)}: set partition.column or data.user."
             )
-        users = integers_or_text(table, self.domain_column, place) if known else None
+        users = None if user is None else integers_or_text(table, user, place)
         test = np.arange(len(table)) >= len(tables[0])
         if len(tables) == 1:
             test = spread(labels, users, self.test_fraction)
-        columns = self.columns or [name for name in features if name not in (self.label_column, self.domain_column)]
+        types = dict(zip(table.schema.names, table.schema.types, strict=True))
+        columns, unused = find_inputs(self.columns or None, types, (label, user), place)
         if len(columns) == 1 and type(features.get(columns[0])).__name__ == "Image":
-            raw = assembled(np.arange(len(test)), labels, users, test, None)
+            origin = Origin(f"{columns[0]} (image)", f"{label} ({types[label]})", user or "", ", ".join(unused))
+            raw = assembled(np.arange(len(test)), labels, users, test, None, origin)
             order = np.concatenate([np.flatnonzero(~test), np.flatnonzero(test)])
             return replace(raw, inputs=_pictures(table[columns[0]], order, place))
         inputs, tokens = inputs_of(table, columns, self.length, self.padding, self.tokenizer, place)
-        return assembled(inputs, labels, users, test, tokens)
+        origin = origin_of(types, columns, label, user, unused)
+        return assembled(inputs, labels, users, test, tokens, origin)
 
     def _splits(self) -> list[Any]:
         """The training split, and the test split if there is one."""

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from raysim.data.dataset import cache_folder
-from raysim.data.partition import CSR, Draws, Ints, Partitioner
+from raysim.data.partition import CSR, Draws, Ints, Partition, Partitioner
 from raysim.primitives.errors import first_line
 from raysim.primitives.files import from_json, regular, replace_file, user_path
 
@@ -29,27 +29,41 @@ class Listed(Partitioner):
 
     def assign(self, draws: Draws) -> CSR:
         """Raises ValueError, in one sentence, for lists that are none, and rows that are not there or given twice."""
+        found = self._content()
+        given = user_path(str(self.file)).parent == cache_folder(None)  # from Python, by `listed`
+        return _checked(found, "partition" if given else f"partition.file={self.file}", len(draws.labels))
+
+    def users(self, partition: Partition, domains: Ints, domain_names: Sequence[str]) -> Sequence[str] | None:
+        """Return the names that the file gives the lists; None where it gives none."""
+        found = self._content()
+        return list(found) if isinstance(found, dict) else None
+
+    def _content(self) -> Any:
         if self.file is None:
             raise ValueError(f"partition.file=null names no lists: set it to {FORM}")
         try:
-            found = from_json(regular(user_path(self.file)).read_text())
+            return from_json(regular(user_path(self.file)).read_text())
         except (OSError, ValueError) as error:
             raise ValueError(f"partition.file={self.file} cannot be read ({first_line(error)}): give {FORM}") from error
-        given = user_path(self.file).parent == cache_folder(None)  # from Python, by `listed`
-        return _checked(found, "partition" if given else f"partition.file={self.file}", len(draws.labels))
 
 
-def listed(rows: Mapping[int | str, Sequence[int]] | Sequence[Sequence[int]]) -> Listed:
-    """The partition of lists that are given from Python, kept in the cache of this machine under their checksum."""
+def listed(
+    rows: Mapping[int | str, Sequence[int]] | Sequence[Sequence[int]], settings: Mapping[str, Any] | None = None
+) -> Listed:
+    """Return the partition of lists from Python, stored in the cache of this machine under their checksum.
+
+    settings: arguments of `Listed`.
+    """
     csr = _checked(rows, "partition", None)
     lists = [csr.rows(client).tolist() for client in range(len(csr))]
-    named = isinstance(rows, Mapping) and all(isinstance(name, str) for name in rows)
-    content = json.dumps(dict(zip(rows, lists, strict=True)) if named else lists).encode()
+    names = [str(name) for name in rows] if isinstance(rows, Mapping) else []
+    is_named = names != [str(number) for number in range(len(names))]
+    content = json.dumps(dict(zip(names, lists, strict=True)) if is_named else lists).encode()
     path = cache_folder(None) / f"rows-{hashlib.blake2b(content, digest_size=8).hexdigest()}.json"
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
         replace_file(path, content)
-    return Listed(file=str(path))
+    return Listed(file=str(path), **(settings or {}))
 
 
 def is_listed(part: object) -> bool:
@@ -61,11 +75,12 @@ def is_listed(part: object) -> bool:
 
 
 def _checked(found: Any, place: str, total: int | None) -> CSR:
+    form = FORM.removeprefix("a JSON file with ") if place == "partition" else FORM
     lists = list(found.values()) if isinstance(found, Mapping) else found
     if not isinstance(lists, (list, tuple)) or not lists:
-        raise ValueError(f"{place} holds no list of clients: give {FORM}")
+        raise ValueError(f"{place} holds no list of clients: give {form}")
     names = list(found if isinstance(found, Mapping) else range(len(found)))
-    parts = [_numbers(each, f"{place}, client {name}") for name, each in zip(names, lists, strict=True)]
+    parts = [_numbers(each, f"{place}, client {name}", form) for name, each in zip(names, lists, strict=True)]
     csr = CSR(np.concatenate(parts), np.concatenate(([0], np.cumsum([len(part) for part in parts]))))
     order = np.argsort(csr.indices, kind="stable")
     twice = np.flatnonzero(np.diff(csr.indices[order]) == 0)
@@ -81,11 +96,11 @@ def _checked(found: Any, place: str, total: int | None) -> CSR:
     return csr
 
 
-def _numbers(rows: Any, place: str) -> Ints:
+def _numbers(rows: Any, place: str, form: str) -> Ints:
     try:
         found = np.asarray(rows if len(rows) else np.empty(0, np.int64))
     except (TypeError, ValueError):
         found = np.empty(0)
     if found.ndim != 1 or found.dtype.kind not in "iu":
-        raise ValueError(f"{place} has no list of row numbers: give {FORM}")
+        raise ValueError(f"{place} has no list of row numbers: give {form}")
     return found.astype(np.int64)

@@ -61,15 +61,29 @@ class Partition:
     """Each client's training rows, its test and validation rows, and training rows that `fraction` left out.
 
     The same number of clients in all; `spare` is None where nothing was left out, `validation` where there is none.
+    unseen: clients that are never trained, ascending; None: there are none. `train` has no rows of theirs.
+    with_unseen: the training rows of all clients, those of unseen ones included; None: the same as `train`.
     """
 
     train: CSR
     test: CSR
     spare: CSR | None = None
     validation: CSR | None = None
+    unseen: Ints | None = None
+    with_unseen: CSR | None = None
 
     def __len__(self) -> int:
         return len(self.train)
+
+    @property
+    def held(self) -> CSR:
+        """The training rows that each client holds, whether it is ever trained or not."""
+        return self.train if self.with_unseen is None else self.with_unseen
+
+    @property
+    def never_trained(self) -> int:
+        """How many clients of `train` are unseen; of pooled data, whose one client is trained, none."""
+        return 0 if self.unseen is None or self.with_unseen is None else len(self.unseen)
 
 
 # ---- pure functions: every random draw is an argument -------------------------------------------------------------
@@ -330,6 +344,13 @@ class Partitioner:
         num_domains: those that have training samples; they are the first ones.
         """
         raise NotImplementedError
+
+    def users(self, partition: Partition, domains: Ints, domain_names: Sequence[str]) -> Sequence[str] | None:
+        """Return the user of each client of a partition that `split` made, or None where clients are no users.
+
+        domains: of the training rows.
+        """
+        return None
 
     def split(self, labels: Ints, domains: Ints, num_classes: int, seed: int) -> Partition:
         """Split training rows 0..n-1. The held-out rows do not depend on `fraction`; smaller fractions are nested.
@@ -599,14 +620,20 @@ class Natural(Partitioner):
         if not draws.domains.any():
             raise ValueError(
                 "partition=natural makes a client of each user, and all samples are of one: name the column that tells "
-                "users apart (partition.column, data.user), give (inputs, labels, users) from Python, or choose "
-                "partition=iid, dirichlet or another."
+                "users apart (partition.column), give (inputs, labels, users) from Python, or choose partition=iid, "
+                "dirichlet or another."
             )
-        order, users = draws.order(), np.flatnonzero(np.bincount(draws.domains) >= self.minimum)
-        if len(users) < (wanted := self.clients or 1):
+        sizes = np.bincount(draws.domains)
+        order, users = draws.order(), np.flatnonzero(sizes >= self.minimum)
+        if not len(users):
             raise ValueError(
-                f"partition.clients={wanted} is more than the {len(users)} users with partition.minimum={self.minimum} "
-                "or more samples: lower one of them."
+                f"partition.minimum={self.minimum}: no user has so many training samples, the largest has "
+                f"{sizes.max()}. Set partition.minimum={sizes.max()} or less."
+            )
+        if self.clients is not None and len(users) < self.clients:
+            raise ValueError(
+                f"partition.clients={self.clients} is more than the {len(users)} users with "
+                f"partition.minimum={self.minimum} or more samples: lower one of them."
             )
         if self.clients is not None:
             users = np.sort(draws.proportions.choice(users, self.clients, replace=False))
@@ -614,6 +641,14 @@ class Natural(Partitioner):
         number[users] = np.arange(len(users))
         chosen = order[number[draws.domains[order]] >= 0]
         return CSR(**_grouped(chosen, number[draws.domains[chosen]], len(users)))
+
+    def users(self, partition: Partition, domains: Ints, domain_names: Sequence[str]) -> Sequence[str]:
+        """Return the name of the domain that each client is."""
+        numbers = np.zeros(len(partition), np.int64)
+        for part in (partition.train, partition.test, partition.validation, partition.spare):
+            if part is not None:
+                numbers[part.owners] = domains[part.indices]
+        return [domain_names[number] for number in numbers.tolist()]
 
 
 @dataclass(frozen=True)
@@ -669,8 +704,8 @@ def _redrawn(
             return shares
         best = max(best, smallest)
     raise ValueError(
-        f"partition.alpha={alpha} over partition.clients={clients} gave no split with at least "
-        f"partition.minimum={minimum} samples per client in {attempts} attempts, the best had a client with {best}: "
+        f"partition.alpha={alpha} over partition.clients={clients} gave no split with at least {minimum} samples per "
+        f"client (partition.minimum) in {attempts} attempts, the best had a client with {best}: "
         f"set partition.minimum={best}, raise partition.alpha or lower partition.clients."
     )
 

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 Pixels = NDArray[np.uint8]
+PICTURES = frozenset((".jpg", ".jpeg", ".png", ".bmp", ".webp", ".gif", ".tif", ".tiff", ".ppm", ".pgm"))
 
 
 @dataclass(frozen=True, eq=False)
@@ -130,7 +131,7 @@ def numbered(
     if not names and highest >= images and lowest >= 0:
         raise ValueError(
             f"{place} has the label {highest}, and {images} images: labels without names count the classes from "
-            "0, so number them without gaps, or give all classes their names."
+            "0, so number them without gaps, give all classes their names, or set data.kind=regression for values."
         )
     classes = len(names) if names else highest + 1
     if lowest < 0 or highest >= classes:

@@ -9,7 +9,7 @@ import os
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,14 +17,28 @@ from numpy.typing import NDArray
 from raysim.data.batches import Pipeline
 from raysim.data.corruption import Rotation
 from raysim.data.dataset import Dataset, Inputs, Labels, Samples, cached
+from raysim.data.labels import labels_of
 from raysim.data.partition import Ints
 from raysim.data.pictures import Picture, numbered, stacked
+from raysim.data.values import as_float32
 from raysim.primitives.checks import at_least, between, require
 from raysim.primitives.errors import instead
-from raysim.primitives.kinds import Kind, Tokens
+from raysim.primitives.kinds import KINDS, Kind, Tokens
 from raysim.primitives.memory import must_fit
 
 AUGMENTATIONS = ("crop", "flip", "rotate", "resized_crop", "jitter", "grey")
+
+
+class Origin(NamedTuple):
+    """Where inputs, labels and users were read: names of columns, arrays or files, for the plan of a run."""
+
+    inputs: str = ""
+    labels: str = ""
+    users: str = ""
+    unused: str = ""  # columns that were left out
+
+
+NO_ORIGIN = Origin()
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,20 +57,23 @@ class Raw:
     domain_names: list[str] = field(default_factory=list)
     kind: Kind = "classification"
     tokens: Tokens | None = None
+    origin: Origin = NO_ORIGIN
 
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
     """The settings that all sources share. `size` resizes to a square, `channels` makes grey or RGB of every image.
 
-    only: names of the classes to keep, which are numbered in this order; None keeps all. From `mean` on, the settings
+    only: names of the classes to keep, which are numbered in this order; None keeps all. kind: what is learnt; None: as
+    the labels say (`labels.inferred_kind`). From `mean` on, the settings
     of the training step's pipeline. Images alone have a size, channels, a rotation, a pool and augmentations.
     """
 
-    only: list[str] | None = None
+    only: list[str | int] | None = None
     size: int | None = None
     channels: Literal[1, 3] | None = None
     cache: str | None = None
+    kind: Kind | None = None
     label_noise: float = 0.0
     rotation: Rotation = field(default_factory=Rotation)
     pool: int = 1
@@ -73,9 +90,10 @@ class Source:
         if self.size is not None:
             between("data.size", self.size, 1, 2**15)
         require("data.channels", self.channels, self.channels in (None, 1, 3), "1, 3 or null")
+        require("data.kind", self.kind, self.kind in (None, *KINDS), f"{', '.join(KINDS)} or null")
         between("data.label_noise", self.label_noise, 0, 1)
         at_least("data.pool", self.pool, 1)
-        different = self.only is None or 0 < len(self.only) == len(set(self.only))
+        different = self.only is None or 0 < len(self.only) == len(set(map(str, self.only)))
         require("data.only", self.only, different, "a list of different names, or null")
         require("data.mean", self.mean, all(map(math.isfinite, self.mean or ())), "finite, or null")
         spread = all(0 < value < math.inf for value in self.std or ())
@@ -131,9 +149,9 @@ class Source:
 
     def build(self) -> Dataset:
         """The cached data set without corruptions; the first call on a machine reads, resizes and writes it."""
-        shared = {entry.name for entry in fields(Source)} - {"size", "channels"}
+        shared = {entry.name for entry in fields(Source)} - {"size", "channels", "kind"}
         settings = {key: value for key, value in asdict(self).items() if key not in shared}
-        settings |= {"only": self.only} if self.only else {}
+        settings |= {"only": [str(name) for name in self.only]} if self.only else {}
         stats = [
             (os.path.realpath(path), path.stat().st_size, path.stat().st_mtime_ns)
             for path in (*self.files(), *_code(type(self)))
@@ -142,10 +160,13 @@ class Source:
         return cached(self.cache, name, {"source": name, "settings": settings, "files": stats}, self._samples)
 
     def _samples(self) -> Samples:
-        raw = self.read() if self.only is None else _only(self.read(), self.only)
-        count, name = len(raw.labels), type(self).__name__
+        name = type(self).__name__
+        raw = _of_kind(self.read(), self.kind, f"data source {name}")
+        raw = raw if self.only is None else _only(raw, [str(name) for name in self.only])
+        count = len(raw.labels)
         if not 0 < raw.train_rows <= count:
-            raise ValueError(f"data source {name} has no training samples: check data.root.")
+            do = "check data.root" if hasattr(self, "root") else "its `read` must deliver some"
+            raise ValueError(f"data source {name} has no training samples: {do}.")
         domains = np.zeros(count, dtype=np.int64) if raw.domains is None else raw.domains
         names = raw.domain_names or [name.lower()]
         if isinstance(raw.inputs, np.ndarray) and not (raw.inputs.dtype == np.uint8 and raw.inputs.ndim == 4):
@@ -159,7 +180,8 @@ class Source:
                 f"data source {name} has {len(inputs)} inputs and {count} labels: give each input its own."
             )
         labels = labelled(raw.labels, raw.kind, len(raw.class_names), name)
-        return Samples(inputs, labels, domains, raw.train_rows, raw.class_names, names, raw.kind, tokens)
+        columns = _described_columns(raw, inputs, tokens)
+        return Samples(inputs, labels, domains, raw.train_rows, raw.class_names, names, raw.kind, tokens, columns)
 
 
 def accepted(inputs: NDArray[Any], tokens: Tokens | None, place: str) -> tuple[Inputs, Tokens | None]:
@@ -170,15 +192,15 @@ def accepted(inputs: NDArray[Any], tokens: Tokens | None, place: str) -> tuple[I
     inputs = inputs[:, None] if inputs.ndim == 1 else inputs
     kind = inputs.dtype.kind
     if kind in "fb":
-        if not np.isfinite(inputs).all():
-            raise ValueError(f"data source {place} has inputs that are nan or infinite: replace or remove them.")
-        return inputs.astype(np.float32), None
+        return as_float32(inputs, f"data source {place}: the inputs"), None
     if kind not in "iu":
-        text = "; text is read from a file: data=parquet or data=huggingface with data.columns" if kind in "SU" else ""
+        text = "; text is read from a file: data=csv, jsonl, parquet or huggingface" if kind in "SU" else ""
         raise ValueError(f"data source {place} has inputs of type {inputs.dtype}: they must be numbers{text}.")
     if inputs.dtype == np.uint8 and tokens is None:
         return inputs, None
     lowest, highest = (int(inputs.min()), int(inputs.max())) if inputs.size else (0, 0)
+    meaning = "(integers are token numbers; store measurements as floats)"
+    must_fit(f"data source {place} has the token {highest} {meaning}, and the weights of so many", 64 * highest)
     tokens = tokens or Tokens(highest + 1)
     if lowest < 0 or highest >= tokens.size:
         wrong, allowed = (lowest, "0 or more") if lowest < 0 else (highest, f"0 to {tokens.size - 1}")
@@ -187,6 +209,41 @@ def accepted(inputs: NDArray[Any], tokens: Tokens | None, place: str) -> tuple[I
             "store measurements as floats."
         )
     return inputs.astype(np.int64), tokens
+
+
+def _of_kind(raw: Raw, kind: Kind | None, place: str) -> Raw:
+    """Return the samples with their labels read as `data.kind` says. Raise ValueError where they cannot be."""
+    if kind in (None, raw.kind):
+        return raw
+    names: list[str] | None = raw.class_names
+    labels = raw.labels
+    if raw.kind == "classification":
+        try:
+            numbers, names = np.array([float(name) for name in raw.class_names]), None
+        except ValueError:
+            numbers = np.array(raw.class_names)
+        labels = numbers[labels]
+    values, names, kind = labels_of(labels, kind, names if kind != "classification" else None, place)
+    return replace(raw, labels=values, class_names=names, kind=kind)
+
+
+def _described_columns(raw: Raw, inputs: Inputs, tokens: Tokens | None) -> str:
+    """Return what was read as what, in one line."""
+    levels = "images" if inputs.ndim == 4 else "levels"
+    form = "token numbers" if tokens else levels if inputs.dtype == np.uint8 else "numbers"
+    outputs = len(raw.class_names)
+    meanings = {"classification": "class", "multilabel": "label, there or not", "regression": "value"}
+    if outputs != 1:
+        meanings = {"classification": "classes", "multilabel": "labels, each there or not", "regression": "values"}
+    origin = raw.origin
+    labels = f"{outputs} {meanings[raw.kind]} (data.kind={raw.kind})"
+    parts = {
+        "inputs": f"{origin.inputs} as {form}" if origin.inputs else form,
+        "labels": f"{origin.labels} as {labels}" if origin.labels else labels,
+        "users": origin.users,
+        "left out": origin.unused,
+    }
+    return "; ".join(f"{part}: {text}" for part, text in parts.items() if text)
 
 
 def labelled(labels: NDArray[Any], kind: Kind, outputs: int, place: str) -> Labels:
@@ -200,8 +257,10 @@ def labelled(labels: NDArray[Any], kind: Kind, outputs: int, place: str) -> Labe
         )
     allowed = np.isin(values, (0, 1)).all() if kind == "multilabel" else np.isfinite(values).all()
     if not allowed:
-        what = "0 or 1, for not there or there" if kind == "multilabel" else "finite"
-        raise ValueError(f"data source {place} has labels for {kind} that are not all {what}: correct them.")
+        what, other = "finite", ""
+        if kind == "multilabel":
+            what, other = "0 or 1, for not there or there", ", or set data.kind=regression if they are values"
+        raise ValueError(f"data source {place} has labels for {kind} that are not all {what}: correct them{other}.")
     return values
 
 
@@ -215,10 +274,36 @@ def _code(cls: type[Source]) -> list[Path]:
         return []
 
 
-def numbered_domains(names: NDArray[np.str_], train: NDArray[np.bool_]) -> tuple[Ints, list[str]]:
-    """Domains as numbers, alphabetically; those without training rows come last, where they leave no client empty."""
-    known = sorted(set(names[train].tolist()))
-    return numbered(names, known + sorted(set(names.tolist()) - set(known)), "a domain")
+def numbered_domains(
+    values: NDArray[Any], train: NDArray[np.bool_], ordered: Sequence[str] | None = None
+) -> tuple[Ints, list[str]]:
+    """Number domains, or users, in their natural order; those without training rows come last.
+
+    values: what names the domain of each row. ordered: all names in the order to number them by; None: as
+    `natural_order`.
+    """
+    names = values.astype(np.str_)
+    order = natural_order(values) if ordered is None else ordered
+    trained = set(names[train].tolist())
+    known = [name for name in order if name in trained]
+    others = [name for name in order if name not in trained]
+    return numbered(names, known + others, "a domain")
+
+
+def natural_order(values: NDArray[Any]) -> list[str]:
+    """Return the different values as text: numbers by value, text as text ("user10" comes before "user2")."""
+    if values.dtype.kind in "iuf":
+        return [str(value) for value in np.unique(values).tolist()]
+    return sorted(set(values.astype(np.str_).tolist()))
+
+
+def join_names(parts: Sequence[NDArray[Any]]) -> NDArray[Any]:
+    """Concatenate names of domains, as integers where all are integers, else as text."""
+    if all(part.dtype.kind in "iu" for part in parts):
+        joined = np.concatenate(parts)
+        if joined.dtype.kind in "iu":  # signed and unsigned integers of 64 bits would become floats
+            return joined
+    return np.concatenate([part.astype(np.str_) for part in parts])
 
 
 def _only(raw: Raw, classes: Sequence[str]) -> Raw:

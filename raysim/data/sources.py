@@ -23,7 +23,8 @@ from raysim.data.partition import Ints
 from raysim.data.pictures import numbered, spread_test, train_first
 from raysim.data.raw import Raw, Source
 from raysim.data.stored import ImageFolder, Parquet, Stored, holds_images, named_folder
-from raysim.data.tabular import NumPy, Tabular
+from raysim.data.tables import Csv, JsonLines
+from raysim.data.tabular import Npz, NumPy, Tabular
 from raysim.data.text import Leaf, Markov
 from raysim.primitives.checks import at_least, require
 from raysim.primitives.files import alone, user_path
@@ -33,14 +34,17 @@ from raysim.primitives.streams import stream
 __all__ = [
     "Cifar10",
     "Cifar100",
+    "Csv",
     "Dataset",
     "Digits",
     "FashionMnist",
     "HuggingFace",
     "ImageFolder",
+    "JsonLines",
     "Leaf",
     "Markov",
     "Mnist",
+    "Npz",
     "NumPy",
     "Parquet",
     "Source",

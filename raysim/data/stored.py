@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -17,24 +17,36 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from raysim.data.columns import (
-    Labels,
+    USER_NAMES,
     assembled,
     column_of,
+    find_column,
+    find_inputs,
     go_together,
     inputs_of,
     integers_or_text,
-    labels_of,
+    label_column,
+    origin_of,
     plain_type,
     spread,
 )
+from raysim.data.labels import Labels, labels_of
 from raysim.data.packed import Strips, are_strips
-from raysim.data.pictures import Picture, are_names, numbered, spread_test, train_first
-from raysim.data.raw import Raw, Source, numbered_domains
+from raysim.data.pictures import PICTURES, Picture, are_names, numbered, spread_test, train_first
+from raysim.data.raw import Raw, Source, join_names, natural_order, numbered_domains
 from raysim.primitives.checks import at_least, in_range, require
 from raysim.primitives.files import from_json, if_there, regular, user_path
 from raysim.primitives.kinds import Kind
 
-PICTURES = frozenset((".jpg", ".jpeg", ".png", ".bmp", ".webp", ".gif", ".tif", ".tiff", ".ppm", ".pgm"))
+
+class ParquetColumns(NamedTuple):
+    """Which column of Parquet files is which."""
+
+    inputs: list[str]
+    label: str
+    user: str
+    has_pictures: bool
+    unused: list[str]
 
 
 @dataclass(frozen=True)
@@ -44,8 +56,9 @@ class Parquet(Source):
     `root` is one such folder, a list of them, or a folder of them; with several, each is a domain named by its folder.
     An image is its file's bytes, alone or in a struct {bytes, path}; a domain column is used where there is one.
     Where a folder has no test.parquet, `test_fraction` of each domain's classes is taken from training; null demands
-    the file. columns: what is the input in place of an image, and `length`, `padding`, `tokenizer`: see `inputs_of`.
-    kind: what is learnt, where the labels' type does not say it (`labels_of`).
+    the file. columns: what is the input in place of an image; None: all others, where there is no image. `length`,
+    `padding`, `tokenizer`: see `inputs_of`. label, user: other names of `label_column` and `domain_column`, as data=csv
+    has them; where neither is set, columns that are called as usual (`LABEL_NAMES`, `USER_NAMES`).
     """
 
     root: str | list[str] | None = None
@@ -54,7 +67,8 @@ class Parquet(Source):
     domain_column: str = "domain"
     test_fraction: float | None = None
     columns: list[str] | None = None
-    kind: Kind | None = None
+    label: str | None = None
+    user: str | None = None
     length: int = 128
     padding: int = 0
     tokenizer: str | None = None
@@ -70,7 +84,7 @@ class Parquet(Source):
         for path in self.files():
             if column not in (names := _schema(path).names):
                 raise ValueError(f"{path} has no column {column}, it has {', '.join(names)}: set partition.column.")
-        return replace(self, domain_column=column)
+        return replace(self, user=column)
 
     def files(self) -> list[Path]:
         return [path for folder in self._folders() for split in ("train", "test") for path in _parts(folder, split)]
@@ -80,43 +94,63 @@ class Parquet(Source):
         tables = [
             (split, folder, path) for split in ("train", "test") for folder in folders for path in _parts(folder, split)
         ]
-        names = [self._domains(path, folder.name, len(folders) > 1) for _, folder, path in tables]
         paths = [path for *_, path in tables]
-        sizes, domains = [len(each) for each in names], np.concatenate(names)
-        labels = self._labels(paths, str(folders[0]))
+        columns = self._find_columns(paths[0])
+        names = [self._domains(path, columns, folder.name) for _, folder, path in tables]
+        sizes = [len(rows) for rows in names]
+        domains, ordered = join_names(names), None
+        if len(folders) > 1:
+            domains, ordered = self._in_folders(names, paths, columns.user)
+        labels = self._labels(paths, columns.label, str(folders[0]))
         test = np.repeat([split == "test" for split, *_ in tables], sizes)
         unsplit = np.repeat([not _parts(folder, "test") for _, folder, _ in tables], sizes)
         if unsplit.any():
             own = (labels[0][unsplit], *labels[1:])
             test[unsplit] = spread(own, domains[unsplit], self.test_fraction or 0.0)
-        if self.columns is not None:
+        types = _types(paths[0])
+        user = columns.user if columns.user in types else None
+        origin = origin_of(types, columns.inputs, columns.label, user, columns.unused)
+        if not columns.has_pictures:
             with _readable(paths[0]):
-                whole = pa.concat_tables([pq.read_table(path, columns=self._named(path)) for path in paths])
-            inputs, tokens = inputs_of(whole, self.columns, self.length, self.padding, self.tokenizer, str(folders[0]))
-            return assembled(inputs, labels, domains, test, tokens)
-        raw = assembled(np.arange(len(test)), labels, domains, test, None)
+                whole = pa.concat_tables([pq.read_table(path, columns=columns.inputs) for path in paths])
+            place = str(folders[0])
+            inputs, tokens = inputs_of(whole, columns.inputs, self.length, self.padding, self.tokenizer, place)
+            return assembled(inputs, labels, domains, test, tokens, origin, ordered)
+        raw = assembled(np.arange(len(test)), labels, domains, test, None, origin, ordered)
         masks = np.split(test, np.cumsum(sizes)[:-1])
         pictures = itertools.chain(self._chosen(paths, [~mask for mask in masks]), self._chosen(paths, masks))
         return replace(raw, inputs=pictures)
 
-    def _named(self, path: Path) -> list[str]:
-        """The input's columns, all of which the file must have."""
-        names = _schema(path).names
-        if missing := next((name for name in self.columns or () if name not in names), None):
-            raise ValueError(f"{path} has no column {missing}, it has {', '.join(names)}: set data.columns.")
-        return list(self.columns or ())
+    def _find_columns(self, path: Path) -> ParquetColumns:
+        """Return which column is which, by the settings and the first file's schema."""
+        types = _types(path)
+        names = list(types)
+        label = label_column(names, self.label, self.label_column, str(path))
+        user = self.user or self.domain_column
+        has_pictures = self.columns is None and (self.image_column in names or self.image_column != "image")
+        if has_pictures:
+            return ParquetColumns([self.image_column], label, user, has_pictures, [])
+        if self.columns is not None:
+            return ParquetColumns(self.columns, label, user, has_pictures, [])
+        if pictures := [name for name, kind in types.items() if name not in (label, user) and _may_be_pictures(kind)]:
+            raise ValueError(
+                f"{path} has no column {self.image_column}, and column {pictures[0]} holds {types[pictures[0]]}: set "
+                f"data.image_column={pictures[0]} if these are pictures, or data.columns to the columns of the input."
+            )
+        if user not in names:
+            user = find_column(names, USER_NAMES) or user
+        inputs, unused = find_inputs(None, types, (label, user, self.domain_column), str(path))
+        return ParquetColumns(inputs, label, user, has_pictures, unused)
 
-    def _labels(self, paths: list[Path], place: str) -> Labels:
-        """The labels of all files."""
-        _same_kind(paths, self.label_column, self.kind)
+    def _labels(self, paths: list[Path], label: str, place: str) -> Labels:
+        """Return the labels of all files."""
+        _same_kind(paths, label, self.kind)
         tables = []
         for path in paths:
             with _readable(path):
-                tables.append(pq.read_table(path, columns=[self.label_column]))
-        parts = [column_of(table, self.label_column, str(path)) for table, path in zip(tables, paths, strict=True)]
-        return labels_of(
-            _joined(paths, parts, self.label_column), self.kind, _class_names(paths, self.label_column), place
-        )
+                tables.append(pq.read_table(path, columns=[label]))
+        parts = [column_of(table, label, str(path)) for table, path in zip(tables, paths, strict=True)]
+        return labels_of(_joined(paths, parts, label), self.kind, _class_names(paths, label), place)
 
     def _folders(self) -> list[Path]:
         if not self.root:
@@ -144,22 +178,42 @@ class Parquet(Source):
                     )
         return folders
 
-    def _domains(self, path: Path, folder: str, several: bool) -> NDArray[np.str_]:
-        """The domain's name for each row; the file must have the columns that are asked for."""
+    def _in_folders(
+        self, names: list[NDArray[Any]], paths: list[Path], user: str
+    ) -> tuple[NDArray[np.str_], list[str] | None]:
+        """Put the folder in front of the names in a domain column; return also their order where all are integers."""
+        whole = []
+        values: dict[str, list[NDArray[Any]]] = {}
+        for rows, path in zip(names, paths, strict=True):
+            folder = path.parent.name
+            values.setdefault(folder, []).append(rows)
+            has_column = user in _schema(path).names
+            whole.append(np.char.add(f"{folder}/", rows.astype(np.str_)) if has_column else rows)
+        domains = np.concatenate(whole)
+        if any(rows.dtype.kind not in "iu" for rows in names):
+            return domains, None
+        ordered = []
+        for folder in sorted(values):
+            ordered += [f"{folder}/{name}" for name in natural_order(join_names(values[folder]))]
+        return domains, ordered
+
+    def _domains(self, path: Path, columns: ParquetColumns, folder: str) -> NDArray[Any]:
+        """Return the domain of each row, an integer or text. Raise ValueError where a column is missing."""
         names = _schema(path).names
-        asked = [("label_column", self.label_column)]
-        asked += [("image_column", self.image_column)] if self.columns is None else []
-        for key, column in reversed(asked):
+        needed = [(column, "image_column" if columns.has_pictures else "columns") for column in columns.inputs]
+        needed.append((columns.label, "label" if self.label else "label_column"))
+        needed += [(self.user, "user")] if self.user else []
+        for column, key in needed:
             if column not in names:
                 raise ValueError(f"{path} has no column {column}, it has {', '.join(names)}: set data.{key}.")
         with _readable(path):
-            table = pq.read_table(path, columns=[n for n in names if n in (self.label_column, self.domain_column)])
-        if any(column.null_count for column in table.columns):
-            raise ValueError(f"{path} has rows without a label or a domain: remove them.")
-        if self.domain_column not in names:
+            table = pq.read_table(path, columns=[n for n in names if n in (columns.label, columns.user)])
+        if empty := next((name for name in table.column_names if table[name].null_count), None):
+            raise ValueError(f"{path}: column {empty} has empty values: remove or fill these rows.")
+        if columns.user not in names:
             return np.full(table.num_rows, folder)
-        domains = integers_or_text(table, self.domain_column, str(path)).astype(np.str_)
-        return np.char.add(f"{folder}/", domains) if several else domains
+        domains = integers_or_text(table, columns.user, str(path))
+        return domains if domains.dtype.kind in "iu" else domains.astype(np.str_)
 
     def _chosen(self, paths: list[Path], masks: list[NDArray[np.bool_]]) -> Iterator[Picture]:
         for path, mask in zip(paths, masks, strict=True):
@@ -373,6 +427,16 @@ def _readable(path: Path) -> Iterator[None]:
 def _schema(path: Path) -> pa.Schema:
     with _readable(path):
         return pq.read_schema(path)
+
+
+def _may_be_pictures(kind: pa.DataType) -> bool:
+    return bool(pa.types.is_binary(kind) or pa.types.is_large_binary(kind) or pa.types.is_struct(kind))
+
+
+def _types(path: Path) -> dict[str, pa.DataType]:
+    """Return the types of a file's columns by their names."""
+    schema = _schema(path)
+    return dict(zip(schema.names, schema.types, strict=True))
 
 
 def _same_kind(paths: list[Path], name: str, learnt: Kind | None) -> None:

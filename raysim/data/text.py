@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, replace
+from pathlib import Path, PurePath
 from typing import Any, Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
-from raysim.data.columns import assembled, labels_of, padded
+from raysim.data.columns import assembled, padded
+from raysim.data.labels import labels_of
 from raysim.data.partition import Floats, Ints
-from raysim.data.raw import Raw, Source
+from raysim.data.pictures import PICTURES, Picture, train_first
+from raysim.data.raw import Origin, Raw, Source
+from raysim.data.values import as_float32, plain_array, type_name
 from raysim.primitives.checks import at_least, between, one_of
 from raysim.primitives.files import from_json, regular, user_path
 from raysim.primitives.kinds import Tokens
@@ -28,14 +32,20 @@ class Leaf(Source):
 
     Inputs that are texts become characters, and labels that are single characters the 80 of LEAF's Shakespeare; lists
     of numbers stay numbers, of `shape` where that is given ([1, 28, 28] for FEMNIST). `length`: characters kept.
+    images: the folder of the pictures, where inputs are names of files (CelebA). field: which entry is the text, from
+    0, where inputs are lists of fields (Sent140).
     """
 
     root: str | None = None
     length: int = 80
     shape: list[int] | None = None
+    images: str | None = None
+    field: int | None = None
 
     def check(self) -> None:
         at_least("data.length", self.length, 1)
+        if self.field is not None:
+            at_least("data.field", self.field, 0)
 
     def files(self) -> list[Path]:
         root = user_path(self.root or "")
@@ -48,25 +58,87 @@ class Leaf(Source):
         return [path for part in parts for path in part]
 
     def read(self) -> Raw:
-        found = [(path, user, data) for path in self.files() for user, data in sorted(_users(path).items())]
-        sizes = [len(data["y"]) for *_, data in found]
-        users = np.repeat([user for _, user, _ in found], sizes)
-        test = np.repeat([path.parent.name == "test" for path, *_ in found], sizes)
-        inputs = [x for *_, data in found for x in data["x"]]
-        answers = [y for *_, data in found for y in data["y"]]
+        entries = [(path, user, data) for path in self.files() for user, data in sorted(_users(path).items())]
+        sizes = [len(data["y"]) for *_, data in entries]
+        users = np.repeat([user for _, user, _ in entries], sizes)
+        test = np.repeat([path.parent.name == "test" for path, *_ in entries], sizes)
+        inputs = [x for *_, data in entries for x in data["x"]]
         place = str(user_path(self.root or ""))
-        if inputs and isinstance(inputs[0], str):
-            rows, _ = padded(
-                [[LETTER.get(letter, OTHER) for letter in text[-self.length :]] for text in inputs], self.length
+        answers = plain_array([y for *_, data in entries for y in data["y"]], f"{place}: the labels y")
+        if self.field is not None:
+            inputs = _pick_field(inputs, self.field, place)
+        if inputs and all(isinstance(x, str) for x in inputs):
+            return self._read_text(inputs, answers, users, test, place)
+        return self._read_numbers(inputs, answers, users, test, place)
+
+    def _read_text(
+        self, texts: list[str], answers: NDArray[Any], users: NDArray[Any], test: NDArray[np.bool_], place: str
+    ) -> Raw:
+        are_files = all(PurePath(text).suffix.lower() in PICTURES for text in texts)
+        if self.images is None and are_files:
+            raise ValueError(
+                f"{place}: the inputs x are names of picture files such as {texts[0]!r}: set data.images to the folder "
+                "that holds them, and data.size to bring them to one size."
             )
-            letters = all(isinstance(y, str) and len(y) == 1 for y in answers)
-            labels = labels_of(np.array(answers), None, list(LETTERS) if letters else None, place)
-            return assembled(rows, labels, users, test, Tokens(OTHER + 1))
+        letters = answers.dtype.kind == "U" and answers.ndim == 1 and all(len(answer) == 1 for answer in answers)
+        names = list(LETTERS) if letters and not are_files else None
+        labels = labels_of(answers, self.kind, names, place)
+        origin = Origin("x (text)", f"y ({type_name(answers)})", "users")
+        if self.images is not None:
+            folder = user_path(self.images)
+            paths = [folder / text for text in texts]
+            if missing := next((path for path in paths if not path.is_file()), None):
+                raise ValueError(f"data.images={self.images} holds no {missing.name}: name the folder that has it.")
+            raw = assembled(np.arange(len(texts)), labels, users, test, None, origin._replace(inputs="x (files)"))
+            order, _ = train_first(test)
+            return replace(raw, inputs=(Picture(str(paths[row]), paths[row]) for row in order.tolist()))
+        tokens = [[LETTER.get(letter, OTHER) for letter in text[-self.length :]] for text in texts]
+        rows, _ = padded(tokens, self.length)
+        return assembled(rows, labels, users, test, Tokens(OTHER + 1), origin)
+
+    def _read_numbers(
+        self, inputs: list[Any], answers: NDArray[Any], users: NDArray[Any], test: NDArray[np.bool_], place: str
+    ) -> Raw:
+        if self.images is not None:
+            raise ValueError(f"data.images={self.images}: the inputs x are no names of picture files: leave it null.")
+        _refuse_fields(inputs, place)
+        values = plain_array(inputs, f"{place}: the inputs x")
+        if values.dtype.kind not in "biuf":
+            raise ValueError(f"{place}: the inputs x are {values.dtype}: they must be text or lists of numbers.")
         try:
-            values = np.array(inputs, np.float32).reshape(len(inputs), *(self.shape or [-1]))
+            values = values.reshape(len(inputs), *(self.shape or [-1]))
         except ValueError as error:
-            raise ValueError(f"{place} has inputs that are no lists of numbers of one length ({error}).") from error
-        return assembled(values, labels_of(np.array(answers), None, None, place), users, test, None)
+            size = int(np.prod(values.shape[1:]))
+            raise ValueError(
+                f"data.shape={self.shape} does not hold the {size} numbers of an input in {place}: correct it."
+            ) from error
+        floats = as_float32(values, f"{place}: the inputs x")
+        labels = labels_of(answers, self.kind, None, place)
+        origin = Origin("x (lists of numbers)", f"y ({type_name(answers)})", "users")
+        return assembled(floats, labels, users, test, None, origin)
+
+
+def _pick_field(inputs: list[Any], field: int, place: str) -> list[str]:
+    """Return one text of each input that is a list of fields. Raise ValueError where an input has none there."""
+    for x in inputs:
+        if not isinstance(x, list) or field >= len(x) or not isinstance(x[field], str):
+            form = f"a list of {len(x)} fields" if isinstance(x, list) else f"a {type(x).__name__}"
+            raise ValueError(f"data.field={field}: an input x of {place} is {form} without a text there: set another.")
+    return [x[field] for x in inputs]
+
+
+def _refuse_fields(inputs: list[Any], place: str) -> None:
+    """Raise ValueError if an input is a list that holds text."""
+    for x in inputs:
+        if not isinstance(x, list):
+            continue
+        texts = [number for number, value in enumerate(x) if isinstance(value, str)]
+        if texts:
+            longest = max(texts, key=lambda number: len(x[number]))
+            raise ValueError(
+                f"{place}: the inputs x are lists of {len(x)} fields: set data.field to the one that is the text, such "
+                f"as {longest} with {x[longest][:40]!r} (Sent140: 4)."
+            )
 
 
 LETTER = {letter: number for number, letter in enumerate(LETTERS, 1)}

@@ -10,27 +10,23 @@ import copy
 import functools
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field
+import tempfile
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeAlias, cast
 
-from hydra import version
-from hydra._internal.config_repository import CachingConfigRepository, ConfigRepository
-from hydra._internal.config_search_path_impl import ConfigSearchPathImpl
-from hydra._internal.defaults_list import create_defaults_list
-from hydra.core.object_type import ObjectType
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import ChoiceSweep, Override, RangeSweep
-from hydra.core.plugins import Plugins
+import hydra
+from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import HydraException
-from hydra.plugins.config_source import ConfigResult, ConfigSource
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import MarkedYAMLError
 
 from raysim.experiment.instantiate import TARGET, shown
+from raysim.experiment.overrides import SettingOverride, read_override
 from raysim.experiment.plugins import brought, installed, unallowed
 from raysim.primitives.errors import Refused, first_line, instead, nearest
 from raysim.primitives.files import conf_folder, regular, user_path, without_password
@@ -38,15 +34,18 @@ from raysim.primitives.stores import is_remote, parted, store
 
 Node: TypeAlias = dict[str, Any]
 
+_COMPOSING = threading.Lock()  # Hydra has one state for a process
+
 NAMED_FREELY = ("runtime.resources",)  # keys below which any name may be given
 LISTS = ("method", "observer")  # groups of which any number of options is chosen
 NONE = {"method": "fedavg"}  # what a list without any is called
 COMPLETE = ("method", "schedule", "fleet", "data", "partition", "model", "runtime")  # groups without which nothing runs
+PARTS_FROM_PYTHON = ("schedule", "fleet", "data", "partition", "model")  # groups of which a run may store an object
 SWEEP = "sweep"  # the group that no run has
 SET = "_set_"  # in `choices`: the keys and groups that the user set; no file holds it
-ALTERNATIVES = (("local.epochs", "local.steps"),)  # setting one empties the other, unless it is set too
-_SPAN = re.compile(r"(?<![^=,])(-?\d{1,18})\.\.(-?\d{1,18})(?![^,])")  # 0..4
-_MOST = 10_000  # values that one word may stand for
+# Setting one empties the other, unless it is set too. A checksum belongs to the file that is named with it.
+ALTERNATIVES = (("local.epochs", "local.steps"), ("init.file", "init.sha256"))
+SHORT = {"init": "init.file"}  # keys with several values, of which one may be set by the short name
 HYDRAS = {  # what Hydra's own words are here
     "hydra/launcher": "raysim study --parallel N makes runs side by side, and raysim sweep on all nodes of a Ray",
     "hydra.launcher": "raysim study --parallel N makes runs side by side, and raysim sweep on all nodes of a Ray",
@@ -55,15 +54,6 @@ HYDRAS = {  # what Hydra's own words are here
     "hydra.mode": "raysim study makes several runs, raysim sweep searches",
     "hydra": "out=DIR names the folder of the results, and all else is raysim's own",
 }
-TUNES = {  # what Ray Tune's functions are here
-    "uniform": "'interval(LOW, HIGH)'",
-    "loguniform": "'tag(log, interval(LOW, HIGH))'",
-    "randint": "'int(interval(LOW, HIGH))'",
-    "lograndint": "'int(tag(log, interval(LOW, HIGH)))'",
-    "grid_search": "VALUE,VALUE and sweep.search=grid",
-}
-_FUNCTION = re.compile(r"([^=]+)=(?:tune\.)?(\w+)\(")
-_QUOTE = "put a value with special characters into quotes, such as 'out=\"a=b\"'"
 
 
 @dataclass(frozen=True)
@@ -75,12 +65,14 @@ class Groups:
     """
 
     files: Mapping[str, Mapping[str, Path]] = field(compare=False)
+    common: Mapping[str, Path] = field(compare=False)  # what several options have in common, by group/_name
     state: tuple[tuple[str, int, int], ...]
 
 
 def groups(folders: Sequence[Path] = ()) -> Groups:
     """All groups of `conf`, of the installed packages that bring options, and of the user's own folders."""
     files: dict[str, dict[str, Path]] = {group: {} for group in LISTS}
+    common: dict[str, Path] = {}
     state = []
     for root in (roots := _roots(folders)):
         if not root.is_dir():
@@ -91,13 +83,14 @@ def groups(folders: Sequence[Path] = ()) -> Groups:
             group, *rest = path.relative_to(root).with_suffix("").parts
             if group in NONE and path.stem == NONE[group]:
                 raise Refused(f"{path}: {group}={NONE[group]} means that there is none: give the file another name")
-            if path.name.startswith("_"):  # what several options have in common
+            if path.name.startswith("_"):
+                common["/".join([group, *rest])] = path
                 continue
             options, name = files.setdefault(group, {}), "/".join(rest)
             if name in options and root not in (*folders, roots[0]):
                 raise Refused(f"{path} has the name of {options[name]}: rename it, or uninstall the package it is in")
             options[name] = path
-    return Groups(files, tuple(state))
+    return Groups(files, common, tuple(state))
 
 
 def _as_it_is(path: Path) -> tuple[str, int, int]:
@@ -136,9 +129,8 @@ def compose(
     their keys ("rounds", "local.lr"; {"local": {"lr": 0.1}} says the same). Raises Refused, in one sentence, for
     whatever does not exist.
     """
-    given = _stored(stored)
-    config, values, named = _drafted(overrides, groups(roots := config_folders(folders)), roots, given, settings or {})
-    before = given or (_continued(values) if "experiment" not in named else None)
+    roots = config_folders(folders)
+    config, values, named, before = _drafted(overrides, groups(roots), roots, _stored(stored), settings or {})
     if before:
         config = _onto(before, config, named)
     _remember_set(config, named)
@@ -156,19 +148,22 @@ def _drafted(
     roots: Sequence[Path],
     stored: Node | None = None,
     settings: Mapping[str, object] | None = None,
-) -> tuple[DictConfig, dict[str, Any], list[str]]:
+) -> tuple[DictConfig, dict[str, Any], list[str], Node | None]:
     """The configuration before its references are resolved, the values set in it, and all keys and groups named.
 
-    stored: gives the options of groups that no override names. settings: overrides that are values already.
+    Also the stored configuration that it continues, if any. stored: a configuration that gives the options of groups
+    that no override names; that of the run which is resumed does so as well. settings: overrides that are values
+    already.
     """
-    parsed = [single_override(text) for text in overrides]
+    parsed = [_in_full(single_override(text)) for text in overrides]
     given = _flat(settings or {})
-    texts = {override.key_or_group: str(override.input_line) for override in parsed}
+    given = {SHORT.get(key, key): value for key, value in given.items()}
+    texts = {override.key: override.text for override in parsed}
     for key, text in (texts | {key: f"{key}={shown(value)}" for key, value in given.items()}).items():
         if key.partition(".")[0] == SWEEP:
             raise Refused(f"'{text}' is for searches: write raysim sweep {text}")
-    chosen = {o.key_or_group: _options(o, known) for o in parsed if o.key_or_group in known.files}
-    values = {o.key_or_group: (o.value(), str(o.input_line)) for o in parsed if o.key_or_group not in known.files}
+    chosen = {each.key: _options(each, known) for each in parsed if each.key in known.files}
+    values = {each.key: (each.value, each.text) for each in parsed if each.key not in known.files}
     for key, value in given.items():
         if key in chosen or key in values:
             raise Refused(f"{key} is given twice, in a word and as {key}={shown(value)}: keep one of them")
@@ -176,15 +171,60 @@ def _drafted(
             chosen[key] = _names(key, value, known)
         else:
             values[key] = value, f"{key}={shown(value)}"
+    plain_values = {key: value for key, (value, _) in values.items()}
+    if stored is None and "experiment" not in chosen:
+        stored = _continued(plain_values)
     options = tuple((group, tuple(names)) for group, names in (_chosen_before(stored, known) | chosen).items())
     config = copy.deepcopy(_composed(options, known, tuple(roots)))
+    for group in PARTS_FROM_PYTHON:  # what is no option was an object
+        if stored is not None and group not in chosen and stored["choices"].get(group) not in known.files[group]:
+            config[group], config.choices[group] = stored.get(group), stored["choices"].get(group)
     for key, (value, text) in values.items():
         _check_key(config, key, known)
         _refuse_plus(text)
         _assign(config, key, value, text)
-    plain_values = {key: value for key, (value, _) in values.items()}
     _empty_alternatives(config, plain_values)
-    return config, plain_values, [*chosen, *values]
+    return config, plain_values, [*chosen, *values], stored
+
+
+def set_aside(
+    words: Sequence[str], settings: Mapping[str, object], places: Iterable[str]
+) -> tuple[list[str], dict[str, object], dict[str, dict[str, tuple[Any, str]]]]:
+    """Separate the overrides below some places ("data", "method.fedprox") from the other words and settings.
+
+    Those set aside are, for each place, values and what the user wrote by their keys in it. Raise `Refused` for an
+    override that chooses an option of such a place, or for one that is given twice.
+    """
+    aside: dict[str, dict[str, tuple[Any, str]]] = {place: {} for place in places}
+    rest = []
+    for text in words:
+        override = single_override(text)
+        key = override.key
+        if (place := _place_of(key, aside)) is None:
+            rest.append(text)
+            continue
+        _refuse_plus(text)
+        _set_aside(aside, place, key, override.value, text)
+    others = {}
+    for key, value in _flat(settings).items():
+        if (place := _place_of(key, aside)) is None:
+            others[key] = value
+        else:
+            _set_aside(aside, place, key, value, f"{key}={shown(value)}")
+    return rest, others, aside
+
+
+def _place_of(key: str, places: Iterable[str]) -> str | None:
+    return next((place for place in places if f"{key}.".startswith(f"{place}.")), None)
+
+
+def _set_aside(aside: dict[str, dict[str, tuple[Any, str]]], place: str, key: str, value: Any, text: str) -> None:
+    inner = key.removeprefix(place).removeprefix(".")
+    if not inner:
+        raise Refused(f"{key}: '{text}' has no effect next to an object from Python. Keep one of them")
+    if inner in aside[place]:
+        raise Refused(f"{key}: is given twice, as '{aside[place][inner][1]}' and as '{text}'. Keep one of them")
+    aside[place][inner] = value, text
 
 
 def _remember_set(config: DictConfig, keys: Sequence[str]) -> None:
@@ -283,6 +323,7 @@ def draft(overrides: Sequence[str], folders: Sequence[str | Path], keys: Sequenc
 def settled(drafted: Node, values: Mapping[str, Any]) -> Node:
     """A draft with these values, resolved; no file is read."""
     config = OmegaConf.create(drafted)
+    values = {SHORT.get(key, key): value for key, value in values.items()}
     for key, value in values.items():
         _assign(config, key, value, f"{key}={value}")
     _empty_alternatives(config, values)
@@ -332,49 +373,24 @@ def spread(text: str) -> tuple[str, list[str]]:
     "seed=0,1", "seed=range(2)" and "seed=0..1" give two; "method=fedavg,fedbr+mixup" gives two lists, as do
     brackets, "method=[],[a,b]". Raises Refused.
     """
-    override = read_override(text)
-    key = override.key_or_group
-    if not override.is_sweep_override():
-        return single_override(text).key_or_group, [text]
-    value = override.value()
-    if not isinstance(value, (ChoiceSweep, RangeSweep)) or value.shuffle or override.package is not None:
+    override = read_setting(text)
+    key = override.key
+    if not override.is_sweep:
+        return single_override(text).key, [text]
+    if override.choices is None or override.package is not None:
         raise Refused(f"'{text}' does not list the values of {key}: write {key}=VALUE,VALUE or {key}=0..4")
-    return key, [f"{key}={each}" for each in override.sweep_string_iterator()]
+    return key, [f"{key}={each}" for each in override.choice_texts]
 
 
-def read_override(text: str) -> Override:
-    """One override as Hydra reads it, but for "0..4", which is 0,1,2,3,4. Raises Refused."""
-    if (found := _FUNCTION.match(text)) and found[2] in TUNES:
-        raise Refused(f"'{text}' is written as in Ray Tune: write {found[1]}={TUNES[found[2]]} for raysim sweep")
-    counted = _counted(text)
-    try:
-        override: Override = OverridesParser.create().parse_override(counted)
-        if not override.is_delete() and not override.is_sweep_override():
-            override.value()
-    except (HydraException, ValueError, TypeError) as error:
-        hint = _QUOTE if "=" in text else _with_key(text)
-        if len(found_words := text.split()) > 1 and all("=" in word for word in found_words):
-            hint = f"these are {len(found_words)} settings: give each a word of its own, without quotes around all"
-        raise Refused(f"'{text}' cannot be read as key=value: {hint}") from error
-    return override
+def read_setting(text: str) -> SettingOverride:
+    """Read one override. Raise `Refused` for what is none, with the option that a word without a key may mean."""
+    return read_override(text, _with_key)
 
 
 def _with_key(word: str) -> str:
     """What to write for a word without a key: "fedprox" is an option of method."""
     found = [f"{group}={word}" for group, options in groups().files.items() if group != SWEEP and word in options]
     return f"write {' or '.join(found)}" if found else "write the name of a setting, '=' and its value"
-
-
-def _counted(text: str) -> str:
-    """A word in which "0..4" is written out, which no shell reads as a pattern; a quoted value stays as it is."""
-
-    def listed(found: re.Match[str]) -> str:
-        first, last = int(found[1]), int(found[2])
-        if not first <= last < first + _MOST:
-            raise Refused(f"'{text}' counts up, by {_MOST:,} values at most: write the lower end first, such as 0..4")
-        return ",".join(map(str, range(first, last + 1)))
-
-    return text if {*"'\"[({"} & {*text} else _SPAN.sub(listed, text)
 
 
 def option_names(value: object, group: str = "method") -> list[Any]:
@@ -390,20 +406,30 @@ def joined(names: Sequence[object], group: str = "method") -> str:
     return "+".join(map(str, names)) or NONE.get(group, "null")
 
 
-def single_override(text: str) -> Override:
-    """One override `key=value`; anything else that Hydra knows is refused."""
-    override = read_override(text)
-    key = override.key_or_group
-    if override.is_delete():
+def single_override(text: str) -> SettingOverride:
+    """Read one override `key=value`; anything else that Hydra knows is refused."""
+    override = read_setting(text)
+    key = override.key
+    if override.is_delete:
         raise Refused(f"'{text}' would remove a setting, but every setting stays: give it another value instead")
-    if override.is_sweep_override():
-        raise Refused(
-            f"'{text}' gives several values, but a run takes one: raysim study {text} makes a run of each"
-            + (f"; {key}=a+b is a list" if key in LISTS else "")
-        )
+    if override.is_sweep:
+        is_path = "/" in text
+        do = f"raysim study {text} makes a run of each"
+        if key in LISTS:
+            do += f"; {key}=a+b is a list"
+        elif is_path:
+            do += f"; a comma in a name needs quotes of its own, '{key}=\"a,b\"'"
+        raise Refused(f"'{text}' gives several values, but a run takes one: {do}")
     if override.package is not None:
         raise Refused(f"'{text}' moves a group with '@', but groups keep their names: write {key}=VALUE")
     return override
+
+
+def _in_full(override: SettingOverride) -> SettingOverride:
+    """Return an override with the full key where it has a short one and gives a single value."""
+    if isinstance(override.value, Mapping) or override.key not in SHORT:
+        return override
+    return replace(override, key=SHORT[override.key])
 
 
 def _refuse_plus(text: str) -> None:
@@ -425,10 +451,10 @@ def _flat(settings: Mapping[str, object]) -> dict[str, Any]:
     return flat
 
 
-def _options(override: Override, known: Groups) -> list[str]:
+def _options(override: SettingOverride, known: Groups) -> list[str]:
     """The options that an override of a group chooses."""
-    _refuse_plus(str(override.input_line))
-    return _names(override.key_or_group, override.value(), known)
+    _refuse_plus(override.text)
+    return _names(override.key, override.value, known)
 
 
 def _names(group: str, value: object, known: Groups) -> list[str]:
@@ -469,11 +495,9 @@ def _composed(options: tuple[tuple[str, tuple[str, ...]], ...], known: Groups, r
     chose, the common keys remain; of what the default study says, none.
     """
     chosen = {group: list(names) for group, names in options}
-    words = {group: f"{group}=[{','.join(names)}]" for group, names in chosen.items()}
-    words |= {group: f"{group}={names[0]}" for group, names in chosen.items() if group not in LISTS}
     try:
-        parts, choices = _parts(list(words.values()), roots)
-        config = _merged(parts)
+        _check_files(chosen, known, roots)
+        whole, own, choices = _composed_by_hydra(chosen, known, roots)
     except Refused:
         raise
     except Exception as error:
@@ -482,61 +506,149 @@ def _composed(options: tuple[tuple[str, tuple[str, ...]], ...], known: Groups, r
         raise Refused(
             f"the configuration files do not fit together ({first_line(error).rstrip('.:')}): check your own files"
         ) from error
-    for group in set(LISTS) - set(chosen) if "experiment" in chosen else ():
-        names = [path.removeprefix(f"{group}/") for path, _ in parts if path.startswith(f"{group}/")]
-        chosen = {**chosen, group: [name for name in names if name in known.files[group]]}
-    config.pop("experiment", None)
-    for group in LISTS if "experiment" in chosen else ():
+    config = OmegaConf.create(whole)
+    has_preset = "experiment" in chosen
+    for group in LISTS if has_preset else ():
         _refuse_unknown(config, group, known, chosen["experiment"][0])
-    own = _merged([(path, values) for path, values in parts if not path.startswith("experiment/")])
-    for group in [each for each in chosen if each in config]:
+    for group, values in own.items():
         # Hydra keeps a preset's list when the user's is empty, and a preset's keys whatever option is chosen.
-        said = config[group] if "experiment" in chosen else own[group]
-        config[group] = {key: said[key] for key in own[group]}
-    for group in LISTS:
-        choices[group] = chosen[group] if group in chosen else list(config[group])
+        said = config[group] if has_preset else OmegaConf.create(values)
+        config[group] = {key: said[key] for key in values}
     config["choices"] = choices
     return config
 
 
-def _parts(words: Sequence[str], roots: Sequence[Path]) -> tuple[list[tuple[str, DictConfig]], Node]:
-    """Every file by its path, with its values where it puts them, and the option of every group.
+def _composed_by_hydra(
+    chosen: Mapping[str, list[str]], known: Groups, roots: Sequence[Path]
+) -> tuple[Node, Node, Node]:
+    """Compose the files with these options of these groups.
 
-    As Hydra's own compose has them, without what Hydra brings for itself: most of its time.
+    Return all values, those of the chosen groups without any preset, and the option of every group.
     """
-    Plugins.instance()  # knows how to read files
-    version.setbase("1.3")
-    places = ConfigSearchPathImpl()
-    for root in _roots(roots):
-        places.append("raysim", f"file://{root}")
-    files = CachingConfigRepository(_Files(places))
-    overrides = OverridesParser.create().parse_overrides(list(words))
-    listed = create_defaults_list(files, "config", overrides, prepend_hydra=False, skip_missing=False)
-    parts = []
-    for each in listed.defaults:
-        path = str(each.config_path)
-        values: Any = cast(Any, files.load_config(path)).config
-        values.pop("defaults", None)
-        for name in reversed(each.package.split(".") if each.package else ()):
-            values = OmegaConf.create({name: values})
-        parts.append((path, values))
-    return parts, {group: name for group, name in listed.overrides.known_choices.items() if "/" not in group}
+    preset = chosen["experiment"][0] if "experiment" in chosen else "default"
+    listed, mentioned = _groups_of_preset(preset, known)
+    listed |= {group: chosen[group] for group in LISTS if group in chosen}
+    changed = mentioned & {*chosen, *(LISTS if "experiment" in chosen else ())}
+    own: Node = {}
+    with _hydra_in(_roots(roots)):
+        config = hydra.compose("config", overrides=_words(chosen), return_hydra_config=True)
+        choices = {group: name for group, name in config.hydra.runtime.choices.items() if "/" not in group}
+        choices |= {group: listed.get(group, []) for group in LISTS}
+        if changed:
+            names = {group: name if group in LISTS else [name] for group, name in choices.items() if name is not None}
+            names.pop("experiment")
+            without = _values(hydra.compose("config", overrides=[*_words(names), "~experiment"]))
+            own = {group: without[group] for group in changed if group in without}
+    return _values(config), own, choices
 
 
-class _Files(ConfigRepository):
-    """Of several folders with a file Hydra takes the first, here the last counts; but raysim's own at the top."""
+def _words(chosen: Mapping[str, Sequence[str]]) -> list[str]:
+    """Return the options of groups as Hydra reads them."""
+    words = []
+    for group, names in chosen.items():
+        quoted = [_quote(name) for name in names]
+        words.append(f"{group}=[{','.join(quoted)}]" if group in LISTS else f"{group}={quoted[0]}")
+    return words
 
-    def load_config(self, config_path: str) -> ConfigResult | None:
-        """Refuses a file of the user's own that is none of its group, which Hydra would say in words of its own."""
-        source = self._find_object_source(config_path, ObjectType.CONFIG)
-        if source not in (None, self.sources[0]):
-            load_option(Path(source.path, f"{config_path}.yaml"), config_path.partition("/")[0])
-        return super().load_config(config_path)
 
-    def _find_object_source(self, config_path: str, object_type: ObjectType | None) -> ConfigSource | None:
-        is_file = object_type == ObjectType.CONFIG
-        found = [s for s in self.sources if (s.is_config(config_path) if is_file else s.is_group(config_path))]
-        return found[0 if config_path == "config" else -1] if found else None
+def _values(config: DictConfig) -> Node:
+    """Return the values of a configuration, without Hydra's own and with references unresolved."""
+    values = cast(Node, OmegaConf.to_container(config))
+    values.pop("hydra", None)
+    values.pop("experiment", None)
+    return values
+
+
+def _quote(name: str) -> str:
+    """Return the name of an option as Hydra reads it, whatever letters it has."""
+    return "'{}'".format(name.replace("'", "\\'"))
+
+
+@contextmanager
+def _hydra_in(roots: Sequence[Path]) -> Iterator[None]:
+    """Let Hydra compose the files of these folders, of which a later one goes before an earlier one."""
+    with _COMPOSING, tempfile.TemporaryDirectory(prefix="raysim-conf-") as folder:
+        main = roots[0].absolute()
+        if len(roots) > 1:  # Hydra would take the first of several files with one name
+            main = Path(folder)
+            (main / "config.yaml").symlink_to(roots[0].absolute() / "config.yaml")
+            for root in roots:
+                for path in _files(root):
+                    link = main / path.relative_to(root)
+                    link.parent.mkdir(parents=True, exist_ok=True)
+                    link.unlink(missing_ok=True)
+                    link.symlink_to(path.absolute())
+        current = GlobalHydra.instance().hydra  # that of an application which calls raysim
+        GlobalHydra.instance().clear()
+        try:
+            with hydra.initialize_config_dir(str(main), version_base="1.3"):
+                yield
+        finally:
+            GlobalHydra.instance().clear()
+            if current is not None:
+                GlobalHydra.instance().initialize(current)
+
+
+def _groups_of_preset(preset: str, known: Groups) -> tuple[dict[str, list[str]], set[str]]:
+    """Return the options that a preset chooses of the groups `LISTS`, and all groups that it says something about."""
+    listed: dict[str, list[str]] = {}
+    mentioned: set[str] = set()
+    for _, node in reversed(list(_files_of(known, "experiment", preset))):  # a preset goes before what it is made of
+        entries = _entries(node)
+        mentioned |= {*node, *entries}
+        listed |= {group: option_names(names, group) for group, names in entries.items() if group in LISTS}
+    return listed, mentioned
+
+
+def _check_files(chosen: Mapping[str, Sequence[str]], known: Groups, roots: Sequence[Path]) -> None:
+    """Refuse files of the user's own that are none of their group, which Hydra would say in words of its own."""
+    if len(_roots(roots)) == 1:
+        return
+    main = _roots(roots)[0]
+    defaults = {
+        group: [name] for group, name in _entries(load_yaml(main / "config.yaml")).items() if group not in LISTS
+    }
+    left = [(group, str(name)) for group, names in {**defaults, **chosen}.items() for name in names]
+    seen: set[tuple[str, str]] = set()
+    while left:
+        if (option := left.pop()) in seen:
+            continue
+        seen.add(option)
+        group, name = option
+        for path, node in _files_of(known, group, name):
+            if not path.is_relative_to(main):
+                load_option(path, group)
+            for other, names in _entries(node).items():
+                left += [(other, str(each)) for each in (names if isinstance(names, list) else [names])]
+
+
+def _files_of(known: Groups, group: str, name: str) -> Iterator[tuple[Path, Node]]:
+    """Return the file of an option and those that it is made of, each with its content.
+
+    A broken file counts as empty: `_check_files` and Hydra say what is wrong with it.
+    """
+    path = known.files.get(group, {}).get(name) or known.common.get(f"{group}/{name}")
+    if path is None:
+        return
+    try:
+        node = load_yaml(path)
+    except Refused:
+        node = {}
+    yield path, node
+    for entry in node.get("defaults") or ():
+        if isinstance(entry, str) and entry != "_self_":
+            inner = entry.removeprefix("/").removeprefix(f"{group}/")
+            beside = "" if entry.startswith("/") else str(Path(name).parent.as_posix()) + "/"
+            yield from _files_of(known, group, f"{beside}{inner}".removeprefix("./"))
+
+
+def _entries(node: Node) -> Node:
+    """Return the options that the defaults of a file choose, by their groups."""
+    chosen: Node = {}
+    for entry in node.get("defaults") or ():
+        if isinstance(entry, dict):
+            chosen |= {str(key).removeprefix("override ").strip("/ "): value for key, value in entry.items()}
+    return {group: value for group, value in chosen.items() if value is not None}
 
 
 def load_option(path: Path, group: str) -> Node:
@@ -550,17 +662,6 @@ def load_option(path: Path, group: str) -> Node:
             "what it has is indented below"
         )
     return node
-
-
-def _merged(parts: Sequence[tuple[str, DictConfig]]) -> DictConfig:
-    config = OmegaConf.create()
-    for path, values in parts:
-        try:
-            config.merge_with(values)
-        except OmegaConfBaseException as error:
-            raise HydraException(f"In '{path}': {type(error).__name__} raised while composing config") from error
-    config.pop("hydra", None)
-    return config
 
 
 def _refuse_unknown(config: DictConfig, group: str, known: Groups, preset: str) -> None:
@@ -603,7 +704,15 @@ def _unknown(config: DictConfig, node: Any, path: list[str], part: str, key: str
             return f"{key} does not exist: did you mean {' or '.join(near)}?"
         return f"{key} does not exist: {instead(part, known.files[path[0]])}"
     has = f"{path[0]}={option} has" if len(path) == 1 and option not in (None, "default") else f"{where} has"
-    return f"{where}.{part} does not exist: {instead(part, [str(name) for name in node if name != '_target_'], has)}"
+    names = [str(name) for name in node if not str(name).startswith("_")]
+    sentence = f"{where}.{part} does not exist: {instead(part, names, has)}"
+    others = _options_with(part, path[0], known) if len(path) == 1 else []
+    return f"{sentence}; {' and '.join(others)} {'has' if len(others) == 1 else 'have'} it" if others else sentence
+
+
+def _options_with(key: str, group: str, known: Groups) -> list[str]:
+    """Return the options of a group whose files name a key."""
+    return [f"{group}={name}" for name, path in known.files.get(group, {}).items() if key in load_option(path, group)]
 
 
 def _anywhere(config: DictConfig, key: str, known: Groups) -> str:
@@ -630,7 +739,7 @@ def _assign(config: DictConfig, key: str, value: Any, text: str) -> None:
     try:
         listed = isinstance(value, str) and "/" not in value and OmegaConf.is_list(OmegaConf.select(config, key))
         if listed:  # as a list of options; paths stay whole
-            value = [read_override(f"{key}={each}").value() for each in value.split("+")]
+            value = [read_setting(f"{key}={each}").value for each in value.split("+")]
         OmegaConf.update(config, key, value, merge=True, force_add=key.rpartition(".")[0] in NAMED_FREELY)
     except OmegaConfBaseException as error:
         raise Refused(f"'{text}' does not fit there: {key} takes a single value") from error

@@ -21,10 +21,13 @@ from raysim.data.federated import FederatedData, statistics
 from raysim.data.heterogeneity import described
 from raysim.experiment.settings import Experiment
 from raysim.primitives.version import __version__
+from raysim.simulation.best_model import best_by
 from raysim.simulation.forecast import BUSY, forecast
 from raysim.simulation.load import make_planner
 from raysim.training.run_spec import declare_run, evaluation_of
+from raysim.vectors.layout import Layout
 
+LISTED_USERS = 1000  # more of them are in clients.parquet alone
 LIBRARIES = ("torch", "numpy", "ray", "pyarrow", "mlflow")
 
 
@@ -51,15 +54,19 @@ def overview(experiment: Experiment, folder: Path) -> str:
         "methods": ", ".join(f"{m!r} [{', '.join(slots(type(m)))}]" for m in spec.methods) or "fedavg",
         "model": f"{choices['model']}: {_parameters(networks)}; {layout.total:,} floats{stays}",
         "data": f"{spec.data.title}; inputs of shape {list(spec.task.shape)}{tokens}",
+        "columns": spec.data.open().columns,
         "clients": f"{numbers['clients']} with {_span(sizes['min'], sizes['max'], 'training samples')}, "
         f"{numbers['empty_clients']} without; {_span(tests.min(), tests.max(), 'test samples of their own')}; "
         f"{numbers['central_test']} central test samples",
         "split": described(numbers["heterogeneity"]) if numbers["counts"].shape[1] > 1 else "",  # only classes differ
+        "unseen": _unseen(numbers),
         "attackers": _attackers(experiment),
         "rounds": f"{_several(settings.rounds, 'round')} of {experiment.schedule!r}, {settings.weighting} weights; "
         f"{_local(settings.local)}",
         "settings": "; ".join(experiment.changes),
         "schedule": _schedule(experiment, declarations),
+        "init": _init(experiment, networks, layout),
+        "best": _best(experiment),
         "BatchNorm": _batchnorm(networks, {entry.name for entry in layout.entries if entry.personal}),
         "extra": "; ".join(_extra(experiment, declarations)),
         "hosts": f"{hosts}, {_several(spec.threads, 'thread')} each, device {spec.device}, "
@@ -75,7 +82,11 @@ def split(data: FederatedData) -> dict[str, object]:
     """What summary.json says of the split."""
     numbers: Any = statistics(data)
     sizes = {key: numbers[key] for key in ("clients", "empty_clients", "samples", "sizes", "pooled_entropy")}
-    return {**sizes, **numbers["heterogeneity"]}
+    users = {}
+    if data.users is not None and len(data.users) <= LISTED_USERS:
+        users = {"users": data.users.to_pylist()}  # by the number of the client
+    unseen = {"unseen_clients": numbers["unseen_clients"]} if numbers["unseen_clients"] else {}
+    return {**sizes, **unseen, **numbers["heterogeneity"], **users}
 
 
 def _schedule(experiment: Experiment, declarations: Declarations) -> str:
@@ -100,6 +111,32 @@ def _schedule(experiment: Experiment, declarations: Declarations) -> str:
         expected = f"{_several(hosts, 'host')} busy for {seen.hosts_busy:.0%} of the time"
         texts.append(expected if runtime.hosts else f"enough for {_several(max(1, most // BUSY), 'busy host')}")
     return "; ".join(texts)
+
+
+def _init(experiment: Experiment, networks: Mapping[str, nn.Module], layout: Layout) -> str:
+    """Which weights the run starts from; "" where all are drawn."""
+    init, weights = experiment.spec.settings.init, experiment.spec.weights
+    if weights is None:
+        return ""
+    personal = {entry.name for entry in (*layout.entries, *layout.counters) if entry.personal}
+    drawn = weights.drawn(networks, personal)
+    rest = "all tensors"
+    if drawn:
+        rest = f"all tensors but {', '.join(drawn[:3])}{f' and {len(drawn) - 3} more' if len(drawn) > 3 else ''}"
+    return f"{rest} from {init.file} (sha256 {init.sha256:.12})"
+
+
+def _best(experiment: Experiment) -> str:
+    """What the model of the best round is chosen by."""
+    column = best_by(experiment.spec).column
+    why = ", as the split has no validation samples (partition.validation_fraction)" if column == "train_loss" else ""
+    return f"best.safetensors keeps the model of the round with the best {column}{why}"
+
+
+def _unseen(numbers: Mapping[str, Any]) -> str:
+    """How many clients are never trained; "" where all may be."""
+    count = numbers["unseen_clients"]
+    return f"{count} of {numbers['clients']} clients are never trained, and scored (evaluate.unseen)" if count else ""
 
 
 def _attackers(experiment: Experiment) -> str:
@@ -190,6 +227,7 @@ def identity(experiment: Experiment) -> dict[str, object]:
         "precision": spec.precision,
         "seed": spec.settings.seed,
         "summation": spec.settings.summation,
+        **({"init_sha256": spec.settings.init.sha256} if spec.settings.init.file else {}),
         "python": platform.python_version(),
         # A folder that was sent to a cluster is installed nowhere: raysim's own version is in its code.
         "libraries": {"raysim": __version__} | {name: found for name in LIBRARIES if (found := _version(name))},

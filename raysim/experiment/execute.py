@@ -7,9 +7,10 @@ from __future__ import annotations
 import functools
 import inspect
 import shlex
+import sys
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import fields, replace
+from dataclasses import asdict, fields, replace
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, cast
@@ -31,6 +32,7 @@ from raysim.data.federated import (
     FederatedData,
     doubts_of_data,
     federate,
+    hold_out_clients,
     pooled,
     without_single_rows,
 )
@@ -43,13 +45,15 @@ from raysim.experiment.compose import (
     is_set,
     load_yaml,
     plain,
+    set_aside,
     to_yaml,
     without_set,
 )
 from raysim.experiment.describe import overview
 from raysim.experiment.instantiate import TARGET, arguments, build as build_object, imported, resolve, shown
-from raysim.experiment.objects import PARTS, Given, given, refuse_missing
-from raysim.experiment.plugins import allowed
+from raysim.experiment.many_runs import new_folder
+from raysim.experiment.objects import PARTS, Given, described, given, refuse_missing
+from raysim.experiment.plugins import allowed, used_packages
 from raysim.experiment.recorder import OnRound, finished, record, say, users_observers, warn
 from raysim.experiment.result import Result
 from raysim.experiment.run_folder import CONFIG, Place, apart, config_drafts, last_checkpoint, place
@@ -58,6 +62,7 @@ from raysim.models import ModelRecipe
 from raysim.models.split import FILLED_IN, Foreign, Own
 from raysim.primitives.errors import Refused, instead, refusing
 from raysim.primitives.files import folder_at, held, is_full, replace_file, user_path
+from raysim.primitives.output import lossy_output
 from raysim.primitives.stores import store
 from raysim.results.observers import Note, Observer, ObserverFailed
 from raysim.results.progress import waiting
@@ -67,8 +72,9 @@ from raysim.simulation.events import Event, ProcessLost, RunStopped, TooManyFail
 from raysim.simulation.fleet import Fleet
 from raysim.simulation.schedule import Schedule, Synchronous, check_concurrency
 from raysim.simulation.server import asked_weighting
+from raysim.training.initial_weights import read_initial_weights
 from raysim.training.run_spec import Checkpoint, RunSettings, RunSpec, declare_run, sample_flops
-from raysim.training.step_mode import uses_graph, usual_lanes
+from raysim.training.step_mode import check_step_mode, uses_graph, usual_lanes
 from raysim.training.trainer import layer_that_needs_two_rows
 
 if TYPE_CHECKING:
@@ -201,8 +207,11 @@ def _plain(config: Config, allow: Sequence[str], settings: Mapping[str, object] 
         if settings:
             raise Refused(f"{next(iter(settings))}=... has no effect beside a whole configuration: set it in that one")
         return node
-    words = shlex.split(config) if isinstance(config, str) else config
-    return plain(compose(words, folders, settings=settings))
+    return plain(compose(_words(config), folders, settings=settings))
+
+
+def _words(config: Sequence[str]) -> Sequence[str]:
+    return shlex.split(config) if isinstance(config, str) else config
 
 
 def partition(config: Config = (), allow: Sequence[str] = ()) -> FederatedData:
@@ -260,11 +269,14 @@ def build(
     with refusing():
         parts = {"model": model, "data": data, "partition": partition, "schedule": schedule, "fleet": fleet}
         parts["loss"] = loss
-        objects, chosen = given(parts, methods)
+        found, chosen = given(parts, methods)
         if both := next(iter(chosen.keys() & settings.keys()), None):
             raise Refused(f"{both} is given twice, by name and in methods: keep one of them")
-        node = objects.into(_plain(config, allow, chosen | settings))
-        return _built(node, allow, objects)
+        words = () if isinstance(config, (DictConfig, Mapping)) else _words(config)
+        rest, others, aside = set_aside(words, chosen | settings, found)
+        node = _plain(config if isinstance(config, (DictConfig, Mapping)) else rest, allow, others)
+        objects = described(found, aside, node)
+        return _built(objects.into(node), allow, objects)
 
 
 def _built(node: Node, allow: Sequence[str], objects: Given) -> Experiment:
@@ -280,15 +292,21 @@ def _built(node: Node, allow: Sequence[str], objects: Given) -> Experiment:
     settings = replace(
         settings, weighting=settings.weighting or asked_weighting(methods), checkpoint=_absolute(settings.checkpoint)
     )
+    init, weights = read_initial_weights(settings.init)
+    settings = replace(settings, init=init)
     node = {**node, "device": device, "weighting": settings.weighting}
+    if weights is not None:
+        node["init"] = asdict(init)
     source, partitioner = (_object(node, group, allow, objects.parts) for group in ("data", "partition"))
     data = federate(source, partitioner, settings.seed)
+    data = hold_out_clients(data, settings.evaluate.unseen, settings.seed)
     if any(method.pools for method in methods):
         data, schedule, local = _pooled(data, schedule, settings.local)
         settings = replace(settings, local=local)
     check_concurrency(schedule, data.partition.train.counts)
     loss = _object(node, "loss", allow, objects.parts) if node.get("loss") else None  # older runs have no such group
     threads, timed = execution.runtime.threads, execution.profile
+    packages = used_packages(node, allow)
     spec = RunSpec(
         model,
         methods,
@@ -298,6 +316,8 @@ def _built(node: Node, allow: Sequence[str], objects: Given) -> Experiment:
         threads,
         profile=timed,
         loss=loss,
+        weights=weights,
+        packages=packages,
         size=schedule.size,
         stale=schedule.stale,
     )
@@ -317,7 +337,8 @@ def _built(node: Node, allow: Sequence[str], objects: Given) -> Experiment:
             "runtime.precision=float32, or device=cuda"
         )
     spec = replace(spec, graph=uses_graph(spec, networks, runtime.graph), precision=runtime.precision)
-    spec = replace(spec, lanes=runtime.lanes or usual_lanes(spec, networks, schedule.concurrency))
+    spec = replace(spec, lanes=runtime.lanes or usual_lanes(spec, declarations, schedule.concurrency))
+    check_step_mode(spec, declarations)
     node = {**node, "runtime": {**node["runtime"], "lanes": spec.lanes, "graph": spec.graph}}
     facts = OldSetup(
         spec.task,
@@ -443,7 +464,7 @@ def run(
     console: Console | None = None,
     **settings: object,
 ) -> Result:
-    """Run to the end; the folder appears once its hosts are ready.
+    """Run to the end; a run that is refused leaves no folder.
 
         raysim.run("method=fedprox", rounds=20, runtime="inprocess")
         raysim.run(methods=[FedProx(mu=0.1)], data=((x, y), (x_test, y_test)), rounds=20, local={"lr": 0.05})
@@ -474,8 +495,22 @@ def run(
     parts |= {"fleet": fleet, "loss": loss}
     experiment = _made(config, {key: part for key, part in parts.items() if part is not None} | settings, allow)
     users = users_observers(on_round, [*experiment.observers, *observers])
-    with refusing():
-        where = place(experiment)
+    with ExitStack() as stack:
+        stack.enter_context(lossy_output(sys.stdout, sys.stderr, console.file))
+        with refusing():
+            where = place(experiment)
+            if not where.exists:
+                folder = stack.enter_context(new_folder(where.folder, dated=not experiment.execution.out))
+                where = replace(where, folder=folder)
+            elif not where.finished:
+                stack.enter_context(held(where.folder))
+        return _run_to_end(experiment, where, console, quiet, users)
+
+
+def _run_to_end(
+    experiment: Experiment, where: Place, console: Console, quiet: bool, users: Sequence[Observer]
+) -> Result:
+    """Run to the end; continue from the last checkpoint where a process was lost."""
     tries, kept = TRIES, experiment.spec.settings.checkpoint
     while True:
         reached = last_checkpoint(where.folder, kept)
@@ -483,7 +518,7 @@ def run(
             return _tried(experiment, where, console, quiet, users)
         except ProcessLost as error:
             tries = TRIES if last_checkpoint(where.folder, kept) != reached else tries - 1
-            if not (tries and where.folder.is_dir()):
+            if not (tries and (where.folder / CONFIG).is_file()):
                 raise ProcessLost(f"{error}; {GO_ON}") from error
             say(console, f"{error}. The run goes back to its last checkpoint and on by itself")
         except Refused as error:
@@ -504,8 +539,6 @@ def _tried(experiment: Experiment, where: Place, console: Console, quiet: bool, 
     with ExitStack() as stack:
         stack.enter_context(_unwritable(where.folder))
         stack.enter_context(_named())
-        if where.exists:
-            stack.enter_context(held(where.folder))
         with refusing():
             plan = overview(experiment, where.folder)
         for text in (plan, where.note):
@@ -517,9 +550,7 @@ def _tried(experiment: Experiment, where: Place, console: Console, quiet: bool, 
             started = next(events)  # only now hosts are known to fit
             for folder in apart(experiment.spec.settings.checkpoint, where.folder):
                 stack.enter_context(held(folder_at(folder)))
-            _make_folder(experiment, where)
-        if not where.exists:
-            stack.enter_context(held(where.folder))
+            _begin_folder(experiment, where)
         return record(experiment, where.folder, chain([started], events), console, quiet, users)
 
 
@@ -565,7 +596,8 @@ def _unwritable(folder: Path) -> Iterator[None]:
         yield
     except (OSError, SafetensorError) as error:
         what = error.strerror if is_full(error) and isinstance(error, OSError) else str(error)
-        again = f"out={folder} and resume=latest" if folder.is_dir() else "the same command"
+        begun = (folder / CONFIG).is_file()
+        again = f"out={folder} and resume=latest" if begun else "the same command"
         mend = "make room" if is_full(error) else "mend that"
         raise RunStopped(f"{what}; {mend}, then {again} goes on from the last checkpoint") from error
 
@@ -611,8 +643,8 @@ def _on_ray(experiment: Experiment, where: Place, console: Console, waits_for: N
             yield from events(replace(options, hosts=None))
 
 
-def _make_folder(experiment: Experiment, where: Place) -> None:
-    where.folder.mkdir(parents=True, exist_ok=where.exists)
+def _begin_folder(experiment: Experiment, where: Place) -> None:
+    """Write the configuration into the folder of a run that begins."""
     for draft in config_drafts(where.folder):
         draft.unlink()
     config = to_yaml(experiment.config).encode()

@@ -16,15 +16,12 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_
 
 from raysim.experiment.plugins import installed
 from raysim.primitives.errors import Refused, instead, nearest
+from raysim.primitives.version import __version__
 
 T = TypeVar("T")
 
 TARGET = "_target_"
 MISSING = "???"  # how a file says that a value must be given
-MOVED = {  # where earlier versions had these modules, which stored configurations name
-    "raysim.fleet": "raysim.simulation.fleet",
-    "raysim.schedule": "raysim.simulation.schedule",
-}
 _NAMES = {bool: "true or false", int: "an integer", float: "a number", str: "text", type(None): "null"}
 
 
@@ -52,8 +49,10 @@ def imported(target: object, path: str, allow: Sequence[str] = ()) -> object:
         raise Refused(f"{place} lies outside raysim: allow its code to run with --allow {package}, if you trust it")
     module, _, name = target.rpartition(".")
     try:
-        found: object = getattr(importlib.import_module(MOVED.get(module, module)), name, None)
+        found: object = getattr(importlib.import_module(module), name, None)
     except ImportError as error:
+        if module.startswith("raysim."):
+            raise Refused(f"{place}: raysim {__version__} has no such class. Correct the name") from error
         raise Refused(f"{place} cannot be imported ({error}): correct the name, or install what is missing") from error
     return found
 

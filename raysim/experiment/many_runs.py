@@ -6,11 +6,12 @@ A single run names and checks its folder in the same way (`run_folder`), and eve
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from raysim.experiment.compose import joined
@@ -23,6 +24,7 @@ from raysim.results.significance import mean_deviation
 from raysim.runtime.placement import RayOptions, listen_on_loopback
 
 FINAL = ("", "_global")  # what "final" means: the first of these columns of the metric that a run has
+TRIES = 5  # to create a folder whose parents come and go
 DEVIATION = "_std"  # the end of a column's name that holds the deviation over seeds
 
 
@@ -53,8 +55,62 @@ def value_label(value: object) -> str:
 def dated_folder(root: Path, title: str = "") -> Path:
     """A folder that does not exist yet: root/DATE-title, with a number behind it where two begin in one second."""
     name = "-".join(part for part in (time.strftime("%Y-%m-%d_%H-%M-%S"), title) if part)
-    names = (name, *(f"{name}-{number}" for number in range(2, 1000)))
-    return next(root / each for each in names if not (root / each).exists())
+    return next(folder for folder in _numbered(root / name) if not folder.exists())
+
+
+def _numbered(folder: Path) -> Iterator[Path]:
+    """Yield the folder's own path, and then the same path with a growing number at its end."""
+    yield folder
+    for number in itertools.count(2):
+        yield folder.with_name(f"{folder.name}-{number}")
+
+
+@contextmanager
+def new_folder(folder: Path, dated: bool) -> Iterator[Path]:
+    """Create a folder for this process alone, and lock it; remove it in the end if nothing was written into it.
+
+    dated: whether `dated_folder` chose the name. Of several processes that chose the same name in the same second, the
+    first one gets it, and each of the others gets the name with a number. Raises Refused if the folder exists.
+    """
+    with ExitStack() as made:
+        path = _create_folder(folder, dated, made)
+        with held(path):
+            yield path
+
+
+def _create_folder(folder: Path, dated: bool, made: ExitStack) -> Path:
+    """Create the folder and its parents; `made` removes those that are empty in the end."""
+    for parent in reversed(folder.parents):
+        if not parent.exists():
+            made.callback(_remove_empty, parent)
+    for path in _numbered(folder) if dated else [folder]:
+        try:
+            _make_with_parents(path)
+        except FileExistsError:
+            if not os.path.lexists(path):
+                raise
+            continue
+        made.callback(_remove_empty, path)
+        return path
+    check_free(folder)
+    raise Refused(f"out={folder} was removed by another process at this moment: start again")
+
+
+def _make_with_parents(path: Path) -> None:
+    """Create a folder; again where another process removes an empty parent at the same moment."""
+    for _ in range(TRIES - 1):
+        with suppress(FileNotFoundError):
+            path.mkdir(parents=True)
+            return
+    path.mkdir(parents=True)
+
+
+def _remove_empty(folder: Path) -> None:
+    """Remove a folder that holds nothing but its lock; leave any other folder."""
+    with suppress(OSError):
+        if {path.name for path in folder.iterdir()} == {HELD}:
+            (folder / HELD).unlink()
+        folder.rmdir()
 
 
 def check_free(folder: Path) -> None:

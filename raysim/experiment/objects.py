@@ -7,6 +7,7 @@ module built by hand, a class of a notebook) the configuration says what it was,
 
 from __future__ import annotations
 
+import copy
 import functools
 import importlib
 import inspect
@@ -14,21 +15,24 @@ import pickle
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from types import NoneType
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 from torch import nn
 
 from raysim.api.composition import check_name
 from raysim.api.method import Method
-from raysim.data.arrays import arrays
-from raysim.data.listed import is_listed, listed
+from raysim.data.arrays import Arrays, arrays
+from raysim.data.listed import Listed, is_listed, listed
 from raysim.experiment.compose import Node
-from raysim.experiment.instantiate import TARGET, build
+from raysim.experiment.instantiate import TARGET, arguments, build
 from raysim.models.split import Foreign, Own
-from raysim.primitives.errors import Refused
+from raysim.primitives.errors import Refused, instead
+
+Overrides: TypeAlias = Mapping[str, tuple[Any, str]]  # values and what the user wrote, by keys below a place
 
 OBJECT = "_object_"  # in place of the arguments that no file can hold
+RECIPE = ("head", "lora")  # settings of every network of the user's own
 PARTS = {  # what an object of each group must have
     "schedule": "decide",
     "fleet": "devices",
@@ -66,25 +70,22 @@ class Given:
         return [f"{_argument(place)}: config.yaml cannot hold this object; {_again(place)}" for place in kept]
 
 
-def given(parts: Mapping[str, object], methods: Sequence[object] | None = None) -> tuple[Given, dict[str, object]]:
-    """Objects, and names of options by their group, apart. Raises Refused.
+def given(
+    parts: Mapping[str, object], methods: Sequence[object] | None = None
+) -> tuple[dict[str, object], dict[str, object]]:
+    """Separate objects, by their place, from names of options, by their group. Raise `Refused` for what is neither.
 
-    parts: for each group an object, a name or (of all but data) values by key; None where nothing was given; partition
-    may be lists of rows. methods: objects and names.
+    parts: for each group an object, a name or (of all but data) values by key; None where nothing was given. Data,
+    lists of rows and networks stay as they are: `described` makes parts of them. methods: objects and names.
     """
-    if is_listed(rows := parts.get("partition")):
-        parts = {**parts, "partition": listed(rows)}  # type: ignore[arg-type]
-    named = {group: (str,) if group == "data" else (str, Mapping) for group in parts}
-    chosen: dict[str, object] = {group: part for group, part in parts.items() if isinstance(part, named[group])}
-    found = {group: part for group, part in parts.items() if part is not None and group not in chosen}
-    if "data" in found and not hasattr(found["data"], PARTS["data"]):
-        found["data"] = arrays(found["data"])
-    if "model" in found and _makes_module(found["model"]):
-        found["model"] = _own(found["model"])
-    for group, part in found.items():
-        why = "give a torch.nn.Module, its class or a function that makes one, a raysim.ModelRecipe, or a name"
-        why = why if group == "model" else f"it has no method '{PARTS[group]}'"
-        _check(group, part, hasattr(part, PARTS[group]), why)
+    chosen: dict[str, object] = {}
+    found: dict[str, object] = {}
+    for group, part in parts.items():
+        if part is None:
+            continue
+        is_name = isinstance(part, str)
+        has_values = isinstance(part, Mapping) and group != "data" and not _is_wrapped(group, part)
+        (chosen if is_name or has_values else found)[group] = part
     if isinstance(methods, (str, Method)) or not isinstance(methods, (Iterable, NoneType)):
         raise Refused(f"methods={methods!r} is no list: write methods=[...]")
     if methods is not None:
@@ -96,7 +97,93 @@ def given(parts: Mapping[str, object], methods: Sequence[object] | None = None) 
             if (place := f"method.{method.name}") in found:  # type: ignore[attr-defined]
                 raise Refused(f"methods holds {place.partition('.')[2]} twice: keep one of them")
             found[place] = method
-    return Given(found, {place: written(part) for place, part in found.items()}), chosen
+    return found, chosen
+
+
+def described(found: Mapping[str, object], settings: Mapping[str, Overrides], config: Node) -> Given:
+    """Return the objects as parts of a run, with the settings that stand next to them. Raise `Refused`.
+
+    settings: for each place, the overrides of its keys. config: the configuration without the objects; what it stores
+    of the same arrays, lists or network holds where no setting says otherwise.
+    """
+    parts: dict[str, object] = {}
+    for place, part in found.items():
+        overrides = settings.get(place, {})
+        if _is_wrapped(place, part):
+            parts[place] = _wrapped(place, part, overrides, config.get(place))
+            continue
+        why = f"it has no method '{PARTS.get(place)}'"
+        if place == "model":
+            why = "give a torch.nn.Module, its class or a function that makes one, a raysim.ModelRecipe, or a name"
+        if place in PARTS:
+            _check(place, part, hasattr(part, PARTS[place]), why)
+        for key, override in overrides.items():
+            _refuse_setting(place, part, key, override)
+        parts[place] = part
+    return Given(parts, {place: written(part) for place, part in parts.items()})
+
+
+def _is_wrapped(place: str, part: object) -> bool:
+    """Whether raysim makes its own part of what was given: of arrays, of lists of rows, of a network."""
+    if place == "data":
+        return not hasattr(part, PARTS["data"])
+    if place == "partition":
+        return is_listed(part)
+    return place == "model" and _makes_module(part)
+
+
+def _wrapped(place: str, part: Any, overrides: Overrides, stored: object) -> object:
+    if place == "model":
+        return _network(part, overrides, stored)
+    if place == "data":
+        return arrays(part, _settings_of(Arrays, place, overrides, stored, "digest"))
+    return listed(part, _settings_of(Listed, place, overrides, stored, "file"))
+
+
+def _settings_of(cls: type, place: str, overrides: Overrides, stored: object, identity: str) -> dict[str, Any]:
+    """Return the checked arguments that overrides and a stored node give to a class; `identity` is no setting."""
+    names = [name for name in _arguments(cls) if name != identity]
+    for key in overrides:
+        if (name := key.split(".")[0]) not in names:
+            what = f"{place} from Python has"
+            raise Refused(f"{place}.{key}: does not exist for an object from Python. {instead(name, names, what)}")
+    before = _stored_values(stored, f"{cls.__module__}.{cls.__qualname__}", identity)
+    return arguments(cls, _merged(before, overrides), place, later=[identity])
+
+
+def _stored_values(stored: object, target: str, *without: str) -> Node:
+    """Return the values of a node that a run stored of the same class, or none."""
+    if not isinstance(stored, Mapping) or stored.get(TARGET) != target:
+        return {}
+    return {key: value for key, value in stored.items() if key not in (TARGET, OBJECT, *without)}
+
+
+def _merged(before: Mapping[str, Any], overrides: Overrides) -> Node:
+    """Return values by their keys, with "rotation.per" as an entry of "rotation"."""
+    values = copy.deepcopy(dict(before))
+    for key, (value, _) in overrides.items():
+        *outer, last = key.split(".")
+        node = values
+        for name in outer:
+            if not isinstance(node.get(name), dict):
+                node[name] = {}
+            node = node[name]
+        node[last] = {**node.get(last, {}), **value} if isinstance(value, dict) else value
+    return values
+
+
+def _refuse_setting(place: str, part: object, key: str, override: tuple[object, str]) -> None:
+    """Refuse a setting next to an object that was made without it."""
+    made: Any = part if inspect.isfunction(part) or isinstance(part, type) else type(part)
+    name = made.__name__
+    argument = key.split(".")[0]
+    text = override[1]
+    do = "Leave it out"
+    if argument in inspect.signature(made).parameters:
+        do = f"Set it in the object, {name}({argument}=...)"
+        if inspect.isfunction(part):
+            do = f"Set it in the object, functools.partial({name}, {argument}=...)"
+    raise Refused(f"{place}.{key}: '{text}' has no effect next to {_argument(place)}={name} from Python. {do}")
 
 
 def _makes_module(part: object) -> bool:
@@ -110,8 +197,28 @@ def _makes_module(part: object) -> bool:
     )
 
 
-def _own(part: Any) -> Own:
-    return Own(part.func, part.keywords) if isinstance(part, functools.partial) else Own(part)
+def _network(part: Any, overrides: Overrides, stored: object) -> Own:
+    """Return the recipe of a user's own network.
+
+    Settings are its head, its adapters, and arguments of what makes it.
+    """
+    source = part.func if isinstance(part, functools.partial) else part
+    fixed: dict[str, Any] = part.keywords if isinstance(part, functools.partial) else {}
+    is_module = isinstance(source, nn.Module)
+    parameters = [] if is_module else list(inspect.signature(source).parameters)
+    for key, override in overrides.items():
+        name = key.split(".")[0]
+        if name in fixed:
+            raise Refused(
+                f"model.{key}: '{override[1]}' has no effect next to {name}={fixed[name]!r}. Keep one of them"
+            )
+        if name not in (*parameters, *RECIPE):
+            _refuse_setting("model", source, key, override)
+    before = _stored_values(stored, _written_network(Own(source))[TARGET], *fixed)
+    values = _merged(before, overrides)
+    recipe = build(Foreign, {key: values.pop(key) for key in RECIPE if key in values}, "model")
+    options = arguments(source, values, "model", later=parameters) if values and not is_module else {}
+    return Own(source, {**options, **fixed}, head=recipe.head, lora=recipe.lora)
 
 
 def _title(part: object) -> str:
@@ -166,15 +273,13 @@ def _written_network(part: Own) -> Node:
     made = part.source if inspect.isfunction(part.source) or isinstance(part.source, type) else type(part.source)
     node: Node = {TARGET: f"{made.__module__}.{made.__qualname__}"}
     usual = Foreign()
+    ours = {key: _plain(getattr(part, key)) for key in RECIPE if getattr(part, key) != getattr(usual, key)}
     try:
-        ours = {
-            key: _plain(getattr(part, key)) for key in ("head", "lora") if getattr(part, key) != getattr(usual, key)
-        }
         if made is part.source and _importable(made):
             return {**node, **_plain(dict(part.options)), **ours}
     except TypeError:
         pass
-    return node | {OBJECT: "an object from Python"}
+    return {**node, OBJECT: "an object from Python", **ours}
 
 
 def _arguments(cls: type) -> list[str]:

@@ -11,7 +11,7 @@ import functools
 import importlib.util
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.machinery import ModuleSpec
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -42,6 +42,25 @@ def allowed(packages: Sequence[str]) -> list[Path]:
                 f"there is no package {package} to allow: correct its name, install it, or go to the folder where it is"
             )
     return brought(packages)
+
+
+def used_packages(node: object, allow: Sequence[str]) -> tuple[str, ...]:
+    """Return the packages besides raysim that are allowed, or whose classes a configuration names."""
+    names = {package.partition(".")[0] for package in allow} | _targets(node)
+    return tuple(sorted(names - {"raysim", ""}))
+
+
+def _targets(node: object) -> set[str]:
+    """Return the packages of all classes that a configuration names."""
+    found: set[str] = set()
+    if isinstance(node, Mapping):
+        found.add(str(node.get("_target_") or "").partition(".")[0])
+        for value in node.values():
+            found |= _targets(value)
+    elif isinstance(node, list):
+        for value in node:
+            found |= _targets(value)
+    return found
 
 
 def unallowed(group: str, option: str) -> tuple[str, str]:

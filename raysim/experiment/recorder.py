@@ -194,11 +194,11 @@ def _observers(experiment: Experiment, folder: Path, console: Console, quiet: bo
         return nullcontext() if quiet else doing(console, text)
 
     return [
-        ProgressLine(console, quiet),
+        ProgressLine(console, quiet, experiment.spec.data),
         HistoryFile(),
         JobFiles(),
         ClientFiles(experiment.spec.data),
-        FailureFile(warns),
+        FailureFile(warns, experiment.spec.data),
         HostDeaths(note),
         MethodWarnings(experiment.round_warnings, warns),
         ProbeFiles(),

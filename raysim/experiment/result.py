@@ -29,7 +29,7 @@ from raysim.training.run_spec import RunSpec, build_networks
 if TYPE_CHECKING:
     import pandas as pd
 
-MODEL = "model.safetensors"
+MODEL, BEST = "model.safetensors", "best.safetensors"
 
 
 class Predictions(NamedTuple):
@@ -92,13 +92,14 @@ class Result:
         return pd.read_parquet(path).set_index("client")
 
     # --- models ------------------------------------------------------------------------------------------------------
-    def model(self) -> nn.Module:
+    def model(self, best: bool = False) -> nn.Module:
         """The shared model with the final weights, in eval mode on the CPU; its keys are those of the model given.
 
-        Raises Refused where clients keep a part of it to themselves, or the run has not finished.
+        best: with the weights of the best round, as `summary["best_model"]` says. Raises Refused where clients keep a
+        part of it to themselves, or the run has not finished.
         """
         self._refuse_personal()
-        return _filled(self.experiment.spec, self._shared())
+        return _filled(self.experiment.spec, self._shared(BEST if best else MODEL))
 
     def client_model(self, client: int) -> nn.Module:
         """The model that is scored for this client: with what it keeps to itself, and as methods personalise it.
@@ -120,21 +121,29 @@ class Result:
             host, task, _, state = end.asked(self._client(client))
             return {name: value.copy() for name, value in host.kept(task, state).items()}
 
-    def predictions(self, client: int | None = None) -> Predictions:
+    def predictions(self, client: int | None = None, best: bool = False) -> Predictions:
         """Labels and scores on the central test set by the shared model, or on a client's own tests by its own model.
 
-        By the weights that were evaluated last, which a method (FedExP) may choose. Raises Refused where there are no
-        such samples, and as `model` and `client_model` do.
+        By the weights that were evaluated last, which a method (FedExP) may choose. best: by the shared model of the
+        best round. Raises Refused where there are no such samples, and as `model` and `client_model` do.
         """
         if client is None:
             self._refuse_personal()
+        elif best:
+            raise Refused("best=True: the clients' own models of the best round are not kept. Leave out client or best")
         data = self.experiment.spec.data
         rows = data.central if client is None else data.partition.test.rows(self._client(client))
         if not len(rows):
-            whose = "the data has no central test set: name a client" if client is None else f"client {client} has none"
+            whose = (
+                "the data has no central test set: name a client"
+                if client is None
+                else f"{data.label(client)} has none"
+            )
             raise Refused(f"there is nothing to predict: {whose}, result.predictions(client=...)")
         with self._at_the_end() as end:
             host, task, published, state = end.asked(client)
+            if best:
+                published = end.published_as(self._shared(BEST))
             labels, scores = host.outputs(replace(task, rows=rows), published, state)
         return Predictions(labels, scores, rows)
 
@@ -149,10 +158,13 @@ class Result:
         if any(entry.personal and entry.network == "model" for entry in (*layout.entries, *layout.counters)):
             raise Refused("every client of this run has a model of its own: ask for one, client_model(client)")
 
-    def _shared(self) -> Mapping[str, Tensor]:
-        if not (path := self.folder / MODEL).is_file():
-            raise Refused(f"{self.folder} has no {MODEL}: the run has not finished; out={self.folder} resume=latest")
-        return load_file(path)
+    def _shared(self, name: str = MODEL) -> Mapping[str, Tensor]:
+        path = self.folder / name
+        if path.is_file():
+            return load_file(path)
+        if name == BEST and (self.folder / MODEL).is_file():
+            raise Refused(f"{self.folder} has no {BEST}: an earlier version of raysim ran it. Run it again")
+        raise Refused(f"{self.folder} has no {name}: the run has not finished; out={self.folder} resume=latest")
 
     @contextmanager
     def _at_the_end(self) -> Iterator[_End]:
@@ -182,6 +194,14 @@ class _End:
             for name, view in self.coordinator.initial.named(server.vector, server.counters).items():
                 view.copy_(shared[name])
             self.published = Published(0, server.vector.numpy(), server.counters.numpy())
+
+    def published_as(self, shared: Mapping[str, Tensor]) -> Published:
+        """Return these weights, by full name, as hosts receive them."""
+        server = self.coordinator.server
+        vector, counters = server.vector.clone(), server.counters.clone()
+        for name, view in self.coordinator.initial.named(vector, counters).items():
+            view.copy_(shared[name])
+        return Published(0, vector.numpy(), counters.numpy())
 
     def asked(self, client: int | None) -> tuple[Host, Task, Published, Any]:
         """What scores a client's own model (None: the shared one) on no rows yet, and its private state."""

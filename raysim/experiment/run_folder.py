@@ -14,9 +14,9 @@ from raysim.experiment.settings import Experiment
 from raysim.primitives.errors import Refused
 from raysim.primitives.files import HELD, if_there, user_path, without_password
 from raysim.primitives.stores import LocalStore, Store, is_remote, parted, store
+from raysim.primitives.version import __version__
 from raysim.results.tracking import flatten
 from raysim.simulation import checkpoint
-from raysim.training.attack import Attack
 from raysim.training.run_spec import Checkpoint
 
 CONFIG = "config.yaml"  # what was asked for
@@ -36,20 +36,10 @@ FREE = (
     "state.device",
     "data.cache",
     "data.download",
+    "init.file",  # its checksum counts: init.sha256
 )
 
 BITS_OF_RUNTIME = ("runtime.threads", "runtime.lanes", "runtime.graph", "runtime.precision")  # of runtime, no other key
-
-_ADDED: dict[str, object] = {  # keys that older runs lack, with what those runs did
-    "runtime.lanes": 1,
-    "runtime.graph": False,
-    "runtime.precision": "float32",
-    "local.keep_optimizer": False,
-    "partition.validation_fraction": 0.0,
-    "method.fraug.ramp_rounds": None,
-    "loss": {},
-    **{f"attack.{key}": value for key, value in vars(Attack()).items()},
-}
 
 
 @dataclass(frozen=True)
@@ -175,12 +165,15 @@ def _check_run_in(where: str | None, config: Node) -> None:
 def _check_same(stored: Node, config: Node, folder: Store) -> None:
     """Refuse to resume a run with other settings than the folder's."""
     now = {key: _as_stored(value) for key, value in flatten(config).items()}
-    before = {**{key: value for key, value in _ADDED.items() if key in now}, **flatten(stored)}
+    before = flatten(stored)
     for key in dict.fromkeys([*before, *now]):
         head = key.partition(".")[0]
         free = head in FREE or key in FREE or (head == "runtime" and key not in BITS_OF_RUNTIME)
+        if not free and key not in before:
+            reason = f"it is another run, or an earlier version of raysim than {__version__} wrote it"
+            raise Refused(f"{key}={shown(now[key])} is no key of the run in {folder}: {reason}. Choose another out")
         if not free and before.get(key) != now.get(key):
-            old, new = (shown(values[key]) if key in values else "absent" for values in (before, now))
+            old, new = shown(before[key]), shown(now[key]) if key in now else "absent"
             raise Refused(
                 f"{key}={new} differs from {key}={old} of the run in {folder}: set it back, or choose another out"
             )

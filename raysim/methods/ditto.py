@@ -22,85 +22,93 @@ Choices where the source is silent
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, ClassVar
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from raysim.api.declarations import Cost, Network, Participation, Task
-from raysim.api.hooked_method import HookedMethod
+from raysim.api.declarations import Participation
+from raysim.api.method import Method
 from raysim.methods.fedprox import proximal_gradient
 from raysim.primitives.checks import above, at_least
 from raysim.vectors.optimizer import LocalOptimizer
 
 if TYPE_CHECKING:
-    from raysim.api.context import Context, Own
+    from raysim.api.local_job import LocalJob, PersonalModel
+    from raysim.api.setup import Setup
     from raysim.vectors.layout import Entry, Layout
 
 PERSONAL, SHARED = "ditto.model", "model"
 
 
-def _trained(layout: Layout) -> list[tuple[Entry, Entry]]:
-    """The personal model's parameters, each with its counterpart in the shared model."""
+def _pairs(layout: Layout) -> list[tuple[Entry, Entry]]:
+    """Return the personal model's parameters, each with its counterpart in the shared model."""
     counterparts = {entry.path: entry for entry in layout.within([SHARED])}
     return [(entry, counterparts[entry.path]) for entry in layout.within([PERSONAL])]
 
 
-class Ditto(HookedMethod):
-    """lam weighs the pull; 0 is local training from the initial model. lr_factor: on local.lr, for v_k."""
+class Ditto(Method):
+    """lam weighs the pull; 0 is local training from the initial model.
+
+    lr_factor: the learning rate of v_k is lr_factor * local.lr.
+    """
 
     name = "ditto"
     paper = "Li et al., ICML 2021"
-    excludes: ClassVar[Mapping[str, str]] = {
-        "local": "it draws personal models to a shared one, and local training shares none"
-    }
 
     def __init__(self, lam: float = 1.0, lr_factor: float = 1.0):
         self.lam = at_least("method.ditto.lam", lam, 0.0)
         self.lr_factor = above("method.ditto.lr_factor", lr_factor, 0.0)
 
-    def networks(self, task: Task, model: nn.Module) -> Mapping[str, Network]:
-        """v_k, with the initial values of the model."""
-        return {PERSONAL: Network(copy.deepcopy(model), personal=True)}
+    def setup(self, run: Setup) -> None:
+        """Add v_k, a private network with the initial values of the model."""
+        run.excludes(
+            "local", "it draws personal models to a shared one, and local training shares none"
+        )
+        run.network("model", copy.deepcopy(run.model), private=True)
 
-    def cost(self, job: Participation) -> Cost:
-        """The personal model's steps, as many as the shared one's."""
-        return Cost(samples=job.trained)
+    def cost(self, job: Participation) -> float:
+        """Return the samples of the personal model's steps, as many as the shared model's."""
+        return job.trained
 
-    def finish(self, ctx: Context) -> None:
-        """S steps of the personal model, which lies in the vector's personal part."""
-        network, local = ctx.networks[PERSONAL].train(), ctx.trainer.local
-        pairs, optimizer = _trained(ctx.vector.layout), LocalOptimizer(local.settings())
-        params = ctx.vector.tensors(own for own, _ in pairs)
-        values = [ctx.vector.data[own.start : own.stop].view(own.shape) for own, _ in pairs]
-        for inputs, labels in self._batches(ctx):
-            loss = ctx.trainer.task.objective.loss(network(inputs), labels)
-            grads = list(torch.autograd.grad(loss, params, allow_unused=True, materialize_grads=True))
+    def end(self, job: LocalJob) -> None:
+        """Make S steps of the personal model."""
+        network = job.network("model").train()
+        pairs = _pairs(job.layout)
+        params = job.vector.tensors(personal for personal, _ in pairs)
+        values = [job.params[own.start : own.stop].view(own.shape) for own, _ in pairs]
+        optimizer = LocalOptimizer(job.local.settings())
+        for inputs, labels in self._batches(job):
+            loss = job.task.objective.loss(network(inputs), labels)
+            grads = list(
+                torch.autograd.grad(loss, params, allow_unused=True, materialize_grads=True)
+            )
             for grad, value, (_, shared) in zip(grads, values, pairs, strict=True):
                 if not shared.personal:
-                    received = ctx.received[shared.start : shared.stop].view(shared.shape)
+                    received = job.broadcast[shared.start : shared.stop].view(shared.shape)
                     grad.add_(proximal_gradient(value, received, self.lam))
-            if local.clip:
+            if job.local.clip:
                 norm = torch.cat([grad.flatten() for grad in grads]).norm()
-                torch._foreach_mul_(grads, (local.clip / (norm + 1e-6)).clamp(max=1.0))
-            optimizer.step(values, grads, ctx.rate * self.lr_factor)
+                torch._foreach_mul_(grads, (job.local.clip / (norm + 1e-6)).clamp(max=1.0))
+            optimizer.step(values, grads, job.rate * self.lr_factor)
 
-    def _batches(self, ctx: Context) -> Iterator[tuple[Tensor, Tensor]]:
-        """S batches of the client's samples, shuffled anew in every pass."""
-        assert ctx.plan is not None, "a job has a plan before it ends"
-        rows, size = ctx.trainer.partition.rows(ctx.client), ctx.trainer.local.batch
-        order, augment = ctx.stream("ditto.batches"), ctx.stream("ditto.augment")
+    def _batches(self, job: LocalJob) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield S batches of the client's samples, shuffled again in every pass."""
+        rows, size = job.rows, job.local.batch
+        order, augment = job.stream("batches"), job.stream("augment")
         left = rows[:0]
-        for _ in range(ctx.plan.steps):
+        for _ in range(job.plan.steps):
             if len(left) < min(2, size, len(rows)):
                 left = order.permutation(rows)
-            yield ctx.trainer.gather(left[:size], augment)
+            yield job.gather(left[:size], augment)
             left = left[size:]
 
-    def personalise(self, own: Own) -> None:
-        """Score v_k."""
-        tensors = own.vector.named(own.vector.data, own.vector.counters)
+    def personalise(self, client: PersonalModel) -> None:
+        """Load v_k into the model that is scored."""
+        vector = client.vector
+        tensors = vector.named(vector.data, vector.counters)
         for name, value in tensors.items():
             if name.startswith(f"{PERSONAL}."):
-                tensors[f"{SHARED}.{name.removeprefix(f'{PERSONAL}.')}"].copy_(value)
+                path = name.removeprefix(f"{PERSONAL}.")
+                tensors[f"{SHARED}.{path}"].copy_(value)

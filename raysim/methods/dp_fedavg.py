@@ -137,9 +137,9 @@ class DPFedAvg(Method):
         """Raise ValueError where more than clipped updates travels or is read."""
         if run.layout.shared > run.layout.trained:
             raise ValueError(
-                "model.norm: method 'dp_fedavg' hides parameters alone, and this model shares "
-                "statistics of BatchNorm. Set model.norm=group or another model, or keep them on "
-                "the clients with method=dp_fedavg+fedbn."
+                "model: method 'dp_fedavg' hides parameters alone, and this model shares "
+                "statistics of BatchNorm. Choose a model without BatchNorm, or keep it on the "
+                "clients with method=dp_fedavg+fedbn."
             )
         for other in run.methods:
             if other.method != self.name and other.sees_updates(run.layout):

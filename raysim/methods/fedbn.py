@@ -22,19 +22,21 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import Tensor, nn
 
-from raysim.api.hooked_method import HookedMethod
+from raysim.api.method import Method
 from raysim.primitives.checks import one_of
 
 if TYPE_CHECKING:
-    from raysim.api.context import Own
-    from raysim.api.hooked_method import OldSetup as Setup
+    from raysim.api.local_job import PersonalModel
+    from raysim.api.setup import Setup
 
 STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 AFFINE = ("weight", "bias")
 SCOPES = {"all": AFFINE + STATISTICS, "statistics": STATISTICS, "affine": AFFINE, "none": ()}
 
 
-def split_parameter_names(*, names: list[str], norm_modules: list[str], scope: str = "all") -> dict[str, list[str]]:
+def split_parameter_names(
+    *, names: list[str], norm_modules: list[str], scope: str = "all"
+) -> dict[str, list[str]]:
     """Which entries of a model travel: {"shared": [...], "personal": [...]}, each in the order of ``names``.
 
     Personal is what belongs to one of ``norm_modules`` (the text before the last dot) and to the ``scope``: "all",
@@ -77,11 +79,12 @@ BATCHNORM = (nn.modules.batchnorm._BatchNorm,)
 NORMS = (*BATCHNORM, nn.GroupNorm, nn.LayerNorm, nn.modules.instancenorm._InstanceNorm)
 
 
-class FedBN(HookedMethod):
-    """layers: "batch" keeps BatchNorm on the client, "all" every normalisation layer of the model.
+class FedBN(Method):
+    """FedAvg with private normalisation layers.
 
-    name_rule: keep what has this text in its name instead. reestimate: see above; a pass for each such client in every
-    evaluation.
+    layers: "batch" keeps BatchNorm on the client, "all" every normalisation layer of the model.
+    name_rule: keep what has this text in its name instead. reestimate: see above; it costs a pass
+    over the samples of each client that never trained, in every evaluation.
     """
 
     name = "fedbn"
@@ -96,57 +99,68 @@ class FedBN(HookedMethod):
     ):
         split_parameter_names(names=[], norm_modules=[], scope=scope)
         if name_rule == "":
-            raise ValueError("method.fedbn.name_rule is empty, which is in every name: set it to a text such as bn")
+            raise ValueError(
+                "method.fedbn.name_rule is empty, and every name contains an empty text. Set it "
+                "to a text such as bn."
+            )
         if name_rule is not None and layers != "batch":
             raise ValueError(
-                f"method.fedbn.name_rule={name_rule} takes the place of layers={layers}: set layers=batch or "
-                "name_rule=null"
+                f"method.fedbn.name_rule={name_rule} replaces layers={layers}. Set layers=batch or "
+                "name_rule=null."
             )
         if reestimate and scope not in ("all", "statistics"):
             raise ValueError(
-                f"method.fedbn.reestimate=true needs statistics of the client's own, which scope={scope} shares: set "
-                "scope=all or scope=statistics"
+                "method.fedbn.reestimate=true needs private statistics, and they are shared with "
+                f"scope={scope}. Set scope=all or scope=statistics."
             )
-        self.scope, self.layers, self.name_rule, self.reestimate = scope, layers, name_rule, reestimate
+        self.scope, self.layers = scope, layers
+        self.name_rule, self.reestimate = name_rule, reestimate
 
-    @property
-    def idle(self) -> frozenset[str]:
-        """Re-estimation, unless asked for; with scope "none" everything."""
-        shared = {"personal"} if self.scope == "none" else set()
-        return frozenset(shared if self.reestimate else {*shared, "personalise"})
-
-    def personal(self, networks: Mapping[str, nn.Module]) -> Sequence[str]:
-        """Entries of the model's normalisation layers, by the layers' type or by their names."""
-        model, kinds = networks["model"], BATCHNORM if self.layers == "batch" else NORMS
-        names = [name for name, tensor in (*model.named_parameters(), *model.named_buffers())]
+    def setup(self, run: Setup) -> None:
+        """Keep the normalisation layers on the client, and warn where the model has none."""
+        if not self.reestimate:
+            run.skip("personalise")
+        if self.scope == "none":
+            return
+        run.private_parameters(self._private_names)
+        if self._private_names(run.networks):
+            return
         if self.name_rule is not None:
-            personal = [name for name in names if self.name_rule in name and self._in_scope(name)]
+            run.warn(
+                f"method 'fedbn' finds no {self.name_rule!r} in the names of the model and runs "
+                "as FedAvg: set method.fedbn.name_rule=null"
+            )
         else:
-            norms = [name for name, module in model.named_modules() if isinstance(module, kinds)]
-            personal = split_parameter_names(names=names, norm_modules=norms, scope=self.scope)["personal"]
-        return [f"model.{name}" for name in personal]
+            run.warn(
+                "method 'fedbn' finds no BatchNorm in the model and runs as FedAvg: choose a model "
+                "with BatchNorm, such as model=small_cnn model.norm=batch"
+            )
+
+    def _private_names(self, networks: Mapping[str, nn.Module]) -> Sequence[str]:
+        """Return the tensors of the model's normalisation layers, by the layers' type or names."""
+        model = networks["model"]
+        names = [name for name, _ in (*model.named_parameters(), *model.named_buffers())]
+        if self.name_rule is not None:
+            private = [name for name in names if self.name_rule in name and self._in_scope(name)]
+        else:
+            kinds = BATCHNORM if self.layers == "batch" else NORMS
+            norms = [path for path, module in model.named_modules() if isinstance(module, kinds)]
+            split = split_parameter_names(names=names, norm_modules=norms, scope=self.scope)
+            private = split["personal"]
+        return [f"model.{name}" for name in private]
 
     def _in_scope(self, name: str) -> bool:
         return self.scope == "all" or name.rpartition(".")[2] in SCOPES[self.scope]
 
-    def check(self, setup: Setup) -> Sequence[str]:
-        """Without such layers it is FedAvg."""
-        if self.scope == "none" or self.personal(setup.networks):
-            return ()
-        if self.name_rule is not None:
-            return (
-                f"method 'fedbn' finds no {self.name_rule!r} in the names of the model and runs as FedAvg: "
-                "set method.fedbn.name_rule=null",
-            )
-        return (
-            "method 'fedbn' finds no BatchNorm in the model and runs as FedAvg: "
-            "choose a model with BatchNorm, such as model=small_cnn model.norm=batch",
-        )
-
-    def personalise(self, own: Own) -> None:
-        """Statistics of its own for a client that never trained."""
-        if own.trained:
+    def personalise(self, client: PersonalModel) -> None:
+        """Give a client that never trained the statistics of its own samples."""
+        if client.trained:
             return
-        stays, model = set(self.personal(own.vector.networks)), own.vector.networks["model"]
-        layers = [module for path, module in model.named_modules() if f"model.{path}.running_var" in stays]
-        reestimate_statistics(model=model, layers=layers, batches=own.data())
+        networks = client.vector.networks
+        private = set(self._private_names(networks))
+        layers = [
+            module
+            for path, module in networks["model"].named_modules()
+            if f"model.{path}.running_var" in private
+        ]
+        reestimate_statistics(model=networks["model"], layers=layers, batches=client.data())

@@ -33,8 +33,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from raysim.api.context import Stage, inferred
-from raysim.api.declarations import FORWARD, Cost, Download, Network, Participation, Task
-from raysim.api.hooked_method import HookedMethod
+from raysim.api.declarations import FORWARD
+from raysim.api.method import Method
 from raysim.data.batches import Pipeline
 from raysim.data.dataset import Dataset
 from raysim.data.partition import CSR
@@ -45,9 +45,11 @@ from raysim.primitives.checks import at_least, one_of
 from raysim.primitives.streams import stream
 
 if TYPE_CHECKING:
-    from raysim.api.context import Batch, Context, Contribution, Outputs, Plan
-    from raysim.api.hooked_method import OldSetup as Setup
-    from raysim.api.server_view import Server
+    from raysim.api.context import Contribution, Outputs
+    from raysim.api.declarations import Participation
+    from raysim.api.local_job import LocalJob
+    from raysim.api.server_view import ServerView
+    from raysim.api.setup import Setup
     from raysim.models import Classifier
 
 
@@ -75,7 +77,9 @@ def _similarity_scale(tau: float, temperature_mode: str) -> float:
     if temperature_mode == "multiply":
         return tau
     if temperature_mode != "divide":
-        raise ValueError(f"method.fedbr.temperature_mode={temperature_mode!r} must be 'multiply' or 'divide'.")
+        raise ValueError(
+            f"method.fedbr.temperature_mode={temperature_mode!r} must be 'multiply' or 'divide'."
+        )
     if tau <= 0.0:
         raise ValueError(
             f"method.fedbr cannot divide by a temperature of {tau}: make it positive or set temperature_mode=multiply."
@@ -112,7 +116,9 @@ def mixture_pseudo_data(
     }
 
 
-def rows_by_samples(ends: np.ndarray, each: int, size: int, generator: np.random.Generator) -> np.ndarray:
+def rows_by_samples(
+    ends: np.ndarray, each: int, size: int, generator: np.random.Generator
+) -> np.ndarray:
     """int64 [size] different rows of a pool to which every client sent `each`, its share of [0, 1) ends at ``ends``.
 
     What `Generator.choice` draws without replacement, but for rounding, at a cost that does not grow with the pool:
@@ -145,9 +151,36 @@ def class_chances(labels: np.ndarray) -> np.ndarray:
     return chances
 
 
+def make_projector(features: int, projection: str) -> nn.Module:
+    """Return P, three linear layers with ReLU between them, with the paper's or the code's widths."""
+    hidden, out = (256, 128) if projection == "paper" else (2 * features, features)
+    first, second = nn.Linear(features, hidden), nn.Linear(hidden, hidden)
+    return nn.Sequential(first, nn.ReLU(), second, nn.ReLU(), nn.Linear(hidden, out))
+
+
+def proxy_means(
+    proxy: Source,
+    dataset: Dataset,
+    size: tuple[int, int],
+    alike: bool,
+    generator: np.random.Generator,
+    dtype: torch.dtype,
+) -> Tensor:
+    """Return means of training samples of a proxy set, normalised with its own constants.
+
+    size: number of means and of samples in each. alike: whether classes are drawn equally often.
+    """
+    labels = dataset.labels[: dataset.train_rows]
+    rows = generator.choice(len(labels), size=size, p=class_chances(labels) if alike else None)
+    mean = None if proxy.mean is None else tuple(proxy.mean)
+    std = None if proxy.std is None else tuple(proxy.std)
+    unique, places = np.unique(rows, return_inverse=True)
+    images = Pipeline(mean, std).normalise(torch.from_numpy(dataset.inputs[unique]), dtype)
+    return random_sample_mean(images, torch.from_numpy(places.reshape(rows.shape)))
+
+
 PROJECTOR = "fedbr.projector"
 SOURCES = ("balanced", "unbalanced", "classes")
-PSEUDO = "fedbr.pseudo"
 
 
 @functools.lru_cache(maxsize=2)
@@ -158,7 +191,7 @@ def _ends(partition: CSR, alike: bool) -> np.ndarray:
     return np.asarray(ends / ends[-1])
 
 
-class FedBR(HookedMethod):
+class FedBR(Method):
     """lam: weight of Component 1 (uniform answers), mu: of Component 2 (the contrast); 0 leaves it out.
 
     pseudo: "rsm", means of `samples_per_mean` samples of a client, of which each sends `means_per_client` (None: B)
@@ -171,7 +204,6 @@ class FedBR(HookedMethod):
 
     name = "fedbr"
     paper = "Guo et al., ICML 2023"
-    needs = frozenset(("classes", "features", "numbers"))
 
     def __init__(
         self,
@@ -203,100 +235,95 @@ class FedBR(HookedMethod):
         self.pseudo, self.pseudo_refresh, self.fresh = pseudo, pseudo_refresh, fresh
         self.pseudo_batch = int(at_least("method.fedbr.pseudo_batch", pseudo_batch, 1))
         self.samples_per_mean = int(at_least("method.fedbr.samples_per_mean", samples_per_mean, 1))
-        each = (
-            pseudo_batch if means_per_client is None else at_least("method.fedbr.means_per_client", means_per_client, 1)
+        means = pseudo_batch if means_per_client is None else means_per_client
+        self.means_per_client = int(at_least("method.fedbr.means_per_client", means, 1))
+        self.proxy, self.mix_samples = (
+            proxy,
+            int(at_least("method.fedbr.mix_samples", mix_samples, 0)),
         )
-        self.means_per_client = int(each)
-        self.proxy, self.mix_samples = proxy, int(at_least("method.fedbr.mix_samples", mix_samples, 0))
         self.global_features = global_features
         if pseudo == "mixture" and (proxy is None or type(proxy) is Source):
             raise ValueError(
-                "method.fedbr.pseudo=mixture needs a public set: set method.fedbr.proxy to a data source, such as "
-                "'{_target_: raysim.data.sources.Cifar100}', or pseudo=rsm"
+                "method.fedbr.pseudo=mixture needs a public set. Set method.fedbr.proxy to a data "
+                "source, such as '{_target_: raysim.data.sources.Cifar100}', or pseudo=rsm."
             )
         if fresh and (pseudo == "mixture" or pseudo_refresh == "once"):
             raise ValueError(
-                f"method.fedbr.fresh=true draws means of clients' data every round, which does not fit pseudo={pseudo} "
-                f"with pseudo_refresh={pseudo_refresh}: set fresh=false"
+                "method.fedbr.fresh=true draws means of clients' data every round, which does not "
+                f"fit pseudo={pseudo} with pseudo_refresh={pseudo_refresh}. Set fresh=false."
             )
 
     @property
-    def _active(self) -> bool:
-        return self.lam > 0 or self.mu > 0
+    def _projects(self) -> bool:
+        return self.mu > 0 and self.projection != "none"
 
     @property
     def _mixes(self) -> bool:
         return self.pseudo == "mixture" and self.mix_samples > 0
 
-    # --- declared once -------------------------------------------------------------------------------------------
-    def networks(self, task: Task, model: nn.Module) -> Mapping[str, Network]:
-        """P: three linear layers with ReLU between them; in no forward pass but the loss's."""
-        if self.mu == 0 or self.projection == "none":
-            return {}
-        features = int(model.feature_dim)  # type: ignore[arg-type]
-        hidden, out = (256, 128) if self.projection == "paper" else (2 * features, features)
-        layers = nn.Linear(features, hidden), nn.ReLU(), nn.Linear(hidden, hidden), nn.ReLU(), nn.Linear(hidden, out)
-        return {PROJECTOR: Network(nn.Sequential(*layers))}
+    # --- before the run ------------------------------------------------------------------------
+    def setup(self, run: Setup) -> None:
+        """Add the projector and the max step, and collect and send pseudo-data."""
+        run.needs("classes", "features", "numbers")
+        if self.lam == 0 and self.mu == 0:
+            run.skip("begin", "loss")
+            return
+        if self._projects:
+            run.network("projector", make_projector(run.model.feature_dim, self.projection))
+        if self._projects and self.max_step:
+            climb = Stage("fedbr.max", (PROJECTOR,), self.projected_contrast, ascend=True)
+            run.stages((climb, Stage()))
+        if self._mixes:
+            run.draw("mix", self.draw_mixed_samples)
+        self._check_sizes(run)
+        self._declare_pseudo_data(run)
 
-    def check(self, setup: Setup) -> Sequence[str]:
-        """Enough means for a batch of them, and a proxy set of the data's image size."""
-        if not self._active:
-            return ()
-        if self.pseudo_batch == 1 and (layer := refusing_layer(setup.networks["model"], setup.task.example)):
-            raise ValueError(
-                f"method.fedbr.pseudo_batch: the model cannot train on a batch of 1 row, because of its {layer}. "
-                "Set method.fedbr.pseudo_batch=2 or more."
+    def _check_sizes(self, run: Setup) -> None:
+        """Refuse too few means, one row for BatchNorm, and a proxy set of other images."""
+        if self.pseudo_batch == 1:
+            layer = refusing_layer(run.model, run.task.example)
+            run.require(
+                not layer,
+                "method.fedbr.pseudo_batch: the model cannot train on a batch of 1 row, because of "
+                f"its {layer}. Set method.fedbr.pseudo_batch=2 or more.",
             )
-        pool = self.means_per_client * setup.task.clients
-        if self.pseudo == "rsm" and not self.fresh and self.pseudo_batch > pool:
-            raise ValueError(
-                f"method.fedbr.pseudo_batch={self.pseudo_batch} is more than the pool of {setup.task.clients} clients "
-                f"x means_per_client={self.means_per_client}: set pseudo_batch={pool} or less"
-            )
-        if (public := _public(self)) is None:
-            return ()
-        proxy, dataset = public
-        if (shape := dataset.shape) != setup.task.shape:
-            sizes = [" x ".join(map(str, each)) for each in (shape, setup.task.shape)]
-            raise ValueError(
-                f"method.fedbr.proxy has images of {sizes[0]} (channels, height, width), the data has {sizes[1]}: set "
-                f"method.fedbr.proxy.size={setup.task.shape[1]} and method.fedbr.proxy.channels={setup.task.shape[0]}"
-            )
-        for key, values in (("mean", proxy.mean), ("std", proxy.std)):
-            if values is not None and len(values) not in (1, setup.task.shape[0]):
-                raise ValueError(
-                    f"method.fedbr.proxy.{key}={values} has {len(values)} values, its images have "
-                    f"{setup.task.shape[0]} channels: give one each"
-                )
-        return ()
+        pool = self.means_per_client * run.clients
+        run.require(
+            self.pseudo == "mixture" or self.fresh or self.pseudo_batch <= pool,
+            f"method.fedbr.pseudo_batch={self.pseudo_batch} is more than the pool of {pool} means "
+            f"from {run.clients} clients with samples. Set method.fedbr.pseudo_batch={pool} or "
+            "less, or increase method.fedbr.means_per_client.",
+        )
+        public = _public(self)
+        if public is not None:
+            _check_proxy(run, *public)
 
-    def stages(self, plan: Plan) -> Sequence[tuple[Stage, ...]]:
-        """The max step, then the min step."""
-        if self.mu == 0 or self.projection == "none" or not self.max_step:
-            return ((Stage(),),)
-        return ((Stage("fedbr.max", trains=(PROJECTOR,), loss=self.projected_contrast, ascend=True), Stage()),)
+    def _declare_pseudo_data(self, run: Setup) -> None:
+        """Declare what is collected and sent; fresh means are counted as if they were sent."""
+        floats = self.pseudo_batch * math.prod(run.task.shape)
+        if self.pseudo == "rsm" and not self.fresh:
+            run.gather(self.own_means, self.join_means)
+        if self.fresh:
+            run.send("pseudo", lambda server: None, floats)
+            return
+        run.skip("begin")
+        if self.pseudo_refresh == "round":
+            run.send("pseudo", self.draw_pseudo_data, floats)
+            return
+        if self.pseudo == "mixture":
+            run.server_state("pool", self.draw_pseudo_data)
+        run.send("pseudo", lambda server: server.state["pool"], floats, once=True)
 
-    def draws(self, plan: Plan, generator: np.random.Generator) -> Mapping[str, Sequence[Tensor]]:
-        """Which samples of the batch each pseudo-sample is mixed with: int64 [B, K]."""
-        if not (self._active and self._mixes):
-            return {}
-        shape = (self.pseudo_batch, self.mix_samples)
-        return {"fedbr.mix": [torch.from_numpy(generator.integers(size, size=shape)) for size in plan.sizes]}
+    def cost(self, job: Participation) -> float:
+        """Return a pass over pseudo-data, and a forward pass of the received model if they change."""
+        if self.lam == 0 and self.mu == 0:
+            return 0.0
+        changes = self.mu and self._mixes and self.global_features == "step"
+        return (1 + FORWARD if changes else 1) * job.trained
 
-    def cost(self, job: Participation) -> Cost:
-        """A pass over as much pseudo-data, and one forward through the received extractor where it changes."""
-        if not self._active:
-            return Cost()
-        again = FORWARD if self.mu and self._mixes and self.global_features == "step" else 0.0
-        again_sent = self.fresh or self.pseudo_refresh != "once" or not job.earlier
-        down = self.pseudo_batch * math.prod(job.run.task.shape) if again_sent else 0
-        return Cost(samples=(1 + again) * job.trained, down=down)
-
-    # --- pseudo-data ---------------------------------------------------------------------------------------------
-    def contribute(self, client: Contribution) -> Mapping[str, np.ndarray]:
+    # --- pseudo-data ---------------------------------------------------------------------------
+    def own_means(self, client: Contribution) -> Mapping[str, np.ndarray]:
         """Return means of the client's own samples, drawn with replacement."""
-        if not self._active or self.pseudo == "mixture" or self.fresh:
-            return {}
         size = (self.means_per_client, self.samples_per_mean)
         if self.sources == "classes":
             chances = class_chances(client.labels.cpu().numpy())
@@ -304,136 +331,131 @@ class FedBR(HookedMethod):
         else:
             drawn = client.generator.integers(len(client.inputs), size=size)
         indices = torch.from_numpy(drawn).to(client.inputs.device)
-        return {"fedbr.pool": random_sample_mean(client.inputs, indices).cpu().numpy()}
+        return {"pool": random_sample_mean(client.inputs, indices).cpu().numpy()}
 
-    def assemble(self, parts: Mapping[str, Sequence[np.ndarray]], server: Server) -> None:
-        """The pool of all means; of what is drawn once, only the drawn ones."""
-        if not self._active or self.fresh:
-            return
-        if self.pseudo == "rsm":
-            pool = np.concatenate(parts["fedbr.pool"])
-            if len(pool) < self.pseudo_batch:  # clients without samples sent none
-                raise ValueError(
-                    f"method.fedbr.pseudo_batch={self.pseudo_batch} is more than the {len(pool)} means of all clients "
-                    f"that have samples: set pseudo_batch={len(pool)} or less, or means_per_client higher"
-                )
-            server.state["fedbr.pool"] = torch.from_numpy(pool)
+    def join_means(self, parts: Mapping[str, Sequence[np.ndarray]], server: ServerView) -> None:
+        """Keep the pool of all means; of what is drawn once, only the drawn ones."""
+        server.state["pool"] = torch.from_numpy(np.concatenate(parts["pool"]))
         if self.pseudo_refresh == "once":
-            server.state["fedbr.pool"] = self._drawn(server)
+            server.state["pool"] = self.draw_pseudo_data(server)
 
-    def send(self, server: Server) -> Download:
-        """Pseudo-data, drawn once or for every version."""
-        if not self._active or self.fresh:
-            return Download()
-        if self.pseudo_refresh == "once":
-            return Download(once=lambda: {PSEUDO: server.state["fedbr.pool"]})
-        return Download(version=lambda: {PSEUDO: self._drawn(server)})
-
-    def _drawn(self, server: Server) -> Tensor:
-        """B rows: of the pool, without replacement; or new means of the proxy set."""
-        generator = server.stream(PSEUDO)
-        if (public := _public(self)) is not None:
-            return self._proxy_means(*public, generator, server.task.dtype)
-        pool = server.state["fedbr.pool"]
+    def draw_pseudo_data(self, server: ServerView) -> Tensor:
+        """Draw B rows: of the pool, without replacement; or new means of the proxy set."""
+        generator = server.stream("pseudo")
+        public = _public(self)
+        if public is not None:
+            size = self.pseudo_batch, self.samples_per_mean
+            alike = self.sources != "unbalanced"
+            return proxy_means(*public, size, alike, generator, server.task.dtype)
+        pool, size = server.state["pool"], self.pseudo_batch
         if self.sources == "unbalanced":
-            return pool[rows_by_samples(server.sample_ends, self.means_per_client, self.pseudo_batch, generator)]
-        return pool[generator.choice(len(pool), size=self.pseudo_batch, replace=False)]
+            each = self.means_per_client
+            return pool[rows_by_samples(server.sample_ends, each, size, generator)]
+        return pool[generator.choice(len(pool), size=size, replace=False)]
 
-    def _proxy_means(
-        self, proxy: Source, dataset: Dataset, generator: np.random.Generator, dtype: torch.dtype
-    ) -> Tensor:
-        """Algorithm 3: B means of M samples of the proxy set, normalised with its own constants."""
-        labels = dataset.labels[: dataset.train_rows]
-        chances = None if self.sources == "unbalanced" else class_chances(labels)
-        rows = generator.choice(len(labels), size=(self.pseudo_batch, self.samples_per_mean), p=chances)
-        mean, std = (None if values is None else tuple(values) for values in (proxy.mean, proxy.std))
-        unique, places = np.unique(rows, return_inverse=True)
-        images = Pipeline(mean, std).normalise(torch.from_numpy(dataset.inputs[unique]), dtype)
-        return random_sample_mean(images, torch.from_numpy(places.reshape(rows.shape)))
-
-    def receive(self, ctx: Context) -> None:
-        """Means of raw data for this version, the same for all its clients, where they are asked for."""
-        if not (self._active and self.fresh):
-            return
-        generator = stream(ctx.seed, "fedbr.fresh", ctx.version)
-        partition = ctx.trainer.partition
-        ends = _ends(partition, self.sources != "unbalanced")
-        clients = ends.searchsorted(generator.random(self.pseudo_batch), side="right")  # as `Generator.choice` does
+    # --- a client's job ------------------------------------------------------------------------
+    def begin(self, job: LocalJob) -> None:
+        """Make fresh means of raw data, the same for all clients of this version."""
+        generator = stream(job.seed, "fedbr.fresh", job.version)
+        ends = _ends(job.partition, self.sources != "unbalanced")
+        # As `Generator.choice` draws clients, but without an array over them.
+        clients = ends.searchsorted(generator.random(self.pseudo_batch), side="right")
         rows = []
         for client in clients:
-            own = partition.rows(client)
-            chances = self._chances_within(ctx, own)
+            own = job.partition.rows(client)
+            chances = class_chances(job.labels_of(own)) if self.sources == "classes" else None
             rows.append(generator.choice(own, size=self.samples_per_mean, p=chances))
-        inputs, _ = ctx.trainer.gather(np.concatenate(rows))
-        places = torch.arange(len(inputs), device=inputs.device).view(self.pseudo_batch, self.samples_per_mean)
-        ctx.kept[PSEUDO] = random_sample_mean(inputs, places)
+        inputs, _ = job.gather(np.concatenate(rows))
+        places = torch.arange(len(inputs), device=inputs.device)
+        size = self.pseudo_batch, self.samples_per_mean
+        job.scratch["pseudo"] = random_sample_mean(inputs, places.view(size))
 
-    def _chances_within(self, ctx: Context, rows: np.ndarray) -> np.ndarray | None:
-        """Return the chance of each of a client's rows; None if they are drawn alike."""
-        if self.sources != "classes":
-            return None
-        labels = ctx.trainer.labels
-        chosen = labels.index_select(0, torch.from_numpy(rows).to(labels.device))
-        return class_chances(chosen.cpu().numpy())
+    def draw_mixed_samples(self, job: LocalJob, generator: np.random.Generator) -> Sequence[Tensor]:
+        """Draw the samples of the batch that each pseudo-sample is mixed with: int64 [B, K]."""
+        shape = (self.pseudo_batch, self.mix_samples)
+        return [torch.from_numpy(generator.integers(size, size=shape)) for size in job.plan.sizes]
 
-    # --- the two steps -------------------------------------------------------------------------------------------
-    def projected_contrast(self, ctx: Context, out: Outputs, batch: Batch) -> Tensor:
-        """L_con with constant features: what the projector ascends."""
-        return self._contrast(ctx, out, self._pseudo_features(ctx, out).detach(), out.features.detach())
+    def projected_contrast(self, job: LocalJob, out: Outputs) -> Tensor:
+        """Return L_con with constant features, which the projector ascends."""
+        return self.contrast(job, out, self._features(job, out).detach(), out.features.detach())
 
-    def term(self, ctx: Context, out: Outputs, batch: Batch) -> Tensor:
-        """lam L_p + mu L_con, the latter with the projector as the max step left it."""
-        total = torch.zeros((), device=batch.inputs.device, dtype=batch.inputs.dtype)
+    def loss(self, job: LocalJob, out: Outputs, loss: Tensor) -> Tensor:
+        """Add lam L_p + mu L_con, the latter with the projector as the max step left it."""
+        terms = []
         if self.lam:
-            logits = ctx.model.head(self._pseudo_features(ctx, out))
-            total = total + self.lam * pseudo_label_loss(logits, self._mixed(ctx, out)[1])
+            logits = job.model.head(self._features(job, out))
+            terms.append(self.lam * pseudo_label_loss(logits, self.pseudo_data(job, out)[1]))
         if self.mu:
-            total = total + self.mu * self._contrast(ctx, out, self._pseudo_features(ctx, out), out.features)
-        return total
+            contrast = self.contrast(job, out, self._features(job, out), out.features)
+            terms.append(self.mu * contrast)
+        return loss + sum(terms)
 
-    def _mixed(self, ctx: Context, out: Outputs) -> tuple[Tensor, Tensor | None]:
-        """This step's pseudo-data [B, ...] and their targets [B, C]; None where all are uniform."""
-        base = ctx.kept[PSEUDO] if self.fresh else ctx.download[PSEUDO]
+    def pseudo_data(self, job: LocalJob, out: Outputs) -> tuple[Tensor, Tensor | None]:
+        """Return this step's pseudo-data [B, ...] and targets [B, C]; None: all are uniform."""
+        means = job.scratch["pseudo"] if self.fresh else job.received["pseudo"]
         if not self._mixes:
-            return base, None
-        mixed = out.once("fedbr.mixed", lambda: self._mix(ctx, base, out.batch))
+            return means, None
+
+        def mix() -> dict[str, Tensor]:
+            inputs, labels = out.batch.inputs.detach(), out.batch.targets
+            indices = job.drawn("mix").to(means.device)
+            return mixture_pseudo_data(means, inputs, labels, indices, job.num_classes)
+
+        mixed = out.once("fedbr.mixed", mix)
         return mixed["inputs"], mixed["targets"]
 
-    def _mix(self, ctx: Context, base: Tensor, batch: Batch) -> dict[str, Tensor]:
-        indices = ctx.drawn("fedbr.mix").to(base.device)
-        return mixture_pseudo_data(base, batch.inputs.detach(), batch.targets, indices, ctx.num_classes)
-
-    def _pseudo_features(self, ctx: Context, out: Outputs) -> Tensor:
-        def compute() -> Tensor:
-            with ctx.statistics_kept():  # BatchNorm's statistics are of real data only
-                return ctx.model.features(self._mixed(ctx, out)[0])
-
-        return out.once("fedbr.pseudo_features", compute)
-
-    def _global_features(self, ctx: Context, out: Outputs) -> Tensor:
-        """Of the received extractor: once per job where the pseudo-data stay the same in it, else at every step."""
-        each = self._mixes and self.global_features == "step"
-        if not each and "fedbr.global" in ctx.kept:
-            return ctx.kept["fedbr.global"]
-        inputs, _ = self._mixed(ctx, out)
-        received = cast("Classifier", ctx.frozen()["model"])
-        features = out.once("fedbr.global", lambda: inferred(lambda: received.features(inputs)))
-        if not each:
-            ctx.kept["fedbr.global"] = features
-        return features
-
-    def _contrast(self, ctx: Context, out: Outputs, pseudo: Tensor, real: Tensor) -> Tensor:
-        """Row j of the pseudo-data meets row j of the batch, modulo its length."""
+    def contrast(self, job: LocalJob, out: Outputs, pseudo: Tensor, real: Tensor) -> Tensor:
+        """Return L_con; row j of the pseudo-data meets row j of the batch, modulo its length."""
         if len(real) != len(pseudo):
             real = real[torch.arange(len(pseudo), device=real.device) % len(real)]
-        project = ctx.networks.get(PROJECTOR, nn.Identity())
-        z_p, z_g, z = project(pseudo), project(self._global_features(ctx, out)), project(real)
+        project = job.network("projector") if self._projects else nn.Identity()
+        z_p, z_g, z = project(pseudo), project(self.global_of(job, out)), project(real)
         return contrastive_loss(z_p, z_g, z, self.tau1, self.tau2, self.temperature_mode)
+
+    def global_of(self, job: LocalJob, out: Outputs) -> Tensor:
+        """Return features of the received model, once per job unless pseudo-data change in it."""
+
+        def compute() -> Tensor:
+            received = cast("Classifier", job.frozen()["model"])
+            return inferred(lambda: received.features(self.pseudo_data(job, out)[0]))
+
+        if self._mixes and self.global_features == "step":
+            return out.once("fedbr.global", compute)
+        if "global" not in job.scratch:
+            job.scratch["global"] = compute()
+        return cast(Tensor, job.scratch["global"])
+
+    def _features(self, job: LocalJob, out: Outputs) -> Tensor:
+        """Return features of pseudo-data, which BatchNorm's running statistics do not see."""
+
+        def compute() -> Tensor:
+            with job.statistics_kept():
+                return job.model.features(self.pseudo_data(job, out)[0])
+
+        return out.once("fedbr.pseudo_features", compute)
 
 
 @functools.lru_cache(maxsize=4)
 def _public(method: FedBR) -> tuple[Source, Dataset] | None:
-    """The proxy set, built and opened once; None where pseudo-data are means of the clients' own samples."""
+    """Return the proxy set, built once; None if pseudo-data are means of clients' samples."""
     if method.pseudo != "mixture" or method.proxy is None:
         return None
     return method.proxy, method.proxy.build()
+
+
+def _check_proxy(run: Setup, proxy: Source, dataset: Dataset) -> None:
+    """Refuse a proxy set whose images or constants do not fit the data."""
+    shape, (channels, *size) = dataset.shape, run.task.shape
+    run.require(
+        shape == run.task.shape,
+        f"method.fedbr.proxy has images of {' x '.join(map(str, shape))} (channels, height, width), "
+        f"the data has {' x '.join(map(str, run.task.shape))}. Set "
+        f"method.fedbr.proxy.size={size[0] if size else 1} and "
+        f"method.fedbr.proxy.channels={channels}.",
+    )
+    for key, values in (("mean", proxy.mean), ("std", proxy.std)):
+        run.require(
+            values is None or len(values) in (1, channels),
+            f"method.fedbr.proxy.{key}={values} does not have one value for each of the {channels} "
+            "channels. Give one value, or one for each channel.",
+        )

@@ -88,6 +88,6 @@ class FedDyn(Method):
         """Return the mean update minus h / alpha; h is updated first."""
         count = len(aggregation.updates)
         drift = server.state["drift"]
-        drift = updated_drift(drift, direction, count, server.clients, self.alpha)
+        drift = updated_drift(drift, direction, count, server.population, self.alpha)
         server.state["drift"] = drift
         return direction - drift / self.alpha

@@ -33,19 +33,22 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from raysim.api.declarations import Cost, Download, Participation
-from raysim.api.hooked_method import HookedMethod
+from raysim.api.method import Method
 from raysim.data.partition import CSR
 from raysim.methods.mixup import soft_targets
 from raysim.primitives.checks import at_least, between
 
 if TYPE_CHECKING:
-    from raysim.api.context import Batch, Context, Contribution, Outputs
-    from raysim.api.hooked_method import OldSetup as Setup
-    from raysim.api.server_view import Server
+    from raysim.api.context import Batch, Contribution, Outputs
+    from raysim.api.declarations import Participation
+    from raysim.api.local_job import LocalJob
+    from raysim.api.server_view import ServerView
+    from raysim.api.setup import Setup
 
 
-def mean_pairs(inputs: Tensor, labels: Tensor, num_classes: int, indices: Tensor) -> dict[str, Tensor]:
+def mean_pairs(
+    inputs: Tensor, labels: Tensor, num_classes: int, indices: Tensor
+) -> dict[str, Tensor]:
     """Row r: the means of the samples ``indices[r]`` and of their one-hot labels.
 
     ``inputs`` (n, ...), ``labels`` int64 (n,), ``indices`` int64 (R, M) -> {"inputs" (R, ...), "targets" (R, C)}.
@@ -54,7 +57,9 @@ def mean_pairs(inputs: Tensor, labels: Tensor, num_classes: int, indices: Tensor
     return {"inputs": inputs[indices].mean(dim=1), "targets": targets[indices].mean(dim=1)}
 
 
-def label_terms(logits: Tensor, labels: Tensor, mean_targets: Tensor, lam: float) -> tuple[Tensor, Tensor]:
+def label_terms(
+    logits: Tensor, labels: Tensor, mean_targets: Tensor, lam: float
+) -> tuple[Tensor, Tensor]:
     """l1 and l2, means over the batch: ``logits`` (B, C), ``labels`` int64 (B,), ``mean_targets`` (B or 1, C or fewer).
 
     Outputs beyond those of ``mean_targets`` have no share in them.
@@ -78,13 +83,22 @@ def loss_terms(
     """
     local, mean_target = label_terms(logits, labels, mean_targets, lam)
     (gradient,) = torch.autograd.grad(local, inputs, create_graph=True)
-    taylor = lam * (gradient * mean_inputs).sum()  # the mean over the batch: l1 is one, so the rows carry 1/B
+    taylor = (
+        lam * (gradient * mean_inputs).sum()
+    )  # the mean over the batch: l1 is one, so the rows carry 1/B
     if taylor_scale == "public":
         taylor = taylor / len(inputs)
-    return {"local": local, "mean_target": mean_target, "taylor": taylor, "total": local + mean_target + taylor}
+    return {
+        "local": local,
+        "mean_target": mean_target,
+        "taylor": taylor,
+        "total": local + mean_target + taylor,
+    }
 
 
-def raw_rows(partition: CSR, steps: int, rows: int, samples: int, generator: np.random.Generator) -> np.ndarray:
+def raw_rows(
+    partition: CSR, steps: int, rows: int, samples: int, generator: np.random.Generator
+) -> np.ndarray:
     """Rows of the data set, int64 [steps, rows, samples]: a client that has any for each row, samples of it for each.
 
     Both uniformly with replacement.
@@ -102,10 +116,7 @@ def _owners(partition: CSR) -> np.ndarray:
     return np.flatnonzero(partition.counts)
 
 
-INPUTS, TARGETS = "fedmix.inputs", "fedmix.targets"
-
-
-class FedMix(HookedMethod):
+class FedMix(Method):
     """lam: how much of the means is mixed in; 0 is FedAvg. means: pairs that each client sends before round 0.
 
     pairs: one for "each" sample of a step or "one" for all. naive: NaiveMix. taylor_scale, fresh: see above.
@@ -113,8 +124,6 @@ class FedMix(HookedMethod):
 
     name = "fedmix"
     paper = "Yoon et al., ICLR 2021"
-    needs = frozenset(("classes", "numbers"))
-    targets = "integer"
 
     def __init__(
         self,
@@ -131,99 +140,99 @@ class FedMix(HookedMethod):
         self.samples_per_mean = int(at_least("method.fedmix.samples_per_mean", samples_per_mean, 1))
         self.pairs, self.naive, self.taylor_scale, self.fresh = pairs, naive, taylor_scale, fresh
 
-    @property
-    def _pooled(self) -> bool:
-        return self.lam > 0 and not self.fresh
-
-    def check(self, setup: Setup) -> Sequence[str]:
-        """Enough pairs for a batch."""
-        if self._pooled and self.pairs == "each":
-            self._require(setup.local.batch, self.means * setup.task.clients, setup.task.clients)
-        return ()
-
-    def _require(self, rows: int, pool: int, clients: int) -> None:
-        if rows > pool:
-            raise ValueError(
-                f"local.batch={rows} is more than the pool of {pool} mean pairs from {clients} clients: set "
-                f"method.fedmix.means={-(-rows // clients)} (now {self.means}) or more"
-            )
-
-    def cost(self, job: Participation) -> Cost:
-        """The second derivative: as much again as a pass.
-
-        In forward passes a step is 1 and a backward pass of 2. The gradient of the inputs adds 1, and differentiating
-        it 2, which makes 6 for 3. The pool travels once.
-        """
-        task, pool = job.run.task, self.means * job.run.clients if self._pooled and not job.earlier else 0
-        down = pool * (math.prod(task.shape) + task.num_classes)
-        return Cost(samples=job.trained if self.lam and not self.naive else 0.0, down=down)
-
-    # --- the pool ------------------------------------------------------------------------------------------------
-    def contribute(self, client: Contribution) -> Mapping[str, np.ndarray]:
-        """Pairs of means of the client's own samples, drawn with replacement."""
-        if not self._pooled:
-            return {}
-        size = (self.means, self.samples_per_mean)
-        indices = torch.from_numpy(client.generator.integers(len(client.inputs), size=size)).to(client.inputs.device)
-        means = mean_pairs(client.inputs, client.labels, client.num_classes, indices)
-        return {f"fedmix.{key}": value.cpu().numpy() for key, value in means.items()}
-
-    def assemble(self, parts: Mapping[str, Sequence[np.ndarray]], server: Server) -> None:
-        """All clients' pairs, one after another."""
-        if self._pooled:
-            server.state |= {key: torch.from_numpy(np.concatenate(parts[key])) for key in (INPUTS, TARGETS)}
-
-    def send(self, server: Server) -> Download:
-        """The pool, to each client once."""
-        if not self._pooled:
-            return Download()
-        return Download(once=lambda: {key: server.state[key] for key in (INPUTS, TARGETS)})
-
-    def planned(self, ctx: Context) -> None:
-        """Draw the pairs of all steps; `draws` could not: it does not know how many there are."""
-        if self.lam:
-            ctx.draws = {**ctx.draws, "fedmix.chosen": self._chosen(ctx).unbind()}
-
-    # --- the step ------------------------------------------------------------------------------------------------
-    def transform(self, ctx: Context, batch: Batch) -> Batch:
-        """u, whose gradient the loss will ask for, or NaiveMix's x~."""
+    def setup(self, run: Setup) -> None:
+        """Own the loss, and collect and send the pool unless pairs are of raw data."""
+        run.needs("classes", "numbers")
+        run.targets("integer")
         if not self.lam:
-            return batch
-        pair = self._pair(ctx, len(batch.inputs))
-        ctx.kept |= {"fedmix.pair_inputs": pair["inputs"], "fedmix.pair_targets": pair["targets"]}
+            run.skip("batch", "loss")
+            return
+        run.owns("loss")
+        if self.fresh:
+            return
+        pool = self.means * run.clients
+        run.require(
+            self.pairs == "one" or run.local.batch <= pool,
+            f"local.batch={run.local.batch} is more than the pool of {pool} mean pairs from "
+            f"{run.clients} clients with samples. Set method.fedmix.means="
+            f"{-(-run.local.batch // max(1, run.clients))} (now {self.means}) or more.",
+        )
+        run.gather(self.own_means, self.join_means)
+        run.send("inputs", floats=pool * math.prod(run.task.shape), once=True)
+        run.send("targets", floats=pool * run.task.num_classes, once=True)
+        run.draw("chosen", self.draw_pairs)
+
+    def cost(self, job: Participation) -> float:
+        """Return as much again as a pass, for the second derivative.
+
+        In forward passes a step is 1 and a backward pass of 2. The gradient of the inputs adds 1,
+        and differentiating it 2, which makes 6 for 3.
+        """
+        return job.trained if self.lam and not self.naive else 0.0
+
+    # --- the pool ------------------------------------------------------------------------------
+    def own_means(self, client: Contribution) -> Mapping[str, np.ndarray]:
+        """Return pairs of means of the client's own samples, drawn with replacement."""
+        size = (self.means, self.samples_per_mean)
+        drawn = client.generator.integers(len(client.inputs), size=size)
+        indices = torch.from_numpy(drawn).to(client.inputs.device)
+        means = mean_pairs(client.inputs, client.labels, client.num_classes, indices)
+        return {name: value.cpu().numpy() for name, value in means.items()}
+
+    def join_means(self, parts: Mapping[str, Sequence[np.ndarray]], server: ServerView) -> None:
+        """Make the pool: all clients' pairs, one after another."""
+        for name in ("inputs", "targets"):
+            server.state[name] = torch.from_numpy(np.concatenate(parts[name]))
+
+    # --- the step ------------------------------------------------------------------------------
+    def draw_pairs(self, job: LocalJob, _: np.random.Generator) -> Sequence[Tensor]:
+        """Draw rows of the pool [R] for each step, different ones within a step."""
+        generator, pool = job.stream("pairs"), len(job.received["inputs"])
+        rows = self._largest(job)
+        chosen = [generator.choice(pool, size=rows, replace=False) for _ in job.plan.sizes]
+        return torch.from_numpy(np.stack(chosen)).unbind()
+
+    def batch(self, job: LocalJob, batch: Batch) -> Batch:
+        """Return u, by which the loss is differentiated, or NaiveMix's x~."""
+        pair = self._fresh_pair(job, batch) if self.fresh else self._pooled_pair(job, batch)
+        job.scratch["pair"] = pair
         scaled = (1 - self.lam) * batch.inputs
         if self.naive:
             return replace(batch, inputs=scaled + self.lam * pair["inputs"])
         return replace(batch, inputs=scaled.requires_grad_())
 
-    def loss(self, ctx: Context, out: Outputs, batch: Batch) -> Tensor:
-        """l1 + l2, and l3 unless the inputs were mixed themselves."""
-        if not self.lam:
-            return F.cross_entropy(out.logits, batch.targets)
-        inputs, targets = ctx.kept["fedmix.pair_inputs"], ctx.kept["fedmix.pair_targets"]
+    def loss(self, job: LocalJob, out: Outputs, loss: Tensor) -> Tensor:
+        """Return l1 + l2, and l3 unless the inputs were mixed themselves."""
+        batch, pair = out.batch, job.scratch["pair"]
         if self.naive:
-            local, mean_target = label_terms(out.logits, batch.targets, targets, self.lam)
+            local, mean_target = label_terms(out.logits, batch.targets, pair["targets"], self.lam)
             return local + mean_target
-        parts = out.logits, batch.inputs, batch.targets, inputs, targets
-        return loss_terms(*parts, self.lam, self.taylor_scale)["total"]
+        terms = loss_terms(
+            out.logits,
+            batch.inputs,
+            batch.targets,
+            pair["inputs"],
+            pair["targets"],
+            self.lam,
+            self.taylor_scale,
+        )
+        return terms["total"]
 
-    def _pair(self, ctx: Context, size: int) -> dict[str, Tensor]:
-        """This step's pairs, "inputs" and "targets" of one row per sample, or one row."""
-        chosen = ctx.drawn("fedmix.chosen")[:size]
-        if not self.fresh:
-            return {key: ctx.download[f"fedmix.{key}"].index_select(0, chosen) for key in ("inputs", "targets")}
-        inputs, labels = ctx.trainer.gather(chosen.flatten().numpy())
-        order = torch.arange(len(labels), device=labels.device).view(chosen.shape)
-        return mean_pairs(inputs, labels, ctx.trainer.task.num_classes, order)
+    def _largest(self, job: LocalJob) -> int:
+        """Return the most pairs that a step of the job needs."""
+        return max(job.plan.sizes) if self.pairs == "each" else 1
 
-    def _chosen(self, ctx: Context) -> Tensor:
-        """For all steps of the job: rows of the pool [steps, R], or of raw data [steps, R, M]."""
-        plan, generator = ctx.plan, ctx.stream("fedmix.pairs")
-        rows = max(plan.sizes) if self.pairs == "each" else 1
-        if self.fresh:
-            partition = ctx.trainer.partition
-            return torch.from_numpy(raw_rows(partition, plan.steps, rows, self.samples_per_mean, generator))
-        pool = ctx.download[INPUTS]
-        self._require(rows, len(pool), len(pool) // self.means)  # clients without samples sent none
-        chosen = [generator.choice(len(pool), size=rows, replace=False) for _ in range(plan.steps)]
-        return torch.from_numpy(np.stack(chosen)).to(pool.device)
+    def _pooled_pair(self, job: LocalJob, batch: Batch) -> dict[str, Tensor]:
+        """Return this step's pairs: "inputs" and "targets" of one row per sample, or one row."""
+        chosen = job.drawn("chosen")[: len(batch.inputs)]
+        return {name: job.received[name].index_select(0, chosen) for name in ("inputs", "targets")}
+
+    def _fresh_pair(self, job: LocalJob, batch: Batch) -> dict[str, Tensor]:
+        """Return the same of raw data, whose rows are drawn at the first step."""
+        if job.step == 0:
+            size = job.plan.steps, self._largest(job), self.samples_per_mean
+            job.scratch["rows"] = raw_rows(job.partition, *size, job.stream("pairs"))
+        rows = job.scratch["rows"][job.step, : len(batch.inputs)]
+        inputs, labels = job.gather(rows.flatten())
+        order = torch.arange(len(labels), device=labels.device).view(rows.shape)
+        return mean_pairs(inputs, labels, job.task.num_classes, order)

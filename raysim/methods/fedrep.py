@@ -24,44 +24,37 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Literal
 
-from torch import nn
-
 from raysim.api.context import Stage
-from raysim.api.declarations import FORWARD, Cost, Participation
-from raysim.api.hooked_method import HookedMethod
+from raysim.api.declarations import FORWARD, Participation
+from raysim.api.method import Method
 from raysim.primitives.checks import at_least, one_of
 
 if TYPE_CHECKING:
     from raysim.api.context import Plan
     from raysim.api.declarations import Local
-    from raysim.api.hooked_method import OldSetup as Setup
+    from raysim.api.setup import Setup
 
 
 def head_steps(steps: int, head_epochs: int, body_epochs: int) -> int:
-    """How many of a job's steps train the head: the first of them."""
+    """Return how many of a job's steps train the head: the first of them."""
     return steps * head_epochs // (head_epochs + body_epochs)
 
 
-class FedRep(HookedMethod):
-    """mode: "alternate" is FedRep, "joint" FedPer, to which the two numbers of epochs mean nothing."""
+class FedRep(Method):
+    """mode: "alternate" is FedRep, "joint" FedPer, which ignores the two numbers of epochs."""
 
     name = "fedrep"
     paper = "Collins et al., ICML 2021"
-    needs = frozenset(("features",))
 
-    def __init__(self, mode: Literal["alternate", "joint"] = "alternate", head_epochs: int = 10, body_epochs: int = 1):
+    def __init__(
+        self,
+        mode: Literal["alternate", "joint"] = "alternate",
+        head_epochs: int = 10,
+        body_epochs: int = 1,
+    ):
         self.mode = one_of("method.fedrep.mode", mode, ("alternate", "joint"))
         self.head_epochs = at_least("method.fedrep.head_epochs", head_epochs, 1)
         self.body_epochs = at_least("method.fedrep.body_epochs", body_epochs, 1)
-
-    @property
-    def idle(self) -> frozenset[str]:
-        """FedPer has one stage, that of FedAvg."""
-        return frozenset({"stages", "cost"} if self.mode == "joint" else ())
-
-    def personal(self, networks: Mapping[str, nn.Module]) -> Sequence[str]:
-        """The head."""
-        return [f"model.head.{name}" for name, _ in networks["model"].get_submodule("head").named_parameters()]
 
     @property
     def _total_epochs(self) -> int:
@@ -72,7 +65,7 @@ class FedRep(HookedMethod):
         """Return the smallest budget in steps in which the head has one."""
         return math.ceil(self._total_epochs / self.head_epochs)
 
-    def require(self, local: Local) -> Mapping[str, object]:
+    def settings(self, local: Local) -> Mapping[str, object]:
         """Return the sum of both phases, or the smallest budget in steps."""
         if self.mode == "joint":
             return {}
@@ -80,32 +73,37 @@ class FedRep(HookedMethod):
             return {"local.epochs": self._total_epochs}
         return {"local.steps": max(local.steps or 0, self._fewest_steps)}
 
-    def check(self, setup: Setup) -> Sequence[str]:
-        """In mode alternate the budget is the sum of both phases, and both have a step in it."""
+    def setup(self, run: Setup) -> None:
+        """Keep the head on the client; in mode alternate, train it before the extractor."""
+        run.needs("features")
+        head = run.model.get_submodule("head")
+        run.private_parameters([f"model.head.{name}" for name, _ in head.named_parameters()])
         if self.mode == "joint":
-            return ()
-        local = setup.local
-        if local.epochs is not None and local.epochs != self._total_epochs:
-            raise ValueError(
-                f"local.epochs: {local.epochs} is not the sum of method.fedrep.head_epochs={self.head_epochs} "
-                f"and method.fedrep.body_epochs={self.body_epochs}. "
-                f"Leave local.epochs out, or set local.epochs={self._total_epochs}."
-            )
-        if local.steps is not None and local.steps < self._fewest_steps:
-            raise ValueError(
-                f"local.steps: {local.steps} leaves no step for the head, whose share is "
-                f"method.fedrep.head_epochs={self.head_epochs} of {self._total_epochs}. "
-                f"Set local.steps={self._fewest_steps} or more."
-            )
-        return ()
+            run.skip("cost")
+            return
+        epochs, steps = run.local.epochs, run.local.steps
+        run.require(
+            epochs is None or epochs == self._total_epochs,
+            f"local.epochs: {epochs} is not the sum of method.fedrep.head_epochs="
+            f"{self.head_epochs} and method.fedrep.body_epochs={self.body_epochs}. Leave "
+            f"local.epochs out, or set local.epochs={self._total_epochs}.",
+        )
+        run.require(
+            steps is None or steps >= self._fewest_steps,
+            f"local.steps: {steps} leaves no step for the head, whose share is "
+            f"method.fedrep.head_epochs={self.head_epochs} of {self._total_epochs}. Set "
+            f"local.steps={self._fewest_steps} or more.",
+        )
+        run.stages(self._stages)
 
-    def stages(self, plan: Plan) -> Sequence[tuple[Stage, ...]]:
-        """An entry per step: first the head's, then the extractor's."""
+    def _stages(self, plan: Plan) -> Sequence[Sequence[Stage]]:
+        """Return one stage for each step: first the head's, then the extractor's."""
         first = head_steps(plan.steps, self.head_epochs, self.body_epochs)
-        head, body = Stage("fedrep.head", ("model.head",)), Stage("fedrep.body", ("model.extractor",))
-        return [(head,)] * first + [(body,)] * (plan.steps - first)
+        head = Stage("fedrep.head", ("model.head",))
+        body = Stage("fedrep.body", ("model.extractor",))
+        return [[head]] * first + [[body]] * (plan.steps - first)
 
-    def cost(self, job: Participation) -> Cost:
-        """Head steps save the extractor's backward pass."""
-        share = self.head_epochs / (self.head_epochs + self.body_epochs)
-        return Cost(samples=(FORWARD - 1) * share * job.trained)
+    def cost(self, job: Participation) -> float:
+        """Subtract the extractor's backward pass, which head steps save."""
+        share = self.head_epochs / self._total_epochs
+        return (FORWARD - 1) * share * job.trained

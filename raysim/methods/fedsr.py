@@ -25,21 +25,22 @@ Choices where paper and code disagree or are silent
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, ClassVar, cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from raysim.api.context import Stage
-from raysim.api.declarations import Network, Task
-from raysim.api.hooked_method import HookedMethod
+from raysim.api.method import Method
 from raysim.models.classifier import Classifier
 from raysim.primitives.checks import at_least
 
 if TYPE_CHECKING:
-    from raysim.api.context import Batch, Context, Outputs, Plan
+    from raysim.api.context import Outputs
+    from raysim.api.declarations import Task
+    from raysim.api.local_job import LocalJob
+    from raysim.api.setup import Setup
 
 
 def representation_norm_penalty(*, representations: Tensor) -> Tensor:
@@ -63,7 +64,11 @@ def conditional_information_penalty(
     """
     centre, spread = reference_mean[labels], F.softplus(reference_std_raw)[labels]
     sigma = (scale * std).abs()
-    each = (spread / sigma).log() + (sigma.square() + (scale * mean - centre).square()) / (2 * spread.square()) - 0.5
+    each = (
+        (spread / sigma).log()
+        + (sigma.square() + (scale * mean - centre).square()) / (2 * spread.square())
+        - 0.5
+    )
     penalty: Tensor = each.sum(dim=1).mean()
     return penalty
 
@@ -96,7 +101,9 @@ class Gaussian(Classifier):
         if self.training:
             return super().forward(x)
         mean, std = self.moments(x)
-        scores = torch.stack([self.head(mean + std * eps).log_softmax(dim=1) for eps in self.noise.to(mean)])
+        scores = torch.stack(
+            [self.head(mean + std * eps).log_softmax(dim=1) for eps in self.noise.to(mean)]
+        )
         return scores.logsumexp(dim=0) - math.log(len(scores))
 
 
@@ -113,7 +120,7 @@ class Reference(nn.Module):
 REFERENCE = "fedsr.reference"
 
 
-class FedSR(HookedMethod):
+class FedSR(Method):
     """alpha_l2r weighs the norm, alpha_cmi the conditional information; width: Z, None: as wide as the features.
 
     samples: of z that a score is the mean of.
@@ -121,10 +128,6 @@ class FedSR(HookedMethod):
 
     name = "fedsr"
     paper = "Nguyen et al., NeurIPS 2022"
-    needs = frozenset(("classes", "features"))
-    excludes: ClassVar[Mapping[str, str]] = {
-        "centralized": "its references are the clients' own, and 'centralized' has one model for all"
-    }
 
     def __init__(
         self,
@@ -145,51 +148,56 @@ class FedSR(HookedMethod):
     def _informed(self) -> bool:
         return self.probabilistic and self.alpha_cmi > 0
 
-    @property
-    def idle(self) -> frozenset[str]:
-        """Without a reference there is nothing to train besides the model."""
-        return frozenset() if self._informed else frozenset({"networks", "stages"})
-
     def model(self, task: Task, model: nn.Module) -> nn.Module:
-        """With a linear layer after the extractor, and a new head."""
+        """Add a linear layer after the extractor, and a new head."""
         base = cast(Classifier, model)
         width = self.width or base.feature_dim
-        if not self.probabilistic:
-            return Classifier(
-                nn.Sequential(base.extractor, nn.Linear(base.feature_dim, width)), width, base.num_classes
-            )
-        return Gaussian(base, width, self.samples)
+        if self.probabilistic:
+            return Gaussian(base, width, self.samples)
+        extractor = nn.Sequential(base.extractor, nn.Linear(base.feature_dim, width))
+        return Classifier(extractor, width, base.num_classes)
 
-    def networks(self, task: Task, model: nn.Module) -> Mapping[str, Network]:
-        """The reference, personal unless it is shared."""
-        reference = Reference(task.num_classes, cast(Classifier, model).feature_dim)
-        return {REFERENCE: Network(reference, personal=not self.share_reference)}
-
-    def stages(self, plan: Plan) -> Sequence[tuple[Stage, ...]]:
-        """One step for the model and the reference."""
-        return ((Stage(trains=("model", REFERENCE)),),)
-
-    def term(self, ctx: Context, out: Outputs, batch: Batch) -> Tensor:
-        """Both penalties on the z that is classified."""
-        total = out.logits.new_zeros(())
-        if self.alpha_l2r:
-            total = total + self.alpha_l2r * representation_norm_penalty(representations=out.features)
+    def setup(self, run: Setup) -> None:
+        """Add the reference, private unless it is shared, and train it along with the model."""
+        run.needs("classes", "features")
+        run.excludes(
+            "centralized",
+            "its references are the clients' own, and 'centralized' has one model for all",
+        )
         if self._informed:
-            reference, targets = cast(Reference, ctx.networks[REFERENCE]), batch.targets
-            mean, std = _moments(out.features)
-            total = total + self.alpha_cmi * conditional_information_penalty(
-                mean=mean,
-                std=std,
-                labels=targets if targets.ndim == 1 else targets.argmax(dim=1),
-                reference_mean=reference.mean,
-                reference_std_raw=reference.std,
-                scale=reference.scale,
-            )
-        return total
+            reference = Reference(run.task.num_classes, run.model.feature_dim)
+            run.network("reference", reference, private=not self.share_reference)
+            run.stages((Stage(trains=("model", REFERENCE)),))
+        elif not self.alpha_l2r:
+            run.skip("loss")
+
+    def loss(self, job: LocalJob, out: Outputs, loss: Tensor) -> Tensor:
+        """Add both penalties on the z that is classified."""
+        terms = []
+        if self.alpha_l2r:
+            penalty = representation_norm_penalty(representations=out.features)
+            terms.append(self.alpha_l2r * penalty)
+        if self._informed:
+            terms.append(self.alpha_cmi * self._information(job, out))
+        return loss + sum(terms)
+
+    def _information(self, job: LocalJob, out: Outputs) -> Tensor:
+        """Return the divergence of the batch from the references of its classes."""
+        reference = cast(Reference, job.network("reference"))
+        targets = out.batch.targets
+        mean, std = _moments(out.features)
+        return conditional_information_penalty(
+            mean=mean,
+            std=std,
+            labels=targets if targets.ndim == 1 else targets.argmax(dim=1),
+            reference_mean=reference.mean,
+            reference_std_raw=reference.std,
+            scale=reference.scale,
+        )
 
 
 def _moments(features: Tensor) -> tuple[Tensor, Tensor]:
-    """What features (B, Z) were drawn from; they may be the first rows of a larger pass (`Method.rows`)."""
+    """What features (B, Z) were drawn from; they may be the first rows of a larger pass."""
     whole = features if hasattr(features, "moments") else features._base
     mean, std = whole.moments  # type: ignore[union-attr]
     return mean[: len(features)], std[: len(features)]

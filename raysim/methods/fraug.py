@@ -345,7 +345,7 @@ class FRAug(HookedMethod):
         if not _normalising("model", setup.networks["model"]):
             return (
                 "method 'fraug' finds no BatchNorm in the model, so that no layer besides RTNet's stays on the client: "
-                "choose a model with BatchNorm, such as model=small_cnn model.norm=batch",
+                "choose a model that has some, such as model=resnet18, or model=small_cnn with model.norm=batch",
             )
         return ()
 

@@ -15,16 +15,14 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from raysim.api.hooked_method import HookedMethod
+from raysim.api.method import Method
 
 if TYPE_CHECKING:
-    from raysim.api.context import Context
-
-_PREFIX = "local.optimizer."
+    from raysim.api.setup import Setup
 
 
-class LocalTraining(HookedMethod):
-    """All networks are personal."""
+class LocalTraining(Method):
+    """All networks are private."""
 
     name = "local"
     paper = "no aggregation"
@@ -32,22 +30,18 @@ class LocalTraining(HookedMethod):
     def __init__(self, keep_optimizer: bool = False):
         self.keep_optimizer = keep_optimizer
 
-    def personal(self, networks: Mapping[str, nn.Module]) -> Sequence[str]:
-        """Every parameter and buffer of every network."""
-        return [
-            f"{name}.{path}"
-            for name, network in networks.items()
-            for path, tensor in (*network.named_parameters(), *network.named_buffers())
-            if tensor.requires_grad or not isinstance(tensor, nn.Parameter)
-        ]
-
-    def receive(self, ctx: Context) -> None:
-        """Let the optimisers go on where they were."""
+    def setup(self, run: Setup) -> None:
+        """Keep all parameters and buffers on the client, and its optimizer if configured."""
+        run.private_parameters(_all_names)
         if self.keep_optimizer:
-            buffers = {key.removeprefix(_PREFIX): value for key, value in ctx.state.items() if key.startswith(_PREFIX)}
-            ctx.optimizers.resume(buffers)
+            run.keep_optimizer()
 
-    def finish(self, ctx: Context) -> None:
-        """Keep the optimisers' buffers."""
-        if self.keep_optimizer:
-            ctx.state |= {f"{_PREFIX}{key}": value for key, value in ctx.optimizers.save().items()}
+
+def _all_names(networks: Mapping[str, nn.Module]) -> Sequence[str]:
+    """Return the trainable parameters and buffers of all networks."""
+    names = []
+    for name, network in networks.items():
+        trained = [path for path, tensor in network.named_parameters() if tensor.requires_grad]
+        buffers = [path for path, _ in network.named_buffers()]
+        names += [f"{name}.{path}" for path in (*trained, *buffers)]
+    return names

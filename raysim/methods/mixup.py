@@ -12,7 +12,7 @@ Choices where the sources differ or are silent
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -21,11 +21,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from raysim.api.hooked_method import HookedMethod
+from raysim.api.method import Method
 from raysim.primitives.checks import above
 
 if TYPE_CHECKING:
-    from raysim.api.context import Batch, Context, Plan
+    from raysim.api.context import Batch
+    from raysim.api.local_job import LocalJob
+    from raysim.api.setup import Setup
 
 
 def soft_targets(labels: Tensor, num_classes: int, dtype: torch.dtype) -> Tensor:
@@ -57,32 +59,42 @@ def mixed_loss(logits: Tensor, labels: Tensor, lam: float | Tensor, permutation:
     ``logits`` (B, C) of the mixed inputs, ``labels`` int64 (B,). Equal to the cross-entropy with the mixed targets.
     """
     log_probabilities = F.log_softmax(logits, dim=-1)
-    own, partner = F.nll_loss(log_probabilities, labels), F.nll_loss(log_probabilities, labels[permutation])
+    own, partner = (
+        F.nll_loss(log_probabilities, labels),
+        F.nll_loss(log_probabilities, labels[permutation]),
+    )
     return lam * own + (1.0 - lam) * partner
 
 
-class Mixup(HookedMethod):
-    """All later losses see the mixed inputs and soft targets."""
+class Mixup(Method):
+    """Train on mixed inputs with soft targets; `batch.pair` has the labels of each pair."""
 
     name = "mixup"
     paper = "Zhang et al., ICLR 2018"
-    needs = frozenset(("numbers",))
-    targets = "soft"
 
     def __init__(self, alpha: float = 0.2):
         self.alpha = above("method.mixup.alpha", alpha, 0.0, "leave mixup out for no mixing")
 
-    def draws(self, plan: Plan, generator: np.random.Generator) -> Mapping[str, Sequence[Tensor]]:
-        """One weight and one permutation per step."""
-        weights = torch.from_numpy(generator.beta(self.alpha, self.alpha, size=plan.steps))
-        return {
-            "mixup.lam": weights.unbind(),
-            "mixup.permutation": [torch.from_numpy(generator.permutation(size)) for size in plan.sizes],
-        }
+    def setup(self, run: Setup) -> None:
+        """Declare a weight and a permutation for each step."""
+        run.needs("numbers")
+        run.targets("soft")
+        run.draw("lam", self.draw_weights)
+        run.draw("permutation", self.draw_partners)
 
-    def transform(self, ctx: Context, batch: Batch) -> Batch:
+    def draw_weights(self, job: LocalJob, generator: np.random.Generator) -> Sequence[Tensor]:
+        """Draw the weight lam of each batch."""
+        weights = generator.beta(self.alpha, self.alpha, size=job.plan.steps)
+        return torch.from_numpy(weights).unbind()
+
+    def draw_partners(self, job: LocalJob, generator: np.random.Generator) -> Sequence[Tensor]:
+        """Draw the partner of each sample of each batch."""
+        return [torch.from_numpy(generator.permutation(size)) for size in job.plan.sizes]
+
+    def batch(self, job: LocalJob, batch: Batch) -> Batch:
         """Mix inputs and targets within the batch."""
-        lam, permutation = ctx.drawn("mixup.lam"), ctx.drawn("mixup.permutation").to(batch.inputs.device)
-        mixed = mixed_batch(batch.inputs, batch.targets, ctx.num_classes, lam, permutation)
+        lam = job.drawn("lam")
+        permutation = job.drawn("permutation").to(batch.inputs.device)
+        mixed = mixed_batch(batch.inputs, batch.targets, job.num_classes, lam, permutation)
         pair = (batch.targets, batch.targets[permutation], lam)
         return replace(batch, inputs=mixed["inputs"], targets=mixed["targets"], pair=pair)

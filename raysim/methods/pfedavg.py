@@ -17,25 +17,23 @@ Choices where the source is silent
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Literal
 
 import torch
-from torch import Tensor
 
 from raysim.api.declarations import Finetune
-from raysim.api.hooked_method import HookedMethod
+from raysim.api.method import Method
 from raysim.primitives.checks import at_least, one_of
 
 if TYPE_CHECKING:
-    from raysim.api.context import Context, Own
-    from raysim.vectors.layout import Layout
+    from raysim.api.local_job import LocalJob, PersonalModel
+    from raysim.api.setup import Setup
 
 MODES = ("after_local", "finetune", "finetune_last")
 
 
-class PFedAvg(HookedMethod):
-    """mode: what a client's own model is. adapt_epochs and head_only belong to the fine-tuning modes."""
+class PFedAvg(Method):
+    """mode: which model is a client's own. adapt_epochs and head_only: of the fine-tuning modes."""
 
     name = "pfedavg"
     paper = "baseline of Chen et al., ICCV 2023"
@@ -49,30 +47,26 @@ class PFedAvg(HookedMethod):
         one_of("method.pfedavg.mode", mode, MODES)
         if head_only and mode == "after_local":
             raise ValueError(
-                "method.pfedavg.head_only=true means nothing with mode=after_local, which fine-tunes nothing: set "
-                "mode=finetune"
+                "method.pfedavg.head_only=true has no effect with mode=after_local, which does "
+                "not fine-tune. Set mode=finetune."
             )
         self.mode, self.head_only = mode, head_only
         self.adapt_epochs = int(at_least("method.pfedavg.adapt_epochs", adapt_epochs, 0))
 
-    @property
-    def idle(self) -> frozenset[str]:
-        """What belongs to the other modes."""
-        return frozenset({"finetuning"} if self.mode == "after_local" else {"state", "finish", "personalise"})
+    def setup(self, run: Setup) -> None:
+        """Keep the trained model on the client, or let evaluation fine-tune the shared one."""
+        if self.mode == "after_local":
+            run.client_state("model", lambda samples: torch.empty(0))
+            return
+        last = self.mode == "finetune_last"
+        run.finetune(Finetune(self.adapt_epochs, head=self.head_only, last=last))
+        run.skip("end", "personalise")
 
-    def state(self, layout: Layout, samples: int) -> Mapping[str, Tensor]:
-        """No model of its own yet."""
-        return {"pfedavg.model": torch.empty(0)}
-
-    def finish(self, ctx: Context) -> None:
+    def end(self, job: LocalJob) -> None:
         """Keep w_k."""
-        ctx.state["pfedavg.model"] = ctx.vector.shared.clone()
+        job.state["model"] = job.vector.shared.clone()
 
-    def personalise(self, own: Own) -> None:
-        """w_k, if the client ever trained."""
-        if len(own.state["pfedavg.model"]):
-            own.vector.shared.copy_(own.state["pfedavg.model"])
-
-    def finetuning(self) -> Finetune | None:
-        """v_k of the fine-tuning modes."""
-        return Finetune(self.adapt_epochs, head=self.head_only, last=self.mode == "finetune_last")
+    def personalise(self, client: PersonalModel) -> None:
+        """Load w_k, if the client ever trained."""
+        if len(client.state["model"]):
+            client.vector.shared.copy_(client.state["model"])

@@ -120,4 +120,4 @@ class Scaffold(Method):
         """Add the mean over all N clients of the changes of c_i."""
         changes = torch.stack(aggregation.uploads("control"))
         control = server.state["control"]
-        server.state["control"] = server_control_variate(control, changes, server.clients)
+        server.state["control"] = server_control_variate(control, changes, server.population)

@@ -26,7 +26,7 @@ Choices where the sources differ or are silent
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal, cast
 
 import numpy as np
@@ -34,16 +34,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from raysim.api.declarations import Cost, Download, Participation, Task
-from raysim.api.hooked_method import HookedMethod
+from raysim.api.method import Method
 from raysim.models.classifier import Classifier
 from raysim.primitives.checks import above, at_least
 from raysim.primitives.streams import stream
 
 if TYPE_CHECKING:
-    from raysim.api.context import Batch, Context, Outputs, Plan
-    from raysim.api.hooked_method import OldSetup as Setup
-    from raysim.api.server_view import Server
+    from raysim.api.context import Batch, Outputs
+    from raysim.api.declarations import Participation, Task
+    from raysim.api.declare import Declarations
+    from raysim.api.local_job import LocalJob
+    from raysim.api.server_view import ServerView
+    from raysim.api.setup import Setup
 
 
 def supervised_contrastive_loss(
@@ -57,7 +59,9 @@ def supervised_contrastive_loss(
     itself = torch.eye(len(rows), dtype=torch.bool, device=rows.device)
     similarity = (rows @ rows.T / temperature).masked_fill(itself, -torch.inf)
     positive = (labels.unsqueeze(1) == labels) & ~itself
-    log_share = F.log_softmax(similarity, dim=1).masked_fill(~positive, 0.0)  # subtracts the row's maximum
+    log_share = F.log_softmax(similarity, dim=1).masked_fill(
+        ~positive, 0.0
+    )  # subtracts the row's maximum
     each = -log_share.sum(dim=1) / positive.sum(dim=1).clamp(min=1)
     return temperature / base_temperature * each.mean()
 
@@ -76,7 +80,9 @@ def alignment_loss(
     features = torch.cat([real_features, virtual_features.detach()])
     labels = torch.cat([real_labels, virtual_labels])
     both = supervised_contrastive_loss(features, labels, temperature, temperature)
-    virtual = supervised_contrastive_loss(virtual_features, virtual_labels, temperature, temperature)
+    virtual = supervised_contrastive_loss(
+        virtual_features, virtual_labels, temperature, temperature
+    )
     return align_weight * both + virtual_weight * virtual
 
 
@@ -104,20 +110,31 @@ def shifted(images: Tensor, down: Tensor, right: Tensor, flip: Tensor, padding: 
     return F.pad(images, (padding,) * 4).flatten(2).gather(2, places).view(images.shape)
 
 
-INPUTS, LABELS, VIEWS = "vhl.inputs", "vhl.labels", "vhl.views"
-COARSE, PADDING = 8, 4  # pixels along an edge of the noise before it is enlarged; around an image before it is cropped
+# Pixels along an edge of the noise before it is enlarged; around an image before it is cropped.
+COARSE, PADDING = 8, 4
 
 
-class Vhl(HookedMethod):
-    """alpha: weight of the virtual images' cross-entropy, gamma: of the alignment, kappa: of the virtual images' own.
+class Doubled(Classifier):
+    """A classifier with two outputs for each class: scores are the larger of the two."""
 
-    virtual: images in the set, virtual_batch: of them in a step. align_epochs: epochs of a job in which features are aligned;
-    a budget of local.steps has no epochs, and aligns in all of them.
+    def forward(self, x: Tensor) -> Tensor:
+        """Return all outputs [B, 2C] in training, and scores [B, C] elsewhere."""
+        logits = super().forward(x)
+        if self.training:
+            return logits
+        real, virtual = logits.chunk(2, dim=1)
+        return torch.maximum(real, virtual)
+
+
+class Vhl(Method):
+    """alpha: weight of the virtual images' cross-entropy, gamma: of the alignment, kappa: of their own.
+
+    virtual: images in the set, virtual_batch: of them in a step. align_epochs: epochs of a job in
+    which features are aligned; a budget of local.steps has no epochs, and aligns in all of them.
     """
 
     name = "vhl"
     paper = "Tang et al., ICML 2022"
-    needs = frozenset(("classes", "features", "images"))
 
     def __init__(
         self,
@@ -133,121 +150,129 @@ class Vhl(HookedMethod):
         self.alpha = at_least("method.vhl.alpha", alpha, 0.0)
         self.gamma = at_least("method.vhl.gamma", gamma, 0.0)
         self.kappa = at_least("method.vhl.kappa", kappa, 0.0)
-        above("method.vhl.temperature", temperature, 0.0)
-        self.temperature, self.label_mode = temperature, label_mode
+        self.temperature = above("method.vhl.temperature", temperature, 0.0)
+        self.label_mode = label_mode
         self.virtual_batch = int(at_least("method.vhl.virtual_batch", virtual_batch, 1))
         self.virtual = int(at_least("method.vhl.virtual", virtual, 1))
         self.align_epochs = int(at_least("method.vhl.align_epochs", align_epochs, 0))
+        self._apart = False  # whether another method changes the inputs; see `setup`
 
-    @property
-    def _active(self) -> bool:
-        return self.alpha > 0 or self.gamma > 0 or self.kappa > 0
-
-    # --- declared once -------------------------------------------------------------------------------------------
+    # --- before the run ------------------------------------------------------------------------
     def model(self, task: Task, model: nn.Module) -> nn.Module:
-        """With "extra" labels, an output for the virtual images of each class after those of the classes."""
+        """Add, for "extra" labels, an output for the virtual images of each class."""
         base = cast(Classifier, model)
         if self.label_mode == "shared":
             return base
-        return Classifier(base.extractor, base.feature_dim, 2 * task.num_classes)
+        return Doubled(base.extractor, base.feature_dim, 2 * task.num_classes)
 
-    def check(self, setup: Setup) -> Sequence[str]:
-        """Enough virtual images for a batch, and for the classes."""
-        if self._active and self.virtual < self.virtual_batch:
-            raise ValueError(
-                f"method.vhl.virtual_batch={self.virtual_batch} is more than all method.vhl.virtual={self.virtual} images: set "
-                f"method.vhl.virtual_batch={self.virtual} or less"
-            )
-        if self._active and self.virtual < setup.task.num_classes:
-            raise ValueError(
-                f"method.vhl.virtual={self.virtual} images are too few for the data's {setup.task.num_classes} "
-                f"classes: set method.vhl.virtual={setup.task.num_classes} or more"
-            )
+    def setup(self, run: Setup) -> None:
+        """Send the virtual set to each client once, and add images of it to each batch."""
+        run.needs("classes", "features", "images")
+        if not (self.alpha or self.gamma or self.kappa):
+            run.skip("batch", "loss")
+            return
+        classes = run.task.num_classes
+        run.require(
+            self.virtual >= self.virtual_batch,
+            f"method.vhl.virtual_batch={self.virtual_batch} is more than all "
+            f"method.vhl.virtual={self.virtual} images. Set "
+            f"method.vhl.virtual_batch={self.virtual} or less.",
+        )
+        run.require(
+            self.virtual >= classes,
+            f"method.vhl.virtual={self.virtual} images are too few for the {classes} classes of the "
+            f"data. Set method.vhl.virtual={classes} or more.",
+        )
+        run.send("inputs", self.inputs, self.virtual * math.prod(run.task.shape), once=True)
+        run.send("labels", self.labels, self.virtual, once=True)
+        run.draw("views", self.draw_views)
+        run.adds_rows()
+        run.check(self.note_changed_inputs)
+
+    def note_changed_inputs(self, run: Declarations) -> Sequence[str]:
+        """Note whether another method changes inputs, so that virtual images pass on their own."""
+        others = [each for each in run.methods if each.method != self.name]
+        self._apart = any(
+            each.has_hook("batch") and not (each.adds_rows or each.old_rows) for each in others
+        )
         return ()
 
-    def send(self, server: Server) -> Download:
-        """The virtual set, to each client once."""
-        return Download(once=lambda: self._virtual(server)) if self._active else Download()
+    def cost(self, job: Participation) -> float:
+        """Return a pass over as many virtual samples as real ones; twice where inputs are changed.
 
-    def _virtual(self, server: Server) -> Mapping[str, Tensor]:
-        """Images and their labels 0..C-1 in turn."""
-        task, generator = server.task, stream(server.seed, "vhl.virtual")
-        channels, *size = task.shape
-        labels = torch.arange(self.virtual) % task.num_classes
-        means, noise = (
-            torch.from_numpy(generator.standard_normal((count, channels, COARSE, COARSE)))
-            for count in (task.num_classes, self.virtual)
-        )
-        images = virtual_images(means, noise, labels, (size[0], size[1]))
-        return {INPUTS: images.to(task.dtype), LABELS: labels}
-
-    def draws(self, plan: Plan, generator: np.random.Generator) -> Mapping[str, Sequence[Tensor]]:
-        """Virtual images and their crops: rows, downward and rightward offsets and flips, int64 [4, batch]."""
-        if not self._active:
-            return {}
-        rows = [generator.choice(self.virtual, size=(1, self.virtual_batch), replace=False) for _ in range(plan.steps)]
-        offsets = generator.integers(2 * PADDING + 1, size=(plan.steps, 2, self.virtual_batch))
-        flips = generator.integers(2, size=(plan.steps, 1, self.virtual_batch))
-        return {VIEWS: torch.from_numpy(np.concatenate([np.stack(rows), offsets, flips], axis=1)).unbind()}
-
-    def cost(self, job: Participation) -> Cost:
-        """As many virtual samples as real ones, though local.batch is not known here and `batch` may be larger.
-
-        Changed inputs mean a second pass over the real ones.
+        `local.batch` is not known here, and `virtual_batch` may be larger.
         """
-        if not self._active:
-            return Cost()
-        images = 0 if job.earlier else self.virtual * (math.prod(job.run.task.shape) + 1)
-        return Cost(samples=(1 + ("transform" in job.run.filled)) * job.trained, down=images)
+        if not (self.alpha or self.gamma or self.kappa):
+            return 0.0
+        return 2 * job.trained if self._apart else job.trained
 
-    # --- the step ------------------------------------------------------------------------------------------------
-    def rows(self, ctx: Context, batch: Batch) -> Tensor | None:
-        """The step's virtual images, unless the batch is not what they are aligned with."""
-        if batch.inputs is not batch.raw_inputs or not self._joins(ctx):
-            return None
-        return self._images(ctx)
+    # --- the virtual set -----------------------------------------------------------------------
+    def labels(self, server: ServerView) -> Tensor:
+        """Return the classes 0..C-1 in turn, int64 [virtual]."""
+        return torch.arange(self.virtual) % server.task.num_classes
 
-    def term(self, ctx: Context, out: Outputs, batch: Batch) -> Tensor:
-        """alpha CE of the virtual images, and the alignment."""
-        total = out.logits.new_zeros(())
-        if not self._joins(ctx):
-            return total
-        real, virtual = self._features(ctx, out, batch)
-        labels = ctx.download[LABELS]
-        labels = labels.index_select(0, ctx.drawn(VIEWS)[0].to(labels.device))
+    def inputs(self, server: ServerView) -> Tensor:
+        """Return the virtual images [virtual, ...], which depend on the seed and the data alone."""
+        task, generator = server.task, stream(server.seed, "vhl.virtual")
+        channels, height, width = task.shape
+        edge = (channels, COARSE, COARSE)
+        means = torch.from_numpy(generator.standard_normal((task.num_classes, *edge)))
+        noise = torch.from_numpy(generator.standard_normal((self.virtual, *edge)))
+        images = virtual_images(means, noise, self.labels(server), (height, width))
+        return images.to(task.dtype)
+
+    # --- a client's job ------------------------------------------------------------------------
+    def draw_views(self, job: LocalJob, generator: np.random.Generator) -> Sequence[Tensor]:
+        """Draw rows, downward and rightward offsets and flips of each step, int64 [4, batch]."""
+        steps, size = job.plan.steps, self.virtual_batch
+        rows = [generator.choice(self.virtual, size=(1, size), replace=False) for _ in range(steps)]
+        offsets = generator.integers(2 * PADDING + 1, size=(steps, 2, size))
+        flips = generator.integers(2, size=(steps, 1, size))
+        return torch.from_numpy(np.concatenate([np.stack(rows), offsets, flips], axis=1)).unbind()
+
+    def batch(self, job: LocalJob, batch: Batch) -> Batch:
+        """Add the step's virtual images, unless the batch is not what they are aligned with."""
+        if self._joins(job) and not self._apart:
+            batch.add_rows(self.name, self._images(job))
+        return batch
+
+    def loss(self, job: LocalJob, out: Outputs, loss: Tensor) -> Tensor:
+        """Add alpha times the cross-entropy of the virtual images, and the alignment."""
+        if not self._joins(job):
+            return loss
+        terms = []
+        real, virtual = self._features(job, out)
+        labels = job.received["labels"]
+        labels = labels.index_select(0, job.drawn("views")[0].to(labels.device))
         if self.alpha:
-            first = ctx.num_classes // 2 if self.label_mode == "extra" else 0
-            total = total + self.alpha * F.cross_entropy(ctx.model.head(virtual), labels + first)
-        if self._aligns(ctx):
+            first = job.num_classes // 2 if self.label_mode == "extra" else 0
+            entropy = F.cross_entropy(job.model.head(virtual), labels + first)
+            terms.append(self.alpha * entropy)
+        if self._aligns(job):
             weights = (self.temperature, self.gamma, self.kappa)
-            total = total + alignment_loss(real, batch.raw_targets, virtual, labels, *weights)
-        return total
+            targets = out.batch.raw_targets
+            terms.append(alignment_loss(real, targets, virtual, labels, *weights))
+        return loss + sum(terms)
 
-    def predict(self, logits: Tensor) -> Tensor:
-        """With "extra" labels, the better of a class's two outputs."""
-        if self.label_mode == "shared":
-            return logits
-        own, virtual = logits.chunk(2, dim=1)
-        return torch.maximum(own, virtual)
+    def _aligns(self, job: LocalJob) -> bool:
+        """Return whether features are aligned in this step."""
+        epochs = job.local.epochs
+        is_early = epochs is None or job.step * epochs // job.plan.steps < self.align_epochs
+        return is_early and (self.gamma > 0 or self.kappa > 0)
 
-    def _aligns(self, ctx: Context) -> bool:
-        """Whether features are aligned in this step."""
-        epochs = ctx.trainer.local.epochs
-        early = epochs is None or ctx.step * epochs // ctx.plan.steps < self.align_epochs
-        return early and (self.gamma > 0 or self.kappa > 0)
+    def _joins(self, job: LocalJob) -> bool:
+        """Return whether this step needs virtual images."""
+        return self.alpha > 0 or self._aligns(job)
 
-    def _joins(self, ctx: Context) -> bool:
-        """Whether this step needs virtual images."""
-        return self.alpha > 0 or self._aligns(ctx)
-
-    def _images(self, ctx: Context) -> Tensor:
-        images = ctx.download[INPUTS]
-        rows, down, right, flip = ctx.drawn(VIEWS).to(images.device).unbind()
+    def _images(self, job: LocalJob) -> Tensor:
+        images = job.received["inputs"]
+        rows, down, right, flip = job.drawn("views").to(images.device).unbind()
         return shifted(images.index_select(0, rows), down, right, flip, PADDING)
 
-    def _features(self, ctx: Context, out: Outputs, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Of the unchanged real batch and of the virtual one, of one forward pass."""
-        if batch.inputs is batch.raw_inputs:
+    def _features(self, job: LocalJob, out: Outputs) -> tuple[Tensor, Tensor]:
+        """Return features of the unchanged real batch and of the virtual one, of one pass."""
+        if not self._apart:
             return out.features, out.rows(self.name)
-        both = ctx.model.features(torch.cat([batch.raw_inputs, self._images(ctx)]))
-        return both[: len(batch.raw_inputs)], both[len(batch.raw_inputs) :]
+        real = out.batch.raw_inputs
+        both = job.model.features(torch.cat([real, self._images(job)]))
+        return both[: len(real)], both[len(real) :]

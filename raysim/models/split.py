@@ -62,6 +62,20 @@ def as_given(model: nn.Module) -> nn.Module:
     return model.net if isinstance(model, Whole) else model
 
 
+def given_names(model: nn.Module) -> dict[str, str]:
+    """Map the names of parameters and buffers in the network of the author to those in this model."""
+    names = [name for name, _ in (*model.named_parameters(), *model.named_buffers())]
+    if isinstance(model, Whole):
+        return {name.removeprefix("net."): name for name in names}
+    if not isinstance(model, Split):
+        return {name: name for name in names}
+    found = {}
+    for name in names:
+        part, _, rest = name.partition(".")
+        found[f"{model.head_name}.{rest}" if part == "head" else rest] = name
+    return found
+
+
 def _replace(net: nn.Module, name: str, module: nn.Module) -> None:
     owner, _, leaf = name.rpartition(".")
     setattr(net.get_submodule(owner), leaf, module)

@@ -56,6 +56,8 @@ def nearest(name: str, valid: Iterable[str]) -> str:
 def instead(name: str, valid: Iterable[str], what: str = "the valid ones are") -> str:
     """The end of a sentence about a wrong name: the nearest one if any is similar, and all if they do not hide it."""
     names = list(valid)
+    if not names:
+        return f"{what} no settings" if what.endswith("has") else f"{what} none"
     everything = f"{what} {', '.join(names)}"
     if not (near := nearest(name, names)):
         return everything

@@ -94,6 +94,10 @@ def user_path(text: str | Path) -> Path:
     if "\0" in str(text):
         raise Refused(f"{str(text)!r} is no path: it contains a NUL")
     try:
+        str(text).encode()
+    except UnicodeEncodeError:
+        raise Refused(f"{str(text)!r} is no text in UTF-8, as files that name it have to be: rename it") from None
+    try:
         path = Path(text).expanduser()
         path.is_dir()
         return path

@@ -1,7 +1,8 @@
 """What each client of a run has and scores: two small tables in the run's folder.
 
 split.parquet     a row per client and class that it has: client, label, training samples
-clients.parquet   a row per client: training samples, test samples, and the accuracies of the last evaluation
+clients.parquet   a row per client: its user's name if it has one, training samples, test samples, and the accuracies of
+                  the last evaluation; `unseen` marks clients that are never trained (`evaluate.unseen`)
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from raysim.primitives.files import from_json, regular, whole
 from raysim.simulation.events import ClientScores
 
 SPLIT, CLIENTS = "split.parquet", "clients.parquet"
+USER = "user"  # the column of the users' names
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,7 +44,7 @@ class Split:
 # --- the split ------------------------------------------------------------------------------------------------------
 def split_of(data: FederatedData) -> Split:
     """Who has how much of what; its memory grows with the samples, not with clients x classes."""
-    (groups, names), train = data.open().groups(), data.partition.train
+    (groups, names), train = data.open().groups(), data.partition.held
     cells, samples = np.unique(train.owners * len(names) + groups[train.indices], return_counts=True)
     client, label = np.divmod(cells, len(names))
     return Split(client, label, samples.astype(np.int64), len(train), list(names))
@@ -75,11 +77,15 @@ def read_split(folder: Path) -> Split | None:
 # --- the clients ----------------------------------------------------------------------------------------------------
 def write_clients(data: FederatedData, scores: ClientScores | None, folder: Path) -> None:
     """Write clients.parquet; an accuracy is null where a client was not scored."""
-    train, tests = data.partition.train.counts, data.partition.test.counts
+    train, tests = data.partition.held.counts, data.partition.test.counts
     count = max(len(train), len(tests))  # a pooled run trains one client, and scores all
     columns: dict[str, Any] = {"client": np.arange(count)}
+    if data.users is not None:
+        columns[USER] = data.users
     for name, sizes in (("samples", train), ("tests", tests)):
         columns[name] = np.pad(sizes, (0, count - len(sizes)))
+    if data.partition.unseen is not None:
+        columns["unseen"] = np.isin(columns["client"], data.partition.unseen)
     for name, values in (scores.columns if scores else {}).items():
         each = np.full(count, np.nan)
         if scores is not None:
@@ -89,16 +95,32 @@ def write_clients(data: FederatedData, scores: ClientScores | None, folder: Path
 
 
 def read_clients(folder: Path) -> dict[str, np.ndarray] | None:
-    """The columns of clients.parquet, nan where a client was not scored; None where the run stored none.
+    """The columns of clients.parquet but the users' names, nan where a client was not scored.
 
-    Raises ValueError where the file is broken.
+    None where the run stored none. Raises ValueError where the file is broken.
     """
     if (table := _read(folder / CLIENTS, ("client", "samples", "tests"))) is None:
         return None
     try:
-        return {name: np.asarray(table[name].cast(pa.float64()).to_numpy()) for name in table.column_names}
+        names = [name for name in table.column_names if name != USER]
+        return {name: _numbers(table[name]) for name in names}
     except pa.ArrowException as problem:
         raise _broken(folder / CLIENTS) from problem
+
+
+def read_users(folder: Path) -> list[str] | None:
+    """Return the users' names by client; None where the run stored none. Raise ValueError where the file is broken."""
+    table = _read(folder / CLIENTS, ("client",))
+    if table is None or USER not in table.column_names:
+        return None
+    return [str(name) for name in table[USER].to_pylist()]
+
+
+def _numbers(column: pa.ChunkedArray) -> np.ndarray:
+    """Return a column as floats; True is 1."""
+    if pa.types.is_boolean(column.type):
+        column = column.cast(pa.int8())
+    return np.asarray(column.cast(pa.float64()).to_numpy())
 
 
 # --- files ----------------------------------------------------------------------------------------------------------

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 DASHES = ("-", "--", ":", "-.")
 Axis: TypeAlias = tuple[str, Callable[[Row], float], str, str]
-SHARES = frozenset(("accuracy", "f1"))  # metrics between 0 and 1
+SHARES = frozenset(("accuracy", "f1", "f1_samples"))  # metrics between 0 and 1
 EYE = 0.01  # a share of an axis that nobody sees
 POINTS = 400  # of a mean curve: more cannot be told apart, and a page would have to carry them
 
@@ -222,6 +222,7 @@ def draw_run(rows: Sequence[Row], folder: Path, title: str) -> list[Path]:
             f"{metric}_shared": "shared model, mean of the clients",
             f"{metric}_finetuned": "after fine-tuning, mean of the clients",
             f"{metric}_common": "clients' models, central test set",
+            f"{metric}_unseen": "clients that are never trained",
         },
         "loss": {"train_loss": "training", "loss_global": "central test set"},
     }

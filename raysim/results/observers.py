@@ -34,6 +34,7 @@ from raysim.results.served import served
 from raysim.results.timeline import draw_timeline
 from raysim.results.tracking import Tracker, save_model
 from raysim.simulation.events import ClientScores, Finished, Profiled, Round, Row, RunStopped, Saved, Waiting
+from raysim.training.identity import are_equal, describe_processes
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -42,7 +43,7 @@ if TYPE_CHECKING:
 
 HISTORY, FAILURES, SUMMARY = "history.parquet", "failures.jsonl", "summary.json"
 PROBES = "probes"  # folder of what was seen of the local models
-_ENDING = ("model_sha256", "state_sha256", "peak_memory_bytes")  # what the summary says of the end
+_ENDING = ("model_sha256", "state_sha256", "peak_memory_bytes", "best_model")  # what the summary says of the end
 Note: TypeAlias = Callable[[str], None]  # prints one line
 Doing: TypeAlias = Callable[[str], AbstractContextManager[None]]  # says what goes on inside
 
@@ -69,7 +70,11 @@ class CurrentRun:
 
     def summary(self) -> dict[str, object]:
         """What summary.json says, of the rows so far; with the checksums of the model once the run has finished."""
-        ending = {} if self.finished is None else {key: getattr(self.finished, key) for key in _ENDING}
+        ending: dict[str, object] = {}
+        if self.finished is not None:
+            ending = {key: getattr(self.finished, key) for key in _ENDING}
+            if processes := self.finished.processes:
+                ending |= {"processes": describe_processes(processes), "same_bits_promised": are_equal(processes)}
         return summarise(self.rows, self.thresholds, **self.facts, **ending)
 
 
@@ -103,8 +108,8 @@ class Observer:
 class ProgressLine(Observer):
     """The bar in a terminal, or a line now and then in a log."""
 
-    def __init__(self, console: Console, quiet: bool):
-        self._console, self._quiet, self._shown = console, quiet, ExitStack()
+    def __init__(self, console: Console, quiet: bool, data: FederatedData):
+        self._console, self._quiet, self._data, self._shown = console, quiet, data, ExitStack()
 
     def on_start(self, run: CurrentRun) -> None:
         """Show the bar."""
@@ -117,7 +122,8 @@ class ProgressLine(Observer):
 
     def on_wait(self, run: CurrentRun, event: Waiting) -> None:
         """Say whom everyone waits for."""
-        self._progress.wait(event.host, event.clients, event.seconds)
+        clients = [self._data.number(client) for client in event.clients]
+        self._progress.wait(event.host, clients, event.seconds)
 
     def on_finish(self, run: CurrentRun, event: Finished) -> None:
         """Leave the last state on the screen."""
@@ -175,6 +181,7 @@ class ClosingLine(Observer):
             "_finetuned": "after fine-tuning, mean of the clients",
             "_common": "clients' models on the central test set",
             "_best": "mean of the clients, each in its best round by validation",
+            "_unseen": "clients that were never trained",
         }
         summary: dict[str, Any] = run.summary()
         found = {text: summary.get(f"{summary['metric']}{suffix}") for suffix, text in names.items()}
@@ -272,8 +279,8 @@ class ClientFiles(Observer):
 class FailureFile(Observer):
     """failures.jsonl: a line for each client that failed and was left out of a round."""
 
-    def __init__(self, note: Note):
-        self._note = note
+    def __init__(self, note: Note, data: FederatedData):
+        self._note, self._data = note, data
 
     def on_start(self, run: CurrentRun) -> None:
         """Of an earlier session, keep the failures of the rounds that the checkpoint holds: later ones come again."""
@@ -289,11 +296,16 @@ class FailureFile(Observer):
             if not path.exists():
                 self._note(f"a client failed and was left out of its round: {failure.error} (all failures: {path})")
             with path.open("a") as stream:
-                stream.write(json.dumps({"round": int(event.row["round"] or 0), **_fields(failure)}) + "\n")
+                stream.write(json.dumps({"round": int(event.row["round"] or 0), **self._fields(failure)}) + "\n")
 
-
-def _fields(failure: Failure) -> dict[str, object]:
-    return {each.name: getattr(failure, each.name) for each in fields(failure)}
+    def _fields(self, failure: Failure) -> dict[str, object]:
+        found: dict[str, object] = {}
+        for each in fields(failure):
+            found[each.name] = getattr(failure, each.name)
+            user = self._data.user(failure.client) if each.name == "client" else None
+            if user is not None:
+                found["user"] = user
+        return found
 
 
 def _round_of(line: str) -> int:
@@ -373,7 +385,7 @@ class SummaryFile(Observer):
 class Tracking(Observer):
     """The same rows, what they sum up to, and files on a tracking server; the model, too, where all share one."""
 
-    FILES = ("config.yaml", HISTORY, SUMMARY, "model.safetensors", FAILURES)
+    FILES = ("config.yaml", HISTORY, SUMMARY, "model.safetensors", "best.safetensors", FAILURES)
 
     def __init__(
         self,

@@ -21,12 +21,13 @@ from raysim.data.heterogeneity import SCALES
 from raysim.data.partition import Ints
 from raysim.primitives.checks import known
 from raysim.primitives.files import folder_at, replace_file, without_password
-from raysim.results.clients import CLIENTS, SPLIT, Split, read_clients, read_split
+from raysim.results.clients import CLIENTS, SPLIT, Split, read_clients, read_split, read_users
 from raysim.results.curves import draw_comparison, mean_curve, panels
 from raysim.results.history import metric_of
 from raysim.results.jobs import read_jobs
 from raysim.results.repeating import run_again
-from raysim.results.report import MARKED, NOTHING, Column, Group, results, scored, sentence, settings, telling
+from raysim.results.report import Group, Run, results, scored, sentence, settings, telling
+from raysim.results.tables import MARKED, NOTHING, Column
 from raysim.results.theme import DARK, LIGHT, svg
 from raysim.results.timeline import eventful, timeline_png
 
@@ -37,10 +38,12 @@ CURVES = {
     "{metric}": "{metric}, mean of the clients",
     "{metric}_worst": "{metric} of the worst client",
     "{metric}_global": "{metric} on the central test set",
+    "{metric}_unseen": "{metric} of clients that are never trained",
     "train_loss": "training loss",
     "loss_global": "loss on the central test set",
 }
 TIMELINES, SPLITS, ERRORS = 6, 4, 20  # most of each on a page
+LOWEST = 5  # users named with the lowest scores
 SHOWN_CLIENTS = 1000  # columns of a picture of a split
 LINE = 300  # characters of an error
 DIGITS = 12  # of a checksum
@@ -229,18 +232,46 @@ def _spread(groups: Sequence[Group]) -> Part:
         "client: the median; with few, the extremes say little. Deviation: over the clients (divisor n)."
     )
     plots = [{"about": "", "svgs": [_plot(svg(draw, "share of clients by their score"))]}]
-    return Part(title, text, [_table(columns, True)], plots=plots)
+    return Part(title, text, [_table(columns, True), *_lowest_users(groups)], plots=plots)
+
+
+def _lowest_users(groups: Sequence[Group]) -> list[Shown]:
+    """Return a table of the users with the lowest scores, by setting (its first seed); none where nobody has a name."""
+    labels: list[str] = []
+    clients: list[str] = []
+    scores: list[float | None] = []
+    for group in groups:
+        run = group.runs[0]
+        users, values = read_users(run.folder), _scores(run)
+        if users is None or len(users) != len(values):
+            continue
+        lowest = np.argsort(values, kind="stable")[: min(LOWEST, int(np.isfinite(values).sum()))]
+        for client in lowest.tolist():
+            labels.append(group.label)
+            clients.append(f"{client} (user {users[client]})")
+            scores.append(float(values[client]))
+    if not labels:
+        return []
+    return [_table([Column("", labels), Column("lowest clients", clients), _figures("score", scores)])]
+
+
+def _scores(run: Run) -> np.ndarray:
+    """Return the score of each client, nan where it was not scored; empty where none was."""
+    columns, metric = read_clients(run.folder) or {}, metric_of(run.rows)
+    return columns.get(metric, columns.get(f"{metric}_shared", np.empty(0)))
 
 
 def _each(group: Group) -> tuple[np.ndarray, float | None]:
     """Sorted scores of all scored clients, and the median of their test samples."""
     values, tests = [np.empty(0)], [np.empty(0)]
     for run in group.runs:
-        columns, metric = read_clients(run.folder) or {}, metric_of(run.rows)
-        scores = columns.get(metric, columns.get(f"{metric}_shared", np.empty(0)))
+        scores, columns = _scores(run), read_clients(run.folder) or {}
         scored = np.isfinite(scores)
+        if "unseen" in columns:
+            scored &= columns["unseen"] == 0
         values.append(scores[scored])
-        tests.append(columns["tests"][scored] if scored.any() else np.empty(0))
+        if scored.any():
+            tests.append(columns["tests"][scored])
     joined = np.concatenate(tests)
     return np.sort(np.concatenate(values)), float(np.median(joined)) if len(joined) else None
 

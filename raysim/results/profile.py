@@ -5,16 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from raysim.primitives.files import replace_file
 from raysim.primitives.spans import KINDS, Track
 from raysim.results.history import write_json
+from raysim.results.tables import aligned, columns_of, terminal_width
 from raysim.results.theme import INK, LIGHT, theme
 from raysim.simulation.profile import Profiled
-
-if TYPE_CHECKING:
-    from rich.table import Table
 
 PROFILE, TRACE, PICTURE = "profile.json", "trace.json", "profile.png"
 _COLUMNS = 5  # processes that a table has room for
@@ -27,21 +24,16 @@ def shares(profile: Profiled) -> dict[str, dict[str, float]]:
     return {track.name: {kind: track.seconds.get(kind, 0.0) / wall for kind in KINDS} for track in profile.tracks}
 
 
-def table(profile: Profiled) -> Table:
-    """The shares, a column for each process; of many hosts one for their mean."""
-    from rich.table import Table
-
+def table(profile: Profiled) -> str:
+    """Return the shares as text, a column for each process; of many hosts one for their mean."""
     found = shares(profile)
     if len(found) > _COLUMNS:
         first, *hosts = found.values()
         mean = {kind: sum(own[kind] for own in hosts) / len(hosts) for kind in KINDS}
         found = {"coordinator": first, f"mean of {len(hosts)} hosts": mean}
-    made = Table(title=f"share of {profile.stop - profile.start:.2f} s of wall time", title_justify="left")
-    for header in ("", *found):
-        made.add_column(header, justify="right" if header else "left")
-    for kind in KINDS:
-        made.add_row(kind, *(f"{own[kind]:.1%}" for own in found.values()))
-    return made
+    rows = [(kind, *(f"{own[kind]:.1%}" for own in found.values())) for kind in KINDS]
+    title = f"share of {profile.stop - profile.start:.2f} s of wall time"
+    return f"{title}\n{aligned(columns_of(('', *found), rows), terminal_width())}"
 
 
 def trace(profile: Profiled) -> dict[str, object]:

@@ -136,9 +136,9 @@ class Progress:
         self.busy = {name: share for name, share in shares.items() if share is not None}
         self._show(self.clock() - self._at >= SILENCE)
 
-    def wait(self, host: int, clients: Sequence[int], seconds: float) -> None:
+    def wait(self, host: int, clients: Sequence[str], seconds: float) -> None:
         """Nothing has come for a while: the host that everyone waits for, the clients that it has in hand, its age."""
-        some = ", ".join(map(str, clients[:5])) + (", ..." if len(clients) > 5 else "")
+        some = ", ".join(clients[:5]) + (", ..." if len(clients) > 5 else "")
         whose = f" with client{'s' if len(clients) > 1 else ''} {some}" if clients else ""
         self._waits_for = f"host {host}{whose} has not answered for {duration(seconds)}"
         self._show(True)

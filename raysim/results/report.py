@@ -2,36 +2,26 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import itertools
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
 
 from raysim.primitives.checks import known
 from raysim.primitives.files import conf_folder, from_json
 from raysim.primitives.kinds import LOWER_IS_BETTER
 from raysim.results.history import column, metric_of, read_history, summarise
 from raysim.results.significance import mean_deviation
+from raysim.results.tables import MARKED, NOTHING, Column, Show, aligned, to_csv
 from raysim.results.theme import time_unit
 
-NOTHING = "–"
-GAP = "  "
 UNFINISHED = " (unfinished)"
-MARKED = "where it is ahead of the next by more than the deviation of either"  # a value as the best, in words
 OWN, CENTRAL = "on the clients' own tests (mean)", "on the central test set"
 GROUPS = ("method", "data", "partition")  # what the table says of a configuration
+RUN_FILES = ("config.yaml", "history.parquet")  # of a run that can be shown
 NOISE = ("_target_", "out", "resume", "choices", "tracking", "hydra")  # differences that tell nothing about a study
-
-
-class Show(Protocol):
-    """How a number is written. like: of a deviation its mean, whose unit and decimals it has."""
-
-    def __call__(self, value: float | None, /, *, like: float | None = None) -> str: ...
 
 
 @dataclass(frozen=True)
@@ -46,39 +36,6 @@ class Run:
     finished: bool = True
 
 
-@dataclass(frozen=True)
-class Column:
-    """One column of the comparison: `better` is +1 where the highest `score` wins, -1 where the lowest, 0 for text.
-
-    deviations: of the scores, where they have one; `MARKED` is the rule. groups: rows that are compared to each other
-    have the same; all of them unless given. show: how a number of it is written; with four decimals unless given.
-    """
-
-    title: str
-    texts: list[str]
-    scores: list[float | None] = field(default_factory=list)
-    better: int = 0
-    deviations: Sequence[float | None] | None = None
-    groups: Sequence[object] | None = None
-    show: Show | None = None
-
-    def best(self) -> set[int]:
-        """Indices of the winners; nobody wins where all are equal or only one run has a value."""
-        groups = self.groups or [None] * len(self.scores)
-        return {winner for group in dict.fromkeys(groups) for winner in self._best_of(group, groups)}
-
-    def _best_of(self, group: object, groups: Sequence[object]) -> set[int]:
-        scores = {i: score for i, score in enumerate(self.scores) if score is not None and groups[i] == group}
-        if not self.better or len(scores) < 2 or len({*scores.values()}) == 1:
-            return set()
-        first, second, *_ = sorted(scores, key=lambda index: -self.better * scores[index])
-        if self.deviations is None:
-            return {index for index, score in scores.items() if score == scores[first]}
-        spread = [self.deviations[first], self.deviations[second]]
-        clear = None not in spread and abs(scores[first] - scores[second]) > max(known(spread))
-        return {first} if clear else set()
-
-
 # ---------------------------------------------------------------- reading
 
 
@@ -90,7 +47,7 @@ def load_run(folder: Path) -> Run:
     folder = Path(folder)
     if not folder.is_dir():
         raise ValueError(f"{folder} is no folder; name one that `raysim run out=DIR` wrote.")
-    missing = [name for name in ("config.yaml", "history.parquet") if not (folder / name).is_file()]
+    missing = [name for name in RUN_FILES if not (folder / name).is_file()]
     if missing:
         inside = sorted(path.parent.name for path in folder.glob("*/history.parquet"))
         hint = f"did you mean {folder / inside[0]}?" if inside else "name one that `raysim run out=DIR` wrote."
@@ -101,6 +58,24 @@ def load_run(folder: Path) -> Run:
     finished = (folder / "summary.json").is_file()
     summary = _read(folder / "summary.json", from_json) if finished else summarise(rows)
     return Run(folder.resolve().name, _read(folder / "config.yaml", _yaml), rows, summary, folder, finished)
+
+
+def load_runs(paths: Sequence[str | Path], warn: Callable[[str], object]) -> list[Run]:
+    """Read the runs that the paths name, without the other files and folders that `runs/*` matches.
+
+    `warn` gets one sentence about folders that no run wrote. Raises `ValueError` where no path is a run.
+    """
+    from raysim.results.tracking import ARTIFACTS
+
+    found = [path for name in paths for path in runs_in(Path(name))]
+    files = [path for path in found if path.is_file()]
+    others = [path for path in found if path.is_dir() and not all((path / name).is_file() for name in RUN_FILES)]
+    runs = [path for path in found if path not in (*files, *others)]
+    loaded = [load_run(path) for path in runs or found]  # an error names the first of them
+    unknown = [str(path) for path in others if path.name != ARTIFACTS]
+    if runs and unknown:
+        warn(f"passed over, as no run has written there: {', '.join(unknown)}")
+    return loaded
 
 
 def runs_in(folder: Path) -> list[Path]:
@@ -306,9 +281,15 @@ def _columns(runs: Sequence[Run], limit: int) -> list[Column]:
     metrics = [metric_of(run.rows) for run in runs]
     better = 0 if not _alike(runs) else -1 if LOWER_IS_BETTER.issuperset(metrics) else 1
     less = better and -int(len({_number(run, "rounds") for run in runs}) == 1)  # of what grows with the rounds
-    local, worst, central = ([_number(r, f"{m}{end}") for r, m in zip(runs, metrics, strict=True)]
-                             for end in ("", "_worst", "_global"))  # fmt: skip
-    finals = [c if own is None else own for own, c in zip(local, central, strict=True)]
+    local, worst, central, unseen = ([_number(r, f"{m}{end}") for r, m in zip(runs, metrics, strict=True)]
+                                     for end in ("", "_worst", "_global", "_unseen"))  # fmt: skip
+    scores = {
+        "final": [c if own is None else own for own, c in zip(local, central, strict=True)],
+        "worst": worst,
+        "central": central,
+    }
+    if known(unseen):
+        scores["unseen"] = unseen
     floats = [(_number(run, "floats_down") or 0.0) + (_number(run, "floats_up") or 0.0) for run in runs]
     rounds = [_number(run, "rounds") or 0.0 for run in runs]
     return [
@@ -319,7 +300,7 @@ def _columns(runs: Sequence[Run], limit: int) -> list[Column]:
         Column("last 10", pairs, means, better, deviations),
         *(
             Column(title, [_score(value) for value in values], values, better, deviations)
-            for title, values in {"final": finals, "worst": worst, "central": central}.items()
+            for title, values in scores.items()
         ),
         *(replace(column, better=-abs(better)) for column in _thresholds(runs, limit)),
         Column("floats", [_count(value) for value in floats], list(floats), less, show=_count),
@@ -330,7 +311,14 @@ def _columns(runs: Sequence[Run], limit: int) -> list[Column]:
 
 def _alike(runs: Sequence[Run]) -> bool:
     """Whether the clients of all runs have the same data, so that one of the runs can be the best."""
-    return len({str(settings({key: run.config.get(key) for key in ("data", "partition")})) for run in runs}) == 1
+    return len({str(_clients_data(run)) for run in runs}) == 1
+
+
+def _clients_data(run: Run) -> dict[str, str]:
+    """The settings that say which samples clients have, and which clients are never trained."""
+    config = {key: run.config.get(key) for key in ("data", "partition")}
+    config["unseen"] = _mapping(run.config.get("evaluate")).get("unseen") or 0  # older runs have no such key
+    return settings(config)
 
 
 def tested(runs: Sequence[Run]) -> dict[str, bool]:
@@ -378,32 +366,6 @@ def table(runs: Sequence[Run], width: int = 0) -> str:
     elif any(c.title == "last 10" and "±" in "".join(c.texts) for c in shown):
         below.append("last 10: mean ± deviation over these rounds")
     return "\n".join([*above, aligned(shown, width), *below])
-
-
-def aligned(columns: Sequence[Column], width: int = 0) -> str:
-    """A table as text: numbers right, winners with a star.
-
-    width: of a line, if above 0; columns that do not fit come in a block below, beside the first one again.
-    """
-    label, *others = [_padded(column) for column in columns]
-    blocks, room = [[label]], width or math.inf
-    for texts in others:
-        if len(blocks[-1]) > 1 and sum(len(each[0]) + len(GAP) for each in blocks[-1]) + len(texts[0]) > room:
-            blocks.append([label])
-        blocks[-1].append(texts)
-    return "\n\n".join(map(_block, blocks))
-
-
-def _padded(column: Column) -> list[str]:
-    best = column.best()
-    texts = [column.title, *(f"{text}{'*' if index in best else ''}" for index, text in enumerate(column.texts))]
-    size = max(map(len, texts))
-    return [text.rjust(size) if column.scores else text.ljust(size) for text in texts]
-
-
-def _block(columns: Sequence[Sequence[str]]) -> str:
-    head, *body = [GAP.join(row) for row in zip(*columns, strict=True)]
-    return "\n".join(line.rstrip() for line in (head, "-" * len(head), *body))
 
 
 # ---------------------------------------------------------------- runs of several seeds
@@ -486,46 +448,17 @@ def _over_seeds(column: Column, spans: Sequence[range]) -> Column:
     return replace(column, texts=texts, scores=[mean for mean, _ in found], deviations=deviations)
 
 
-# ---------------------------------------------------------------- tables for papers and programs
-
-_LATEX = {
-    "\\": r"\textbackslash{}", "{": r"\{", "}": r"\}", "&": r"\&", "%": r"\%", "$": r"\$", "#": r"\#", "_": r"\_",
-    "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "<": r"\textless{}", ">": r"\textgreater{}",
-    "±": r"$\pm$", "–": "--", "α": r"$\alpha$", "μ": r"$\mu$",
-}  # fmt: skip
-
-
-def latex(columns: Sequence[Column], note: str = "") -> str:
-    """A table for LaTeX's package booktabs, winners bold. note: a comment above it."""
-    head = " & ".join(_escaped(column.title) for column in columns)
-    body = [
-        " & ".join(
-            rf"\textbf{{{_escaped(c.texts[row])}}}" if row in c.best() else _escaped(c.texts[row]) for c in columns
-        )
-        for row in range(len(columns[0].texts))
-    ]
-    sides = "".join("r" if column.scores else "l" for column in columns)
-    lines = [rf"\begin{{tabular}}{{{sides}}}", r"\toprule", rf"{head} \\", r"\midrule", *(rf"{row} \\" for row in body)]
-    comments = [f"% {line}" for line in ["needs \\usepackage{booktabs}", *note.splitlines()]]
-    return "\n".join([*comments, *lines, r"\bottomrule", r"\end{tabular}"])
-
-
-def _escaped(text: str) -> str:
-    return "".join(_LATEX.get(sign, sign) for sign in re.sub(r"\s+", " ", text))
+# ---------------------------------------------------------------- every number
 
 
 def as_csv(groups: Sequence[Group]) -> str:
     """A line per run below the head, with every number of its summary in full, by the summary's own keys."""
-    rows = [
+    rows: list[Mapping[str, object]] = [
         {"setting": group.label, "run": run.name, "seed": _seed(run), **{g: choice(run.config, g) for g in GROUPS},
          **_numbers(run.summary)}
         for group in groups for run in group.runs
     ]  # fmt: skip
-    buffer = io.StringIO()
-    writer = csv.DictWriter(buffer, list(dict.fromkeys(key for row in rows for key in row)), lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    return buffer.getvalue().removesuffix("\n")
+    return to_csv(rows).removesuffix("\n")
 
 
 def _numbers(summary: Mapping[str, object], above: str = "") -> dict[str, object]:

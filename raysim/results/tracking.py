@@ -221,7 +221,16 @@ class Mlflow:
         place = None  # a server knows where its artifacts belong
         if self._database:
             place = (self._database.parent / ARTIFACTS).as_uri()
-        return str(self._client.create_experiment(name, artifact_location=place, tags=dict([KIND])))
+        from mlflow.exceptions import MlflowException
+
+        try:
+            return str(self._client.create_experiment(name, artifact_location=place, tags=dict([KIND])))
+        except MlflowException as problem:
+            # Another process created it at this moment.
+            experiment = self._client.get_experiment_by_name(name)
+            if problem.error_code != "RESOURCE_ALREADY_EXISTS" or experiment is None:
+                raise
+            return str(experiment.experiment_id)
 
     def describe(self, record: Record) -> None:
         """Parameters cannot be changed in MLflow, so a run that goes on adds only those that are missing."""

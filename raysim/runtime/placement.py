@@ -28,7 +28,8 @@ class RayOptions:
     besides CPUs and GPUs. strategy: PACK fills one node after another, SPREAD alternates, STRICT_PACK stays on one.
     wait: seconds to queue behind other runs; None: for ever. preflight: whether one job's memory is measured first;
     None: where that decides how many hosts share a GPU. combine: whether nodes add up what their hosts have summed
-    before it travels, which changes no bit; None: for models of a MiB and more.
+    before it travels, which changes no bit; None: for models of a MiB and more. mixed: whether processes may differ in
+    what bits depend on.
     """
 
     hosts: int | None = None
@@ -40,6 +41,7 @@ class RayOptions:
     wait: float | None = None
     preflight: bool | None = None
     combine: bool | None = None
+    mixed: bool = False
 
     @property
     def combine_from(self) -> float:

@@ -69,7 +69,7 @@ def measure(spec: RunSpec, read: Callable[[str], tuple[int, int]] = memory) -> N
 def only(data: FederatedData, clients: Sequence[int], central: int) -> FederatedData:
     """The same clients, of which these have the samples of the first of them and all others none, and the first rows of
     the central test set."""
-    parts = Partition(*(_only(part, clients) for part in (data.partition.train, data.partition.test)))
+    parts = Partition(_only(data.partition.train, clients), _only(data.partition.test, clients))
     return replace(data, partition=parts, central=data.central[:central])
 
 

@@ -12,26 +12,30 @@ from raysim.data.partition import CSR
 class BestRounds:
     """The first round of the highest validation score so far (of an error, of the least); part of a checkpoint.
 
-    tests: each client's test rows; counted: whether their scores are right or wrong, else numbers. A client without
-    validation samples has its last round.
+    tests: each client's test rows. A client without validation samples has its last round.
     """
 
-    def __init__(self, tests: CSR, counted: bool = True):
+    def __init__(self, tests: CSR):
         self._offsets = tests.offsets
+        # "hits", by test row in the client's round, comes with the first scores: they say what is kept of a row.
         self._arrays: dict[str, np.ndarray] = {
             "validation": np.full(len(tests), -np.inf),  # by client
-            "hits": np.zeros(
-                len(tests.indices), np.bool_ if counted else np.float32
-            ),  # by test row, in the client's round
             "shared": np.array([-np.inf, 0.0, np.nan]),  # of the shared model: validation, round, central score
         }
 
     def take(self, clients: np.ndarray, validation: np.ndarray, hits: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The validation accuracies [m] of some clients, and all their test hits, one client after another.
+        """Take the validation scores [m] of some clients, and what is kept of their test rows, client after client.
 
         Returns the same of the clients' best rounds, this one included.
         """
-        best, stored = self._arrays["validation"], self._arrays["hits"]
+        rows = int(self._offsets[-1])
+        stored = self._arrays.setdefault("hits", np.zeros((rows, *hits.shape[1:]), hits.dtype))
+        if stored.shape[1:] != hits.shape[1:]:
+            raise ValueError(
+                "resume: an earlier version of raysim, which scored samples in another way, wrote this checkpoint. "
+                "Start the run again."
+            )
+        best = self._arrays["validation"]
         better = ~(validation <= best[clients])  # also where there is nothing to compare
         best[clients[better]] = validation[better]
         sizes = np.diff(self._offsets)[clients]

@@ -31,12 +31,12 @@ from safetensors.torch import load_file as map_file
 from raysim.api.messages import Arrays
 from raysim.primitives.files import drafted, from_json, room_for, this_process, without_password
 from raysim.primitives.stores import Store, is_remote, parted, store
+from raysim.primitives.version import __version__
 from raysim.simulation.state_log import CLIENT, FILE, MOST, ByClient, Index
 
 MANIFEST, WRITER = "manifest.json", "writer"
 _RUN, _INDEX = "run.json", "index.safetensors"
 _NEEDED = {_RUN, "server.safetensors", _INDEX}
-_EARLIER = {_RUN, "server.safetensors", "clients.safetensors"}  # of versions without a log
 _LOG = re.compile(r"log/(states|rows)-(\d+)\.(safetensors|json)")
 _ROWS = 4096  # rows of the history in a file
 
@@ -280,11 +280,13 @@ def _manifest(there: Store, folder: str) -> dict[str, str]:
     """The checksums of a checkpoint's files. Raises ValueError where they are not those that were written."""
     with there.local(f"{folder}/{MANIFEST}") as path:
         manifest = from_json(path.read_bytes())
-    known = isinstance(manifest, dict) and (manifest.keys() >= _NEEDED or manifest.keys() >= _EARLIER)
-    if not known or any("/" in name and not _LOG.fullmatch(name) for name in manifest):
+    if (
+        not isinstance(manifest, dict)
+        or not manifest.keys() >= _NEEDED
+        or any("/" in name and not _LOG.fullmatch(name) for name in manifest)
+    ):
         raise ValueError(f"{MANIFEST} does not name the files of a checkpoint")
-    own = manifest.pop(MANIFEST, None)
-    if own != _own_digest(manifest) and (own is not None or _INDEX in manifest):  # earlier versions wrote none
+    if manifest.pop(MANIFEST, None) != _own_digest(manifest):
         raise ValueError(f"{MANIFEST} does not have its own checksum")
     return dict(manifest)
 
@@ -311,6 +313,9 @@ def read(address: str | Path) -> Snapshot:
     shown = without_password(str(address))
     if not there.names(folder):
         raise ValueError(f"resume={shown}: no checkpoint there; give the path of a checkpoint folder, or latest")
+    if _is_earlier(there, folder):
+        reason = f"an earlier version of raysim than {__version__} wrote this checkpoint"
+        raise ValueError(f"resume={shown}: {reason}. Start the run again, in another folder")
     if wrong := damage(address):
         others = (f"{where}/{_folder(version)}" for version in reversed(_versions(there)) if _folder(version) != folder)
         good = without_password(next((other for other in others if not damage(other)), ""))
@@ -318,15 +323,21 @@ def read(address: str | Path) -> Snapshot:
         raise ValueError(f"checkpoint {shown} is damaged ({wrong}); {instead}")
     files = _manifest(there, folder)
     numbers = _json(there, f"{folder}/{_RUN}")
-    if blocks := sorted(name for name in files if re.fullmatch(r"(log/)?rows-\d+\.json", name)):
+    if blocks := sorted(name for name in files if re.fullmatch(r"log/rows-\d+\.json", name)):
         numbers["rows"] = [row for name in blocks for row in _json(there, _path(folder, name))] + numbers["rows"]
     server = _mapped(there, [f"{folder}/{name}" for name in files if _is_part(name, "server")])
-    if _INDEX not in files:
-        states = _by_client(_mapped(there, [f"{folder}/{name}" for name in files if _is_part(name, "clients")]))
-        jobs = dict(map(tuple, numbers["accepted"]))
-        return Snapshot(numbers, server, {client: states.get(client, {}) for client in jobs}, jobs)
     index = _index(there, folder)
     return Snapshot(numbers, server, _states(there, index), index.jobs)
+
+
+def _is_earlier(there: Store, folder: str) -> bool:
+    """Return whether a checkpoint has the file of versions that wrote all client states at once."""
+    try:
+        with there.local(f"{folder}/{MANIFEST}") as path:
+            manifest = from_json(path.read_bytes())
+    except (OSError, ValueError):
+        return False
+    return isinstance(manifest, dict) and "clients.safetensors" in manifest
 
 
 def _is_part(name: str, of: str) -> bool:

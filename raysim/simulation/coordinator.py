@@ -19,6 +19,7 @@ from raysim.api.messages import Failure, Probe, Published, SingleUpdate, Update
 from raysim.primitives.memory import peak_memory
 from raysim.primitives.streams import stream
 from raysim.simulation import checkpoint, snapshot
+from raysim.simulation.best_model import BestModel, best_by
 from raysim.simulation.checkpoint import Checkpoints
 from raysim.simulation.dispatcher import Dispatcher, InFlightJob
 from raysim.simulation.evaluator import Evaluator, Scoring
@@ -39,6 +40,8 @@ from raysim.training.probe import balanced_rows
 from raysim.training.run_spec import RunSpec, declare_run
 from raysim.vectors.layout import Vector
 
+_BEST_MODEL = "model/"  # what begins the names of its arrays in a checkpoint
+
 
 @dataclass
 class _Pending:
@@ -49,6 +52,7 @@ class _Pending:
     probes: tuple[Probe, ...]
     jobs: tuple[JobEnd, ...]
     scoring: list[Scoring] = field(default_factory=list)
+    scored: tuple[torch.Tensor, torch.Tensor] | None = None  # vector and counters of the model that is scored
 
 
 class Coordinator:
@@ -87,6 +91,8 @@ class Coordinator:
             settings.weighting or asked_weighting(spec.methods),
             settings.summation,
             schedule.size,
+            spec.data.number,
+            spec.data.partition.never_trained,
         )
         self.attackers = spec.attackers
         self.server.needs_single_updates |= self.attackers.attack.on_updates
@@ -101,6 +107,7 @@ class Coordinator:
         self.dispatcher = Dispatcher(
             runtime, settings.summation, self.layout.shared, self.private, settings.faults.timeout or math.inf
         )
+        self.best_model = BestModel(best_by(spec))
         self.evaluator = Evaluator(spec, declarations, runtime, self.dispatcher, self.private)
         pooled = any(method.pools for method in spec.methods)
         self.history = RowWriter(self.dispatcher, self.private, pooled, spec.dtype.itemsize, spec.task.metric.name)
@@ -240,7 +247,9 @@ class Coordinator:
         if not self.settings.evaluate.evaluates(version, self.settings.rounds):
             return
         ref = self.versions.refs[version]
-        if (scored := self.server.scored()) is not self.server.vector:
+        scored = self.server.scored()
+        pending.scored = scored, self.server.counters
+        if scored is not self.server.vector:
             published = Published(version, scored.numpy(), self.server.counters.numpy(), mark="scored")
             ref = self.runtime.put(published)
         pending.scoring.append(self.evaluator.score(self.server, ref))
@@ -251,6 +260,8 @@ class Coordinator:
             for scoring in pending.scoring:
                 yield from self.dispatcher.awaited(scoring.calls)
                 pending.row |= self.evaluator.columns(scoring)
+            if pending.scored is not None:
+                self.best_model.take(pending.row, *pending.scored)
             self.rows.append(pending.row)
             scores = self.evaluator.scores(pending.scoring)
             yield Round(pending.row, pending.failures, pending.probes, pending.jobs, scores)
@@ -259,7 +270,8 @@ class Coordinator:
     # --- checkpoints and the end ---------------------------------------------------------------------------------
     def _save(self) -> Saved:
         """Write a checkpoint."""
-        best = self.evaluator.best.state() if self.evaluator.best else {}
+        best = dict(self.evaluator.best.state()) if self.evaluator.best else {}
+        best |= {f"{_BEST_MODEL}{key}": array for key, array in self.best_model.state(self.server.vector).items()}
         plan, seconds = self.under_way.state(), self.history.wall_seconds
         now = snapshot.take(self.server, plan, self.private, self.versions, self.rows, seconds, best)
         return Saved(self.server.version, self._checkpoints.write(self.server.version, now))
@@ -273,14 +285,25 @@ class Coordinator:
         self.under_way.restore(plan)
         self.rows = earlier.numbers["rows"]
         self.history.resume(earlier.numbers["wall"])
+        best = snapshot.best(earlier)
+        model = {key.removeprefix(_BEST_MODEL): best.pop(key) for key in [*best] if key.startswith(_BEST_MODEL)}
         if self.evaluator.best:
-            self.evaluator.best.restore(snapshot.best(earlier))
+            self.evaluator.best.restore(best)
+        if model:
+            self.best_model.restore(model, self.server.vector, self.server.counters)
+        else:
+            self.best_model.restore_rows(self.rows)
 
     def _finish(self) -> Finished:
-        """Write the shared model; the checksums of all that the run ended at."""
-        if self.folder:
-            shared = self.initial.named(self.server.vector, self.server.counters)
-            tensors = {name: tensor.numpy() for name, tensor in shared.items()}
-            checkpoint.save_model(tensors, Path(self.folder) / "model.safetensors")
+        """Write the shared model, and that of the best round; return the checksums of all that the run ended at."""
+        self._write_model("model.safetensors", self.server.vector, self.server.counters)
+        best = self.best_model
+        if best.vector is not None and best.counters is not None:
+            self._write_model("best.safetensors", best.vector, best.counters)
         model, state = snapshot.model_sha256(self.server), snapshot.state_sha256(self.server, self.private)
-        return Finished(model, state, peak_memory(), self.under_way.unfinished())
+        return Finished(model, state, peak_memory(), self.under_way.unfinished(), best.summary())
+
+    def _write_model(self, name: str, vector: torch.Tensor, counters: torch.Tensor) -> None:
+        if self.folder:
+            tensors = {key: tensor.numpy() for key, tensor in self.initial.named(vector, counters).items()}
+            checkpoint.save_model(tensors, Path(self.folder) / name)

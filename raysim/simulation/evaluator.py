@@ -35,12 +35,14 @@ DOMAINS = 20  # most domains that get a column each
 class Scoring:
     """Reports under way, by view; and the decomposition's, by model."""
 
-    clients: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
+    clients: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))  # of those that are trained
+    unseen: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))  # of those that never are
     reports: dict[View, list[Call]] = field(default_factory=dict)
     members: tuple[int, ...] = ()  # clients of the decomposition
     models: list[list[Call]] = field(default_factory=list)  # of each member's local model, and of the next shared one
     version: int = 0
-    each: dict[str, np.ndarray] = field(default_factory=dict)  # score of each client with tests, once it was read
+    # By the column that holds the mean: clients with tests and the score of each, once it was read.
+    each: dict[str, list[tuple[np.ndarray, np.ndarray]]] = field(default_factory=dict)
 
     @property
     def calls(self) -> list[Call]:
@@ -70,8 +72,11 @@ class Evaluator:
         self._counts = self.tests.counts  # int64 [clients] test samples; made once, for they are as many as the clients
         self.validation = spec.data.partition.validation
         self._validated = np.zeros_like(self._counts) if self.validation is None else self.validation.counts
-        self._scored = np.flatnonzero(self._counts + self._validated)
-        self.best = None if self.validation is None else BestRounds(self.tests, spec.task.kind == "classification")
+        unseen = spec.data.partition.unseen
+        self.unseen = np.empty(0, np.int64) if unseen is None else unseen
+        self._scored = np.setdiff1d(np.flatnonzero(self._counts + self._validated), self.unseen)
+        self._scored_unseen = self.unseen[self._counts[self.unseen] > 0]
+        self.best = None if self.validation is None else BestRounds(self.tests)
         dataset = spec.data.open()
         self.domains, self.names = dataset.domains, dataset.domain_names
         self.metric = spec.task.metric
@@ -91,19 +96,21 @@ class Evaluator:
     def score(self, server: Server, published: Ref) -> Scoring:
         """Start scoring the server's version."""
         version = server.version
-        clients = self._scored
-        if (some := self.evaluation.clients) != "all" and some < len(clients):
-            clients = np.sort(server.stream("evaluate").choice(clients, size=some, replace=False))
-        found = Scoring(clients, version=version)
+        clients = self._drawn(self._scored, server, "evaluate")
+        unseen = self._drawn(self._scored_unseen, server, "evaluate.unseen")
+        found = Scoring(clients, unseen, version=version)
         central = self.spec.data.central
         if self.complete:
             size = self.spec.score_batch  # one model for all: whole batches across clients
-            parts = self._rows(self.tests, clients), central, self._validates("shared", clients)
+            tests = self._rows(self.tests, clients), self._rows(self.tests, unseen)
+            parts = *tests, central, self._validates("shared", clients)
             tasks = [Task(-1, rows[i : i + size]) for rows in parts for i in range(0, len(rows), size)]
             self._send("shared", tasks, published, found)
-        single = [
-            Task(c, self.tests.rows(c), self.private.accepted_job(c), server.sent_to(c)) for c in clients.tolist()
-        ] if self.personal or self._tunes(version) else []  # fmt: skip
+        single: list[Task] = []
+        if self.personal or self._tunes(version):
+            for client in (*clients.tolist(), *unseen.tolist()):
+                state, extras = self.private.accepted_job(client), server.sent_to(client)
+                single.append(Task(client, self.tests.rows(client), state, extras))
         if self.personal:
             own = [replace(t, rows=np.concatenate((t.rows, self._validates("own", [t.client])))) for t in single]
             self._send("own", own if self.best else single, published, found)
@@ -113,6 +120,13 @@ class Evaluator:
         if self.evaluation.common:
             self._send("common", [replace(task, rows=central) for task in single], published, found)
         return found
+
+    def _drawn(self, clients: np.ndarray, server: Server, purpose: str) -> np.ndarray:
+        """Draw as many of the clients as `evaluate.clients` asks for, ascending; all where there are no more."""
+        count = self.evaluation.clients
+        if count == "all" or count >= len(clients):
+            return clients
+        return np.sort(server.stream(purpose).choice(clients, size=count, replace=False))
 
     @staticmethod
     def _rows(part: CSR, clients: Iterable[int]) -> np.ndarray:
@@ -179,56 +193,110 @@ class Evaluator:
         """What the history says; waits for the reports."""
         reports = {view: self._gathered(refs) for view, refs in found.reports.items()}
         row: Row = {}
-        name = self.metric.name
-        scores: np.ndarray = np.empty(0, np.bool_)
         if (shared := reports.get("shared")) is not None:
-            scores = np.concatenate([report.scores for report in shared]) if shared else scores
-            losses = np.concatenate([report.losses for report in shared]) if shared else np.empty(0)
-            local = int(self._counts[found.clients].sum())
-            ends = local, local + len(self.spec.data.central)
-            row |= self._clients("_shared" if self.personal else "", scores[:local], found)
-            central = scores[slice(*ends)]
-            row[f"{name}_global"] = _mean(central) if len(central) else None
-            row["loss_global"] = float(losses[slice(*ends)].mean(dtype=np.float64)) if len(central) else None
-            row |= self._worst_domain(central)
-            if self.best and not self.personal:
-                row |= self._best(found, scores[:local], scores[ends[1] :])
-                row |= self._best_shared(found.version, row)
-        for view in ("own", "finetuned"):
-            if own := sorted(reports.get(view, []), key=lambda report: report.client):
-                suffix, sizes = "" if view == "own" else "_finetuned", self._counts[[r.client for r in own]]
-                tested = np.concatenate([r.scores[:size] for r, size in zip(own, sizes, strict=True)])
-                row |= self._clients(suffix, tested, found)
-                if self.best and view == "own":
-                    validated = np.concatenate([r.scores[size:] for r, size in zip(own, sizes, strict=True)])
-                    row |= self._best(found, tested, validated)
+            row |= self._shared_columns(shared, found)
+        row |= self._own_columns(reports.get("own", []), "", found)
+        row |= self._own_columns(reports.get("finetuned", []), "_finetuned", found)
         if common := reports.get("common"):
-            row[f"{name}_common"] = float(np.mean([_mean(r.scores) for r in sorted(common, key=lambda r: r.client)]))
+            row |= self._common_columns(common, found)
         if found.models:
             row |= self._decomposed(found)
+        return row
+
+    def _shared_columns(self, reports: Sequence[Report], found: Scoring) -> Row:
+        """The shared model's scores: on the clients' tests, those of unseen clients, and the central test set."""
+        scores = np.concatenate([report.scores for report in reports]) if reports else np.empty(0, np.bool_)
+        losses = np.concatenate([report.losses for report in reports]) if reports else np.empty(0)
+        sizes = [self._counts[found.clients].sum(), self._counts[found.unseen].sum(), len(self.spec.data.central)]
+        ends = np.cumsum(sizes, dtype=np.int64)
+        tested, unseen, central, validated = np.split(scores, ends)
+        suffix, name = "_shared" if self.personal else "", self.metric.name
+        row = self._clients(suffix, tested, found.clients, found)
+        row |= self._unseen(suffix, unseen, found)
+        row[f"{name}_global"] = self.metric.summarise(central) if len(central) else None
+        row["loss_global"] = float(losses[ends[1] : ends[2]].mean(dtype=np.float64)) if len(central) else None
+        row |= self._worst_domain(central)
+        if self.best and not self.personal:
+            row |= self._best(found, tested, validated)
+            row |= self._best_shared(found.version, row)
+        return row
+
+    def _own_columns(self, reports: Sequence[Report], suffix: str, found: Scoring) -> Row:
+        """The scores of the clients' own models; those of a client's tests come first, then of its validation."""
+        if not reports:
+            return {}
+        tested: dict[int, np.ndarray] = {}
+        validated: dict[int, np.ndarray] = {}
+        for report in sorted(reports, key=lambda report: report.client):
+            size = self._counts[report.client]
+            tested[report.client], validated[report.client] = report.scores[:size], report.scores[size:]
+        kept = next(iter(tested.values()))[:0]  # what is kept of no row
+
+        def joined(scores: Mapping[int, np.ndarray], clients: np.ndarray) -> np.ndarray:
+            own = [scores[client] for client in clients.tolist() if client in scores]
+            return np.concatenate([kept, *own])
+
+        row = self._clients(suffix, joined(tested, found.clients), found.clients, found)
+        row |= self._unseen(suffix, joined(tested, found.unseen), found)
+        if self.best and not suffix:
+            row |= self._best(found, joined(tested, found.clients), joined(validated, found.clients))
+        return row
+
+    def _common_columns(self, reports: Sequence[Report], found: Scoring) -> Row:
+        """The mean score of clients' own models on the central test set."""
+        scores = {report.client: self.metric.summarise(report.scores) for report in reports}
+        row: Row = {}
+        for clients, suffix in ((found.clients, "_common"), (found.unseen, "_unseen_common")):
+            if own := [scores[client] for client in clients.tolist()]:
+                row[f"{self.metric.name}{suffix}"] = float(np.mean(own))
         return row
 
     def scores(self, found: Sequence[Scoring]) -> ClientScores | None:
         """Of single clients with tests, as `columns` read them last; None where none was scored."""
         last = next((scoring for scoring in reversed(found) if scoring.each), None)
-        return None if last is None else ClientScores(last.clients[self._counts[last.clients] > 0], last.each)
+        if last is None:
+            return None
+        clients = np.sort(np.concatenate([last.clients, last.unseen]))
+        clients = clients[self._counts[clients] > 0]
+        columns: dict[str, np.ndarray] = {}
+        for name, parts in last.each.items():
+            columns[name] = np.full(len(clients), np.nan)
+            for own, values in parts:
+                columns[name][np.searchsorted(clients, own)] = values
+        return ClientScores(clients, columns)
 
     def _gathered(self, calls: Sequence[Call]) -> list[Report]:
         return [report for call in calls for report in self.dispatcher.wait(call)]
 
-    def _clients(self, suffix: str, scores: np.ndarray, found: Scoring) -> Row:
+    def _clients(self, suffix: str, scores: np.ndarray, clients: np.ndarray, found: Scoring) -> Row:
         """Scores on the clients' own tests: mean over clients, the worst, and each domain's."""
-        clients = found.clients[self._counts[found.clients] > 0]
+        clients = clients[self._counts[clients] > 0]
         if not len(clients):
             return {}
-        ends, name = np.cumsum(self._counts[clients], dtype=np.int64)[:-1], f"{self.metric.name}{suffix}"
-        each = found.each[name] = np.array([_mean(part) for part in np.split(scores, ends)])
-        row: Row = {name: float(each.mean()), f"{name}_worst": self._worst(each)}
+        name = f"{self.metric.name}{suffix}"
+        row = self._mean_and_worst(name, self._each(name, scores, clients, found))
         domains = self.domains[np.concatenate([self.tests.rows(c) for c in clients.tolist()])]
         present = np.unique(domains)
         if 2 <= len(present) <= DOMAINS:
-            row |= {f"{name}.{self.names[d]}": _mean(scores[domains == d]) for d in present}
+            row |= {f"{name}.{self.names[d]}": self.metric.summarise(scores[domains == d]) for d in present}
         return row
+
+    def _unseen(self, suffix: str, scores: np.ndarray, found: Scoring) -> Row:
+        """Scores on the tests of clients that are never trained: mean over clients, and the worst."""
+        if not len(found.unseen):
+            return {}
+        each = self._each(f"{self.metric.name}{suffix}", scores, found.unseen, found)
+        return self._mean_and_worst(f"{self.metric.name}_unseen{suffix}", each)
+
+    def _each(self, name: str, scores: np.ndarray, clients: np.ndarray, found: Scoring) -> np.ndarray:
+        """The score of each client, whose test rows come one client after another; noted under a column's name."""
+        ends = np.cumsum(self._counts[clients], dtype=np.int64)[:-1]
+        each = np.array([self.metric.summarise(part) for part in np.split(scores, ends)])
+        found.each.setdefault(name, []).append((clients, each))
+        return each
+
+    def _mean_and_worst(self, name: str, each: np.ndarray) -> Row:
+        return {name: float(each.mean()), f"{name}_worst": self._worst(each)}
 
     def _worst(self, values: Sequence[float] | np.ndarray) -> float:
         return float(min(values) if self.metric.higher else max(values))
@@ -239,9 +307,9 @@ class Evaluator:
             return {}
         sizes, name = self._validated[found.clients], self.metric.name
         ends, sign = np.cumsum(sizes)[:-1], 1 if self.metric.higher else -1
-        each = np.array([_mean(part) if len(part) else np.nan for part in np.split(validated, ends)])
+        each = np.array([self.metric.summarise(part) if len(part) else np.nan for part in np.split(validated, ends)])
         highest, scores = self.best.take(found.clients, sign * each, tested)
-        row = self._clients("_best", scores, found)
+        row = self._clients("_best", scores, found.clients, found)
         if sizes.any():
             row |= {f"{name}_validation": float(np.nanmean(each))}
             row |= {f"{name}_validation_best": float(np.nanmean(sign * highest))}
@@ -263,7 +331,7 @@ class Evaluator:
         present = np.unique(domains)
         if len(present) < 2:
             return {}
-        worst = self._worst([_mean(scores[domains == domain]) for domain in present])
+        worst = self._worst([self.metric.summarise(scores[domains == domain]) for domain in present])
         return {f"{self.metric.name}_worst_domain": worst}
 
     def _decomposed(self, found: Scoring) -> Row:
@@ -277,7 +345,3 @@ class Evaluator:
         terms = loss_decomposition(loss_matrix=table[:-1], global_losses=table[-1], weights=weights)
         signed = ("global_loss", "local_loss", "distribution_shift", "aggregation")
         return {f"decomposition.{name}": float(terms[name]) for name in signed}
-
-
-def _mean(scores: np.ndarray) -> float:
-    return float(scores.mean(dtype=np.float64))

@@ -9,6 +9,7 @@ from typing import NamedTuple, TypeAlias
 from raysim.api.messages import Failure, Probe
 from raysim.data.partition import Floats, Ints
 from raysim.simulation.profile import Profiled as Profiled
+from raysim.training.identity import Identity
 
 
 class JobEnd(NamedTuple):
@@ -37,9 +38,13 @@ class ClientScores:
 
 @dataclass(frozen=True)
 class Started:
-    """Rows of the rounds that a resumed run already has."""
+    """Rows of the rounds that a resumed run already has.
+
+    processes: those that take part, where they are several.
+    """
 
     rows: list[Row]
+    processes: tuple[Identity, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -78,6 +83,8 @@ class Finished:
     state_sha256: str
     peak_memory_bytes: int
     jobs: tuple[JobEnd, ...] = ()  # that no aggregation took, because there was none any more
+    best_model: Mapping[str, object] | None = None  # round, by which column, its value, sha256 of the weights
+    processes: tuple[Identity, ...] = ()  # that took part, where they are several
 
 
 Event: TypeAlias = Started | Waiting | Round | Saved | Profiled | Finished

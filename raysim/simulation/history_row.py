@@ -50,14 +50,13 @@ class RowWriter:
         """The row of the aggregation that ends this step, which the server has just made; without its scores."""
         updates = [outcome for outcome in outcomes if isinstance(outcome, Update)]
         stale = [each.staleness for each in step.taken]
-        losses = [update.loss for update in updates if math.isfinite(update.loss)]
         row: Row = {
             "round": server.version,
             "virtual_seconds": step.now,
             "wall_seconds": self.wall_seconds,
             "floats_down": None if self.pooled else step.down,
             "floats_up": None if self.pooled else step.up,
-            "train_loss": _mean(losses) if losses else None,
+            "train_loss": _mean_loss(updates),
             self.metric: None,
             f"{self.metric}_worst": None,
             f"{self.metric}_global": None,
@@ -109,6 +108,13 @@ class RowWriter:
 def _mean(values: Sequence[float]) -> float:
     """NumPy's; of one value that value, at a tenth of the cost where every result is aggregated by itself."""
     return float(np.mean(values)) if len(values) > 1 else float(values[0])
+
+
+def _mean_loss(updates: Sequence[Update]) -> float | None:
+    """Return the mean training loss over all rows that the clients trained on; None without a loss."""
+    pairs = [(update.loss, update.loss_rows) for update in updates if math.isfinite(update.loss)]
+    rows = sum(count for _, count in pairs)
+    return math.fsum(loss * count for loss, count in pairs) / rows if rows else None
 
 
 def _reported(updates: Sequence[Update]) -> Row:

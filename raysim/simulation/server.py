@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
 from dataclasses import replace
 from types import NoneType
@@ -53,12 +53,16 @@ class Server:
         weighting: Weighting = "samples",
         group: int = 5,
         size: int = 0,
+        number: Callable[[int], str] = str,
+        unseen: int = 0,
     ):
         self.declarations, self.layout = declarations, (layout := declarations.layout)
         self.seed, self.weighting, self.group = seed, weighting, group
+        self.number = number  # formats a client for errors
         self.task, self.size = task, size  # size: most updates in one aggregation
         self.vector, self.counters = vector, counters  # [layout.shared], [layout.shared_counters]
-        self.counts = counts  # int64 [clients] training samples
+        self.counts = counts  # int64 [clients] training samples; 0 of clients that are never trained
+        self.population = len(counts) - unseen
         # Clients that have samples, and all samples; counted once, for they may be a million.
         self.able, self.samples = int(np.count_nonzero(counts)), int(np.sum(counts))
         self.needs_single_updates = declarations.reads_updates
@@ -241,7 +245,7 @@ class Server:
             weighed = weigh(self._scoped(aggregation, declared), self._views[declared.method])
             instead = "aggregation.reweighted(weights)"
             aggregation = returned(weighed, Aggregation, declared.method, "weigh", instead)
-            _check_weights(aggregation, declared.method)
+            _check_weights(aggregation, declared.method, self.number)
         return aggregation
 
     def _scoped(self, aggregation: Aggregation, declared: Declared) -> Aggregation:
@@ -304,13 +308,14 @@ class Server:
     def _diverged(self, aggregation: Aggregation) -> str:
         """Why the next vector is not finite: no weights, or whose updates are the longest."""
         clients = [update.client for update in aggregation.updates]
-        why = f"of clients {', '.join(map(str, clients[:20]))}"
+        why = f"of clients {', '.join(map(self.number, clients[:20]))}"
         if not any(aggregation.weights):
             why = f"all weights {why} are 0"
         elif aggregation.deltas:
             norms = [float(torch.linalg.vector_norm(delta, dtype=torch.float64)) for delta in aggregation.deltas]
             longest = sorted(range(len(norms)), key=norms.__getitem__, reverse=True)[:3]
-            why = f"the longest updates are {', '.join(f'{norms[i]:g} of client {clients[i]}' for i in longest)}"
+            texts = [f"{norms[place]:g} of client {self.number(clients[place])}" for place in longest]
+            why = f"the longest updates are {', '.join(texts)}"
         return (
             f"the shared vector is not finite after round {self.version + 1} ({why}), and stays as it was before: set "
             "faults.norm to leave out clients with longer updates, or lower local.lr; resume=latest goes on from the "
@@ -344,7 +349,9 @@ class Server:
         return folded(groups)
 
 
-def _check_weights(aggregation: Aggregation, method: str) -> None:
+def _check_weights(
+    aggregation: Aggregation, method: str, number: Callable[[int], str]
+) -> None:
     """Refuse weights that are not one finite number for each update."""
     weights, updates = aggregation.weights, aggregation.updates
     count = len(weights) if isinstance(weights, Sized) else "no"
@@ -355,8 +362,8 @@ def _check_weights(aggregation: Aggregation, method: str) -> None:
     for weight, update in zip(weights, updates, strict=True):
         if not (hasattr(weight, "__float__") and math.isfinite(weight)):
             raise HookMistake(
-                f"method '{method}' returns the weight {weight} for client {update.client} from weigh: return a "
-                "finite number"
+                f"method '{method}' returns the weight {weight} for client "
+                f"{number(update.client)} from weigh: return a finite number"
             )
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -81,8 +80,6 @@ def restore(
 ) -> tuple[Plan, dict[int, Published]]:
     """Make a run that has not begun what it was at a snapshot. Returns its plan, and the base versions of its jobs."""
     numbers, arrays = snapshot.numbers, snapshot.server
-    if "planner" not in numbers:
-        numbers, arrays = _of_rounds(numbers, arrays, len(planner.participations))
     server.version = numbers["version"]
     server.vector, server.counters = torch.from_numpy(arrays["vector"]), torch.from_numpy(arrays["counters"])
     server.state = {name: torch.from_numpy(array) for name, array in _under(arrays, "state/").items()}
@@ -98,34 +95,6 @@ def restore(
 def best(snapshot: Snapshot) -> dict[str, np.ndarray]:
     """What evaluation knew of the best rounds."""
     return _under(snapshot.server, "best/")
-
-
-def _of_rounds(
-    old: Mapping[str, Any], arrays: Mapping[str, np.ndarray], clients: int
-) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    """A snapshot of a version of raysim without a plan, as one of this version: that of a run in rounds is the same."""
-    if old["flights"] or old["arrived"]:
-        raise ValueError(
-            "this checkpoint is of an asynchronous run of an earlier version of raysim, which drew clients in another "
-            "way and counted staleness wrongly: it cannot go on to the same result; start the run anew"
-        )
-    participations = np.zeros(clients, np.int32)
-    for client, count in old["turns"]:
-        participations[client] = count
-    state = {
-        "now": old["now"],
-        "version": old["version"],
-        "cohorts": old["draw"],
-        "dispatched": old["number"],
-        "sent": 0,
-        "since": old["now"],
-        "events": [],
-        "discarded": [],
-        "arrived": [],
-        "step": Step(down=old["floats"]["down"], up=old["floats"]["up"]).numbers(),
-    }
-    plan = {"planner": state, "steps": [], "sent": old["version"] - 1, "jobs": [], "messages": []}
-    return {**old, **plan}, {**arrays, "participations": participations, "taken": participations}
 
 
 def _published(arrays: Mapping[str, np.ndarray], version: int) -> Published:

@@ -19,7 +19,7 @@ Choices where the papers are silent
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from statistics import NormalDist
@@ -92,6 +92,7 @@ class Attackers:
     seed: int
     counts: Ints
     most: float | None = None
+    label: Callable[[int], str] = "client {}".format  # what a client is called in errors
 
     @cached_property
     def clients(self) -> Ints:
@@ -168,7 +169,8 @@ class Attackers:
         try:
             check_norm(float(torch.linalg.vector_norm(torch.from_numpy(params))), self.most)
         except ValueError as error:
-            return Failure(update.job, update.client, update.version, "server", "", f"client {update.client}: {error}")
+            text = f"{self.label(update.client)}: {error}"
+            return Failure(update.job, update.client, update.version, "server", "", text)
         return replace(update, delta=delta)
 
 

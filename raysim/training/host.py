@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from math import isfinite
-from typing import cast
+from math import isfinite, nan
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -36,16 +36,20 @@ from raysim.models import Classifier
 from raysim.primitives.spans import Spans
 from raysim.primitives.streams import stream
 from raysim.training.attack import check_norm
+from raysim.training.batched_lanes import BatchedLanes
 from raysim.training.combiner import Combiner
 from raysim.training.determinism import coarser, make_deterministic
+from raysim.training.lanes import LaneLoop
 from raysim.training.probe import balanced_rows
 from raysim.training.profile import HostTrack, device_use, watched
+from raysim.training.recorded_lanes import RecordedLanes
 from raysim.training.resident import Leftover, Resident
 from raysim.training.run_spec import RunSpec, declare_run
 from raysim.training.step_mode import check_step_mode
 from raysim.training.trainer import Clients, LocalRun, OneByOne, Trainer, load, private_state
 from raysim.training.transfer import Copies, numbers, on_device, up
 from raysim.vectors.layout import Vector
+from raysim.vectors.optimizer import widest
 
 _NO_COUNTERS = np.empty(0, np.int64)
 PROBE_FEATURES = 200  # rows whose features a probe keeps
@@ -60,7 +64,7 @@ class Host(Combiner):
         self.device = torch.device(spec.device)
         declarations = self.declarations = declare_run(spec)
         self.layout = declarations.layout
-        check_step_mode(spec, declarations.networks)
+        check_step_mode(spec, declarations)
         self.vector = Vector(declarations.networks, self.layout, self.device, spec.dtype)
         self._initial = private_state(self.vector, {})  # of a client that never trained; methods add theirs
         inputs, labels = on_device(spec.data.open(), self.device)
@@ -72,12 +76,12 @@ class Host(Combiner):
             spec.settings.local,
             inputs,
             spec.attackers.labels(labels, train, spec.task.num_classes),
-            train,
+            spec.data.partition.held,
             spec.data.pipeline,
             spec.settings.seed,
             spec.autocast,
         )
-        self.loop = OneByOne(self.trainer)
+        self.loop = self._make_loop()
         self._stateful = [each for each in declarations.methods if each.keeps_client_state]
         self._personalisers = declarations.filling("personalise")
         self._predictor = declarations.one("old_predict")
@@ -89,6 +93,12 @@ class Host(Combiner):
         self._probed = np.empty(0, np.int64)
         self._busy = 0.0  # seconds of work since it last said so
         self.spans: Spans | None = watched(self) if spec.profile else None
+
+    def _make_loop(self) -> OneByOne | LaneLoop[Any]:
+        """Return the loop that trains clients: one after another, in lanes, or from recordings."""
+        if self.spec.graph:
+            return RecordedLanes(self.trainer, self.spec.lanes)
+        return BatchedLanes(self.trainer, self.spec.lanes) if self.spec.lanes > 1 else OneByOne(self.trainer)
 
     def ready(self) -> str:
         """Its name, once it can work."""
@@ -184,7 +194,7 @@ class Host(Combiner):
 
         def end(index: int, work: LocalRun) -> None:
             seconds = (time.perf_counter() - starts[index][0]) / self.spec.lanes
-            settle(index, *self._outcome(jobs[index], work.ctx, received[0], starts[index][1], seconds, sums))
+            settle(index, *self._outcome(jobs[index], work, received[0], starts[index][1], seconds, sums))
 
         def fail(index: int, error: BaseException) -> None:
             settle(index, self._failure(jobs[index], error), starts[index][1])
@@ -222,7 +232,7 @@ class Host(Combiner):
         if number < 0:
             if not self._stateful:
                 return self._initial
-            samples = len(self.spec.data.partition.train.rows(client))
+            samples = len(self.spec.data.partition.held.rows(client))
             methods: dict[str, Tensor] = {}
             for declared in self._stateful:
                 values = declared.client_states(self.layout, samples)
@@ -240,14 +250,15 @@ class Host(Combiner):
         return value.to(self.device, self.vector.data.dtype if changes else value.dtype)
 
     def _outcome(
-        self, job: Job, ctx: Context, base: Tensor, state: PrivateState[Tensor], seconds: float, sums: _Sums
+        self, job: Job, work: LocalRun, base: Tensor, state: PrivateState[Tensor], seconds: float, sums: _Sums
     ) -> tuple[Outcome, PrivateState[Tensor]]:
         """What a job sends and leaves. The delta is left in the vector's shared part; a single update has a copy."""
-        plan, losses = ctx.plan, ctx.losses
+        ctx = work.ctx
+        plan, loss_rows = ctx.plan, work.loss_rows()
         check_report(ctx.report, "ctx")
         probe = self._probe(ctx) if job.probe else None
         delta = self.vector.shared.sub_(base)
-        loss = self._checked(job, losses, delta, ctx.upload)
+        loss = self._checked(job, ctx.losses, loss_rows, delta, ctx.upload)
         summed = SummedUpdate(
             job=job.number,
             client=job.client,
@@ -262,6 +273,7 @@ class Host(Combiner):
             moves=self._moves(ctx),
             report=ctx.report,
             probe=probe,
+            loss_rows=sum(loss_rows),
         )
         # Without personal parameters two copies of nothing would take 5 us a job.
         left = (
@@ -273,12 +285,17 @@ class Host(Combiner):
             return summed, left
         return SingleUpdate(**vars(summed), delta=self._copied(delta.clone())), left
 
-    def _checked(self, job: Job, losses: Tensor, delta: Tensor, upload: Mapping[str, Tensor]) -> float:
-        """The mean loss. Raises NotFinite or ValueError for what must not be added up; waits for the device once."""
+    def _checked(
+        self, job: Job, losses: Tensor, loss_rows: Sequence[int], delta: Tensor, upload: Mapping[str, Tensor]
+    ) -> float:
+        """Return the mean loss over the rows.
+
+        Raises NotFinite or ValueError for what must not be added up; waits for the device once.
+        """
         # A finite norm, or sum, has finite terms. Personal entries too: the client's next job would start from them.
         trained = self.layout.trained
         norm, rest = torch.linalg.vector_norm(delta[:trained]), self.vector.data[trained:]
-        asked = [losses.mean(), norm, rest.sum(), *(value.sum() for value in upload.values())]
+        asked = [mean_over_rows(losses, loss_rows), norm, rest.sum(), *(value.sum() for value in upload.values())]
         loss, length, others, *sums = numbers(asked)
         finite = isfinite(length) and isfinite(others)
         if (len(losses) and not isfinite(loss)) or not (finite or bool(self.vector.data.isfinite().all())):
@@ -301,7 +318,7 @@ class Host(Combiner):
         sums.add(job, delta)
 
     def _failure(self, job: Job, error: BaseException) -> Failure:
-        where = f"client {job.client}, version {job.version}, host {self.name}"
+        where = f"{self.spec.data.label(job.client)}, version {job.version}, host {self.name}"
         text = f"{where}: {said(error)}"
         name = error.method if isinstance(error, NotFinite) else failing_method_name(error)
         return Failure(job.number, job.client, job.version, self.name, name, text, traced(error))
@@ -320,11 +337,9 @@ class Host(Combiner):
         labels, scores, columns = [], [], []
         with torch.inference_mode():
             for inputs, own in self.trainer.in_parts(self._probed, self.spec.score_batch):
-                features = ctx.model.features(inputs)
-                logits = ctx.model.head(features)
-                scores.append(self._ranked(logits))
+                scores.append(self._ranked(ctx.model(inputs)))
                 labels.append(own)
-                columns.append((features, received.features(inputs)))
+                columns.append((ctx.model.features(inputs), received.features(inputs)))
         truth, score = torch.cat(labels), torch.cat(scores)
         each = max(1, PROBE_FEATURES // self.spec.task.num_classes)
         some = balanced_rows(truth.cpu().numpy(), each, stream(self.spec.settings.seed, "probe.features"))
@@ -440,7 +455,7 @@ class Host(Combiner):
 
     def _finetune(self, client: int, version: int, how: Finetune) -> None:
         partition = self.spec.data.partition
-        rows = partition.train.rows(client)
+        rows = partition.held.rows(client)
         if how.samples == "all" and partition.spare is not None:
             rows = np.concatenate([rows, partition.spare.rows(client)])
         self.trainer.adapt(client, rows, version, how)
@@ -458,6 +473,15 @@ class Host(Combiner):
             losses.append(learnt.objective.losses(logits, labels))
             scores.append(learnt.metric.rows(self._ranked(logits), labels))
         return Report(task.client, torch.cat(scores).cpu().numpy(), torch.cat(losses).cpu().numpy())
+
+
+def mean_over_rows(losses: Tensor, rows: Sequence[int]) -> Tensor:
+    """Return the mean of batches' mean losses, each weighted by its number of rows; nan without a batch."""
+    if not rows:
+        return losses.new_full((), nan)
+    weights = up(np.array(rows, np.int64), losses.device)
+    wide = widest(losses.device)
+    return torch.dot(losses.to(wide), weights.to(wide)) / sum(rows)
 
 
 class _Sums:

@@ -72,20 +72,34 @@ def output_distribution(probabilities: Reals, labels: Ints, seen: Bools) -> Floa
     return np.asarray(probabilities[rows].mean(axis=0, dtype=np.float64)) if rows.any() else None
 
 
-def _mean(values: Sequence[float | None]) -> float | None:
-    found = known(values)
-    return float(np.mean(found)) if found else None
+def _mean(values: Sequence[float | None], counts: Sequence[int]) -> float | None:
+    """Return the mean of the known values, each weighted by the rows that it was computed on; None without any."""
+    pairs = [(v, count) for v, count in zip(values, counts, strict=True) if v is not None and math.isfinite(v)]
+    total = sum(count for _, count in pairs)
+    return math.fsum(value * count for value, count in pairs) / total if total else None
 
 
 def summarise_probes(probes: Sequence[Probe]) -> dict[str, float | None]:
-    """Columns of a history row: means over the probed clients (and the worst accuracy), None where none is known."""
+    """Return the columns of a history row: means over the rows of all probed clients, and the worst client's accuracy.
+
+    The clients share the central rows of accuracy and features. Rows of unseen classes differ in number from client to
+    client, and so do the pairs of a seen and an unseen row. A column is None where no client has a value.
+    """
     accuracies = [probe.accuracy for probe in probes]
+    distances = [feature_distance(p.features, p.received) for p in probes]
+    similarities = [feature_similarity(p.features, p.received) for p in probes]
+    likenesses = [feature_likeness(p.features, p.labels, p.seen) for p in probes]
+    probabilities = [unseen_probability(p.probabilities, p.labels, p.seen) for p in probes]
+    shares = [seen_share(p.probabilities, p.labels, p.seen) for p in probes]
+    rows = [len(probe.labels) for probe in probes]
+    unseen = [int(np.count_nonzero(~probe.seen[probe.labels])) for probe in probes]
+    pairs = [count * (total - count) for count, total in zip(unseen, rows, strict=True)]
     return {
-        "local_accuracy": _mean(accuracies),
+        "local_accuracy": _mean(accuracies, rows),
         "local_accuracy_worst": min(known(accuracies), default=None),
-        "feature_distance": _mean([feature_distance(p.features, p.received) for p in probes]),
-        "feature_similarity": _mean([feature_similarity(p.features, p.received) for p in probes]),
-        "feature_likeness": _mean([feature_likeness(p.features, p.labels, p.seen) for p in probes]),
-        "unseen_probability": _mean([unseen_probability(p.probabilities, p.labels, p.seen) for p in probes]),
-        "seen_share": _mean([seen_share(p.probabilities, p.labels, p.seen) for p in probes]),
+        "feature_distance": _mean(distances, rows),
+        "feature_similarity": _mean(similarities, rows),
+        "feature_likeness": _mean(likenesses, pairs),
+        "unseen_probability": _mean(probabilities, unseen),
+        "seen_share": _mean(shares, unseen),
     }

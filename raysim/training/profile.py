@@ -23,7 +23,7 @@ _WITHIN_HOST = {
     "_add": "sums",
 }
 _WITHIN_TRAINER = {"gather": "gathering", "look_ahead": "gathering", "load": "copies", "steps": "steps"}
-_WITHIN_LANES = {"_step_together": "steps", "_step_alone": "steps"}
+_WITHIN_LANES = {"step_lanes": "steps"}
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ from raysim.data.federated import FederatedData
 from raysim.models import Classifier, ModelRecipe, split, splits
 from raysim.primitives.checks import above, at_least, between, in_range
 from raysim.training.attack import Attack, Attackers
+from raysim.training.initial_weights import Init, InitialWeights
 from raysim.vectors.layout import Layout
 
 Precision: TypeAlias = Literal["float32", "tf32", "bfloat16"]
@@ -111,6 +112,7 @@ class RunSettings:
     faults: Faults = field(default_factory=Faults)
     attack: Attack = field(default_factory=Attack)
     state: State = field(default_factory=State)
+    init: Init = field(default_factory=Init)
 
     def __post_init__(self) -> None:
         in_range("seed", self.seed, least=0, below=2**63)
@@ -124,8 +126,10 @@ class RunSpec:
 
     device: where this process computes ("cpu", "cuda", "cuda:1", "mps"). lanes: how many clients a host trains at once,
     on which bits depend. score_batch: samples scored at once. profile: whether it is measured where the time goes.
-    graph: whether an iteration of the lanes is recorded once and replayed; bits depend on it. precision: what products
+    graph: whether a step is recorded once and replayed; bits depend on it. precision: what products
     of a step are computed in. loss: in place of the usual one; see `Task`.
+    weights: saved ones, where networks start. packages: those
+    besides raysim whose code the run uses.
     """
 
     model: ModelRecipe
@@ -141,8 +145,10 @@ class RunSpec:
     graph: bool = False
     precision: Precision = "float32"
     loss: RowLoss | None = None
+    weights: InitialWeights | None = None
     size: int = sys.maxsize  # most updates in one aggregation
     stale: bool = False  # whether updates may start from an earlier version than the current one
+    packages: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         at_least("runtime.lanes", self.lanes, 1)
@@ -158,13 +164,14 @@ class RunSpec:
         dataset = self.data.open()
         clients, metric = len(self.data.partition.train), self.settings.evaluate.metric
         about = (dataset.shape, dataset.num_classes, clients, self.dtype, dataset.kind, dataset.tokens)
-        return Task(*about, scored_by=metric, loss=self.loss)
+        return Task(*about, scored_by=metric, loss=self.loss, unseen=self.data.partition.never_trained)
 
     @cached_property
     def attackers(self) -> Attackers:
         """Who among the clients attacks, and how."""
         settings = self.settings
-        return Attackers(settings.attack, settings.seed, self.data.partition.train.counts, settings.faults.norm)
+        counts, most = self.data.partition.train.counts, settings.faults.norm
+        return Attackers(settings.attack, settings.seed, counts, most, self.data.label)
 
 
 def build_model(spec: RunSpec) -> nn.Module:
@@ -194,6 +201,8 @@ def declare_run(spec: RunSpec) -> Declarations:
         declarations = declare(spec.methods, task, model, facts)
     _check_loss(task, declarations)
     _check_evaluation(evaluation_of(spec, declarations), task, has_head)
+    if spec.weights is not None:
+        spec.weights.load_into(declarations.networks, declarations.private_names)
     return declarations
 
 

@@ -16,14 +16,22 @@ T = TypeVar("T")
 
 
 def generator_state(device: torch.device) -> Tensor:
-    """Where the generator stands that dropout draws from on this device."""
+    """Return the state of the generator that dropout draws from on this device; empty during a capture.
+
+    A capture cannot read the generator, and a step that draws is not captured.
+    """
     if device.type == "cpu":
         return torch.get_rng_state()
-    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.mps.get_rng_state()
+    if device.type == "cuda":
+        capturing = torch.cuda.is_current_stream_capturing()
+        return torch.empty(0, dtype=torch.uint8) if capturing else torch.cuda.get_rng_state(device)
+    return torch.mps.get_rng_state()
 
 
 def set_generator_state(device: torch.device, state: Tensor) -> None:
-    """Put that generator there."""
+    """Set that generator's state; an empty state changes nothing."""
+    if not len(state):
+        return
     if device.type == "cpu":
         torch.set_rng_state(state)
     elif device.type == "cuda":

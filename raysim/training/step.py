@@ -125,7 +125,8 @@ class Step:
         self.usual_loss = usual_loss
         self.flat = bool(hooks.corrections) or clip > 0 or hooks.perturb is not None
         self._groups: dict[tuple[int, tuple[str, ...]], Group] = {}  # by where the vector lies
-        self._grad: Tensor | None = None
+        # Flat gradients, by where the vector lies and size; a CUDA graph may hold them, so none is ever replaced.
+        self._grads: dict[tuple[int, int], Tensor] = {}
 
     def __call__(self, ctx: Context, batch: Batch, stages: Sequence[Stage]) -> Tensor | None:
         """Do all stages on one batch; returns the task loss without added terms (detached), if a stage has it."""
@@ -140,11 +141,6 @@ class Step:
                 reported = task.detach()
             self._descend(ctx, stage, loss, second)
         return reported
-
-    @property
-    def has_hooks(self) -> bool:
-        """Whether a method takes part in what is computed before a gradient is corrected."""
-        return bool(self.hooks.batches or self.hooks.losses or self.hooks.perturb)
 
     def outputs(self, ctx: Context, batch: Batch) -> Outputs:
         """Return what the model will make of the batch, changed as methods ask."""
@@ -186,7 +182,7 @@ class Step:
     def _descend(self, ctx: Context, stage: Stage, loss: Tensor, second: SecondPass | None) -> None:
         group = self.group(stage.trains)
         grads = gradients(loss, group.params)
-        steps = [self.vector.data[run] for run in group.runs] if self.flat else group.views
+        steps = self.moved(group)
         optimizer = ctx.optimizers.of(stage.name, self.optimizer, steps, group.shared, stage.rate)
         rate = ctx.rate * stage.rate
         if not self.flat:
@@ -222,10 +218,15 @@ class Step:
         return returned(changed, Tensor, name, "perturb", "the gradient")
 
     def _flatten(self, grads: list[Tensor]) -> Tensor:
-        size = sum(grad.numel() for grad in grads)
-        if self._grad is None or len(self._grad) < size:
-            self._grad = torch.empty(size, dtype=self.vector.data.dtype, device=self.vector.data.device)
-        return torch.cat([grad.reshape(-1) for grad in grads], out=self._grad[:size])
+        size, data = sum(grad.numel() for grad in grads), self.vector.data
+        place = data.data_ptr(), size
+        if place not in self._grads:
+            self._grads[place] = torch.empty(size, dtype=data.dtype, device=data.device)
+        return torch.cat([grad.reshape(-1) for grad in grads], out=self._grads[place])
+
+    def moved(self, group: Group) -> list[Tensor]:
+        """Return the views of the vector that the optimiser moves for a group."""
+        return [self.vector.data[run] for run in group.runs] if self.flat else group.views
 
     def group(self, trains: tuple[str, ...]) -> Group:
         """What stages train that name these networks or modules. Raises ValueError where that is nothing."""

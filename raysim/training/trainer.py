@@ -92,6 +92,12 @@ class LocalRun:
     losses: list[Tensor] = field(default_factory=list)  # of iterations with the task
     kept: Collection[str] = ()  # names of the private state that it began with
 
+    def loss_rows(self) -> list[int]:
+        """Return the number of rows behind each loss: the batch sizes of the iterations with the task loss."""
+        has_task = [any(stage.task for stage in stages) for stages in self.cycle]
+        sizes = enumerate(self.ctx.plan.sizes)
+        return [size for index, size in sizes if has_task[index % len(has_task)]]
+
 
 class Trainer:
     """The networks, the data and the loop of one host; trains one client after another.
@@ -296,7 +302,7 @@ class Trainer:
             download,
             State(unpack(state.methods)),
         )
-        ctx.views = self._views(ctx)
+        ctx.views = self.views(ctx)
         ctx.start = state
         self.load(base, counters, state)
         if self.stochastic:
@@ -325,7 +331,7 @@ class Trainer:
             kept=set(unpack(state.methods)),
         )
 
-    def _views(self, ctx: Context) -> dict[str, Any]:
+    def views(self, ctx: Context) -> dict[str, Any]:
         """Return what the hooks of each method see of a job."""
         return {
             each.method: ctx if each.full_names else LocalJob(ctx, each.method)

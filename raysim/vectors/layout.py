@@ -196,7 +196,7 @@ class Vector:
     def standing_for(self, data: Tensor, counters: Tensor, tensors: Sequence[Tensor]) -> Iterator[None]:
         """Let the modules see other tensors, one for each entry and counter of the layout, and `data` be another one.
 
-        These may be what `torch.func.vmap` makes of the tensors of many clients, which no `nn.Parameter` can hold.
+        These may be any tensors, such as views of a client's private state, where `rehome` changes parameters in place.
         """
         before = self.data, self.counters, [places[0][0][places[0][1]] for places in self._places]
         self.data, self.counters = data, counters

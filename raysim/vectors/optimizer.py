@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from copy import copy
 from dataclasses import dataclass
 from typing import Literal
 
@@ -61,7 +60,10 @@ class LocalOptimizer:
         self.steps = int(saved["steps"])
 
     def step(self, params: list[Tensor], grads: list[Tensor], rate: float | Tensor) -> None:
-        """Move `params` in place, downhill along `grads`. rate: a tensor where a recorded step must not know it."""
+        """Move `params` in place, downhill along `grads`.
+
+        rate: a tensor [] where a recorded step must not know it.
+        """
         own = self.settings
         self.steps += 1
         if own.weight_decay:
@@ -82,6 +84,7 @@ class LocalOptimizer:
 
     def _adam(self, params: list[Tensor], grads: list[Tensor], rate: float | Tensor) -> None:
         """Kingma and Ba 2015 with their defaults (0.9, 0.999, 1e-8), bias-corrected."""
+        assert not isinstance(rate, Tensor), "a recorded step has a `RecordedOptimizer`"
         if not self.first:
             self.first = [torch.zeros_like(grad) for grad in grads]
             self.second = [torch.zeros_like(grad) for grad in grads]
@@ -89,84 +92,100 @@ class LocalOptimizer:
         for param, grad, m, v in zip(params, grads, self.first, self.second, strict=True):
             m.lerp_(grad, 0.1)
             v.mul_(0.999).addcmul_(grad, grad, value=0.001)
-            assert not isinstance(rate, Tensor), "the steps of a single client are not recorded"
             param.addcdiv_(m, (v.sqrt() / scale).add_(1e-8), value=-rate / (1 - 0.9**self.steps))
+
+    def _adam_by_counts(self, params: list[Tensor], grads: list[Tensor], rate: float | Tensor, counts: Tensor) -> None:
+        """Do the same with tensors in place of Python's numbers.
+
+        counts: steps made, [] or one for each row [K].
+        """
+        scales, rates = (1 - 0.999**counts) ** 0.5, rate / (1 - 0.9**counts)
+        for param, grad, m, v in zip(params, grads, self.first, self.second, strict=True):
+            shape = (*counts.shape, *[1] * (param.ndim - counts.ndim))
+            scale, own_rate = scales.to(param).view(shape), rates.to(param).view(shape)
+            m.lerp_(grad, 0.1)
+            v.mul_(0.999).addcmul_(grad, grad, value=0.001)
+            param.sub_(m / (v.sqrt() / scale).add_(1e-8) * own_rate)
+
+    def _allocate(self, like: Sequence[Tensor]) -> None:
+        """Make the buffers before the first step, filled with zeros."""
+        if self.settings.momentum or self.settings.kind == "adam":
+            self.first = [torch.zeros_like(part) for part in like]
+        if self.settings.kind == "adam":
+            self.second = [torch.zeros_like(part) for part in like]
 
 
 class StackedOptimizer(LocalOptimizer):
-    """The optimisers of K clients, on tensors with an axis for them in front; each has made steps of its own number."""
+    """The optimisers of K clients on tensors [K, ...]; each row counts its own steps."""
 
     def __init__(self, settings: Optimizer, like: Sequence[Tensor]):
         super().__init__(settings)
         self.counts = [0] * len(like[0])  # steps, by row
-        device = like[0].device
-        self._made = torch.zeros(len(like[0]), dtype=widest(device), device=device)  # the same, for Adam
-        if settings.momentum or settings.kind == "adam":
-            self.first = [torch.zeros_like(part) for part in like]
-        if settings.kind == "adam":
-            self.second = [torch.zeros_like(part) for part in like]
+        self._allocate(like)
 
-    def step_rows(self, active: Tensor, params: list[Tensor], grads: list[Tensor], rate: float | Tensor) -> None:
-        """Move all rows; those that are active [K] will `count` it as a step."""
-        if self.settings.kind == "adam":
-            self._made.add_(active)
-        self.step(params, grads, rate)
-
-    def count(self, rows: Iterable[int]) -> None:
-        """These have made a step."""
+    def step_rows(self, rows: Iterable[int], params: list[Tensor], grads: list[Tensor], rate: float) -> None:
+        """Move all rows; count a step for some of them. What the other rows hold is not needed."""
         for row in rows:
             self.counts[row] += 1
-
-    def _set(self, row: int, steps: int) -> None:
-        self.counts[row] = steps
-        if self.settings.kind == "adam":
-            self._made[row] = steps
+        self.step(params, grads, rate)
 
     def _adam(self, params: list[Tensor], grads: list[Tensor], rate: float | Tensor) -> None:
-        """As above, each row with its own correction of the bias."""
-        counts = self._made.clamp(min=1)
-        scales, rates = (1 - 0.999**counts) ** 0.5, rate / (1 - 0.9**counts)
-        for param, grad, m, v in zip(params, grads, self.first, self.second, strict=True):
-            scale, own = (each.to(param).view(-1, *[1] * (param.ndim - 1)) for each in (scales, rates))
-            m.lerp_(grad, 0.1)
-            v.mul_(0.999).addcmul_(grad, grad, value=0.001)
-            param.sub_(m / (v.sqrt() / scale).add_(1e-8) * own)
+        counts = torch.tensor(self.counts, dtype=widest(params[0].device), device=params[0].device)
+        self._adam_by_counts(params, grads, rate, counts.clamp(min=1))
 
     def row(self, row: int) -> LocalOptimizer:
-        """One client's optimiser, whose buffers are rows of these."""
+        """Return one client's optimiser, whose buffers are rows of these."""
         single = LocalOptimizer(self.settings)
         single.first, single.second = [part[row] for part in self.first], [part[row] for part in self.second]
         single.steps = self.counts[row]
         return single
 
-    def part(self, row: int) -> StackedOptimizer:
-        """One row of these, stepped where it lies; who has made a step is still counted here."""
-        own, single = slice(row, row + 1), copy(self)
-        single.first, single.second = [part[own] for part in self.first], [part[own] for part in self.second]
-        single._made = self._made[own]
-        return single
-
-    def put(self, row: int, single: LocalOptimizer) -> None:
-        """Go on in a row with what a client's optimiser has become."""
-        self._set(row, single.steps)
-        for whole, parts in ((self.first, single.first), (self.second, single.second)):
-            for buffer, part in zip(whole, parts, strict=bool(parts)):
-                buffer[row].copy_(part)
-
-    def begin(self, row: int, saved: Mapping[str, Tensor]) -> None:
-        """Start a row anew, from what `save` of an optimiser returned if there is any."""
-        if not self.first:
-            self._set(row, int(saved.get("steps", 0)))
-            return
+    def restart(self, row: int, saved: Mapping[str, Tensor]) -> None:
+        """Start a row again, from what `save` of an optimiser returned if there is any."""
+        self.counts[row] = int(saved.get("steps", 0))
         single = self.row(row)
-        for buffer in (*single.first, *single.second):
-            buffer.zero_()
-        single.steps = 0
-        if saved:
-            like = list(single.first)
-            single = LocalOptimizer(self.settings)
-            single.load(saved, like)
-        self.put(row, single)
+        _refill(single, saved)
+
+
+class RecordedOptimizer(LocalOptimizer):
+    """An optimiser of recorded steps, whose buffers and count of steps stay where they are.
+
+    `steps` is counted by the caller, since a replay runs no Python.
+    """
+
+    def __init__(self, settings: Optimizer, like: Sequence[Tensor]):
+        super().__init__(settings)
+        self._allocate(like)
+        device = like[0].device
+        self._count = torch.zeros((), dtype=widest(device), device=device)
+
+    def restart(self, saved: Mapping[str, Tensor]) -> None:
+        """Start again, from what `save` of an optimiser returned if there is any."""
+        self.steps = int(saved.get("steps", 0))
+        self._count.fill_(self.steps)
+        _refill(self, saved)
+
+    def step(self, params: list[Tensor], grads: list[Tensor], rate: float | Tensor) -> None:
+        """See `LocalOptimizer`; leaves `steps` alone."""
+        steps = self.steps
+        super().step(params, grads, rate)
+        self.steps = steps
+
+    def _adam(self, params: list[Tensor], grads: list[Tensor], rate: float | Tensor) -> None:
+        self._count.add_(1)
+        self._adam_by_counts(params, grads, rate, self._count)
+
+
+def _refill(optimizer: LocalOptimizer, saved: Mapping[str, Tensor]) -> None:
+    """Fill an optimiser's buffers, in place, with saved values; with zeros if there are none."""
+    for name, buffers in (("first", optimizer.first), ("second", optimizer.second)):
+        sizes = [buffer.numel() for buffer in buffers]
+        pieces = saved[name].split(sizes) if name in saved else [None] * len(buffers)
+        for buffer, piece in zip(buffers, pieces, strict=True):
+            if piece is None:
+                buffer.zero_()
+            else:
+                buffer.copy_(piece.view(buffer.shape))
 
 
 @dataclass

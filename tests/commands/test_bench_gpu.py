@@ -45,7 +45,7 @@ def test_the_command_measures_and_writes_a_page_without_ray_or_hydra(tmp_path: P
         assert f"({picture})" in page and (tmp_path / picture).stat().st_size > 5000
     assert cli.call([*words, "--parts", "memory"]) == 0
     later = json.loads((tmp_path / gpu.RESULTS).read_text())
-    assert later["G1"] == found["G1"] and {row["workload"] for row in later["memory"]} == {"G1", "G2", "G3"}
+    assert later["G1"] == found["G1"] and {row["workload"] for row in later["memory"]} == {"G1", "G2", "G3", "G4"}
 
 
 def test_the_page_that_is_kept_is_made_of_the_results_beside_it(tmp_path: Path) -> None:
@@ -66,12 +66,12 @@ def test_methods_are_the_same_in_every_way_on_a_network_with_convolutions(name: 
     rows = gpu.correctness(gpu.Options(device="cpu", methods=(name,)), lambda: True)
     assert [row["way"] for row in rows] == [way.name for way in gpu.CHECKED for _ in range(2)]
     assert not [row for row in rows if "refused" in row]
-    assert [row["distance"] <= row["allowed"] for row in rows] == 8 * [True]
+    assert [row["distance"] <= row["allowed"] for row in rows] == 6 * [True]
 
 
 @pytest.mark.parametrize(
     ("words", "told"),
-    [(["--parts", "G4"], "--parts G4 does not exist: use correctness"), ([], "--device cuda needs a GPU")],
+    [(["--parts", "G9"], "--parts G9 does not exist: use correctness"), ([], "--device cuda needs a GPU")],
 )
 def test_what_cannot_be_measured_is_told(
     words: list[str], told: str, capsys: pytest.CaptureFixture[str], tmp_path: Path

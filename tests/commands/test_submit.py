@@ -84,7 +84,7 @@ def test_the_package_is_what_a_job_needs_and_nothing_else(tmp_path: Path) -> Non
         "pyproject.toml",
         "raysim",
     ]
-    assert not (tmp_path / "raysim/commands/papers/results").exists(), "half of the package, and nothing for a job"
+    assert not (tmp_path / "jobs").exists()
     program = (
         "import raysim.experiment.compose as c; print(c.__file__, c.conf_folder(), c.compose(['rounds=7'])['rounds'])"
     )

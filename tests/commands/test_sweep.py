@@ -31,6 +31,7 @@ from raysim.results.history import read_history
 from raysim.results.tracking import Tracker
 from raysim.runtime import inprocess
 from raysim.simulation.events import RunStopped
+from raysim.training.identity import Identity, identify
 
 STUDY = (
     *("runtime=local", "tracking=none", "data=synthetic", "partition=iid", "partition.clients=6"),
@@ -283,7 +284,7 @@ def test_several_seeds_are_one_number_with_its_deviation_and_more_trials_leave_i
     assert len(rows) == 3
 
 
-def test_python_gets_what_tune_returns(ray_session: None) -> None:
+def test_python_gets_settings_scores_histories_and_folders(ray_session: None) -> None:
     grid = raysim.sweep([*STUDY, LRS, "sweep.search=grid", "rounds=2", "out=s"], quiet=True)
     rows = trials(Path("s"))
     best, winner = grid.get_best_result(), max(rows, key=lambda row: float(row["accuracy_global"]))
@@ -294,6 +295,23 @@ def test_python_gets_what_tune_returns(ray_session: None) -> None:
     assert {"config.yaml", "history.parquet"} <= {*os.listdir(best.path)}
     assert best.metrics_dataframe is not None and [*best.metrics_dataframe["round"]] == [1, 2]
     assert sorted(grid.get_dataframe()["config/local.lr"]) == [0.01, 0.1]
+    worst = grid.get_best_result("accuracy_global", "min")
+    assert {best.number, worst.number} == {trial.number for trial in grid} == {0, 1}
+    with pytest.raises(ValueError, match=r"^metric=speed: "):
+        grid.get_best_result("speed")
+
+
+def test_trial_on_an_unequal_node_fails_with_the_reason(ray_session: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    def other_driver(name: str, packages: Sequence[str]) -> Identity:
+        facts = identify(name, packages).facts
+        return Identity(name, "node-a", {**facts, "torch": "0.1"})
+
+    monkeypatch.setattr("raysim.commands.sweep.tune.cluster.identify_here", other_driver)
+    words = [*STUDY, "local.lr=0.1,0.2", "sweep.search=grid", "rounds=1"]
+    refused = raysim.sweep([*words, "out=s"], quiet=True)
+    assert refused.num_errors == 2
+    assert all("runtime.mixed=false" in error and "torch" in error for error in refused.errors)
+    assert raysim.sweep([*words, "runtime.mixed=true", "out=t"], quiet=True).num_errors == 0
 
 
 def test_pbt_takes_over_states_and_changes_values(ray_session: None) -> None:

@@ -191,7 +191,7 @@ def test_a_misspelt_hook_or_name_is_caught(method: Method, sentence: str) -> Non
 
 def test_a_hook_that_returns_nothing_is_named_by_every_check_that_runs_it() -> None:
     found = failed_in_runs(own(combine=lambda self, aggregation, server: None))
-    assert len(found) == 3
+    assert len(found) == 4
     assert all("method 'mine' returns nothing from combine: return a tensor" in said for said in found.values())
 
 
@@ -200,7 +200,7 @@ def test_state_that_is_nowhere_declared_is_caught() -> None:
         job.state["last"] = torch.zeros(2)
 
     found = failed_in_runs(own(end=end))
-    assert len(found) == 3
+    assert len(found) == 4
     assert all("job.state['last'] of method 'mine' is not declared" in said for said in found.values())
 
 

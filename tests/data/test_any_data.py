@@ -12,6 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from numpy.typing import NDArray
+from tiny import picture, write_picture
 
 from raysim.data.corruption import Rotation
 from raysim.data.federated import federate, statistics
@@ -55,7 +56,7 @@ def test_tokens_and_numbers_are_stored_as_they_are(tmp_path: Path) -> None:
         (np.full((4, 2), np.nan), "nan or infinite"),
         (np.full((4, 2), -3), "has the token -3, its tokens are 0 or more: .* store measurements as floats"),
         (np.full((4, 2), 1j), r"inputs of type complex128: they must be numbers\.$"),
-        (np.full((4, 2), "a"), "inputs of type <U1: they must be numbers; text is read from a file: data=parquet or"),
+        (np.full((4, 2), "a"), "inputs of type <U1: they must be numbers; text is read from a file: data=csv"),
     ],
 )
 def test_inputs_that_no_model_could_read_are_refused(inputs: NDArray[Any], sentence: str, tmp_path: Path) -> None:
@@ -231,6 +232,70 @@ def test_leafs_other_sets_are_numbers(tmp_path: Path) -> None:
     (tmp_path / "train" / "a.json").write_text(json.dumps({"user_data": data}))
     dataset = Leaf(str(tmp_path), shape=[1, 2, 2]).build()
     assert dataset.shape == (1, 2, 2) and dataset.inputs.dtype == np.float32 and dataset.labels.tolist() == [1, 0, 1]
+
+
+def write_users(folder: Path, x: Any, y: Any) -> Path:
+    """Write files of LEAF, in which two users have four samples each; x and y say what a user's sample is."""
+    for split in ("train", "test"):
+        (folder / split).mkdir(parents=True)
+        users = {
+            user: {"x": [x(user, row) for row in range(4)], "y": [y(row) for row in range(4)]} for user in ("a", "b")
+        }
+        content = {"users": [*users], "num_samples": [4, 4], "user_data": users}
+        (folder / split / "all_data.json").write_text(json.dumps(content))
+    return folder
+
+
+def test_leafs_names_of_pictures_need_their_folder(tmp_path: Path) -> None:
+    pictures = {f"{user}{row}.png": picture(4, 4, 3) for user in "ab" for row in range(4)}
+    for name, pixels in pictures.items():
+        write_picture(tmp_path / "celeba" / name, pixels)
+    root = write_users(tmp_path / "leaf", lambda user, row: f"{user}{row}.png", lambda row: float(row % 2))
+    dataset = Leaf(str(root), images=str(tmp_path / "celeba")).build()
+    assert dataset.is_images and dataset.shape == (3, 4, 4) and dataset.class_names == ["0", "1"]
+    assert np.array_equal(dataset.inputs[0].transpose(1, 2, 0), pictures["a0.png"])
+    assert Leaf(str(root), images=str(tmp_path / "celeba"), size=2).build().shape == (3, 2, 2)
+    with pytest.raises(ValueError, match=r"set data\.images"):
+        Leaf(str(root)).build()
+    with pytest.raises(ValueError, match=r"data\.images=.*a0\.png"):
+        Leaf(str(root), images=str(tmp_path)).build()
+
+
+def test_leafs_lists_of_fields_need_the_one_that_is_text(tmp_path: Path) -> None:
+    root = write_users(tmp_path, lambda user, row: ["14", "Mon", user, "I am happy", row], lambda row: row % 2)
+    dataset = Leaf(str(root), field=3).build()
+    assert dataset.shape == (10,) and dataset.kind == "classification"
+    assert "".join(LETTERS[token - 1] for token in dataset.inputs[0]) == "I am happy"
+    with pytest.raises(ValueError, match=r"set data\.field .*3 with 'I am happy'"):
+        Leaf(str(root)).build()
+    for field in (4, 5):  # a number, and none
+        with pytest.raises(ValueError, match=rf"data\.field={field}"):
+            Leaf(str(root), field=field).build()
+
+
+@pytest.mark.parametrize(
+    ("x", "y", "settings", "place"),
+    [
+        (lambda _, row: [["<BOS>", "a"], ["b", "<EOS>"]], lambda row: row % 2, {}, "inputs x"),
+        (lambda _, row: [0.5], lambda row: {"tokens": [row]}, {}, "labels y"),
+        (lambda _, row: [0.5], lambda row: None if row else 1, {}, "labels y"),
+        (lambda _, row: [0.5], lambda row: "a" if row else 1, {}, "labels y"),
+        (lambda _, row: "text" if row else [0.5], lambda row: row % 2, {}, "inputs x"),
+        (lambda _, row: [0.5] * (row + 1), lambda row: row % 2, {}, "inputs x"),
+        (lambda _, row: [0.5, None], lambda row: row % 2, {}, "inputs x"),
+        (lambda _, row: [1e300], lambda row: row % 2, {}, "inputs x .*float32"),
+        (lambda _, row: [0.5] * 4, lambda row: row % 2, {"shape": [1, 3, 3]}, r"data\.shape=.* 4 numbers"),
+        (lambda _, row: [0.5] * 4, lambda row: row % 2, {"images": "somewhere"}, r"data\.images"),
+        (lambda _, row: [0.5] * 4, lambda row: row % 2, {"field": 0}, r"data\.field=0"),
+        (lambda _, row: [0.5] * 4, lambda row: row % 2, {"field": -1}, r"data\.field=-1"),
+    ],
+)
+def test_forms_of_leaf_that_cannot_be_read_are_named(
+    x: Any, y: Any, settings: dict[str, Any], place: str, tmp_path: Path
+) -> None:
+    root = write_users(tmp_path, x, y)
+    with pytest.raises(ValueError, match=place):
+        Leaf(str(root), **settings).build()
 
 
 def test_markov_chains_leave_their_traces_in_the_sequences() -> None:

@@ -95,6 +95,13 @@ def test_a_domain_that_is_not_there_is_named_with_what_could_be(root: Path) -> N
             Domains(domains=domains)
 
 
+def test_a_domain_of_values_is_refused(root: Path) -> None:
+    for split in ("train", "test"):
+        write_parquet(root / f"ages/{split}.parquet", [picture() for _ in range(4)], [0.5, 1.5, 2.5, 3.5])
+    with pytest.raises(ValueError, match=r"data\.domains: ages .*regression"):
+        Domains(root=str(root), download=False, domains=["digits", "ages"], size=8, channels=1).build()
+
+
 def test_a_changed_file_of_any_domain_is_read_again(root: Path) -> None:
     settings = {"root": str(root), "download": False, "domains": ["usps", "digits"], "size": 8}
     before = Domains(**settings).build()

@@ -269,7 +269,7 @@ def test_a_partition_survives_pickling_and_its_rows_are_views() -> None:
         (lambda: split(Dirichlet(300, 0.5, minimum=10)), r"needs 3000 samples, .* set partition.clients=200 or less"),
         (
             lambda: split(Quantity(100, 0.05, minimum=2)),
-            r"alpha=0.05 over .*clients=100 .* partition.minimum=2 .* 10000 attempts, .* set partition.minimum=0",
+            r"alpha=0.05 over .*clients=100 .*partition.minimum.* 10000 attempts, .* set partition.minimum=0",
         ),
     ],
 )

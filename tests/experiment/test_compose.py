@@ -350,7 +350,7 @@ def test_weighting_is_by_samples_unless_a_method_or_the_user_asks_otherwise() ->
         (["experiment=fedbr/rotatedmnist"], ["did you mean fedbr/rotated_mnist?"]),
         (["method=fedprox", "method.mu=1"], ["did you mean method.fedprox.mu?"]),
         (["method=nope"], ["method=nope does not exist: the valid ones are"]),
-        (["rounds=2 seed=1"], ["these are 2 settings: give each a word of its own"]),
+        (["rounds=2 seed=1"], ["these are 2 settings. Give each a word of its own"]),
     ],
     ids=lambda value: " ".join(value)[:40] if isinstance(value, list) and "=" in " ".join(value) else "",
 )

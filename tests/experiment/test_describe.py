@@ -59,6 +59,12 @@ def test_the_overview_says_what_an_input_is() -> None:
     )
 
 
+def test_the_overview_says_what_columns_are_read_as() -> None:
+    assert lines("data=synthetic")["columns"] == "inputs: images; labels: 10 classes (data.kind=classification)"
+    words = ["data=diabetes", "partition=iid", "partition.clients=5"]
+    assert lines(*words)["columns"] == "inputs: numbers; labels: 1 value (data.kind=regression)"
+
+
 def test_of_data_without_classes_it_does_not(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["data=diabetes", "partition=iid", "partition.clients=5"]
     assert "split" not in lines(*words)

@@ -2,27 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
 
 from raysim.experiment.instantiate import checked, resolve
 from raysim.primitives.errors import Refused
-from raysim.simulation.fleet import Ideal, Lognormal
-from raysim.simulation.schedule import Buffered, Synchronous
+from raysim.primitives.version import __version__
 
 
-@pytest.mark.parametrize(
-    ("earlier", "cls"),
-    [
-        ("raysim.fleet.Ideal", Ideal),
-        ("raysim.fleet.Lognormal", Lognormal),
-        ("raysim.schedule.Buffered", Buffered),
-        ("raysim.schedule.Synchronous", Synchronous),
-    ],
-)
-def test_a_configuration_of_an_earlier_version_names_classes_where_they_were(earlier: str, cls: type) -> None:
-    assert resolve(earlier, "group") is cls
+def test_class_of_earlier_version_is_refused_with_the_version() -> None:
+    with pytest.raises(Refused, match=rf"^group\._target_=raysim\.fleet\.Ideal.*{re.escape(__version__)}"):
+        resolve("raysim.fleet.Ideal", "group")
 
 
 @pytest.mark.parametrize(

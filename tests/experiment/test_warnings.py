@@ -180,7 +180,7 @@ def test_a_run_of_which_nothing_will_be_scored_says_so_before_it_starts() -> Non
     (sentence,) = of("partition.clients=10")
     assert sentence == (
         "nothing will be scored: none of 10 clients (of at most 4 training samples) has a test sample of its own, and "
-        "there are no central ones: lower partition.clients, raise partition.test_fraction, or give a test set"
+        "there are no central ones: use fewer clients, raise partition.test_fraction, or give a test set"
     )
     assert of("partition.clients=8") == of("partition.clients=10", "partition.test_fraction=0.3") == []
     assert of("partition.clients=10", test=True) == []

@@ -31,11 +31,13 @@ from tiny_runs import (
     run_spec,
     same,
 )
+from torch import Tensor
 
 import raysim.methods
 from raysim.api.composition import check_names, check_together
 from raysim.api.declarations import Local
 from raysim.api.hooked_method import HookedMethod
+from raysim.api.local_job import LocalJob
 from raysim.api.method import Method
 from raysim.api.private_state import flat
 from raysim.api.setup import Declared
@@ -104,9 +106,8 @@ class Frozen(Scaffold):
 class Alone(Mixup):
     """Mixup in which every sample keeps its own inputs and label: weight 1."""
 
-    def draws(self, plan: Any, generator: np.random.Generator) -> Mapping[str, Sequence[object]]:
-        drawn = dict(super().draws(plan, generator))
-        return drawn | {"mixup.lam": [torch.ones((), dtype=torch.float64)] * plan.steps}
+    def draw_weights(self, job: LocalJob, generator: np.random.Generator) -> Sequence[Tensor]:
+        return torch.ones_like(torch.stack(list(super().draw_weights(job, generator)))).unbind()
 
 
 @dataclass(frozen=True)

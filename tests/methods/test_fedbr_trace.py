@@ -14,7 +14,8 @@ import torch
 from tiny_runs import step_of
 from torch import Tensor, nn
 
-from raysim.api.context import Batch, Context
+from raysim.api.context import Batch, Context, Stage
+from raysim.api.local_job import LocalJob
 from raysim.methods import fedbr
 from raysim.methods.fedbr import PROJECTOR, FedBR
 from raysim.vectors.layout import Vector, plan_layout
@@ -39,6 +40,7 @@ class Net(nn.Module):
     def __init__(self, feature: dict[str, Any], classifier: dict[str, Any]):
         super().__init__()
         self.extractor, self.head = dense(feature), dense(classifier)
+        self.feature_dim = self.head.in_features
 
     def features(self, inputs: Tensor) -> Tensor:
         return torch.tanh(self.extractor(inputs))
@@ -58,8 +60,8 @@ class Watched(FedBR):
         super().__init__(**settings)
         self._seen: list[Tensor] = []
 
-    def _contrast(self, *args: Any) -> Tensor:
-        self._seen.append(super()._contrast(*args))
+    def contrast(self, *args: Any) -> Tensor:
+        self._seen.append(super().contrast(*args))
         return self._seen[-1]
 
 
@@ -100,8 +102,12 @@ def test_one_step_of_fedbr_follows_the_trace(
     )  # fmt: skip
     with torch.no_grad():
         ctx.kept["fedbr.global"] = torch.tanh(dense(args["global_feature"])(pseudo))
+    ctx.views = {"fedbr": LocalJob(ctx, "fedbr")}
     step = step_of(vector, [method], Optimizer())
-    (stages,) = method.stages(SimpleNamespace(steps=1))  # type: ignore[arg-type]
+    stages = [Stage()]
+    if method.max_step:
+        climb = Stage("fedbr.max", (PROJECTOR,), method.projected_contrast, ascend=True)
+        stages = [climb, Stage()]
     local = step(ctx, Batch(inputs, labels, inputs, labels), stages)
 
     found = {

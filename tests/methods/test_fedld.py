@@ -28,6 +28,7 @@ from raysim.methods.mixup import Mixup
 from raysim.methods.scaffold import Scaffold
 from raysim.simulation.fleet import Ideal
 from raysim.simulation.schedule import Synchronous
+from raysim.simulation.server import Server
 from raysim.vectors.layout import plan_layout
 
 KINDS = ("marg_log", "batch_softmax", "logit_l2", "threshold")

@@ -1,9 +1,8 @@
-"""FedMix: its loss against the published traces and the paper's expansion, its pool, and its part in a run."""
+"""Test FedMix's loss against published traces and the paper's expansion, and what it refuses."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -15,9 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from tiny_runs import (
-    BUFFER,
     LOCAL,
-    NORMED,
     ROUNDS,
     Spy,
     check_composition,
@@ -25,30 +22,20 @@ from tiny_runs import (
     ran,
     run,
     run_spec,
-    same,
-    setup,
     step_of,
     taking_part,
     tiny,
 )
 from torch import Tensor, nn
 
-from raysim.api.context import Batch, Context
-from raysim.api.declarations import Local, Task
-from raysim.api.method import Method
+from raysim.api.context import Batch, Context, Stage
+from raysim.api.declarations import Local
+from raysim.api.local_job import LocalJob
 from raysim.data.partition import CSR
-from raysim.methods.fedbn import FedBN
-from raysim.methods.feddecorr import FedDecorr
 from raysim.methods.fedmix import FedMix, label_terms, loss_terms, mean_pairs, raw_rows
-from raysim.methods.fedntd import FedNTD
-from raysim.methods.fedprox import FedProx
 from raysim.methods.mixup import Mixup
-from raysim.methods.moon import Moon
-from raysim.methods.scaffold import Scaffold
-from raysim.methods.vhl import Vhl
 from raysim.models import Cct7
-from raysim.simulation.events import TooManyFailures
-from raysim.simulation.fleet import Ideal
+from raysim.training.run_spec import declare_run
 from raysim.vectors.layout import Vector, plan_layout
 from raysim.vectors.optimizer import Optimizer
 
@@ -136,9 +123,10 @@ def test_one_step_of_the_method_descends_the_gradient_of_the_trace(number: int, 
     )  # fmt: skip
     ctx.draws = {"fedmix.chosen": [torch.arange(pairs)]}
     method = FedMix(lam=case["args"]["lam"], pairs="each" if pairs > 1 else "one")
+    ctx.views = {"fedmix": LocalJob(ctx, "fedmix")}
     step = step_of(vector, [method], Optimizer())
     x, y = given["inputs"], given["labels"]
-    reported = step(ctx, Batch(x, y, x, y), method.stages(None)[0])  # type: ignore[arg-type]
+    reported = step(ctx, Batch(x, y, x, y), [Stage()])
     assert reported is not None and reported.item() == pytest.approx(loss, rel=1e-10)
     layers = [name for name in vector.parameters if name.endswith("weight")]
     for index, name in enumerate(layers):
@@ -244,165 +232,41 @@ def test_raw_rows_of_one_mean_belong_to_one_client_and_no_client_is_left_out_but
     assert set(rows.ravel().tolist()) == set(owner)
 
 
-class Watched(FedMix):
-    """Writes down the pairs of every step, and what the batch was."""
-
-    def __init__(self, **settings: Any):
-        super().__init__(**settings)
-        self._seen: list[tuple[tuple[int, int, int], Mapping[str, Tensor], Batch, Batch]] = []
-
-    def transform(self, ctx: Context, batch: Batch) -> Batch:
-        changed = super().transform(ctx, batch)
-        pair = {key: ctx.kept[f"fedmix.pair_{key}"] for key in ("inputs", "targets")}
-        self._seen.append(((ctx.client, ctx.participation, ctx.step), pair, batch, changed))
-        return changed
-
-
-@pytest.mark.parametrize("pairs", ["each", "one"])
-def test_a_step_draws_different_pairs_of_the_pool(pairs: Any) -> None:
-    method = Watched(**SMALL, pairs=pairs)
-    found = run(run_spec(method), rounds=1)
-    pool = found.coordinator.server.state["fedmix.inputs"]
-    assert len(pool) == 6 * 4 and not found.failures
-    drawn = []
-    for _, pair, batch, changed in method._seen:
-        rows = len(batch.inputs) if pairs == "each" else 1
-        assert len(pair["inputs"]) == len(pair["targets"]) == rows
-        places = [int((pool == each).flatten(1).all(1).nonzero()) for each in pair["inputs"]]
-        assert len(set(places)) == rows
-        targets = found.coordinator.server.state["fedmix.targets"][places]
-        assert torch.equal(pair["targets"], targets) and targets.sum(1) == pytest.approx(1)
-        assert torch.equal(changed.inputs, 0.9 * batch.inputs) and changed.inputs.requires_grad
-        drawn.append(tuple(places))
-    assert len(set(drawn)) > len(drawn) / 2
+def test_a_batch_larger_than_the_pool_is_refused() -> None:
+    local = Local(batch=32)
+    with pytest.raises(ValueError, match=r"^local\.batch=32 .* method\.fedmix\.means=6 "):
+        declare_run(run_spec(FedMix(means=5), local=local))
+    for fits in (
+        FedMix(means=6),
+        FedMix(means=5, pairs="one"),
+        FedMix(means=5, fresh=True),
+        FedMix(0.0, means=1),
+    ):
+        declare_run(run_spec(fits, local=local))
 
 
-def test_naivemix_mixes_the_inputs() -> None:
-    method = Watched(**SMALL, naive=True, lam=0.25)
-    assert not run(run_spec(method), rounds=1).failures
-    for _, pair, batch, changed in method._seen:
-        torch.testing.assert_close(changed.inputs, 0.75 * batch.inputs + 0.25 * pair["inputs"])
-        assert not changed.inputs.requires_grad
-
-
-def test_fresh_pairs_are_means_of_raw_data_and_nothing_is_sent_for_them() -> None:
-    method = Watched(fresh=True, samples_per_mean=1)
-    study = run_spec(method)
-    spy = Spy(study)
-    ran(coordinate(study, runtime=spy, rounds=1))
-    assert not any(spy.contributed) and not spy.kept
-    dataset = study.data.open()
-    rows = np.sort(study.data.partition.train.indices)
-    images = study.data.pipeline.normalise(torch.from_numpy(dataset.inputs[rows]))
-    labels = torch.from_numpy(dataset.labels[rows])
-    sources = set()
-    for _, pair, batch, _ in method._seen:
-        assert len(pair["inputs"]) == len(batch.inputs)
-        for row, target in zip(pair["inputs"], pair["targets"], strict=True):
-            place = int((images == row).flatten(1).all(1).nonzero()[0])
-            assert target.tolist() == F.one_hot(labels[place], 5).tolist()
-            sources.add(rows[place])
-    owners = dict(zip(study.data.partition.train.indices.tolist(), study.data.partition.train.owners, strict=True))
-    assert {owners[source] for source in sources} == set(range(6)), "of all clients, sampled or not"
-
-
-def test_the_pool_is_sent_to_each_client_once() -> None:
-    study = run_spec(FedMix(**SMALL))
-    spy = Spy(study)
-    found = ran(coordinate(study, runtime=spy, rounds=5))
-    pair = int(np.prod(study.task.shape)) + study.task.num_classes
-    assert sum(array.size for array in spy.kept.values()) == 6 * 4 * pair
-    jobs, clients = len(spy.sent), len({job.client for job, _ in spy.sent})
-    assert clients < jobs
-    last = found.rows[-1]
-    assert last["floats_down"] == jobs * found.coordinator.layout.shared + clients * 6 * 4 * pair
-    assert last["floats_up"] == 6 * 4 * pair + jobs * found.coordinator.layout.shared
-
-
-def test_a_batch_larger_than_the_pool_is_refused_with_the_number_that_works() -> None:
-    task, local = Task((1, 8, 8), 5, clients=6), Local(batch=32)
-    with pytest.raises(ValueError, match=r"local\.batch=32 .* pool of 30 .* set method\.fedmix\.means=6 \(now 5\)"):
-        FedMix(means=5).check(setup(task, local, {}))
-    for fitting in (FedMix(means=6), FedMix(means=5, pairs="one"), FedMix(means=5, fresh=True), FedMix(0.0, means=1)):
-        assert not fitting.check(setup(task, local, {}))
-
-
-def test_clients_without_samples_leave_a_smaller_pool() -> None:
+def test_clients_without_samples_add_nothing_to_the_pool() -> None:
     data = tiny()
     train = data.partition.train
-    some = CSR(train.indices[: train.offsets[2]], np.concatenate([train.offsets[:3], [train.offsets[2]] * 4]))
+    ends = np.concatenate([train.offsets[:3], [train.offsets[2]] * 4])
+    some = CSR(train.indices[: train.offsets[2]], ends)
     data = replace(data, partition=replace(data.partition, train=some))
-    with pytest.raises(TooManyFailures, match=r"pool of 6 mean pairs from 2 clients: set method\.fedmix\.means=4"):
-        run(run_spec(FedMix(means=3), data=data, local=replace(LOCAL, batch=8)), replace(ROUNDS, cohort=2))
+    local = replace(LOCAL, batch=8)
+    with pytest.raises(ValueError, match=r"^local\.batch=8 .* method\.fedmix\.means=4 "):
+        declare_run(run_spec(FedMix(means=3), data=data, local=local))
+    study = run_spec(FedMix(means=4), data=data, local=local)
+    assert not run(study, replace(ROUNDS, cohort=2)).failures
 
 
 # --- in a run -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("options", [{}, {"naive": True}, {"fresh": True}, {"pairs": "one"}], ids=str)
-def test_lam_zero_is_fedavg_bit_for_bit_without_extra_work(options: dict[str, Any]) -> None:
-    study = run_spec(FedMix(0.0, **SMALL, **options), model=NORMED)
+@pytest.mark.parametrize("options", [{"lam": 0.0}, {"fresh": True}], ids=str)
+def test_nothing_is_collected_or_sent_without_a_pool(options: dict[str, Any]) -> None:
+    study = run_spec(FedMix(**SMALL, **options))
     spy = Spy(study)
-    found = ran(coordinate(study, fleet=Ideal(), runtime=spy))
-    fedavg = run(run_spec(model=NORMED), fleet=Ideal())
-    assert found.bits == fedavg.bits and found.history == fedavg.history
+    assert not ran(coordinate(study, runtime=spy, rounds=1)).failures
     assert not any(spy.contributed) and not spy.kept
-
-
-VARIANTS: dict[str, Any] = {
-    "paper": {},
-    "public": {"taylor_scale": "public"},
-    "naive": {"naive": True},
-    "one": {"pairs": "one"},
-    "fresh": {"fresh": True},
-}
-
-
-def test_every_variant_is_a_method_of_its_own() -> None:
-    found = {name: run(run_spec(FedMix(**SMALL, **options))) for name, options in VARIANTS.items()}
-    assert not any(each.failures for each in found.values())
-    assert len({each.bits for each in found.values()}) == len(VARIANTS)
-
-
-@pytest.mark.parametrize("schedule", [ROUNDS, BUFFER], ids=["rounds", "buffer"])
-@pytest.mark.parametrize("options", VARIANTS.values(), ids=VARIANTS)
-def test_a_resumed_run_ends_in_the_bits_of_a_straight_one(
-    options: dict[str, Any], schedule: Any, tmp_path: Path
-) -> None:
-    study = run_spec(FedMix(**SMALL, **options), model=NORMED)
-    straight = run(study, schedule, rounds=4, checkpoint_every=2, folder=str(tmp_path))
-    resumed = run(study, schedule, rounds=4, resume=str(tmp_path / "checkpoints" / "round-000002"))
-    assert (resumed.bits, resumed.history) == (straight.bits, straight.history)
-    assert same(resumed.tensors, straight.tensors)
-
-
-def test_every_participation_draws_pairs_of_its_own() -> None:
-    method = Watched(**SMALL)
-    run(run_spec(method), rounds=4)
-    first = {(client, turn): pair["inputs"] for (client, turn, step), pair, _, _ in method._seen if step == 0}
-    again = [client for client, turn in first if turn == 1]
-    assert again and not any(torch.equal(first[client, 0], first[client, 1]) for client in again)
-
-
-PARTNERS = {
-    "fedprox": FedProx,
-    "scaffold": Scaffold,
-    "fedbn": FedBN,
-    "feddecorr": FedDecorr,
-    "fedntd": FedNTD,
-    "moon": Moon,
-    "vhl": lambda: Vhl(virtual_batch=8, virtual=20),
-}
-
-
-@pytest.mark.parametrize("partner", PARTNERS)
-@pytest.mark.parametrize("naive", [False, True])
-def test_it_combines_with_other_methods(partner: str, naive: bool) -> None:
-    methods: list[Method] = [FedMix(**SMALL, naive=naive), PARTNERS[partner]()]  # type: ignore[operator]
-    check_composition(methods)
-    found = run(run_spec(*methods, model=NORMED), rounds=2)
-    alone = run(run_spec(methods[1], model=NORMED), rounds=2)
-    assert not found.failures and found.finished.model_sha256 != alone.finished.model_sha256
 
 
 def test_it_does_not_combine_with_mixup() -> None:
@@ -425,17 +289,15 @@ def test_attention_has_the_second_derivative() -> None:
 
 
 def test_a_pass_costs_as_much_again() -> None:
-    assert FedMix().cost(taking_part(None, 5, 20.0)).samples == 20
-    assert FedMix(naive=True).cost(taking_part(None, 5, 20.0)).samples == 0
-    assert FedMix(0.0).cost(taking_part(None, 5, 20.0)).samples == 0
+    assert FedMix().cost(taking_part(None, 5, 20.0)) == 20
+    assert FedMix(naive=True).cost(taking_part(None, 5, 20.0)) == 0
+    assert FedMix(0.0).cost(taking_part(None, 5, 20.0)) == 0
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [({"lam": 1.5}, r"lam=1\.5"), ({"means": 0}, "means=0"), ({"samples_per_mean": 0}, "mean=0")],
-)
-def test_settings_out_of_range_are_refused(settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+@pytest.mark.parametrize("settings", [{"lam": 1.5}, {"means": 0}, {"samples_per_mean": 0}], ids=str)
+def test_settings_out_of_range_are_refused(settings: dict[str, Any]) -> None:
+    (key,) = settings
+    with pytest.raises(ValueError, match=rf"^method\.fedmix\.{key}="):
         FedMix(**settings)
 
 

@@ -49,16 +49,21 @@ class Watch(HookedMethod):
         self.weights: list[Tensor] = []
         self.vectors: list[Tensor] = []
         self.first: dict[tuple[int, int], float] = {}
+        self.batch_means: dict[tuple[int, int], float] = {}
 
     def start(self, server: Any) -> None:
         self.log_weights.append(server.state[LOG_WEIGHTS].clone())
         self.vectors.append(server.vector)
 
+    def finish(self, ctx: Context) -> None:
+        assert ctx.losses is not None
+        self.batch_means[ctx.client, ctx.version] = float(ctx.losses.mean())
+
     def absorb(self, aggregation: Aggregation, server: Any) -> None:
         updates = aggregation.updates
         self.clients.append([update.client for update in updates])
         self.losses.append(torch.tensor([update.extras["groupdro.loss"].item() for update in updates]).double())
-        self.means.append([update.loss for update in updates])
+        self.means.append([self.batch_means[update.client, update.version] for update in updates])
         self.deltas.append(torch.stack(list(aggregation.deltas)))
         self.log_weights.append(server.state[LOG_WEIGHTS].log_softmax(0))
         self.weights.append(torch.tensor(aggregation.weights, dtype=torch.float64))

@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tiny_runs import BUFFER, LOCAL, MLP, NORMED, ROUNDS, Spy, coordinate, ran, run, run_spec, tiny
+from tiny_runs import BUFFER, MLP, NORMED, ROUNDS, Spy, coordinate, ran, run, run_spec, same, tiny
 from torch import Tensor
 
-from raysim.api.context import Context
 from raysim.api.declarations import Local
-from raysim.api.hooked_method import HookedMethod
+from raysim.api.local_job import LocalJob
 from raysim.api.messages import SummedUpdate
+from raysim.api.method import Method
 from raysim.data.federated import FederatedData
 from raysim.data.partition import CSR, Partition
 from raysim.methods.dann import Dann
@@ -33,8 +33,8 @@ def population(*clients: int) -> FederatedData:
     return replace(tiny(), partition=Partition(train, test), central=np.empty(0, np.int64))
 
 
-class Watch(HookedMethod):
-    """Keeps what every participation ended with."""
+class Watch(Method):
+    """Keep what each job ended with."""
 
     name = "watch"
     paper = "a test"
@@ -42,8 +42,9 @@ class Watch(HookedMethod):
     def __init__(self) -> None:
         self.ended: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
 
-    def finish(self, ctx: Context) -> None:
-        self.ended[ctx.client, ctx.participation] = ctx.vector.data.clone(), ctx.vector.counters.clone()
+    def end(self, job: LocalJob) -> None:
+        ended = job.params.clone(), job.vector.counters.clone()
+        self.ended[job.client, job.participation] = ended
 
     def of(self, client: int) -> list[tuple[Tensor, Tensor]]:
         """By turn."""
@@ -98,68 +99,51 @@ def test_a_clients_model_depends_on_its_own_data_and_turn_alone(name: str, keep:
     assert not torch.equal(alone.of(1)[0][0], other.of(1)[0][0])
 
 
-def test_all_clients_start_from_the_common_initial_model() -> None:
-    class Look(HookedMethod):
+def test_clients_start_from_the_common_initial_model() -> None:
+    class Look(Method):
         name, paper = "look", "a test"
 
-        def receive(self, ctx: Context) -> None:
-            if ctx.participation == 0:
-                first.append((ctx.client, ctx.vector.data.clone()))
+        def begin(self, job: LocalJob) -> None:
+            if job.participation == 0:
+                first.append((job.client, job.params.clone()))
 
     first: list[tuple[int, Tensor]] = []
-    found = run(run_spec(LocalTraining(), Look()), ROUNDS, rounds=4)
+    finished = run(run_spec(LocalTraining(), Look()), ROUNDS, rounds=4)
     assert {client for client, _ in first} == set(range(6))
-    assert all(torch.equal(start, found.coordinator.initial.data) for _, start in first)
+    assert all(torch.equal(start, finished.coordinator.initial.data) for _, start in first)
 
 
-def test_one_client_alone_is_fedavg() -> None:
-    study = {"data": population(0), "model": NORMED, "local": LOCAL}
-    found = run(run_spec(LocalTraining(), **study), Synchronous(1), rounds=4)
-    fedavg = run(run_spec(**study), Synchronous(1), rounds=4)
-    mine = found.state(0).personal
-    named = found.coordinator.initial.named(torch.from_numpy(mine), torch.empty(0))
-    assert len(named) > 10
-    for name, values in named.items():
-        # The server adds a difference where the client just goes on: the last bit may differ.
-        np.testing.assert_allclose(values.numpy(), fedavg.tensors[name], rtol=1e-4, atol=1e-5, err_msg=name)
-    assert found.rows[-1]["accuracy"] == fedavg.rows[-1]["accuracy"]
+# --- optimisers -------------------------------------------------------------------------------
 
 
-# --- optimisers ---------------------------------------------------------------------------------------------------
+def test_every_stage_keeps_an_optimizer_of_its_own() -> None:
+    # All samples are in one batch, whose order does not matter.
+    whole = Local(batch=1000, lr=0.05, momentum=0.9)
 
-WHOLE = {"batch": 1000, "lr": 0.05}  # all samples in one batch, whose order does not matter
-OPTIMISERS: dict[str, Local] = {
-    "momentum": Local(**WHOLE, momentum=0.9, weight_decay=0.01),
-    "nesterov": Local(**WHOLE, momentum=0.9, nesterov=True),
-    "adam": Local(**WHOLE | {"lr": 0.01}, optimizer="adam"),
-}
-
-
-@pytest.mark.parametrize("optimiser", OPTIMISERS)
-def test_rounds_with_kept_optimisers_are_one_long_run(optimiser: str) -> None:
-    def trained(rounds: int, epochs: int, keep: bool) -> dict[int, np.ndarray]:
-        local = replace(OPTIMISERS[optimiser], epochs=epochs)
-        found = run(run_spec(LocalTraining(keep), local=local), Synchronous(6), rounds=rounds)
-        return {client: state.personal for client, state in found.coordinator.private.accepted()}
-
-    long, kept, fresh = trained(1, 6, True), trained(3, 2, True), trained(3, 2, False)
-    assert len(long) == 6
-    for client, values in long.items():
-        np.testing.assert_allclose(kept[client], values, rtol=0, atol=2e-5)
-        assert np.abs(fresh[client] - values).max() > 1e-3
-
-
-def test_every_stage_keeps_an_optimiser_of_its_own() -> None:
     def trained(rounds: int, epochs: int) -> dict[str, np.ndarray]:
-        local = Local(**WHOLE, momentum=0.9, epochs=epochs)
-        found = run(run_spec(LocalTraining(True), Dann(0.5, width=4), local=local), Synchronous(6), rounds=rounds)
-        return found.private
+        methods, local = [LocalTraining(True), Dann(0.5, width=4)], replace(whole, epochs=epochs)
+        return run(run_spec(*methods, local=local), Synchronous(6), rounds=rounds).private
 
     long, kept = trained(1, 4), trained(2, 2)
-    assert {key.partition("/")[2] for key in long} == {
-        *(f"model.{name}" for name in ("extractor.1.weight", "extractor.1.bias", "head.weight", "head.bias")),
-        *(f"dann.discriminator.{layer}.{leaf}" for layer in (0, 2, 4) for leaf in ("weight", "bias")),
-        *(f"local.optimizer.{stage}/{key}" for stage in ("task", "dann.discriminate") for key in ("steps", "first")),
-    }
+    model = ("extractor.1.weight", "extractor.1.bias", "head.weight", "head.bias")
+    names = {f"model.{name}" for name in model}
+    for leaf in ("weight", "bias"):
+        names |= {f"dann.discriminator.{layer}.{leaf}" for layer in (0, 2, 4)}
+    for stage in ("task", "dann.discriminate"):
+        names |= {f"local.kept.{stage}/{buffer}" for buffer in ("steps", "first")}
+    assert {key.partition("/")[2] for key in long} == names
     for key, values in long.items():
         np.testing.assert_allclose(kept[key], values, rtol=0, atol=2e-5, err_msg=key)
+
+
+def test_kept_optimizers_follow_the_setting_of_the_run() -> None:
+    local = Local(lr=0.05, momentum=0.9)
+    by_method = run(run_spec(LocalTraining(True), local=local), rounds=3)
+    by_setting = run(
+        run_spec(LocalTraining(), local=replace(local, keep_optimizer=True)), rounds=3
+    )
+    fresh = run(run_spec(LocalTraining(), local=local), rounds=3)
+    assert same(by_method.private, by_setting.private)
+    assert any(
+        not np.array_equal(values, by_method.private[key]) for key, values in fresh.private.items()
+    )

@@ -10,9 +10,8 @@ import pytest
 import torch
 from tiny_runs import BUFFER, LOCAL, NORMED, NORMED_MLP, ROUNDS, SEED, check_composition, private, run, run_spec, same
 
-from raysim.api.context import Context, Own
 from raysim.api.declarations import Evaluation, Finetune
-from raysim.api.hooked_method import HookedMethod, overrides
+from raysim.api.local_job import LocalJob, PersonalModel
 from raysim.api.messages import Job, Published, Task
 from raysim.api.method import Method
 from raysim.data.federated import FederatedData, federate
@@ -20,10 +19,10 @@ from raysim.data.partition import IID
 from raysim.data.sources import Synthetic
 from raysim.methods.fedbn import FedBN
 from raysim.methods.fedprox import FedProx
-from raysim.methods.local import LocalTraining
 from raysim.methods.pfedavg import PFedAvg
 from raysim.simulation.schedule import Synchronous
 from raysim.training.host import Host
+from raysim.training.run_spec import declare_run
 
 MODES: dict[str, PFedAvg] = {
     "after_local": PFedAvg(),
@@ -67,8 +66,8 @@ def test_fine_tuning_keeps_nothing(mode: str) -> None:
 # --- after_local --------------------------------------------------------------------------------------------------
 
 
-class Watch(HookedMethod):
-    """Keeps what every client trained last."""
+class Watch(Method):
+    """Keep what each client trained last."""
 
     name = "watch"
     paper = "a test"
@@ -76,8 +75,8 @@ class Watch(HookedMethod):
     def __init__(self) -> None:
         self.last: dict[int, torch.Tensor] = {}
 
-    def finish(self, ctx: Context) -> None:
-        self.last[ctx.client] = ctx.vector.data.clone()
+    def end(self, job: LocalJob) -> None:
+        self.last[job.client] = job.params.clone()
 
 
 @pytest.mark.parametrize("others", [(), (FedBN(),)], ids=["alone", "with fedbn"])
@@ -114,43 +113,41 @@ def test_the_shared_model_has_columns_of_its_own() -> None:
     assert any(row["accuracy"] != row["accuracy_shared"] for row in found.rows)
 
 
-def test_a_client_that_never_trained_is_judged_on_the_shared_model() -> None:
+def test_untrained_client_is_scored_with_the_shared_model() -> None:
     host = Host(study(PFedAvg()))
     shared = host.vector.shared.clone()
-    state = PFedAvg().state(host.layout, 10)
-    PFedAvg().personalise(Own(0, host.vector, state, {}, host.trainer, False))
+    state = {"pfedavg.model": torch.empty(0)}
+    client = PersonalModel(0, host.vector, state, {}, lambda: iter(()), False, "pfedavg")
+    PFedAvg().personalise(client)
     assert torch.equal(host.vector.shared, shared)
 
 
-def test_a_failed_first_participation_leaves_a_client_with_the_shared_model() -> None:
-    class Failing(HookedMethod):
+def test_failed_first_job_leaves_the_shared_model() -> None:
+    class Failing(Method):
         name, paper = "failing", "a test"
 
-        def receive(self, ctx: Context) -> None:
-            if ctx.client == 0:
+        def begin(self, job: LocalJob) -> None:
+            if job.client == 0:
                 raise RuntimeError
 
-    found = run(study(PFedAvg(), Failing()), Synchronous(5), tolerate=0.5)
-    assert len(found.failures) == 3 and found.rows[-1]["accuracy"] is not None
-
-
-def test_one_client_after_local_is_local_training() -> None:
-    data = population(1)
-    found = run(study(PFedAvg(), data=data), Synchronous(1), rounds=4)
-    local = run(study(LocalTraining(), data=data), Synchronous(1), rounds=4)
-    mine, its = found.private["0/pfedavg.model"], local.state(0).personal
-    # The server adds a difference where the client just goes on: the last bit may differ.
-    np.testing.assert_allclose(mine, its, rtol=1e-4, atol=1e-5)
-    assert [row["accuracy"] for row in found.rows] == [row["accuracy"] for row in local.rows]
+    finished = run(study(PFedAvg(), Failing()), Synchronous(5), tolerate=0.5)
+    assert len(finished.failures) == 3 and finished.rows[-1]["accuracy"] is not None
 
 
 # --- fine-tuning --------------------------------------------------------------------------------------------------
 
 
-def test_each_mode_asks_for_its_fine_tuning() -> None:
-    assert not overrides(PFedAvg(), "finetuning")
-    assert PFedAvg("finetune", 3).finetuning() == Finetune(3)
-    assert PFedAvg("finetune_last", 2, head_only=True).finetuning() == Finetune(2, head=True, last=True)
+def finetuning(method: PFedAvg) -> Finetune | None:
+    """Return the fine-tuning that the method declares."""
+    (declared,) = declare_run(study(method)).methods
+    return declared.finetune
+
+
+def test_each_mode_declares_its_fine_tuning() -> None:
+    assert finetuning(PFedAvg()) is None
+    assert finetuning(PFedAvg("finetune", 3)) == Finetune(3)
+    head = PFedAvg("finetune_last", 2, head_only=True)
+    assert finetuning(head) == Finetune(2, head=True, last=True)
 
 
 def test_fine_tuned_models_are_scored_in_every_evaluation_or_after_the_last_round_only() -> None:
@@ -187,11 +184,12 @@ def test_an_evaluation_leaves_the_shared_model_its_statistics_and_training_as_th
     def trained(look: bool) -> tuple[torch.Tensor, torch.Tensor, Published]:
         host = Host(here)
         vector, counters = host.vector.shared.clone().numpy(), host.vector.counters.clone().numpy()
-        published, state = Published(0, vector, counters), private(MODES[mode].state(host.layout, 10))
+        published = Published(0, vector, counters)
+        state = private({"pfedavg.model": torch.empty(0)} if mode == "after_local" else {})
         if look:
             for client in range(3):
                 rows = here.data.partition.test.rows(client)
-                host.evaluate([Task(client, rows, finetune=MODES[mode].finetuning())], published)
+                host.evaluate([Task(client, rows, finetune=finetuning(MODES[mode]))], published)
         ctx = host.trainer.train(
             Job(0, 0, 0, 0, -1, 1.0), torch.from_numpy(vector), torch.from_numpy(counters), {}, state
         )
@@ -207,15 +205,15 @@ def test_an_evaluation_leaves_the_shared_model_its_statistics_and_training_as_th
 
 
 @pytest.mark.parametrize(
-    ("settings", "message"),
+    ("settings", "key"),
     [
-        ({"mode": "tuned"}, r"method\.pfedavg\.mode='tuned' does not exist: use one of 'after_local'"),
-        ({"mode": "finetune", "adapt_epochs": -1}, r"method\.pfedavg\.adapt_epochs=-1 must be at least 0"),
-        ({"head_only": True}, r"head_only=true means nothing with mode=after_local"),
+        ({"mode": "tuned"}, "mode"),
+        ({"mode": "finetune", "adapt_epochs": -1}, "adapt_epochs"),
+        ({"head_only": True}, "head_only"),
     ],
 )
-def test_settings_that_mean_nothing_are_refused(settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+def test_settings_without_effect_are_refused(settings: dict[str, Any], key: str) -> None:
+    with pytest.raises(ValueError, match=rf"^method\.pfedavg\.{key}\b"):
         PFedAvg(**settings)
 
 

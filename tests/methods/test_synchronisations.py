@@ -11,14 +11,19 @@ from tiny_runs import MLP, coordinate, even, run_spec
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from raysim.api.declarations import Local
+from raysim.commands.bench import gpu
 from raysim.runtime.inprocess import InProcess
 from raysim.training.host import Host
+from raysim.training.recorded_lanes import RecordedLanes
 
 # Operations whose result a device has to hand to Python before anything else can happen.
 WAITING = (
     *(torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default, torch.ops.aten.nonzero.default),
     *(torch.ops.aten.masked_select.default, torch.ops.aten._unique2.default, torch.ops.aten.is_nonzero.default),
 )
+
+DRAWS, LACKS = ("fedsr",), ("dp_fedavg",)  # what is not recorded, and what needs a package of its own
+CONVOLVED = [name for name in ("fedavg", *gpu.every_method()) if name not in (*DRAWS, *LACKS)]
 
 
 class Counter(TorchDispatchMode):
@@ -67,3 +72,27 @@ def test_a_step_that_waits_is_counted() -> None:
     with Counter() as counter:
         assert torch.ones(1).item() == 1 and bool(torch.ones(1) > 0)
     assert len(counter.found) == 2
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=() if name in ("dann", "fedbr", "fraug") else pytest.mark.slow) for name in CONVOLVED],
+)
+def test_what_a_graph_records_of_a_network_with_convolutions_waits_for_no_value(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = gpu._checked(gpu.every_method().get(name), torch.float32, "cpu", gpu.CHECKED[-1])
+    found: list[str] = []
+    compute = RecordedLanes.compute
+
+    def watched(*args: Any) -> Any:
+        with Counter() as counter:
+            computed = compute(*args)
+        found.extend(counter.found)
+        return computed
+
+    monkeypatch.setattr(RecordedLanes, "compute", watched)
+    host = Host(asked)
+    for _ in coordinate(asked, runtime=InProcess(host), rounds=1).run():
+        pass
+    assert isinstance(host.loop, RecordedLanes) and host.loop.recordings and not found

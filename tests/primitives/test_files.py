@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from raysim.primitives import files
-from raysim.primitives.files import without_password
+from raysim.primitives.errors import Refused
+from raysim.primitives.files import user_path, without_password
 
 
 @pytest.mark.parametrize(
@@ -54,3 +55,8 @@ def test_a_wait_for_one_who_is_quick_is_not_spoken_of(
         with files.alone(tmp_path, "a setting"):
             assert other.closed
     assert capsys.readouterr().err == ""
+
+
+def test_path_that_is_no_text_is_refused() -> None:
+    with pytest.raises(Refused, match="UTF-8"):
+        user_path("runs/\udcff")

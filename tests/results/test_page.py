@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from test_report import make, seeded
 
-from raysim.results import page, report
+from raysim.results import page, report, tables
 from raysim.results.clients import Split, write_split
 from raysim.results.jobs import JobWriter
 from raysim.simulation.events import JobEnd
@@ -183,7 +183,7 @@ def test_sizes_are_drawn_unless_all_are_the_same_which_the_table_says(tmp_path: 
 
 def test_what_a_study_was_warned_of_stands_below_its_results(tmp_path: Path) -> None:
     runs = [make(tmp_path / "a", [0.5])]
-    columns = [report.Column("", ["a"])]
+    columns = [tables.Column("", ["a"])]
     page.compare(report.grouped(runs), tmp_path, "t", [], page.Section("Results", "", columns, notes=["set <norm>"]))
     assert "<p>set &lt;norm&gt;</p>" in section((tmp_path / "report.html").read_text(), "Results")
 

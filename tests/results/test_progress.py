@@ -56,10 +56,10 @@ def test_what_goes_on_after_the_last_round_is_said() -> None:
 
 def test_the_line_names_whom_everyone_waits_for_until_the_next_round() -> None:
     progress = Progress(3, console=Console(file=(out := io.StringIO()), width=99))
-    progress.wait(1, [4, 17], 35.0)
+    progress.wait(1, ["4", "17"], 35.0)
     assert out.getvalue() == progress.line() + "\n", "a log has it at once"
     assert progress.line() == "round 0/3 · host 1 with clients 4, 17 has not answered for 35 s"
-    progress.wait(0, [*range(9)], 400.0)
+    progress.wait(0, [str(client) for client in range(9)], 400.0)
     assert progress.line().endswith("host 0 with clients 0, 1, 2, 3, 4, ... has not answered for 6 min 40 s")
     progress.wait(0, [], 12.0)
     assert progress.line().endswith("· host 0 has not answered for 12 s")

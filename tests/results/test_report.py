@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from raysim.results import report
+from raysim.results import report, tables
 from raysim.results.history import summarise, write_history, write_json
 
 Rows = list[dict[str, int | float | None]]
@@ -45,6 +45,15 @@ def test_a_run_is_read_from_its_folder(tmp_path: Path) -> None:
     assert (run.name, len(run.rows), run.finished) == ("one", 3, True)
     assert run.config == {"method": {"fedprox": {"mu": 0.1}}}
     assert run.summary["best5_mean"] == 0.625
+
+
+def test_report_has_column_of_unseen_clients(tmp_path: Path) -> None:
+    run = make(tmp_path / "one", [0.5, 0.75])
+    assert "unseen" not in report.table([run])
+    rows: Rows = [row | {"accuracy_unseen": 0.4321} for row in history([0.5, 0.75])]
+    write_json(summarise(rows), tmp_path / "one" / "summary.json")
+    table = report.table([report.load_run(tmp_path / "one")])
+    assert "unseen" in table and "0.4321" in table
 
 
 def test_a_run_that_was_stopped_is_summed_up_from_its_history(tmp_path: Path) -> None:
@@ -297,7 +306,7 @@ def test_settings_of_one_method_are_told_apart_by_what_differs_but_not_by_seeds(
 # --- LaTeX and CSV --------------------------------------------------------------------------------------------------
 def test_the_table_for_latex_is_one_that_latex_reads(tmp_path: Path) -> None:
     runs = [make(tmp_path / r"a_b & 50% of {x}\y", [0.75]), make(tmp_path / "low", [0.5])]
-    text = report.latex(report.results(report.grouped(runs)))
+    text = tables.latex(report.results(report.grouped(runs)))
     body = text.splitlines()
     assert body[0] == r"% needs \usepackage{booktabs}"
     assert [body.index(rf"\{rule}") for rule in ("toprule", "midrule", "bottomrule")] == [2, 4, 7]

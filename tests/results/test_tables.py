@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from raysim.results.report import Column, aligned
+from raysim.results.tables import Column, aligned, columns_of, latex, to_csv
 
 NAMES = Column("run", ["fedavg", "fedprox"])
 
@@ -58,3 +58,24 @@ def test_the_best_is_marked_where_it_is_clear(
     assert column.best() == best
     stars = {i for i, line in enumerate(aligned([column]).splitlines()[2:]) if line.endswith("*")}
     assert stars == best
+
+
+def test_csv_keeps_every_digit_and_whole_numbers() -> None:
+    rows = [{"run": "a, b", "rounds": 5, "score": 2 / 3}, {"run": "c", "rounds": None, "seed": 1, "done": True}]
+    head, *lines = to_csv(rows).splitlines()
+    assert head == "run,rounds,score,seed,done"
+    assert lines == ['"a, b",5,0.6666666666666666,,', "c,,,1,True"]
+
+
+def test_rows_of_texts_are_columns_of_numbers_behind_a_label() -> None:
+    label, count = columns_of(("method", "ms"), [("fedavg", "1.5"), ("fedbr", "20")])
+    assert (label.title, label.texts, count.texts) == ("method", ["fedavg", "fedbr"], ["1.5", "20"])
+    assert aligned([label, count]).splitlines()[-1] == "fedbr    20"
+
+
+def test_latex_escapes_what_it_would_read() -> None:
+    columns = [Column("a_b", ["50%", "x"]), Column("score", ["0.7 ± 0.1", "0.5"], [0.7, 0.5], 1)]
+    text = latex(columns, "a note")
+    assert text.splitlines()[:3] == [r"% needs \usepackage{booktabs}", "% a note", r"\begin{tabular}{lr}"]
+    assert r"a\_b & score \\" in text
+    assert r"50\% & \textbf{0.7 $\pm$ 0.1} \\" in text

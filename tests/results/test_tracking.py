@@ -516,3 +516,14 @@ def test_runs_that_begin_side_by_side_make_one_database_and_nothing_else_is_said
 def test_mlflow_prints_no_traceback_of_its_own_for_a_database_that_fails(tmp_path: Path) -> None:
     Mlflow(f"sqlite:///{tmp_path / 'mlflow.db'}")
     assert not logging.getLogger("mlflow.store.db.utils").isEnabledFor(logging.ERROR)
+
+
+def test_experiment_that_another_process_creates_at_this_moment_is_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = Mlflow(f"sqlite:///{tmp_path / 'mlflow.db'}")
+    number = server._experiment("raysim")
+    looked_up = server._client.get_experiment_by_name
+    answers = iter([None, looked_up("raysim")])
+    monkeypatch.setattr(server._client, "get_experiment_by_name", lambda name: next(answers))
+    assert server._experiment("raysim") == number

@@ -161,6 +161,11 @@ def test_where_a_host_trains_several_at_once_so_many_are_as_large_as_the_largest
     assert np.flatnonzero(data.partition.train.counts).tolist() == [0, 3]
     largest = tiny().partition.train.rows(3).tolist()
     assert data.partition.train.rows(0).tolist() == data.partition.train.rows(3).tolist() == largest
+    Seen.clients.clear()
+    measure(run_spec(Seen(), model=Mlp((6,)), lanes=2), read=lambda device: (7, 70))
+    sizes = tiny().partition.train.counts
+    assert [size for _, size in Seen.clients] == 2 * [int(sizes.max())]
+    assert {client for client, _ in Seen.clients} == {int(np.argmax(sizes)), (int(np.argmax(sizes)) + 1) % len(sizes)}
 
 
 # --- what a run shows -----------------------------------------------------------------------------------------------
@@ -412,11 +417,11 @@ def test_a_node_adds_up_its_sums_or_the_server_adds_all_with_the_same_bits(drive
 
 
 def _measured() -> list[dict[str, Any]]:
-    from raysim.commands.bench import cluster
+    from jobs.benchmarks import cluster
 
     options, size = cluster.Options(floats=(1_000_000,)), Size(2, {"CPU": 1.0})
     found = list(cluster.costs(options, size, 2, _silent))
-    assert cluster.table(found).row_count == 3
+    assert cluster.table(found).split("\n\n")[0].count("\n") == 5, "title, head, line and three ways"
     return [asdict(cost) for cost in found]
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from raysim.api.private_state import PrivateState, flat, size
+from raysim.api.private_state import PrivateState, size
 from raysim.simulation.private_states import PrivateStates
 
 FLOATS = 10
@@ -23,7 +23,8 @@ class Books:
         self.told: list[tuple[int, list[int]]] = []
         self.jobs = 0
         runtime: Any = SimpleNamespace(hosts=hosts, put=lambda value: value, get=lambda ref: ref, call=self._call)
-        self.private = PrivateStates(runtime, None, True, budget)  # type: ignore[arg-type]
+        layout: Any = SimpleNamespace(personal_entries=((SimpleNamespace(name="model.w"),), ()))
+        self.private = PrivateStates(runtime, layout, True, budget)
 
     def _call(self, host: int, method: str, clients: list[int]) -> None:
         assert method == "release"
@@ -128,7 +129,9 @@ def test_no_part_reads_more_than_a_hosts_share_of_the_budget(budget: float) -> N
 def test_what_is_restored_beyond_the_budget_goes_to_disk() -> None:
     states = [PrivateState(np.full(FLOATS, n, np.float32), np.empty(0, np.int64), {}) for n in range(4)]
     books = Books(budget=2 * EACH)
-    books.private.restore({c: 10 + c for c in range(4)}, {c: flat(state) for c, state in enumerate(states)})
+    books.private.restore(
+        {c: 10 + c for c in range(4)}, {c: {"model.w": state.personal} for c, state in enumerate(states)}
+    )
     assert books.private.spilled_bytes == books.private.bytes == 2 * EACH
     assert values(state for _, state in books.private.accepted()) == [0.0, 1.0, 2.0, 3.0]
 
@@ -136,6 +139,7 @@ def test_what_is_restored_beyond_the_budget_goes_to_disk() -> None:
 def test_what_was_restored_has_its_bytes() -> None:
     states = [PrivateState(np.zeros(n, np.float32), np.empty(0, np.int64), {}) for n in (3, 50)]
     books = Books()
-    books.private.restore({4: 11, 6: 12}, dict(zip((4, 6), map(flat, states), strict=True)))
+    arrays = {client: {"model.w": state.personal} for client, state in zip((4, 6), states, strict=True)}
+    books.private.restore({4: 11, 6: 12}, arrays)
     assert books.private.bytes == sum(map(size, states)) and dict(books.private.accepted_jobs) == {4: 11, 6: 12}
     assert books.send(6)[1] == [books.private.accepted_state(6)]

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import numpy as np
-import torch
 
 from raysim.primitives.streams import stream
-from textbook.plain import copied, cross_entropy, detached, gradients, optimizer, trainable
+from textbook.plain import RowMean, copied, cross_entropy, detached, gradients, optimizer, row_mean, trainable
 from textbook.world import Book, World
 
 
@@ -24,14 +23,14 @@ def centralized(world: World) -> Book:
         goal = int(asked.epochs * share) * -(-len(rows) // asked.batch)
     p, losses = copied(world.start), []
     for turn, (job,) in enumerate(world.rounds):
-        sgd, order, steps = optimizer(world, job), stream(world.seed, "batches", 0, turn), list[torch.Tensor]()
-        while len(steps) < goal:
+        sgd, order, steps = optimizer(world, job), stream(world.seed, "batches", 0, turn), RowMean()
+        made = 0
+        while made < goal:
             positions = order.permutation(len(rows))
-            for chosen in [positions[i : i + asked.batch] for i in range(0, len(rows), asked.batch)][
-                : goal - len(steps)
-            ]:
+            for chosen in [positions[i : i + asked.batch] for i in range(0, len(rows), asked.batch)][: goal - made]:
                 loss = cross_entropy(p, 0, x[chosen], y[chosen])
                 sgd.step(p, gradients(loss, p, trainable(p)))
-                steps.append(loss.detach())
-        losses.append(float(torch.stack(steps).mean()))
+                steps.add(loss, x[chosen])
+                made += 1
+        losses.append(row_mean([steps]))
     return Book(detached(p), columns={"train_loss": losses})

@@ -68,10 +68,10 @@ class Watched(Trainer):
             yield batch
 
 
-def check(row: Row, lanes: int = 1) -> None:
-    """Fails where raysim and the textbook end at different numbers, and says where; lanes: clients trained at once."""
+def check(row: Row) -> None:
+    """Fail where raysim and the textbook end at different numbers, and say where."""
     data = row.study.get("data", tiny(clients=4, samples=70))
-    settings = {"model": Mlp((6,)), "local": LOCAL, "dtype": torch.float64, "data": data, "lanes": lanes}
+    settings = {"model": Mlp((6,)), "local": LOCAL, "dtype": torch.float64, "data": data}
     study = changed(run_spec(*row.methods(), **(settings | row.study)), **({"rounds": 3} | row.run))
     host = Host(study)
     trainer: Any = host.trainer

@@ -13,7 +13,18 @@ import torch
 
 from raysim.primitives.streams import stream
 from textbook.local import Optimizer
-from textbook.plain import averaged, copied, detached, gradients, is_buffer, logits, trainable, weights
+from textbook.plain import (
+    RowMean,
+    averaged,
+    copied,
+    detached,
+    gradients,
+    is_buffer,
+    logits,
+    row_mean,
+    trainable,
+    weights,
+)
 from textbook.world import Book, Job, Params, World
 
 
@@ -25,15 +36,15 @@ def core(world: World) -> Book:
         y, x, w = [model for model, _ in trained], versions[-1], weights(world, jobs)
         moved = [{n: x[n] + p[n] - versions[j.version][n] for n in trainable(x)} for j, p in zip(jobs, y, strict=True)]
         versions.append({**averaged(y, w), **averaged(moved, w)})
-        losses.append(sum(loss for _, loss in trained) / len(trained))
+        losses.append(row_mean(loss for _, loss in trained))
     samples = [sum(len(y) for job in jobs for _, y in job.batches) for jobs in world.rounds]
     columns = {"train_loss": losses, "samples": samples, "clients": [len(jobs) for jobs in world.rounds]}
     return Book(versions[-1], columns=columns)
 
 
-def client(world: World, job: Job, received: Params) -> tuple[Params, float]:
-    """What a client makes of what it received, and its mean loss."""
-    p, own, losses = copied(received), world.local, list[float]()
+def client(world: World, job: Job, received: Params) -> tuple[Params, RowMean]:
+    """What a client makes of what it received, and its losses."""
+    p, own, losses = copied(received), world.local, RowMean()
     optimizer, rate = Optimizer(own), own.lr * own.lr_decay**job.version
     inputs, labels = world.data[job.client]
     whole = any(is_buffer(name) for name in p)
@@ -45,8 +56,8 @@ def client(world: World, job: Job, received: Params) -> tuple[Params, float]:
         if own.clip and norm > own.clip:
             grads = {name: grad * own.clip / (norm + 1e-6) for name, grad in grads.items()}  # as PyTorch
         optimizer.step(p, grads, rate)
-        losses.append(float(loss.detach()))
-    return detached(p), sum(losses) / len(losses)
+        losses.add(loss, x)
+    return detached(p), losses
 
 
 def batches(seed: int, own: Any, job: Job, whole: bool) -> Iterator[Any]:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor
 
-from textbook.plain import averaged, trainable, weights
+from textbook.plain import RowMean, averaged, row_mean, trainable, weights
 from textbook.world import Book, Job, Params, World
 
 Correct = Callable[[Params, Params], Params]  # from (parameters, gradients of a group) to what its optimizer gets
@@ -34,10 +34,10 @@ def alone(world: World, client: Client, factor: Factor = lambda name: 1.0) -> Bo
     return Book(x)
 
 
-def by_round(world: World, reported: Iterable[float]) -> list[float]:
-    """What every participation reported, in order: the mean of each round."""
+def by_round(world: World, reported: Iterable[RowMean]) -> list[float]:
+    """What every participation reported, in order: the mean of each round over its rows."""
     found = iter(reported)
-    return [sum(next(found) for _ in jobs) / len(jobs) for jobs in world.rounds]
+    return [row_mean([next(found) for _ in jobs]) for jobs in world.rounds]
 
 
 def _steps(world: World, count: int) -> float:

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from textbook.corrected import Correct, alone, by_round
-from textbook.plain import copied, features, gradients, head, optimizer, trainable
+from textbook.plain import RowMean, copied, features, gradients, head, optimizer, trainable
 from textbook.world import Book, Job, Params, World
 
 DISCRIMINATOR = "dann.discriminator"
@@ -31,10 +31,10 @@ def dann(
     world: World, lam: float, r: int = 1, rate: float = 1.0, reversal: bool = False, rounds: Callable[..., Book] = alone
 ) -> Book:
     """min CE(omega(z), y) - lam CE(delta(z), i) over phi and omega, min CE(delta(z), i) over delta."""
-    reported: list[float] = []  # the classifier's loss of each participation
+    reported: list[RowMean] = []  # the classifier's loss of each participation
 
     def client(job: Job, x: Params, correct: Correct) -> Params:
-        p, main, other, losses = copied(x), optimizer(world, job), optimizer(world, job, rate), []
+        p, main, other, losses = copied(x), optimizer(world, job), optimizer(world, job, rate), RowMean()
         model, delta = trainable(p), [name for name in p if name.startswith(DISCRIMINATOR)]
         for k, (inputs, labels) in enumerate(job.batches, 1):
             z = features(p, inputs)
@@ -44,9 +44,9 @@ def dann(
                 other.step(p, correct(p, adversary))
                 continue
             task = F.cross_entropy(head(p, z), labels)
-            losses.append(task.item())
+            losses.add(task, inputs)
             main.step(p, correct(p, gradients(task - lam * domain, p, model) | (adversary if reversal else {})))
-        reported.append(sum(losses) / len(losses))
+        reported.append(losses)
         return p
 
     book = rounds(world, client, factor=lambda name: rate if name.startswith(DISCRIMINATOR) else 1.0)

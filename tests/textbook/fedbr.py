@@ -16,7 +16,7 @@ from torch import Tensor
 
 from raysim.primitives.streams import stream
 from textbook.corrected import Correct, alone, by_round
-from textbook.plain import copied, detached, features, gradients, head, is_buffer, optimizer, trainable
+from textbook.plain import RowMean, copied, detached, features, gradients, head, is_buffer, optimizer, trainable
 from textbook.world import Book, Job, Params, World
 
 PROJECTOR = "fedbr.projector"
@@ -136,13 +136,13 @@ def fedbr(
     if pseudo_refresh == "once":
         pool = of_version(0)
 
-    reported: list[float] = []  # the local loss alone, of each participation
+    reported: list[RowMean] = []  # the local loss alone, of each participation
 
     def client(job: Job, received: Params, correct: Correct) -> Params:
         p, base = copied(received), detached(received)
         gen, disc, uniform = optimizer(world, job), optimizer(world, job), 1 / world.classes
         d_p = pool if pseudo_refresh == "once" else of_version(job.version)
-        losses, z_g = [], None
+        losses, z_g = RowMean(), None
         model, theta = trainable(p), [name for name in p if name.startswith(PROJECTOR)]
         for (x, labels), draws in zip(job.batches, job.draws, strict=True):
             y = F.one_hot(labels, world.classes).double()
@@ -164,9 +164,9 @@ def fedbr(
                 disc.step(p, correct(p, gradients(uphill, p, theta)))
             local = cross_entropy(head(p, z), y)
             loss = local + lam * cross_entropy(head(p, z_p), q) + mu * contrast(p, z_p, z_g, z, kappa)
-            losses.append(local.item())
+            losses.add(local, x)
             gen.step(p, correct(p, gradients(loss, p, model)))
-        reported.append(sum(losses) / len(losses))
+        reported.append(losses)
         return p
 
     book = rounds(world, client)

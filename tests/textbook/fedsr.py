@@ -13,7 +13,7 @@ from torch.distributions import Normal, kl_divergence
 
 from raysim.primitives.streams import torch_seed
 from textbook.corrected import by_round
-from textbook.plain import averaged, copied, features, gradients, head, optimizer, trainable, weights
+from textbook.plain import RowMean, averaged, copied, features, gradients, head, optimizer, trainable, weights
 from textbook.world import Book, Job, Params, World
 
 REFERENCE = "fedsr.reference"
@@ -52,10 +52,10 @@ def fedsr(
     """CE + alpha_l2r mean |z| + alpha_cmi mean KL(N(s mu, (s sigma)^2) || N(r_mu[y], r_sigma[y]^2)), all trained."""
     reference = first_reference(world) if probabilistic and alpha_cmi else {}
     private = {i: {} if share_reference else reference for i in range(world.clients)}
-    losses: list[float] = []
+    losses: list[RowMean] = []
 
     def client(job: Job, received: Params) -> Params:
-        p, sgd, seen = copied(received | private[job.client]), optimizer(world, job), []
+        p, sgd, seen = copied(received | private[job.client]), optimizer(world, job), RowMean()
         names = trainable(p) + trainable(p, REFERENCE)
         random = torch.Generator().manual_seed(torch_seed(world.seed, "torch", job.client, job.turn))
         for x, y in job.batches:
@@ -70,10 +70,10 @@ def fedsr(
                 scale, centre, spread = (p[f"{REFERENCE}.{name}"] for name in ("scale", "mean", "std"))
                 own, wanted = Normal(scale * mean, scale * std), Normal(centre[y], F.softplus(spread)[y])
                 loss = loss + alpha_cmi * kl_divergence(own, wanted).sum(1).mean()
-            seen.append(task.item())
+            seen.add(task, x)
             sgd.step(p, gradients(loss, p, names))
         private[job.client] = {name: p[name].detach() for name in private[job.client]}
-        losses.append(sum(seen) / len(seen))
+        losses.append(seen)
         return {name: tensor for name, tensor in p.items() if name not in private[job.client]}
 
     x = {name: value for name, value in world.start.items() if not name.startswith(REFERENCE)}

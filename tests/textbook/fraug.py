@@ -21,7 +21,19 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from raysim.primitives.streams import stream
-from textbook.plain import averaged, copied, detached, features, gradients, head, optimizer, trainable, weights
+from textbook.plain import (
+    RowMean,
+    averaged,
+    copied,
+    detached,
+    features,
+    gradients,
+    head,
+    optimizer,
+    row_mean,
+    trainable,
+    weights,
+)
 from textbook.world import Book, Job, Params, World
 
 GENERATOR, RTNET = "fraug.generator", "fraug.rtnet"
@@ -109,7 +121,7 @@ def fraug(world: World, rounds: int | None = None, **settings: Any) -> Book:
     def client(job: Job) -> tuple[Params, list[float], dict[str, float]]:
         generator = stream(world.seed, "draws.fraug", job.client, job.turn)
         draw = generator.random if get["noise"] == "uniform" else generator.standard_normal
-        p, t, i, losses = copied(x | mine[job.client]), job.version, job.client, []
+        p, t, i, losses = copied(x | mine[job.client]), job.version, job.client, RowMean()
         seen: dict[str, list[float]] = {}
         fresh = [optimizer(world, job, f) for f in (1.0, get["generator_lr_factor"], get["rtnet_lr_factor"])]
         for new, old in zip(fresh, kept.get(i, ()), strict=False):  # buffers go on, rates are those of this round
@@ -145,7 +157,7 @@ def fraug(world: World, rounds: int | None = None, **settings: Any) -> Book:
             real = F.cross_entropy(head(p, v), y)
             made = F.cross_entropy(head(p, around[0]), y) + F.cross_entropy(head(p, around[1]), turn)
             loss = (1 - beta) * real + beta / 2 * made
-            losses.append(float(loss.detach()))
+            losses.add(loss, inputs)
             if beta:  # else no embeddings are made
                 right = [head(p, e).argmax(1) == k for e, k in zip(around, (y, turn), strict=True)]
                 seen.setdefault("fraug.synthetic_accuracy", []).append(float(torch.cat(right).to(v.dtype).mean()))
@@ -175,7 +187,7 @@ def fraug(world: World, rounds: int | None = None, **settings: Any) -> Book:
         for job, (p, _, _) in zip(jobs, trained, strict=True):
             mine[job.client] = {name: p[name] for name in world.personal}
         x = averaged([p for p, _, _ in trained], weights(world, jobs))
-        train_loss.append(mean_of([mean_of(losses) for _, losses, _ in trained if losses]))
+        train_loss.append(row_mean(losses for _, losses, _ in trained))
         for name in ("fraug.real_norm", "fraug.generated_norm", "fraug.synthetic_accuracy"):
             known = [seen[name] for _, _, seen in trained if name in seen]
             looks.setdefault(name, []).append(mean_of(known) if known else math.nan)

@@ -11,7 +11,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from textbook.plain import Loss, cross_entropy, weights
+from textbook.plain import Loss, RowMean, cross_entropy, row_mean, weights
 from textbook.servers import stepped
 from textbook.world import Book, Job, Params, World
 
@@ -24,13 +24,16 @@ def groupdro(world: World, step_size: float, batches: str = "first", prior: str 
     sizes = torch.tensor([float(len(labels)) for _, labels in world.data], dtype=torch.float64)
     q = sizes / sizes.sum() if prior == "samples" else torch.full_like(sizes, 1 / world.clients)
     seen: list[list[float]] = []  # of the jobs of this round: the cross-entropy at each step
+    reported: list[RowMean] = []  # of the jobs of this round
 
     def loss(p: Params, step: int, x: Tensor, y: Tensor) -> Tensor:
         found = cross_entropy(p, step, x, y)
         if step == 0:
             seen.append([])
+            reported.append(RowMean())
             start.update({name: t.detach().clone() for name, t in p.items()})
         seen[-1].append(float(found.detach()))
+        reported[-1].add(found, x)
         return found + mu / 2 * sum((t - start[n]).square().sum() for n, t in p.items() if t.requires_grad)
 
     start: Params = {}
@@ -40,8 +43,9 @@ def groupdro(world: World, step_size: float, batches: str = "first", prior: str 
         for job, losses in zip(jobs, seen, strict=True):
             felt = losses[0] if batches == "first" else sum(losses) / len(losses)
             q[job.client] *= torch.tensor(step_size * felt, dtype=torch.float64).exp()
-        means.append(sum(sum(losses) / len(losses) for losses in seen) / len(jobs))
+        means.append(row_mean(reported))
         seen.clear()
+        reported.clear()
         return [w * float(q[job.client]) for w, job in zip(weights(world, jobs), jobs, strict=True)]
 
     used: Loss = loss

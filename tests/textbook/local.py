@@ -23,7 +23,7 @@ def local(world: World, keep: bool = False) -> Book:
             optimizers[job.client].step(p, grads, world.local.lr * world.local.lr_decay**job.version)
     private = {client: detached(models[client]) for client in optimizers}
     for client, optimizer in optimizers.items() if keep else ():
-        private[client] |= {f"local.optimizer.task/{name}": value for name, value in optimizer.kept().items()}
+        private[client] |= {f"local.kept.task/{name}": value for name, value in optimizer.kept().items()}
     return Book({}, private, own={client: detached(model) for client, model in models.items()})
 
 

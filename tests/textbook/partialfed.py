@@ -119,6 +119,9 @@ def partialfed(
         if policy:
             private[i]["partialfed.logits"] = policies[i].logits
         if policy and policies[i].adam.steps:
-            private[i] |= {f"partialfed.adam.{name}": tensor for name, tensor in policies[i].adam.kept().items()}
+            buffers = policies[i].adam.kept()
+            private[i] |= {f"partialfed.adam['{name}']": value for name, value in buffers.items()}
+        elif policy:  # an empty mapping
+            private[i]["partialfed.adam#empty"] = torch.empty(0)
     own = {i: kept.get(i, x) for i in range(world.clients)}
     return Book(x, private, columns={"partialfed.loaded": loaded}, own=own)

@@ -125,6 +125,24 @@ def moved(
     return {**averaged(models, weights), **averaged(changed, weights)}
 
 
+class RowMean:
+    """The mean loss over the rows that a client trained on."""
+
+    def __init__(self) -> None:
+        self.total, self.rows = 0.0, 0
+
+    def add(self, loss: Tensor, inputs: Tensor) -> None:
+        """Add a batch's mean loss."""
+        self.total += len(inputs) * float(loss.detach())
+        self.rows += len(inputs)
+
+
+def row_mean(clients: Iterable[RowMean]) -> float:
+    """The mean loss over the rows of all clients of a round."""
+    clients = list(clients)
+    return sum(client.total for client in clients) / sum(client.rows for client in clients)
+
+
 # What a client's training does to one batch: from (its parameters, the step, inputs, labels) to the loss.
 Loss = Callable[[Params, int, Tensor, Tensor], Tensor]
 
@@ -159,16 +177,16 @@ def with_loss(
 ) -> Book:
     """FedAvg with another local loss: of a job and the model it received. trained: told of every model at its end.
 
-    train_loss is the mean over the clients of their batches' mean.
+    train_loss is the mean over all rows that the clients trained on.
     """
-    seen: dict[tuple[int, int], list[float]] = {}
+    seen: dict[tuple[int, int], RowMean] = {}
 
     def client(job: Job, received: Params) -> Params:
-        parts, reported = losses(job, received), seen.setdefault((job.client, job.turn), [])
+        parts, reported = losses(job, received), seen.setdefault((job.client, job.turn), RowMean())
 
         def loss(p: Params, step: int, x: Tensor, y: Tensor) -> Tensor:
             task, term = parts(p, step, x, y)
-            reported.append(task.item())
+            reported.add(task, x)
             return task + term
 
         p = train(world, job, received, loss)
@@ -176,7 +194,5 @@ def with_loss(
         return p
 
     book = federated(world, client)
-    means = [
-        [sum(found) / len(found) for found in (seen[job.client, job.turn] for job in jobs)] for jobs in world.rounds
-    ]
-    return replace(book, columns={"train_loss": [sum(found) / len(found) for found in means]})
+    means = [row_mean([seen[job.client, job.turn] for job in jobs]) for jobs in world.rounds]
+    return replace(book, columns={"train_loss": means})

@@ -74,7 +74,7 @@ class Sending(Method):
 @pytest.mark.parametrize(
     ("others", "model", "stale", "named"),
     [
-        ((), NORMED_MLP, False, "model.norm"),
+        ((), NORMED_MLP, False, "model: "),
         ((Scaffold(),), MLP, False, "method 'scaffold' uploads"),
         ((Sending(),), MLP, False, "method 'sending' uploads"),
         ((), MLP, True, "schedule"),

@@ -80,7 +80,7 @@ def of_fedsr(study: Mapping[str, Any] | None = None, **settings: Any) -> Row:
 def of_vhl(*others: Callable[[], Method], study: Mapping[str, Any] | None = None, **settings: Any) -> Row:
     """A row of VHL at a higher temperature than the paper's; in the list, other methods stand behind it."""
     asked: dict[str, Any] = {"virtual": 30, "temperature": 0.5, "kappa": 0.4} | settings
-    given = {"batch": 7} | asked
+    given = {"virtual_batch": 7} | asked
     told = {key: value for key, value in asked.items() if key != "label_mode"}
     return Row(
         partial(vhl, **told, extra=asked.get("label_mode") != "shared", mixup=Mixup in others),

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from raysim.primitives.streams import stream
 from textbook.corrected import by_round
-from textbook.plain import averaged, copied, features, gradients, head, logits, optimizer, trainable, weights
+from textbook.plain import RowMean, averaged, copied, features, gradients, head, logits, optimizer, trainable, weights
 from textbook.world import Book, Job, Params, World
 
 
@@ -61,10 +61,10 @@ def vhl(
 ) -> Book:
     """CE + alpha CE of virtual rows + gamma SC(both, virtual ones constant) + kappa SC(virtual rows)."""
     images, classes = virtual_set(world, virtual)
-    reported: list[float] = []  # the real rows' cross-entropy, of each participation
+    reported: list[RowMean] = []  # the real rows' cross-entropy, of each participation
 
     def client(job: Job, received: Params) -> Params:
-        p, sgd, losses = copied(received), optimizer(world, job), []
+        p, sgd, losses = copied(received), optimizer(world, job), RowMean()
         for step, ((x, y), draws) in enumerate(zip(job.batches, job.draws, strict=True)):
             epoch = step // (len(job.batches) // world.local.epochs) if world.local.epochs else 0
             rows, *views = draws["vhl.views"].tolist()
@@ -79,7 +79,7 @@ def vhl(
                 h = features(p, torch.cat([x, x_v]) if joined else x)
             if not mixup:
                 loss = F.cross_entropy(head(p, h[: len(x)]), y)
-            losses.append(loss.item())
+            losses.add(loss, x)
             if alpha:
                 loss = loss + alpha * F.cross_entropy(head(p, h[len(x) :]), y_v + (world.classes if extra else 0))
             if aligned and gamma:
@@ -88,7 +88,7 @@ def vhl(
             if aligned and kappa:
                 loss = loss + kappa * contrast(h[len(x) :], y_v, temperature)
             sgd.step(p, gradients(loss, p, trainable(p)))
-        reported.append(sum(losses) / len(losses))
+        reported.append(losses)
         return p
 
     x, accuracy = dict(world.start), []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -30,14 +31,16 @@ THERE = tensor([[1.0, 1.0, 0.0], [0.0, 0.0, 0.0]])
     [
         ("classification", "accuracy", tensor([2, 1]), [True, False]),
         ("classification", "top5_accuracy", tensor([1, 2]), [True, True]),
-        ("multilabel", "f1", THERE, [0.5, 1.0]),
+        ("multilabel", "f1", THERE, [[3, 2, 1], [0, 0, 0]]),
+        ("multilabel", "f1_samples", THERE, [0.5, 0.0]),
         ("multilabel", "label_accuracy", THERE, [1 / 3, 1.0]),
         ("regression", "mae", torch.zeros(2, 3), [2.0, 2.0]),
         ("regression", "mse", torch.zeros(2, 3), [14 / 3, 14 / 3]),
     ],
 )
-def test_scores_of_each_sample(kind: Kind, name: str, labels: Tensor, scores: list[float]) -> None:
-    assert OBJECTIVES[kind].metric(name, kind).rows(OUT, labels).tolist() == pytest.approx(scores)
+def test_scores_of_each_sample(kind: Kind, name: str, labels: Tensor, scores: list[Any]) -> None:
+    rows = OBJECTIVES[kind].metric(name, kind).rows(OUT, labels)
+    np.testing.assert_allclose(rows.numpy(), scores, rtol=1e-6)
 
 
 @pytest.mark.parametrize(

@@ -128,6 +128,17 @@ def test_a_round_is_summed_up_by_the_means_over_the_clients_that_are_known() -> 
     }
 
 
+def test_probe_means_are_over_rows() -> None:
+    """One client has one row of a class that it has not seen, the other three."""
+    features = np.array([[1, 0], [1, 0], [0, 1], [0, 1]], np.float32)
+    few = Probe(0, 1, LABELS, np.array([True, False, True]), 0.5, features, features, PROBABILITIES)
+    most = Probe(1, 1, LABELS, np.array([True, False, False]), 0.5, features, features, PROBABILITIES)
+    found = diagnostics.summarise_probes([few, most])
+    assert found["unseen_probability"] == pytest.approx((1 + 1 + 0.25 + 0) / 4)
+    assert found["seen_share"] == pytest.approx((0 + 3 * 0.25) / 4)
+    assert found["feature_likeness"] == pytest.approx((1 + 0 + 0 + 1 + 0 + 0) / 6)
+
+
 def test_a_round_without_probes_has_the_same_columns_without_values() -> None:
     nothing = diagnostics.summarise_probes([])
     assert list(nothing) == list(diagnostics.summarise_probes([make()]))

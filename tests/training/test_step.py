@@ -323,13 +323,13 @@ def test_what_a_loss_does_not_depend_on_has_a_gradient_of_zeros() -> None:
     assert first.tolist() == [4.0, 6.0] and second.tolist() == [0.0, 0.0, 0.0]
 
 
-def test_gradients_of_all_stages_lie_in_one_place_that_grows() -> None:
+def test_flat_gradients_of_one_size_lie_in_one_place() -> None:
     step, _ = at_work((), Optimizer())
-    sizes, places = (3, 5, 2), []
+    sizes, places = (3, 5, 3), []
     for size in sizes:
         with warnings.catch_warnings():
             warnings.simplefilter("error")  # a result that does not fit is made room for, with a warning
             flat = step._flatten([torch.ones(size - 1), torch.zeros(1)])
         assert flat.tolist() == [1.0] * (size - 1) + [0.0]
         places.append(flat.data_ptr())
-    assert places[1] == places[2]
+    assert places[0] == places[2] != places[1], "a CUDA graph may hold them"

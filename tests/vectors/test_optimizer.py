@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from raysim.vectors.optimizer import Optimizer, StackedOptimizer
+from raysim.vectors.optimizer import LocalOptimizer, Optimizer, RecordedOptimizer, StackedOptimizer
 
 
 @pytest.mark.parametrize("key", ["momentum", "weight_decay"])
@@ -22,16 +22,69 @@ def test_the_optimisers_of_many_clients_start_from_zeros() -> None:
         assert (len(stacked.first), len(stacked.second)) == (1, int(kind == "adam"))
 
 
-@pytest.mark.parametrize("settings", [Optimizer(), Optimizer(momentum=0.9, nesterov=True), Optimizer("adam")])
-def test_rows_that_are_stepped_one_by_one_are_those_that_are_stepped_together(settings: Optimizer) -> None:
-    together, apart = torch.ones(2, 3, dtype=torch.float64), torch.ones(2, 3, dtype=torch.float64)
-    whole, parted = StackedOptimizer(settings, [together]), StackedOptimizer(settings, [apart])
-    parts = [parted.part(row) for row in range(2)]
+SETTINGS = [
+    Optimizer(),
+    Optimizer(momentum=0.9, nesterov=True),
+    Optimizer(momentum=0.5, weight_decay=0.1),
+    Optimizer("adam"),
+]
+
+
+def gradient(step: int) -> torch.Tensor:
+    return torch.arange(6, dtype=torch.float64).view(2, 3) + step
+
+
+def stepped(settings: Optimizer, steps: int = 3) -> tuple[torch.Tensor, LocalOptimizer]:
+    """The second row of a parameter after some steps by itself, and its optimiser."""
+    single, row = LocalOptimizer(settings), torch.ones(3, dtype=torch.float64)
+    for step in range(steps):
+        single.step([row], [gradient(step)[1]], 0.1)
+    return row, single
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+def test_stacked_rows_step_as_single_clients(settings: Optimizer) -> None:
+    whole = torch.ones(2, 3, dtype=torch.float64)
+    stacked = StackedOptimizer(settings, [whole])
+    stacked.step_rows([0], [whole], [gradient(7)], 0.1)  # the second row has no client yet
+    stacked.restart(1, {})
+    whole[1] = 1.0
     for step in range(3):
-        grads = torch.arange(6, dtype=torch.float64).view(2, 3) + step
-        whole.step_rows(torch.ones(2, dtype=torch.float64), [together], [grads], 0.1)
-        for row, part in enumerate(parts):
-            own = slice(row, row + 1)
-            part.step_rows(torch.ones(1, dtype=torch.float64), [apart[own]], [grads[own]], 0.1)
-    assert torch.equal(apart, together) and not torch.equal(apart, torch.ones(2, 3, dtype=torch.float64))
-    assert all(map(torch.equal, [*parted.first, *parted.second], [*whole.first, *whole.second]))
+        stacked.step_rows([0, 1], [whole], [gradient(step)], 0.1)
+    row, single = stepped(settings)
+    torch.testing.assert_close(whole[1], row, rtol=1e-12, atol=1e-12)
+    assert stacked.counts == [4, 3] and stacked.row(1).steps == single.steps
+    for saved, expected in zip(stacked.row(1).save().values(), single.save().values(), strict=True):
+        torch.testing.assert_close(saved, expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+def test_a_recorded_optimizer_steps_as_the_loops(settings: Optimizer) -> None:
+    row, rate = torch.ones(3, dtype=torch.float64), torch.tensor(0.1, dtype=torch.float64)
+    recorded = RecordedOptimizer(settings, [row])
+    recorded.step([row], [gradient(7)[1]], rate)
+    places = [buffer.data_ptr() for buffer in (*recorded.first, *recorded.second)]
+    recorded.restart({})
+    row.fill_(1.0)
+    for step in range(3):
+        recorded.step([row], [gradient(step)[1]], rate)
+    expected, _ = stepped(settings)
+    torch.testing.assert_close(row, expected, rtol=1e-12, atol=1e-12)
+    assert recorded.steps == 0, "a replay runs no Python, so the caller counts"
+    assert places == [buffer.data_ptr() for buffer in (*recorded.first, *recorded.second)]
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+def test_both_go_on_from_saved_buffers(settings: Optimizer) -> None:
+    row, single = stepped(settings)
+    saved, whole = single.save(), torch.stack([row, row])
+    stacked, recorded = StackedOptimizer(settings, [whole]), RecordedOptimizer(settings, [row])
+    stacked.restart(1, saved)
+    recorded.restart(saved)
+    alone = row.clone()
+    stacked.step_rows([1], [whole], [gradient(5)], 0.1)
+    single.step([alone], [gradient(5)[1]], 0.1)
+    recorded.step([row], [gradient(5)[1]], 0.1)
+    torch.testing.assert_close(whole[1], alone, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(row, alone, rtol=1e-12, atol=1e-12)
+    assert stacked.counts[1] == single.steps == recorded.steps + 1

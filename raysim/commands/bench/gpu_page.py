@@ -8,7 +8,7 @@ from typing import Any
 
 from raysim.commands.bench.gpu import PAGE, TOLERANCE
 from raysim.primitives.files import replace_file
-from raysim.results import markdown
+from raysim.results.tables import markdown
 from raysim.results.theme import INK, LIGHT, logarithmic, theme
 
 Rows = Sequence[Mapping[str, Any]]
@@ -109,7 +109,7 @@ def _table(columns: Sequence[str], rows: Rows) -> Iterator[str]:
     for row, cells in zip(rows, every, strict=True):
         if "refused" in row:
             cells[-1] = str(row["refused"]).replace("|", "/")
-    yield markdown.table(columns, every)
+    yield markdown(columns, every)
     yield ""
 
 

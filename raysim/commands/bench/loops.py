@@ -27,19 +27,15 @@ from raysim.data.sources import FashionMnist, Source, Synthetic
 from raysim.models import Cnn, Mlp, ModelRecipe
 from raysim.primitives.streams import stream
 from raysim.results.history import write_json
+from raysim.results.tables import aligned, columns_of, terminal_width
 from raysim.simulation.coordinator import Coordinator
 from raysim.simulation.events import Finished, Profiled, Round
 from raysim.simulation.fleet import Ideal
 from raysim.simulation.schedule import Synchronous
-from raysim.training.run_spec import RunSettings, RunSpec, build_networks
+from raysim.training.run_spec import RunSettings, RunSpec, declare_run
 from raysim.training.step_mode import usual_lanes
 
-METHODS = ("steps", "rules")  # workloads that compare methods instead of loops
 Say: TypeAlias = Callable[[Any], object]
-SCALE = "scale"  # the one that measures the coordinator alone
-CLUSTER = "cluster"  # the one that measures a cluster (bench/cluster.py)
-GPU = "gpu"  # the one that measures all that only a GPU can show (bench/gpu.py)
-STATES = "states"  # the one that measures checkpoints and private states
 _SKIP = 3  # rounds at the start of a block that are not timed
 
 
@@ -60,14 +56,12 @@ class Workload:
 class Options:
     """hosts: processes on each side. lanes: clients trained at once, None: as a run does. floor: measure it as well.
 
-    clients: of the run whose states are larger than memory, in `states`. profile: the folder for a profile of each
-    workload.
+    profile: the folder for a profile of each workload.
     """
 
     hosts: int = 2
     lanes: int | None = None
     floor: bool = False
-    clients: int = 100_000
     profile: Path | None = None
 
 
@@ -76,9 +70,6 @@ WORKLOADS = {
     "W2": Workload(1000, 60, 100, 10, Mlp(widths=(64,)), 30, 1.0),
     "W3": Workload(100, 32, 10, 32, Mlp(widths=(2700, 2700)), 20, 1.3),
 }
-
-
-KNOWN = (*WORKLOADS, *METHODS, SCALE, STATES, CLUSTER, GPU)
 
 
 @dataclass(frozen=True)
@@ -263,7 +254,7 @@ def bench(name: str, root: str | None, blocks: int, options: Options, say: Say) 
 
     work = WORKLOADS[name]
     spec = spec_of(work, source_of(work, root))
-    spec = replace(spec, lanes=options.lanes or usual_lanes(spec, build_networks(spec)[0], work.cohort))
+    spec = replace(spec, lanes=options.lanes or usual_lanes(spec, declare_run(spec), work.cohort))
     runtime = start_hosts(spec, options.hosts)
     loops = [Bare(spec, work, options.hosts, tuned) for tuned in ((False, True) if options.floor else (False,))]
     rows = []
@@ -284,76 +275,25 @@ def bench(name: str, root: str | None, blocks: int, options: Options, say: Say) 
     return Result(name, spec.lanes, own, bare_, ratios[0], work.limit, *floor, *ratios[1:])
 
 
-def methods(kind: str, out: Path, blocks: int) -> None:
-    """What each method adds to a local step, or to the server's; prints a table, writes `out`."""
-    from rich.console import Console
-    from rich.table import Table
-
-    from raysim.commands.bench.methods import bench_rules, bench_steps
-    from raysim.training.determinism import make_deterministic
-    from raysim.vectors.blocks import cores
-
-    make_deterministic(1)
-    console = Console()
-    title, measure = {
-        "steps": ("a local step beside FedAvg's, one thread", bench_steps),
-        "rules": (
-            f"the server's step on {cores()} threads: fedavg beside a bare loop, rules beside fedavg",
-            bench_rules,
-        ),
-    }[kind]
-    results = measure(blocks, console.print)
-    table = Table(title=f"{title}; medians of {blocks} paired blocks")
-    for header in ("method", "ms", "ratio", "lowest", "highest", "promised"):
-        table.add_column(header)
-    for r in results:
-        promised = "" if r.limit is None else f"{r.limit:.2f}"
-        ratios = (f"{value:.3f}" for value in (r.ratio, min(r.ratios), max(r.ratios)))
-        table.add_row(r.method, f"{r.seconds * 1000:.1f}", *ratios, promised)
-    console.print(table)
-    settings = {"torch": torch.__version__, "blocks": blocks, "capability": torch.backends.cpu.get_cpu_capability()}
-    write_json({"settings": settings, "results": [asdict(result) for result in results]}, out)
-
-
 def main(names: list[str], root: str | None, out: Path, blocks: int, options: Options) -> list[Result]:
     """Run workloads, print a table, write `out`."""
-    from rich.console import Console
-    from rich.table import Table
-
     from raysim.runtime import ray as cluster
 
-    if unknown := [name for name in names if name not in KNOWN]:
-        raise ValueError(f"workload {unknown[0]!r} does not exist: use {', '.join(KNOWN)}")
-    if apart := [name for name in names if name not in WORKLOADS]:
-        if len(names) > 1:
-            raise ValueError(f"workload {apart[0]!r} is measured in one process: name it alone")
-        if apart[0] == SCALE:
-            from raysim.commands.bench.coordinator import main as scale
-
-            scale(out, blocks, print)
-        elif apart[0] == STATES:
-            from raysim.commands.bench.states import main as states
-
-            states(root, out, blocks, options.clients, print)
-        else:
-            methods(apart[0], out, blocks)
-        return []
-    console = Console()
     cluster.connect(cluster.RayOptions())
     try:
-        results = [bench(name, root, blocks, options, console.print) for name in names]
+        results = [bench(name, root, blocks, options, print) for name in names]
     finally:
         cluster.disconnect()
-    table = Table(title=f"seconds a round, {options.hosts} processes of one thread; medians of {blocks} paired blocks")
-    more = ("floor", "ratio to it", "lowest", "highest") if options.floor else ()
-    for header in ("workload", "lanes", "raysim", "bare PyTorch", "ratio", "lowest", "highest", "promised", *more):
-        table.add_column(header)
+    rows = []
     for r in results:
         row = [r.raysim, r.bare, r.ratio, min(r.ratios), max(r.ratios), r.limit]
         if r.floor is not None:
             row += [r.floor, statistics.median(r.to_floor), min(r.to_floor), max(r.to_floor)]
-        table.add_row(r.workload, str(r.lanes), *(f"{value:.3f}" for value in row))
-    console.print(table)
+        rows.append((r.workload, str(r.lanes), *(f"{value:.3f}" for value in row)))
+    more = ("floor", "ratio to it", "lowest", "highest") if options.floor else ()
+    head = ("workload", "lanes", "raysim", "bare PyTorch", "ratio", "lowest", "highest", "promised", *more)
+    print(f"seconds a round, {options.hosts} processes of one thread; medians of {blocks} paired blocks")
+    print(aligned(columns_of(head, rows), terminal_width()))
     settings = {
         "torch": torch.__version__,
         "blocks": blocks,

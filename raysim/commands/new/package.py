@@ -21,6 +21,13 @@ def write(name: str) -> Path:
     """Write the package; the folder. Raises Refused for what cannot be the name of a new package."""
     folder = user_path(name)
     _check(folder)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir()
+    except FileExistsError:
+        raise Refused(
+            f"new {folder.name}: another process creates {folder} at this moment: choose another name"
+        ) from None
     for path in sorted(TEMPLATE.rglob("*")):
         if path.is_file() and path.suffix != ".pyc":
             target = folder / str(path.relative_to(TEMPLATE)).replace(NAME, folder.name)

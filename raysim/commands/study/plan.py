@@ -47,6 +47,8 @@ class Campaign:
     conf: tuple[str, ...]
     words: Mapping[str, tuple[str, ...]]  # for each key, an override for each of its values
     cells: tuple[Cell, ...] = ()
+    is_new: bool = False
+    is_dated: bool = False  # whether the folder's name is the time of the start
 
     @property
     def varied(self) -> list[str]:
@@ -95,6 +97,16 @@ def plan(words: Sequence[str], conf: Sequence[str] = ()) -> Campaign:
         campaign = _continued(campaign)
     else:
         check_free(campaign.folder)
+        campaign = replace(campaign, is_new=True, is_dated=not out)
+    return _with_cells(campaign)
+
+
+def moved(campaign: Campaign, folder: Path) -> Campaign:
+    """Return the same study, planned for another folder."""
+    return _with_cells(replace(campaign, folder=folder))
+
+
+def _with_cells(campaign: Campaign) -> Campaign:
     cells = tuple(_cells(campaign))
     names = [cell.name for cell in cells]
     if twice := next((name for name in names if names.count(name) > 1), None):

@@ -8,7 +8,6 @@ report.html      the page; its curves are the means over the seeds
 
 from __future__ import annotations
 
-import csv
 import io
 import math
 import textwrap
@@ -26,21 +25,9 @@ from raysim.primitives.files import replace_file
 from raysim.primitives.kinds import LOWER_IS_BETTER
 from raysim.results.history import COLUMNS, metric_of, write_json
 from raysim.results.page import Section, compare
-from raysim.results.report import (
-    MARKED,
-    NOTHING,
-    Column,
-    Group,
-    Run,
-    aligned,
-    latex,
-    load_run,
-    pair,
-    scored,
-    sentence,
-    tested,
-)
+from raysim.results.report import Group, Run, load_run, pair, scored, sentence, tested
 from raysim.results.significance import FEWEST, Difference, holm, mean_deviation, paired
+from raysim.results.tables import MARKED, NOTHING, Column, aligned, latex, to_csv
 from raysim.results.theme import DARK, LIGHT, theme
 
 if TYPE_CHECKING:
@@ -355,8 +342,8 @@ def _store(
         for all_of_it in table.values()
         for c in all_of_it
     ]
-    _write_csv(runs, folder / "study.csv")
-    _write_csv(comparisons, folder / "differences.csv")
+    for name, rows in {"study.csv": runs, "differences.csv": comparisons}.items():
+        replace_file(folder / name, to_csv(rows).encode())
     write_json({"settings": _means(scores), "differences": comparisons, "runs": runs, "failed": failed},
                folder / "study.json")  # fmt: skip
 
@@ -371,11 +358,3 @@ def _means(scores: Sequence[Scores]) -> list[dict[str, object]]:
             row[metric] = {"mean": mean, "deviation": deviation, "n": len(values)}
         rows.append(row)
     return rows
-
-
-def _write_csv(rows: Sequence[Mapping[str, object]], path: Path) -> None:
-    buffer = io.StringIO()
-    writer = csv.DictWriter(buffer, list(dict.fromkeys(key for row in rows for key in row)), lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    replace_file(path, buffer.getvalue().encode())

@@ -30,7 +30,6 @@ from raysim.primitives.files import conf_folder, user_path
 COMMANDS = ("run", "study", "sweep")
 PROJECT = ("pyproject.toml", "README.md", "LICENSE")  # what building the package takes
 MB = 1_000_000
-RESULTS = "raysim/commands/papers/results/"  # of published tables: half of the package, and nothing for a job
 LARGEST = 5  # files that are named when there is too much
 
 
@@ -50,7 +49,7 @@ def pieces(extra: Sequence[str | Path] = ()) -> list[Piece]:
     Hidden files and byte code stay behind. Raises Refused.
     """
     package = Path(__file__).resolve().parents[2]
-    found = [piece for piece in _below(package) if not piece.name.startswith(RESULTS)]
+    found = _below(package)
     if (conf := conf_folder()).parent != package:  # a checkout
         found += _below(conf)
         found += [_piece(path, path.name) for name in PROJECT if (path := package.parent / name).is_file()]

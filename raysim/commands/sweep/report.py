@@ -22,7 +22,8 @@ from raysim.results.history import write_json
 from raysim.results.page import Section, compare
 from raysim.results.progress import duration
 from raysim.results.repeating import run_again
-from raysim.results.report import Column, Group, aligned, load_run
+from raysim.results.report import Group, load_run
+from raysim.results.tables import Column, aligned
 from raysim.results.theme import DARK, LIGHT, logarithmic
 
 if TYPE_CHECKING:

@@ -183,11 +183,15 @@ def _refuse_fixed(space: Mapping[str, Range], chosen: Mapping[str, object]) -> N
 
 
 # --- the folder -----------------------------------------------------------------------------------------------------
+def _out(search: Search) -> str:
+    """The folder that out= names, or ""."""
+    return str(next(iter(search.drafts.values()))["out"] or "")
+
+
 def folder_of(search: Search) -> Path:
     """Where a search writes: as out= says, else runs/<date>-sweep-<name>."""
-    out = next(iter(search.drafts.values()))["out"]
-    if out:
-        return user_path(str(out))
+    if out := _out(search):
+        return user_path(out)
     return dated_folder(Path("runs"), f"sweep-{search.options.name}")
 
 
@@ -232,6 +236,7 @@ class SweepRequest:
     folder: Path
     known: bool
     words: tuple[str, ...]
+    dated: bool = False  # whether the folder's name is the time of the start
 
 
 def read_request(words: Sequence[str], conf: Sequence[str] = ()) -> SweepRequest:
@@ -242,4 +247,4 @@ def read_request(words: Sequence[str], conf: Sequence[str] = ()) -> SweepRequest
         return SweepRequest(continued(folder, words), folder, True, tuple(words))
     search = plan(words, conf)
     check_free(folder := folder_of(search))
-    return SweepRequest(search, folder, False, tuple(words))
+    return SweepRequest(search, folder, False, tuple(words), dated=not _out(search))

@@ -8,11 +8,11 @@ searcher and scheduler learn of them, and the others go on from their checkpoint
 from __future__ import annotations
 
 import importlib.util
-import json
 import logging
 import os
 import shlex
 import shutil
+import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -31,26 +31,29 @@ from ray.tune.search import Searcher
 
 from raysim.commands.sweep import trial
 from raysim.commands.sweep.records import ENDED, Records, Watch
+from raysim.commands.sweep.results import SweepResult, collect_results
 from raysim.commands.sweep.search import Options, Search, SweepRequest, read_request, store
 from raysim.commands.sweep.space import Choice, Point, Space, nearest
-from raysim.experiment.many_runs import how_to_go_on, join_ray, last_score, value_label
+from raysim.experiment.many_runs import how_to_go_on, join_ray, last_score, new_folder, value_label
 from raysim.experiment.run_folder import check_writable
 from raysim.experiment.settings import Experiment, Interrupted, RuntimeOptions
 from raysim.primitives.errors import Refused, first_line, refusing
 from raysim.primitives.files import held
+from raysim.primitives.output import lossy_output
 from raysim.primitives.streams import stream
 from raysim.results.progress import duration
 from raysim.results.repeating import run_again
-from raysim.runtime.placement import Resources, Size, amounts, demand, total
+from raysim.runtime.placement import RayOptions, Resources, Size, amounts, demand, total
 from raysim.simulation import checkpoint
 from raysim.simulation.events import Event
+from raysim.training.identity import Participants
 
 if TYPE_CHECKING:
     from rich.console import Console
 
 _HERE = os.getcwd()  # Tune moves a trial's process elsewhere, where relative paths of the configuration mean nothing
 TUNE = ".tune"  # what Tune writes while it runs; removed in the end
-ENVIRONMENT = {
+ENVIRONMENT = {  # what Tune's documentation lists; no argument of Tune's says the same
     "RAY_AIR_NEW_OUTPUT": "0",  # the other one prints a table whatever it is told
     "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1",  # results are ours to write
     "TUNE_DISABLE_SIGINT_HANDLER": "1",
@@ -112,6 +115,7 @@ class SweepTrial(tune.Trainable):
         }
 
     def _started(self) -> trial.Trial:
+        self._check_equal()
         seeds = self._search.seeds()
         nodes = [self._search.node(self._setting, seed) | {"device": self._plan["device"]} for seed in seeds]
         every = self._search.options.interval if self._search.options.scheduler == "pbt" else None
@@ -120,14 +124,19 @@ class SweepTrial(tune.Trainable):
         streams = [self._events(*each) for each in runs]
         return trial.Trial(experiments, folders, streams, self._plan["metric"])
 
+    def _check_equal(self) -> None:
+        """Raise UnequalWorkersError if this process would compute other bits than the one that searches."""
+        here = cluster.identify_here(f"trial {int(self._folder.name)}", self._plan["packages"])
+        Participants(self._plan["driver"], self._plan["mixed"]).add(here)
+
     def _events(self, experiment: Experiment, folder: Path, resume: str) -> Iterator[Event]:
         hosts, parts = self._search.options.hosts, (experiment.spec, experiment.schedule, experiment.fleet)
         if not hosts:
             from raysim.runtime import inprocess
 
             return inprocess.run(*parts, str(folder), resume)
-        size = Size(hosts, self._plan["each"])
-        return cluster.run(*parts, size, say=lambda text: None, folder=str(folder), resume=resume)
+        size, options = Size(hosts, self._plan["each"]), RayOptions(mixed=self._plan["mixed"])
+        return cluster.run(*parts, size, options, say=lambda text: None, folder=str(folder), resume=resume)
 
     @property
     def _folder(self) -> Path:
@@ -167,7 +176,6 @@ class Listener(tune.Callback):
 
     def __init__(self, records: Records, watch: Watch):
         self._records, self._watch = records, watch
-        self.trials: list[Any] = []
 
     def __getstate__(self) -> dict[str, Any]:
         """Tune stores what it is given; nobody reads that."""
@@ -198,42 +206,32 @@ class Listener(tune.Callback):
         self._records.failed(_number(trial), "its process died again and again, perhaps for want of memory")
         self._records.ended(_number(trial))
 
-    def on_experiment_end(self, trials: list[Any], **info: Any) -> None:
-        """What Tune tells of its trials is what the records know of them; metrics of all rounds come from `TUNE`."""
-        self.trials = trials
-        for each in trials:
-            if (record := self._records.all.get(_number(each))) is None:
-                continue
-            rows = record.history()
-            each.config = self._records.search.setting(record.point)
-            for key in ("rows", "seconds", "whole"):  # which the trial's process tells the records
-                each.last_result.pop(key, None)
-            each.last_result.update(rows[-1] if rows else {}, config=each.config)
-            Path(each.path).mkdir(parents=True, exist_ok=True)
-            Path(each.path, "result.json").write_text("\n".join(map(json.dumps, rows)))
-
-    def settle(self) -> None:
-        """`TUNE` is gone: a trial lies where the records keep it."""
-        for each in self.trials:
-            each.storage.experiment_dir_name = "trials"
-
 
 def _number(trial: Any) -> int:
     return int(Path(trial.path).name)
 
 
-def _trainable(search: Search, records: Records, device: str, each: Resources, allow: Sequence[str]) -> Any:
-    shared = {
+def _trial_plan(records: Records, experiment: Experiment, each: Resources, allow: Sequence[str]) -> dict[str, Any]:
+    """Return what all trials share; they are told in their processes."""
+    spec = experiment.spec
+    return {
         "metric": records.metric,
-        "device": device,
+        "device": spec.device,
         "allow": tuple(allow),
         "each": dict(each),
         "folder": str(records.folder.absolute() / "trials"),
+        "mixed": experiment.execution.runtime.mixed,
+        "packages": spec.packages,
+        "driver": cluster.identify_here("driver", spec.packages),
     }
+
+
+def _trainable(search: Search, plan: Mapping[str, Any]) -> Any:
+    each = plan["each"]
     trial_bundle: dict[str, float] = {"memory": 1} if search.options.hosts else dict(each)  # a byte: next to nothing
     hosts = [_times(each, search.options.seeds)] * search.options.hosts
     group = tune.PlacementGroupFactory([trial_bundle, *hosts])
-    return tune.with_resources(tune.with_parameters(SweepTrial, search=search, plan=shared), group)
+    return tune.with_resources(tune.with_parameters(SweepTrial, search=search, plan=plan), group)
 
 
 def _times(each: Resources, seeds: int) -> dict[str, float]:
@@ -336,11 +334,10 @@ def sweep(
     quiet: bool = False,
     allow: Sequence[str] = (),
     console: Console | None = None,
-) -> tune.ResultGrid:
-    """Search to the end, as `raysim sweep` does; what Ray Tune returns: `grid.get_best_result().config`, `.metrics`.
+) -> SweepResult:
+    """Search to the end, as `raysim sweep` does; return the trials: `result.get_best_result().config`, `.metrics`.
 
-    words: those after `raysim sweep` on the command line, in one text or a list. A result's config has
-    the searched keys alone, its metrics are the last row of the history, its path is the trial's folder.
+    words: those after `raysim sweep` on the command line, in one text or a list.
     Raises Refused (nothing was written), Interrupted.
     """
     from rich.console import Console
@@ -355,13 +352,15 @@ def sweep(
     check_writable(folder, spec.settings.checkpoint)
     options = _cluster_options(experiments[0].execution.runtime, request.words)
     with ExitStack() as session:
+        session.enter_context(lossy_output(sys.stdout, sys.stderr, console.file))
         join_ray(options, session)
         with refusing():
             each, slots = _room(search.options, options, spec.device, spec.threads)
-        if not request.known:
-            folder.mkdir(parents=True)
-            store(search, folder)
-        session.enter_context(held(folder))
+            if request.known:
+                session.enter_context(held(folder))
+            else:
+                folder = session.enter_context(new_folder(folder, request.dated))
+                store(search, folder)
         return _search(search, folder, experiments, each, slots, allow, console, quiet, since)
 
 
@@ -414,7 +413,7 @@ def _search(
     console: Console,
     quiet: bool,
     since: float,
-) -> tune.ResultGrid:
+) -> SweepResult:
     from raysim.commands.sweep import report as sweep_report
     from raysim.experiment.recorder import say, warn
 
@@ -449,7 +448,7 @@ def _search(
     status = "KILLED"
     try:
         with Watch(console, quiet) as watch, refusing():
-            results = _tune(search, records, points, rounds, spec.device, each, allow, watch)
+            _tune(search, records, points, rounds, _trial_plan(records, experiments[0], each, allow), watch)
         status = "FINISHED"
     except KeyboardInterrupt:
         raise Interrupted(
@@ -463,7 +462,7 @@ def _search(
         records.finish(numbers, files, status)
     tell(f"\n{sweep_report.table(records, shutil.get_terminal_size((120, 24)).columns)}\n")
     tell(_closing(records, work, wall, slots))
-    return results
+    return collect_results(records, options.mode)
 
 
 def _introduce(
@@ -503,11 +502,9 @@ def _tune(
     records: Records,
     points: Sequence[Point],
     rounds: int,
-    device: str,
-    each: Resources,
-    allow: Sequence[str],
+    plan: Mapping[str, Any],
     watch: Watch,
-) -> tune.ResultGrid:
+) -> None:
     """Hand it all to Tune, and wait."""
     for key, value in ENVIRONMENT.items():
         os.environ.setdefault(key, value)
@@ -519,9 +516,8 @@ def _tune(
     space = {} if options.search == "optuna" else {"trial": tune.grid_search(configs)}
     scratch = records.folder.absolute() / TUNE
     shutil.rmtree(scratch, ignore_errors=True)
-    listener = Listener(records, watch)
     tuner = tune.Tuner(
-        _trainable(search, records, device, each, allow),
+        _trainable(search, plan),
         param_space=space,
         tune_config=tune.TuneConfig(
             metric=records.metric,
@@ -537,15 +533,13 @@ def _tune(
         run_config=tune.RunConfig(
             name=TUNE,
             storage_path=str(records.folder.absolute()),
-            callbacks=[listener],
+            callbacks=[Listener(records, watch)],
             failure_config=tune.FailureConfig(max_failures=2),  # a process that died starts again at its checkpoint
             verbose=0,
         ),
     )
     try:
-        results = tuner.fit()
-        listener.settle()
-        return results
+        tuner.fit()
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
 

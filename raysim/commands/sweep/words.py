@@ -6,8 +6,6 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from hydra.core.override_parser.types import ChoiceSweep, IntervalSweep, Override, RangeSweep, Transformer
-
 from raysim.commands.sweep.space import Choice, Interval, Range, checked
 from raysim.experiment.compose import (
     LISTS,
@@ -17,9 +15,10 @@ from raysim.experiment.compose import (
     groups,
     load_option,
     option_names,
-    read_override,
+    read_setting,
     single_override,
 )
+from raysim.experiment.overrides import SettingOverride
 from raysim.primitives.errors import Refused, instead
 
 
@@ -31,17 +30,18 @@ def sweeping(words: Sequence[str], folders: Sequence[str | Path] = ()) -> tuple[
     file's space that it names is not searched. Raises Refused.
     """
     options = groups(config_folders(folders)).files.get(SWEEP, {})
-    read = {(override := read_override(text)).key_or_group: (override, text) for text in words}
-    name = str(read[SWEEP][0].value()) if SWEEP in read else "default"
+    overrides = {override.key: override for override in map(read_setting, words)}
+    name = str(overrides[SWEEP].value) if SWEEP in overrides else "default"
     if name not in options:
         raise Refused(f"{SWEEP}={name} does not exist: {instead(name, options)}")
     node = load_option(options[name], SWEEP)
     space = {key: _listed_range(key, value) for key, value in (node.pop("space", None) or {}).items()}
     fixed = []
-    for key, (override, text) in read.items():
+    for key, override in overrides.items():
+        text = override.text
         head, _, option = key.partition(".")
-        if head != SWEEP and override.is_sweep_override():
-            space[key] = _range(override, text)
+        if head != SWEEP and override.is_sweep:
+            space[key] = _range(override)
         elif head != SWEEP:
             fixed.append(text)
             space.pop(key, None)
@@ -49,7 +49,7 @@ def sweeping(words: Sequence[str], folders: Sequence[str | Path] = ()) -> tuple[
             raise Refused(f"'{text}' sets the space as a whole: give each key its values, such as local.lr=0.01,0.1")
         elif option:
             single_override(text)
-            node[option] = override.value()
+            node[option] = override.value
     return {"name": name, **node}, {key: checked(key, found) for key, found in space.items()}, fixed
 
 
@@ -57,23 +57,23 @@ def _listed_range(key: str, value: Any) -> Range:
     """A range as a file writes it: a list of values, or text as on the command line."""
     if isinstance(value, list):
         return _choice(key, value)
-    override = read_override(text := f"{key}={value}")
-    return _range(override, text) if override.is_sweep_override() else Choice((override.value(),))
+    override = read_setting(f"{key}={value}")
+    return _range(override) if override.is_sweep else Choice((override.value,))
 
 
 def _choice(key: str, values: Iterable[Any]) -> Choice:
     return Choice(tuple(option_names(value, key) if key in LISTS else value for value in values))
 
 
-def _range(override: Override, text: str) -> Range:
-    value, key = override.value(), override.key_or_group
-    if isinstance(value, (ChoiceSweep, RangeSweep)) and not value.shuffle and override.package is None:
-        return _choice(key, override.sweep_iterator(Transformer.identity))
-    if isinstance(value, IntervalSweep) and value.tags <= {"log"} and override.package is None:
-        low, high = value.start, value.end
-        assert low is not None and high is not None, "the parser asks for both"
-        return Interval(low, high, "log" in value.tags, isinstance(low, int) and isinstance(high, int))
+def _range(override: SettingOverride) -> Range:
+    key = override.key
+    if override.choices is not None and override.package is None:
+        return _choice(key, override.choices)
+    interval = override.range
+    if interval is not None and interval.tags <= {"log"} and override.package is None:
+        is_whole = isinstance(interval.low, int) and isinstance(interval.high, int)
+        return Interval(interval.low, interval.high, "log" in interval.tags, is_whole)
     raise Refused(
-        f"'{text}' is no range: write {key}=VALUE,VALUE, or {key}='interval(LOW, HIGH)', "
+        f"'{override.text}' is no range: write {key}=VALUE,VALUE, or {key}='interval(LOW, HIGH)', "
         "'int(interval(LOW, HIGH))' or 'tag(log, interval(LOW, HIGH))'"
     )

@@ -4,6 +4,7 @@ The only place besides the sweep and the job server's client that imports Ray.
 
 cluster   Ray itself: start or join it, what its nodes have, room that is reserved
 actors    the processes: hosts, the coordinator, and how it reaches the hosts
+failures  why Ray did not start, or could not be joined
 team      the processes of a run, which the next run may take over
 driver    a run: how many hosts, its events, what counts as lost
 """
@@ -22,7 +23,7 @@ if "ray" not in sys.modules:
 import ray
 
 from raysim.runtime.placement import RayOptions, Size
-from raysim.runtime.ray.actors import RayCoordinator, RayHost, RayRuntime, hosts_in, start_hosts
+from raysim.runtime.ray.actors import RayCoordinator, RayHost, RayRuntime, hosts_in, identify_here, start_hosts
 from raysim.runtime.ray.cluster import (
     address,
     bundles,
@@ -51,6 +52,7 @@ __all__ = [
     "fit",
     "has_gpus",
     "hosts_in",
+    "identify_here",
     "nodes",
     "nodes_here",
     "placed",

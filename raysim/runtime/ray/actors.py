@@ -6,8 +6,10 @@ import functools
 import gc
 import inspect
 import math
+import platform
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -23,11 +25,12 @@ from raysim.runtime.placement import RayOptions, Size
 from raysim.runtime.ray.cluster import filling
 from raysim.simulation.coordinator import Coordinator
 from raysim.simulation.dispatcher import START
-from raysim.simulation.events import Event, ProcessLost, Round, Started
+from raysim.simulation.events import Event, Finished, ProcessLost, Round, RunStopped, Started
 from raysim.simulation.fleet import Fleet
 from raysim.simulation.runtime import HostDied
 from raysim.simulation.schedule import Schedule
 from raysim.training.host import Host
+from raysim.training.identity import Identity, Participants, UnequalWorkersError, identify
 from raysim.training.run_spec import RunSpec
 
 INLINE = 1 << 16  # bytes that cost less to send with every call than to store once, which takes half a millisecond
@@ -60,6 +63,15 @@ class RayHost(Host):
 
     def __init__(self, spec: RunSpec, name: str, content: Sequence[ray.ObjectRef[Any]] = ()):
         super().__init__(read_here(spec, content), name)
+
+    def identity(self) -> Identity:
+        """Return what the bits depend on that this worker computes."""
+        return identify_here(self.name, self.spec.packages, self.spec.device)
+
+
+def identify_here(name: str, packages: Sequence[str] = (), device: str = "") -> Identity:
+    """Return the identity of this process, with the address of its node."""
+    return identify(name, packages, device, f"{platform.node()} ({ray.util.get_node_ip_address()})")
 
 
 @functools.cache
@@ -107,14 +119,29 @@ class RayCoordinator:
         content: Sequence[ray.ObjectRef[Any]] = (),
     ):
         here = replace(read_here(spec, content), device="cpu")
+        self._patience = START + (spec.settings.faults.timeout or math.inf)
+        self._packages, self._runtime = spec.packages, runtime
         self._events = Coordinator(here, schedule, fleet, runtime, folder, resume).run()
 
     def begin(self) -> Iterator[list[Event]]:
-        """The run's events up to its start: whoever asks for those after it has made the run's folder."""
+        """The run's events up to its start: whoever asks for those after it has made the run's folder.
+
+        Workers are ready at the start. Raises UnequalWorkersError if one computes other bits than the driver.
+        """
         for event in self._events:
-            yield [event]
-            if isinstance(event, Started):
-                return
+            if not isinstance(event, Started):
+                yield [event]
+                continue
+            yield [replace(event, processes=self._meet_workers())]
+            return
+
+    def _meet_workers(self) -> tuple[Identity, ...]:
+        """Wait until all workers are ready, and compare them with this process and the driver."""
+        participants = self._runtime.participants
+        if participants is None:
+            return ()
+        self._runtime.meet_workers(self._patience, identify_here("coordinator", self._packages))
+        return tuple(participants.all)
 
     def events(self) -> Iterator[list[Event]]:
         """The others, as they happen; rounds that follow each other at once in one message."""
@@ -122,6 +149,8 @@ class RayCoordinator:
         since = time.monotonic()
         try:
             for event in self._events:
+                if isinstance(event, Finished) and self._runtime.participants is not None:
+                    event = replace(event, processes=tuple(self._runtime.participants.all))
                 batch.append(event)
                 if not isinstance(event, Round) or time.monotonic() - since > TOGETHER:
                     yield batch
@@ -135,7 +164,8 @@ class RayRuntime:
     """Hosts as actors of class `Host`, calls as actor tasks, values in the object store.
 
     start: makes the actor of a host, given its number. nodes, combine_from: see `Runtime`. actors: those of the hosts,
-    where they are there already.
+    where they are there already. participants: compares each worker that is ready with the driver; None: no comparison.
+    identify: starts a task that identifies the place of a worker, given its number, after its process died.
     """
 
     at_once = False
@@ -147,7 +177,10 @@ class RayRuntime:
         nodes: Sequence[int] = (),
         combine_from: float = math.inf,
         actors: Sequence[Any] = (),
+        participants: Participants | None = None,
+        identify: Callable[[int], ray.ObjectRef[Identity]] | None = None,
     ):
+        self.participants, self._identify = participants, identify
         self.hosts, self._make, self.combine_from = hosts, start, combine_from
         self.nodes = nodes or (0,) * hosts
         self.actors = list(actors) or [start(host) for host in range(hosts)]
@@ -185,13 +218,56 @@ class RayRuntime:
         ray.kill(self.actors[host])  # it may only have been out of reach
         self.actors[host] = self._make(host)
         self._methods.clear()
-        ready = [self.actors[host].ready.remote()]
+        actor = self.actors[host]
+        ready = actor.ready.remote() if self.participants is None else actor.identity.remote()
         for _ in range(REVIVAL // ROOM):
-            if ray.wait(ready, timeout=ROOM)[0]:
+            if ray.wait([ready], timeout=ROOM)[0]:
+                self._meet_replacement(host, ready)
                 return
             if _roomless():
                 break
         raise ProcessLost(f"host {host} died and no other one started in its place: its node may be gone")
+
+    def meet_workers(self, patience_s: float, *others: Identity) -> None:
+        """Wait until all workers are ready, and compare them and other processes of the run with the driver.
+
+        Raises UnequalWorkersError, or ProcessLost.
+        """
+        assert self.participants is not None, "only then is there anything to compare"
+        answers = [actor.identity.remote() for actor in self.actors]
+        timeout = None if math.isinf(patience_s) else patience_s
+        _, late = ray.wait(answers, num_returns=len(answers), timeout=timeout, fetch_local=False)
+        if late:
+            names = ", ".join(f"host-{answers.index(answer)}" for answer in late)
+            raise ProcessLost(f"{names} did not start within {patience_s:g} s")
+        identities = [self._identity(host, answer) for host, answer in enumerate(answers)]
+        self.participants.add(*others, *(identity for identity in identities if identity is not None))
+
+    def _meet_replacement(self, host: int, answer: ray.ObjectRef[Any]) -> None:
+        """Compare a worker in the place of a dead one. Raises RunStopped if it computes other bits."""
+        if self.participants is None or (identity := self._identity(host, answer)) is None:
+            return
+        try:
+            self.participants.add(identity)
+        except UnequalWorkersError as error:
+            raise RunStopped(f"host {host} died, and its replacement differs. {error} Then use resume=latest") from None
+
+    def _identity(self, host: int, answer: ray.ObjectRef[Any]) -> Identity | None:
+        """Return a worker's identity; of one that died before it answered, that of its place. None: unknown.
+
+        A worker whose copy of raysim or of a library is another one may fail before it can answer.
+        """
+        with suppress(ray.exceptions.RayActorError, ray.exceptions.OutOfMemoryError):
+            identity: Identity = ray.get(answer)
+            return identity
+        if self._identify is None:
+            return None
+        try:
+            return ray.get(self._identify(host), timeout=REVIVAL)
+        except ray.exceptions.RayTaskError as error:
+            return Identity(f"host-{host}", "its node", {"raysim": f"cannot be loaded: {first_line(error)}"})
+        except ray.exceptions.RayError:
+            return None
 
     def stop(self) -> None:
         """End the hosts."""
@@ -225,10 +301,14 @@ def hosts_in(
     spec: RunSpec | ray.ObjectRef[RunSpec],
     content: Sequence[ray.ObjectRef[Any]] = (),
     actors: Sequence[Any] = (),
+    participants: Participants | None = None,
+    packages: Sequence[str] = (),
+    device: str = "",
 ) -> RayRuntime:
     """Hosts of a class in the bundles of a group, starting side by side; or actors that are there and become them.
 
-    What they are built from stays in the object store, for hosts that take the place of dead ones.
+    What they are built from stays in the object store, for hosts that take the place of dead ones. participants: see
+    `RayRuntime`. packages, device: of the run, for `identify`.
     """
     shared = spec if isinstance(spec, ray.ObjectRef) else ray.put(spec)
     actor = actor_class(kind)
@@ -238,7 +318,13 @@ def hosts_in(
         place = filling(group, index + 1, size.each)
         return actor.options(name=f"{name}/host-{index}", **place).remote(shared, f"host-{index}", content)
 
-    return RayRuntime(size.hosts, start, _nodes(group)[1 : size.hosts + 1], options.combine_from, actors)
+    def identify_place(index: int) -> ray.ObjectRef[Identity]:
+        task: Any = ray.remote(max_retries=0)(identify_here).options(**filling(group, index + 1, size.each))
+        identity: ray.ObjectRef[Identity] = task.remote(f"host-{index}", packages, device)
+        return identity
+
+    nodes = _nodes(group)[1 : size.hosts + 1]
+    return RayRuntime(size.hosts, start, nodes, options.combine_from, actors, participants, identify_place)
 
 
 def become_all(actors: Sequence[Any], parts: Sequence[tuple[Any, ...]]) -> None:

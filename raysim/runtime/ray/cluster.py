@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-import functools
-import inspect
 import logging
 import os
+import secrets
 import signal
 import socket
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
-from importlib import import_module
-from pathlib import Path
+from contextlib import contextmanager
 from typing import Any
 
 import ray
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from raysim.primitives.errors import first_line
 from raysim.runtime.placement import CLUSTERS, NoRoom, RayOptions, Size, amounts, total
+from raysim.runtime.ray.failures import describe_failed_start
 
 Say = Callable[[str], None]
 
@@ -42,45 +39,31 @@ def connect(options: RayOptions) -> bool:
         host, _, port = address.rpartition(":")
         if host and port.isdigit():  # Ray would try for minutes
             socket.create_connection((host, int(port)), timeout=5).close()
-        with _nothing_besides() if address == "local" else nullcontext():
-            ray.init(
-                address=address,
-                log_to_driver=False,
-                logging_level=logging.ERROR,
-                include_dashboard=False if address == "local" else None,
-            )
+        if address == "local":
+            _ensure_token()
+        ray.init(
+            address=address,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+            include_dashboard=False if address == "local" else None,
+        )
     except Exception as error:  # Ray raises a bare one where its processes do not start in time
-        raise ValueError(
-            f"runtime.address={address}: no Ray cluster could be reached or started there ({first_line(error)}); "
-            "start one with `ray start --head`, or use runtime=local"
-        ) from error
+        raise ValueError(describe_failed_start(address, error)) from error
     if threading.current_thread() is threading.main_thread():
         # `ray job stop` is a Ctrl-C: Ray's own handler prints its stack and may abort.
         signal.signal(signal.SIGTERM, signal.default_int_handler)
     return True
 
 
-@contextmanager
-def _nothing_besides() -> Iterator[None]:
-    """Let Ray start without the processes that watch clusters: two of six seconds on two cores.
+def _ensure_token() -> None:
+    """Give the cluster of this process a token, unless the user has one.
 
-    They are its autoscaler, the one that forwards what workers print, and what is left of its dashboard when that is
-    off. `ray start` has options against the first two, `ray.init` has none. Where Ray's insides are others than in the
-    versions that this was written for, all of them are started.
+    Ray would write one into the home folder, where processes that start at the same moment replace each other's.
     """
-    parameter: Any = import_module("ray._private.parameter")
-    node: Any = import_module("ray._private.node").Node
-    options, serve = parameter.RayParams, getattr(node, "start_api_server", None)
-    without = {"no_monitor": True, "include_log_monitor": False}
-    if serve is None or not without.keys() <= inspect.signature(options).parameters.keys():
-        yield
+    if any(os.environ.get(name) for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")):
         return
-    parameter.RayParams = functools.partial(options, **without)
-    node.start_api_server = lambda *_, **__: None
-    try:
-        yield
-    finally:
-        parameter.RayParams, node.start_api_server = options, serve
+    if not os.path.exists(os.path.expanduser("~/.ray/auth_token")):
+        os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
 
 
 @contextmanager
@@ -101,28 +84,7 @@ def address() -> str:
 
 def disconnect() -> None:
     """Leave the cluster; one that `connect` started ends."""
-    _wake()
-    left = threading.Event()
-    threading.Thread(target=_keep_awake, args=(left,), daemon=True).start()
-    try:
-        ray.shutdown()
-    finally:
-        left.set()
-
-
-def _keep_awake(left: threading.Event) -> None:
-    """What is stopped just now may not be so yet when one looks for the first time."""
-    while not left.wait(1.0):
-        _wake()
-
-
-def _wake() -> None:
-    """Let processes of this one that somebody stopped go on: Ray would wait for its raylet for ever."""
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        with suppress(OSError, ValueError):  # it has ended meanwhile
-            state, parent = stat.read_text().rpartition(")")[2].split()[:2]
-            if state == "T" and int(parent) == os.getpid():
-                os.kill(int(stat.parent.name), signal.SIGCONT)
+    ray.shutdown()
 
 
 def nodes_here(count: int, cpus: int) -> Any:

@@ -17,9 +17,10 @@ from raysim.runtime.ray.actors import REVIVAL, ROOM, content_for, read_here
 from raysim.runtime.ray.cluster import Say, filling, nodes, placed
 from raysim.runtime.ray.team import end_waiting, gathered, released
 from raysim.simulation.dispatcher import START
-from raysim.simulation.events import Event, ProcessLost
+from raysim.simulation.events import Event, ProcessLost, Started
 from raysim.simulation.fleet import Fleet
 from raysim.simulation.schedule import Schedule
+from raysim.training.identity import are_equal
 from raysim.training.run_spec import RunSpec
 
 Measure = Callable[[RunSpec], preflight.Need]
@@ -133,7 +134,10 @@ def run(
         for part, more in ((team.coordinator.begin, START), (team.coordinator.events, REVIVAL)):
             messages = part.options(num_returns="streaming").remote()
             for ref in _in_time(messages, spec.settings.faults.timeout, more, say):
-                yield from ray.get(ref)
+                for event in ray.get(ref):
+                    if isinstance(event, Started) and not are_equal(event.processes):
+                        say("runtime.mixed=true: the processes of this run differ; the same bits are not promised")
+                    yield event
         well = True
     except ray.exceptions.RayTaskError as error:
         cause = error.cause

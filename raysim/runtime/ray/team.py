@@ -21,10 +21,12 @@ from raysim.runtime.ray.actors import (
     become_all,
     content_for,
     hosts_in,
+    identify_here,
 )
 from raysim.runtime.ray.cluster import Say, bundles, filling, placed
 from raysim.simulation.fleet import Fleet
 from raysim.simulation.schedule import Schedule
+from raysim.training.identity import Participants
 from raysim.training.run_spec import RunSpec
 
 IDLE = 2  # seconds in which a process that has nothing left to do answers
@@ -121,7 +123,9 @@ def gathered(
 
     def hosts(group: PlacementGroup, actors: Sequence[Any] = ()) -> tuple[RayRuntime, tuple[Any, ...]]:
         content = content_for(spec, group)
-        runtime = hosts_in(group, size, name, options, RayHost, shared, content, actors)
+        participants = Participants(identify_here("driver", spec.packages), options.mixed)
+        of_run = participants, spec.packages, spec.device
+        runtime = hosts_in(group, size, name, options, RayHost, shared, content, actors, *of_run)
         return runtime, (shared, *parts, runtime, *places, content)
 
     if _stay is not None and (team := _stay.take(asked)) is not None:

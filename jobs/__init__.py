@@ -1,0 +1,1 @@
+"""Programs for a checkout, which are no part of the installed package."""

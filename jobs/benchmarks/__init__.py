@@ -1,0 +1,1 @@
+"""Benchmarks of single parts of raysim; each module here is a command."""

@@ -1,0 +1,152 @@
+"""The cost of virtual time: events per second of the plan alone, and jobs per second of runs that train nothing.
+
+    uv run python -m jobs.benchmarks.planner
+
+Both have a million clients, of which a thousand are in flight, for every schedule and fleet. Seconds are CPU time, so
+that other work on the machine counts little. `jobs.benchmarks.scale` runs this first.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import resource
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from jobs.benchmarks.scale import Case, Ready, spec_of
+from jobs.command import run
+from raysim.api.declarations import Evaluation
+from raysim.primitives.memory import peak_memory
+from raysim.primitives.streams import stream
+from raysim.results.tables import aligned, columns_of, terminal_width
+from raysim.runtime.inprocess import InProcess
+from raysim.simulation.coordinator import Coordinator
+from raysim.simulation.events import Round
+from raysim.simulation.fleet import Fleet, Ideal, Lognormal
+from raysim.simulation.planner import Load, Planner
+from raysim.simulation.schedule import Buffered, Deadline, Immediate, Oversample, Schedule, Synchronous, Tiered
+from raysim.simulation.trace import Trace
+from raysim.training.run_spec import RunSettings
+
+CLIENTS, AT_WORK = 1_000_000, 1_000
+SCHEDULES: dict[str, Schedule] = {
+    "synchronous": Synchronous(AT_WORK),
+    "oversample": Oversample(AT_WORK),
+    "deadline": Deadline(AT_WORK, seconds=0.02),
+    "buffered": Buffered(AT_WORK, size=100),
+    "immediate": Immediate(AT_WORK),
+    "tiered": Tiered(5, AT_WORK // 5),
+}
+FLEETS: dict[str, Fleet] = {
+    "ideal": Ideal(),
+    "lognormal": Lognormal(),
+    "drop-outs": Lognormal(dropout=0.1),
+    "diurnal": Lognormal(availability="diurnal"),
+    "markov": Lognormal(availability="markov", on=600, off=600),
+    "night": Lognormal(availability="diurnal", hours=0.5),  # half of the time nobody is there
+    "scarce": Lognormal(availability="markov", on=600, off=6e6),  # a hundred of a million are there
+}
+TRACE = "trace"  # another one, of clients that are there four times in two days, for 4 s in the mean
+
+
+@dataclass(frozen=True)
+class Rate:
+    """Of a schedule over a fleet. events: dispatches and ends a second of CPU; memory: bytes that the plan added."""
+
+    schedule: str
+    fleet: str
+    start: float  # seconds of CPU to the first aggregation
+    events: float
+    memory: int
+
+
+def rates(seconds: float, say: Callable[[str], None]) -> list[Rate]:
+    """Of the plan alone, each for so many seconds, and in a process of its own: so memory is what it added."""
+    found = []
+    with tempfile.TemporaryDirectory() as folder:
+        fleets = {**FLEETS, TRACE: Trace(file=_trace(Path(folder) / "trace.parquet"))}
+        for name in SCHEDULES:
+            for fleet, kind in fleets.items():
+                with multiprocessing.get_context("fork").Pool(1) as alone:
+                    found.append(alone.apply(_rate, (name, fleet, kind, seconds)))
+                say(f"{name} over {fleet}: {found[-1].events:,.0f} events a second, {found[-1].memory / 1e6:,.0f} MB")
+    return found
+
+
+def _rate(name: str, fleet: str, kind: Fleet, seconds: float) -> Rate:
+    counts = 5 + np.arange(CLIENTS) * 7 % 11
+    before, began = _resident(), time.process_time()
+    planner = Planner(SCHEDULES[name], kind.devices(0, CLIENTS, lambda: 1.0), 0, counts, _load)
+    planner.step()
+    ready, earlier = time.process_time(), planner.dispatched
+    while planner.dispatched == earlier or time.process_time() - ready < seconds:
+        planner.step()
+    rate = 2 * (planner.dispatched - earlier) / (time.process_time() - ready)
+    return Rate(name, fleet, ready - began, rate, max(0, _resident() - before))
+
+
+def _trace(file: Path) -> str:
+    """Of as many clients, each with four intervals of its own."""
+    generator, period = stream(0, "bench"), 172_800.0
+    starts = np.sort(generator.random((CLIENTS, 4)), axis=1) * (period - 100)
+    stops = np.append(starts[:, 1:], np.full((CLIENTS, 1), period), axis=1)
+    ends = np.minimum(starts + 0.1 + generator.exponential(4.0, (CLIENTS, 4)), stops)
+    firsts = pa.array(np.arange(CLIENTS + 1, dtype=np.int32) * 4)
+    rates = {key: generator.lognormal(mean, 1.0, CLIENTS) for key, mean in (("speed", 7), ("down", 15), ("up", 14))}
+    lists = {key: pa.ListArray.from_arrays(firsts, times.ravel()) for key, times in (("start", starts), ("end", ends))}
+    pq.write_table(pa.table({"client": np.arange(CLIENTS), **lists, "period": np.full(CLIENTS, period), **rates}), file)
+    return str(file)
+
+
+def _load(client: int, version: int, earlier: int, accepted: int) -> Load:
+    return Load(float(5 + client * 7 % 11), 1_000, 1_000)
+
+
+def _resident() -> int:
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * resource.getpagesize()
+
+
+def whole(rounds: int) -> tuple[float, float]:
+    """Jobs a second of CPU, and seconds of it to start, of a run in this process, buffered by 100."""
+    settings = RunSettings(rounds=rounds, evaluate=Evaluation(every=10**9))
+    began = time.process_time()
+    spec = spec_of(Case(CLIENTS // 2, 1), settings)
+    coordinator = Coordinator(spec, SCHEDULES["buffered"], FLEETS["drop-outs"], InProcess(Ready(spec)))
+    marks = [time.process_time() for event in coordinator.run() if isinstance(event, Round)]
+    return (len(marks) - 1) * SCHEDULES["buffered"].size / (marks[-1] - marks[0]), marks[0] - began
+
+
+def bench(say: Callable[[str], None]) -> dict[str, object]:
+    """Measure, print a table, and return the results as a file holds them."""
+    found = rates(2.0, say)
+    rows = []
+    for name in SCHEDULES:
+        rows.append((name, *(f"{rate.events / 1e3:,.0f}" for rate in found if rate.schedule == name)))
+    fleets = (*FLEETS, TRACE)
+    most = [max(rate.memory for rate in found if rate.fleet == fleet) for fleet in fleets]
+    rows.append(("memory, MB", *(f"{memory / 1e6:,.0f}" for memory in most)))
+    say(f"the plan alone: thousand events a second, {CLIENTS:,} clients, {AT_WORK:,} at work")
+    say(aligned(columns_of(("schedule", *fleets), rows), terminal_width()))
+    jobs, start = whole(100)
+    say(
+        f"a whole run that trains nothing: {jobs:,.0f} jobs a second of CPU, {start:.1f} s to the first, at most "
+        f"{peak_memory() / 1e9:.2f} GB"
+    )
+    return {"planner": [asdict(rate) for rate in found], "jobs_per_second": jobs, "start_seconds": start}
+
+
+def main() -> None:
+    """Run the benchmark alone; its table is all that it leaves."""
+    bench(print)
+
+
+if __name__ == "__main__":
+    run(main)

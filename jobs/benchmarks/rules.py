@@ -1,0 +1,162 @@
+"""The cost of the server's step of each rule compared with FedAvg's, the weighted mean.
+
+    uv run python -m jobs.benchmarks.rules
+
+The benchmark alternates a rule and FedAvg in one process and reports the median of the ratios. FedAvg itself is
+compared with a plain PyTorch loop that adds one update after the other.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from jobs.benchmarks.arguments import parser, read
+from jobs.command import run
+from raysim.api.declarations import Local, Task
+from raysim.api.declare import RunSettingsForMethods, declare
+from raysim.api.messages import SingleUpdate
+from raysim.api.method import Method
+from raysim.api.server_view import Aggregation, ServerView
+from raysim.commands.bench.steps import Measured, measure_pairs, report
+from raysim.methods.fedexp import FedExP
+from raysim.methods.fedld import PrincipalGradient
+from raysim.methods.fedopt import FedAdagrad, FedAdam, FedAvgM, FedYogi
+from raysim.methods.groupdro import GroupDRO
+from raysim.methods.inco import InCo
+from raysim.models import Mlp
+from raysim.models.resnet import ResNet
+from raysim.primitives.streams import stream
+from raysim.simulation.server import Server
+from raysim.training.determinism import make_deterministic
+from raysim.vectors.blocks import cores
+from raysim.vectors.layout import plan_layout
+
+RULES: Mapping[str, Callable[[], Method]] = {
+    "fedavgm": FedAvgM,
+    "fedadagrad": FedAdagrad,
+    "fedadam": FedAdam,
+    "fedyogi": FedYogi,
+    "fedexp": FedExP,
+    "groupdro": GroupDRO,
+    "inco": InCo,
+}
+RULE_LIMIT = 1.3  # times the weighted mean
+COHORT = 10  # updates of ResNet-18, 11 million floats each
+
+
+def principal_and_loop() -> tuple[float, float]:
+    """Return the seconds of the principal-gradient sum of 50 updates of 10 M floats, and of a plain sum."""
+    task = Task((1, 28, 28), 10, 50)
+    model = Mlp((3200, 2400)).build((1, 28, 28), 10, 0)
+    declarations = declare([], task, model, _facts(50))
+    layout, generator = declarations.layout, stream(0, "bench")
+    counters = np.empty(0, np.int64)
+    deltas = [generator.random(layout.shared, np.float32) for _ in range(50)]
+    updates = [SingleUpdate(i, i, 0, 100, 100, 1, 1.0, 0.0, counters, delta=delta) for i, delta in enumerate(deltas)]
+    tensors = [torch.from_numpy(delta) for delta in deltas]
+    aggregation = Aggregation(updates, tensors, [100.0] * 50, [0] * 50, {})
+    start = torch.zeros(layout.shared), torch.empty(0, dtype=torch.int64)
+    server = Server(declarations, *start, np.full(50, 100), 0, task)
+    view = ServerView(server, "fedld_principal")
+    seconds = _median_seconds(lambda: PrincipalGradient().combine(aggregation, view))
+    return seconds, _median_seconds(lambda: accumulate(deltas, 100.0))
+
+
+def _facts(clients: int) -> RunSettingsForMethods:
+    return RunSettingsForMethods(Local(), 1, 0, "uniform", clients)
+
+
+def _median_seconds(work: Callable[[], object]) -> float:
+    """Time three calls, after one that allocates the memory."""
+    seconds = []
+    for _ in range(4):
+        since = time.perf_counter()
+        work()
+        seconds.append(time.perf_counter() - since)
+    return statistics.median(seconds[1:])
+
+
+def accumulate(deltas: Sequence[np.ndarray], weight: float) -> torch.Tensor:
+    """Return the weighted sum [d], computed in place, one vector after the other, on one thread."""
+    total = torch.zeros(len(deltas[0]))
+    for delta in deltas:
+        total.add_(torch.from_numpy(delta), alpha=weight)
+    return total
+
+
+def seconds_per_loop(updates: Sequence[SingleUpdate]) -> float:
+    """Time a step by the weighted mean as a plain loop computes it."""
+    deltas = [update.delta for update in updates]
+    vector = torch.zeros(len(deltas[0]))
+
+    def step() -> None:
+        nonlocal vector
+        vector = vector + accumulate(deltas, 100.0).div_(100.0 * len(deltas))
+
+    return _median_seconds(step)
+
+
+def seconds_per_rule(updates: Sequence[SingleUpdate], *methods: Method) -> float:
+    """Time the server's step on single updates, once its states exist."""
+    counts = np.full(COHORT, 100)
+    task = Task((3, 32, 32), 10, COHORT)
+    model = ResNet(18).build((3, 32, 32), 10, 0)
+    declarations = declare(methods, task, model, _facts(COHORT))
+    layout = declarations.layout
+    start = torch.zeros(layout.shared), torch.zeros(layout.shared_counters, dtype=torch.int64)
+    server = Server(declarations, *start, counts, 0, task, "uniform")
+    current = list(updates)
+
+    def step() -> None:
+        server.step(current, [], [0] * COHORT, {})
+        current[:] = [replace(update, version=server.version) for update in current]
+
+    return _median_seconds(step)
+
+
+def _updates() -> list[SingleUpdate]:
+    layout = plan_layout({"model": ResNet(18).build((3, 32, 32), 10, 0)})
+    generator = stream(0, "bench")
+    extras: dict[str, np.ndarray] = {
+        "groupdro.loss": np.ones(1, np.float32),
+        "fedexp.square": np.ones(1),
+    }
+    counters = np.ones(layout.shared_counters, np.int64)
+    updates = []
+    for i in range(COHORT):
+        delta = generator.random(layout.shared, np.float32)
+        updates.append(SingleUpdate(i, i, 0, 100, 100, 1, 1.0, 0.0, counters, extras, delta=delta))
+    return updates
+
+
+def bench_rules(blocks: int, say: Callable[[str], None]) -> list[Measured]:
+    """Measure FedAvg and the loop in turn, each rule and FedAvg, and principal gradients last."""
+    updates = _updates()
+
+    def with_fedavg(make: Callable[[], Method]) -> Callable[[], tuple[float, float]]:
+        return lambda: (seconds_per_rule(updates, make()), seconds_per_rule(updates))
+
+    pairs = {"fedavg": lambda: (seconds_per_rule(updates), seconds_per_loop(updates))}
+    pairs |= {name: with_fedavg(make) for name, make in RULES.items()}
+    pairs["fedld_principal"] = principal_and_loop
+    limits = {"fedavg": 1.0} | dict.fromkeys(RULES, RULE_LIMIT) | {"fedld_principal": 3.0}
+    return measure_pairs(pairs, limits, blocks, say)
+
+
+def main() -> None:
+    """Measure the rules, print a table, write a file of results."""
+    given = read(parser(__doc__))
+    make_deterministic(1)
+    results = bench_rules(given.blocks, print)
+    title = f"the server's step on {cores()} threads: fedavg compared with a plain loop, rules with fedavg"
+    report(title, results, given.blocks, given.out)
+
+
+if __name__ == "__main__":
+    run(main)

@@ -1,0 +1,166 @@
+"""Runs that are kept beside the papers' tables: a small JSON file each, with what made it and what came of it.
+
+`uv run python -m jobs.papers.results RUN...` keeps finished runs; `jobs.papers.report` and the pages of `docs/papers`
+read what is kept.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import platform
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import cast
+
+from jobs.command import run as run_program
+from jobs.papers.comparison import OPEN
+from raysim.experiment.compose import compose, plain
+from raysim.experiment.instantiate import shown
+from raysim.primitives.errors import Refused
+from raysim.primitives.files import from_json
+from raysim.results.history import column, summarise, write_json
+from raysim.results.report import Run, choice, load_run, runs_in, settings
+
+KEPT = Path(__file__).parent / "results"
+# Columns of a history that a table may ask for, by their beginnings.
+COLUMNS = (
+    "accuracy",
+    "local_accuracy",
+    "best_round",
+    "floats_down",
+    "clients",
+    "host_seconds",
+    "decomposition.",
+)  # and those that begin with the name of one of the run's methods
+FACTS = ("rounds", "wall_seconds", "model_sha256", "state_sha256", "identity", "split")  # of summary.json
+# Keys that say where a run lay and how it was carried out, not what it is.
+PLACES = ("out", "resume", "tracking", "runtime", "checkpoint", "thresholds", "device", "state", "faults")
+
+
+def kept(paper: str) -> list[Run]:
+    """The runs that are kept of a paper's presets."""
+    return [_read(path) for path in sorted((KEPT / paper).glob("*.json"))]
+
+
+def _read(path: Path) -> Run:
+    content = from_json(path.read_text(encoding="utf-8"))
+    history = content["history"]
+    rows = [dict(zip(history, values, strict=True)) for values in zip(*history.values(), strict=True)]
+    summary = {**summarise(rows), **content["facts"], "command": content["command"], "hardware": content["hardware"]}
+    return Run(path.stem, content["config"], rows, summary, path)
+
+
+def keep(folder: Path) -> Path:
+    """Write the file of a finished run of a paper's preset; returns its path. Raises Refused."""
+    run = load_run(folder)
+    experiment = choice(run.config, "experiment")
+    if not run.finished or "/" not in experiment:
+        what = f"is one of experiment={experiment}, no paper's" if run.finished else "has not finished"
+        raise Refused(f"{folder} {what}: name finished runs of papers' presets")
+    identity = cast("Mapping[str, object]", run.summary.get("identity") or {})
+    config = {key: value for key, value in run.config.items() if key not in PLACES} | {
+        "data": _without_places(run.config)
+    }
+    content = {
+        "command": command(run.config),
+        "hardware": hardware(str(identity.get("device", "cpu"))),
+        "facts": {key: run.summary.get(key) for key in FACTS},
+        "config": config,
+        "history": {name: _short(column(run.rows, name)) for name in _columns(run)},
+    }
+    text = json.dumps([config["seed"], content["command"]])
+    methods = "+".join((run.config.get("method") or {}).keys()) or "fedavg"  # type: ignore[attr-defined]
+    name = f"{experiment.partition('/')[2]}-{methods}-{hashlib.sha256(text.encode()).hexdigest()[:8]}.json"
+    path = KEPT / experiment.partition("/")[0] / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_json(content, path)
+    return path
+
+
+def command(config: Mapping[str, object]) -> str:
+    """The command that makes a run of this configuration: its preset, its methods, and what it has otherwise."""
+    choices, methods = config["choices"], config.get("method") or {}
+    assert isinstance(choices, Mapping) and isinstance(methods, Mapping)
+    words = [f"experiment={choices['experiment']}", f"method={'+'.join(methods) or 'fedavg'}"]
+    preset = plain(compose(words))
+    groups = [
+        f"{group}={value}"
+        for group, value in choices.items()
+        if group not in ("method", "experiment", *PLACES) and value != preset["choices"].get(group)
+    ]
+    before, now = settings(plain(compose([*words, *groups]))), settings(config)
+    more = [
+        f"{key}={shown(_value(config, key))}"
+        for key, value in now.items()
+        if key in before and value != before[key] and key.partition(".")[0] not in PLACES and not _is_place(key)
+        if (key, before[key]) not in OPEN
+    ]
+    places = ["data.root=DIR"] if "data.root" in now else []
+    return " ".join(["raysim run", *words, *groups, *more, *_carried_out(config), *places])
+
+
+def _carried_out(config: Mapping[str, object]) -> list[str]:
+    """How, as far as bits depend on it and it is not as usual on a CPU."""
+    usual = {"lanes": 1, "graph": False, "precision": "float32"}
+    runtime = config.get("runtime") or {}
+    assert isinstance(runtime, Mapping)
+    words = [f"runtime.{key}={shown(runtime[key])}" for key, value in usual.items() if runtime.get(key, value) != value]
+    return words if config.get("device", "cpu") == "cpu" else [f"device={config['device']}", *words]
+
+
+def hardware(device: str = "cpu") -> str:
+    """What a run computed on, in a few words: its GPU by name, or this machine."""
+    if device != "cpu":
+        return device
+    name = platform.processor() or platform.machine()
+    info = Path("/proc/cpuinfo")
+    models = [line for line in info.read_text().splitlines() if line.startswith("model name")] if info.is_file() else []
+    name = models[0].partition(":")[2].strip() if models else name
+    return f"{os.cpu_count()} cores of {name}"
+
+
+def _columns(run: Run) -> list[str]:
+    """Return the columns that are kept: scores and costs, and what the methods report of themselves."""
+    methods = run.config.get("method") or {}
+    assert isinstance(methods, Mapping)
+    beginnings = (*COLUMNS, *(f"{name}." for name in methods))
+    names = dict.fromkeys(name for row in run.rows for name in row)
+    return ["round", *(name for name in names if name.startswith(beginnings))]
+
+
+def _short(values: Sequence[int | float | None]) -> list[int | float | None]:
+    return [round(value, 5) if isinstance(value, float) else value for value in values]
+
+
+def _is_place(key: str) -> bool:
+    return key.endswith((".root", ".cache", ".download"))
+
+
+def _without_places(config: Mapping[str, object]) -> object:
+    data = config["data"]
+    assert isinstance(data, Mapping)
+    return {key: value for key, value in data.items() if not _is_place(f".{key}")}
+
+
+def _value(config: Mapping[str, object], key: str) -> object:
+    value: object = config
+    for part in key.split("."):
+        assert isinstance(value, Mapping)
+        value = value[part]
+    return value
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    """Keep the runs of the command line and print their files."""
+    parser = argparse.ArgumentParser(prog="python -m jobs.papers.results", description="Keep finished runs.")
+    parser.add_argument("runs", metavar="RUN", nargs="+", help="folders of runs, studies and sweeps")
+    for name in parser.parse_args(words).runs:
+        for folder in runs_in(Path(name)):
+            print(keep(folder))
+
+
+if __name__ == "__main__":
+    run_program(main)

@@ -1,0 +1,107 @@
+"""The published tables, one JSON file per paper; no other file holds a number of theirs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+
+from raysim.primitives.errors import Refused, instead
+
+PAPERS = ("fedbr", "fedbss", "fedld", "fraug")
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One printed number. `methods` without FedAvg, the backbone of all; `mean` with the digits that were printed."""
+
+    methods: tuple[str, ...]
+    variant: Mapping[str, object]
+    printed: str | None
+    dataset: str
+    column: str
+    mean: Decimal
+    deviation: Decimal | None
+    rounds_to: Mapping[str, int | None]
+    unit: str
+
+    @property
+    def label(self) -> str:
+        """The row's label; the parameters of a row that is printed without one."""
+        said = {
+            key: "+".join(map(str, value)) if isinstance(value, list) else value for key, value in self.variant.items()
+        }
+        return self.printed or ", ".join(f"{key} {value}" for key, value in said.items())
+
+
+@dataclass(frozen=True)
+class Table:
+    """One table: its cells in the order of the paper, what they are, and what could not be told from the text."""
+
+    name: str  # as `find` takes it
+    title: str
+    caption: str
+    metric: str
+    deviation_of: str
+    momentum: Mapping[str, float]
+    notes: tuple[str, ...]
+    cells: tuple[Cell, ...]
+
+
+def tables(paper: str) -> dict[str, Table]:
+    """All tables of a paper by their names, such as "fedbr/table1". Raises Refused for an unknown paper."""
+    if paper not in PAPERS:
+        raise Refused(f"{paper}: this paper does not exist: {instead(paper, PAPERS)}")
+    content = json.loads((Path(__file__).parent / f"{paper}.json").read_text(encoding="utf-8"), parse_float=Decimal)
+    return {
+        f"{paper}/{key}": _table(f"{paper}/{key}", content["paper"], node) for key, node in content["tables"].items()
+    }
+
+
+def find(name: str) -> Table:
+    """The table of a name such as "fedbr/table1". Raises Refused with the nearest one."""
+    known = tables(name.partition("/")[0])
+    if name not in known:
+        raise Refused(f"{name}: this table does not exist: {instead(name, known)}")
+    return known[name]
+
+
+def listing(paper: str) -> str:
+    """The tables of a paper with their captions, a line each."""
+    known = tables(paper)
+    width = max(map(len, known))
+    return "\n".join(f"{name:<{width}}  {table.caption}" for name, table in known.items())
+
+
+def _table(name: str, paper: str, node: Mapping[str, Any]) -> Table:
+    momentum = node["setting"].get("momentum")
+    cells = tuple(_cell(row) for row in node["rows"])
+    return Table(
+        name=name,
+        title=f"{paper}, {name.rpartition('/')[2].replace('table', 'table ')}",
+        caption=node["caption"],
+        metric=node["metric"],
+        deviation_of=node.get("deviation_of", ""),
+        momentum={key: float(value) for key, value in momentum.items()} if isinstance(momentum, dict) else {},
+        notes=tuple(node.get("notes", ())),
+        cells=cells,
+    )
+
+
+def _cell(row: Mapping[str, Any]) -> Cell:
+    inner = row["method"] if isinstance(row["method"], dict) else {"method": row["method"]}
+    names = inner["method"] if isinstance(inner["method"], list) else [inner["method"]]
+    return Cell(
+        methods=tuple(name for name in names if name != "fedavg"),
+        variant=inner.get("variant", {}),
+        printed=row["printed"],
+        dataset=row["dataset"],
+        column=row["column"],
+        mean=Decimal(row["mean"]),
+        deviation=None if row["deviation"] is None else Decimal(row["deviation"]),
+        rounds_to=row["rounds_to"] or {},
+        unit=row["unit"],
+    )

@@ -1,0 +1,82 @@
+"""Text on streams whose encoding lacks some characters, such as ASCII or cp932."""
+
+from __future__ import annotations
+
+import codecs
+import io
+import unicodedata
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+
+HANDLER = "raysim-equivalents"  # of the errors of a stream
+EQUIVALENTS = {
+    "±": "+/-",
+    "·": "|",
+    "×": "x",
+    "–": "-",
+    "—": "-",
+    "…": "...",
+    "→": "->",
+    "←": "<-",
+    "≤": "<=",
+    "≥": ">=",
+    "≈": "~",
+    "α": "alpha",
+    "β": "beta",
+    "γ": "gamma",
+    "Δ": "delta",
+    "μ": "mu",
+    "µ": "mu",
+    "σ": "sigma",
+    "Σ": "sum",
+    "‘": "'",
+    "’": "'",
+    "“": '"',
+    "”": '"',
+    "│": "|",
+    "┃": "|",
+}
+UNKNOWN = "?"
+
+
+def ascii_equivalent(character: str) -> str:
+    """Return ASCII text that stands for a character; "?" if there is none."""
+    if character in EQUIVALENTS:
+        return EQUIVALENTS[character]
+    name = unicodedata.name(character, "")
+    if name.startswith(("BOX DRAWINGS", "BLOCK")):
+        return "-"
+    if name.startswith("BRAILLE"):  # frames of a spinner
+        return "*"
+    letters = unicodedata.normalize("NFKD", character).encode("ascii", "ignore").decode()
+    return letters or UNKNOWN
+
+
+def _replace_characters(error: UnicodeError) -> tuple[str, int]:
+    """Answer an encoder that met characters which its encoding lacks."""
+    if not isinstance(error, UnicodeEncodeError):
+        raise error
+    characters = error.object[error.start : error.end]
+    return "".join(map(ascii_equivalent, characters)), error.end
+
+
+codecs.register_error(HANDLER, _replace_characters)
+
+
+@contextmanager
+def lossy_output(*streams: object) -> Iterator[None]:
+    """Let these streams write equivalents of characters that their encoding lacks, in place of an error.
+
+    Streams that are no text files keep their ways.
+    """
+    with ExitStack() as stack:
+        for stream in streams:
+            if isinstance(stream, io.TextIOWrapper):
+                stack.callback(_set_errors, stream, stream.errors)
+                _set_errors(stream, HANDLER)
+        yield
+
+
+def _set_errors(stream: io.TextIOWrapper, errors: str | None) -> None:
+    with suppress(ValueError, OSError):  # it is closed, or its reader has left
+        stream.reconfigure(errors=errors)

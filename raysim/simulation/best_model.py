@@ -1,0 +1,94 @@
+"""The model of the best round: which score decides, and the weights that had it."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from raysim.simulation.events import Row
+from raysim.training.run_spec import RunSpec
+
+
+@dataclass(frozen=True)
+class Criterion:
+    """The column of the history that decides which round is best."""
+
+    column: str
+    higher: bool
+
+
+def best_by(spec: RunSpec) -> Criterion:
+    """Return what the best round is chosen by: the validation score, or the training loss without a validation split.
+
+    A test score is never used: the score of a model that was chosen by its tests would be too good.
+    """
+    validation = spec.data.partition.validation
+    if validation is not None and validation.counts.any():
+        metric = spec.task.metric
+        return Criterion(f"{metric.name}_validation", metric.higher)
+    return Criterion("train_loss", higher=False)
+
+
+class BestModel:
+    """The weights that were scored in the best round so far; the first of equal ones. A part of every checkpoint."""
+
+    def __init__(self, criterion: Criterion):
+        self.criterion = criterion
+        self.round, self.value = 0, math.nan  # round 0: none so far
+        self.vector: Tensor | None = None  # None: none so far, or an earlier version of raysim did not keep them
+        self.counters: Tensor | None = None
+
+    def take(self, row: Row, vector: Tensor, counters: Tensor) -> None:
+        """Keep the weights that were scored in a round if the round is better than all before."""
+        if self._is_better(row):
+            self.vector, self.counters = vector, counters
+
+    def _is_better(self, row: Row) -> bool:
+        value = row.get(self.criterion.column)
+        if value is None or not math.isfinite(value):
+            return False
+        gain = value - self.value if self.criterion.higher else self.value - value
+        if self.round and gain <= 0:
+            return False
+        self.round, self.value = int(row["round"] or 0), float(value)
+        return True
+
+    def summary(self) -> dict[str, object] | None:
+        """Return what summary.json says of the best model; None where there is none."""
+        if self.vector is None or self.counters is None:
+            return None
+        content = self.vector.numpy().tobytes() + self.counters.numpy().tobytes()
+        digest = hashlib.sha256(content).hexdigest()
+        return {"round": self.round, "by": self.criterion.column, "value": self.value, "sha256": digest}
+
+    # --- checkpoints -------------------------------------------------------------------------------------------------
+    def state(self, current: Tensor) -> Mapping[str, np.ndarray]:
+        """Return everything as arrays, without the weights where they are the current ones."""
+        is_current = self.vector is current
+        arrays = {
+            "round": np.array(self.round),
+            "value": np.array(self.value),
+            "is_current": np.array(is_current),
+        }
+        if self.vector is not None and self.counters is not None and not is_current:
+            arrays |= {"vector": self.vector.numpy(), "counters": self.counters.numpy()}
+        return arrays
+
+    def restore(self, arrays: Mapping[str, np.ndarray], vector: Tensor, counters: Tensor) -> None:
+        """Continue from a checkpoint, whose current weights are given."""
+        self.round, self.value = int(arrays["round"]), float(arrays["value"])
+        if arrays["is_current"]:
+            self.vector, self.counters = vector, counters
+        elif "vector" in arrays:
+            self.vector, self.counters = (torch.from_numpy(np.array(arrays[key])) for key in ("vector", "counters"))
+
+    def restore_rows(self, rows: Sequence[Row]) -> None:
+        """Continue from a checkpoint of an earlier version of raysim, which has the scores and not the weights."""
+        for row in rows:
+            self._is_better(row)

@@ -1,0 +1,223 @@
+"""Train K clients of a small linear network at once, by batched products.
+
+The parameters are stacked [K, D]. A network qualifies if it is a chain of linear and pointwise
+layers, and if no method takes part in the step. A batch that is smaller than the others is filled
+up with rows of weight 0, so that all products always have the same shape.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from raysim.api.composition import STEP_HOOKS
+from raysim.api.context import Batch, Stage
+from raysim.api.declare import Declarations
+from raysim.models.classifier import Classifier
+from raysim.models.split import Whole
+from raysim.primitives.errors import first_line
+from raysim.training.lanes import Lane, LaneLoop, NotInLanes
+from raysim.training.trainer import Trainer
+from raysim.vectors.optimizer import StackedOptimizer
+
+_POINTWISE = (nn.Identity, nn.ReLU, nn.LeakyReLU, nn.ELU, nn.SELU, nn.GELU, nn.SiLU, nn.Tanh, nn.Sigmoid, nn.Softplus)
+_TASK = Stage()
+
+
+def step_methods(declarations: Declarations) -> list[str]:
+    """Return the names of the methods that take part in a step."""
+    return [
+        each.method
+        for each in declarations.methods
+        if each.stages is not None or any(each.has_hook(hook) for hook in STEP_HOOKS)
+    ]
+
+
+def linear_chain(networks: Mapping[str, nn.Module], input_dims: int) -> list[nn.Module] | None:
+    """Return the layers of a chain of linear and pointwise layers; None for other networks.
+
+    input_dims: the dimensions of one input.
+    """
+    model = networks["model"]
+    if isinstance(model, Whole):
+        layers = _unnest(model.net)
+    elif isinstance(model, Classifier) and type(model).forward is Classifier.forward:
+        layers = [*_unnest(model.extractor), model.head]
+    else:
+        return None
+    linear = [layer for layer in layers if type(layer) is nn.Linear]
+    others = [layer for layer in layers if type(layer) not in (nn.Linear, *_POINTWISE)]
+    flat = [layer for layer in others if type(layer) is nn.Flatten and (layer.start_dim, layer.end_dim) == (1, -1)]
+    is_chain = bool(linear) and len(flat) == len(others) and (input_dims == 1 or layers[:1] == flat[:1])
+    parameters = list(model.parameters())
+    is_tied = len(parameters) != sum(len(list(layer.parameters())) for layer in linear)
+    is_frozen = not all(parameter.requires_grad for parameter in parameters)
+    return layers if is_chain and not (is_tied or is_frozen) and len(networks) == 1 else None
+
+
+def _unnest(module: nn.Module) -> list[nn.Module]:
+    """Return the layers of nested `Sequential`s in order."""
+    if type(module) is not nn.Sequential:
+        return [module]
+    layers: list[nn.Module] = []
+    for child in module:
+        layers += _unnest(child)
+    return layers
+
+
+class _BatchedLinear(torch.autograd.Function):
+    """x w^T + b of every lane: x [K, B, n], w [K, m, n], b [K, m] or None.
+
+    Autograd's own gradient of w^T has the memory layout of w^T, and adding it to w takes longer
+    than the products.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor, b: Tensor | None = None) -> Tensor:
+        """Return [K, B, m]."""
+        ctx.save_for_backward(x, w)
+        if b is None:
+            return torch.bmm(x, w.transpose(1, 2))
+        return torch.baddbmm(b.unsqueeze(1), x, w.transpose(1, 2))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        """Return the gradients of x, w and b."""
+        x, w = ctx.saved_tensors
+        grad_x = torch.bmm(grad, w) if ctx.needs_input_grad[0] else None
+        grad_w = torch.bmm(grad.transpose(1, 2), x)
+        if len(ctx.needs_input_grad) == 2:
+            return grad_x, grad_w
+        return grad_x, grad_w, grad.sum(1)
+
+
+class BatchedLanes(LaneLoop[Lane]):
+    """K clients that are stepped by one batched computation."""
+
+    def __init__(self, trainer: Trainer, count: int):
+        flats = trainer.vector.data, trainer.vector.counters
+        data, counters = (flat.detach().expand(count, -1).clone() for flat in flats)
+        super().__init__(trainer, data, counters, Lane)
+        layers = linear_chain(trainer.vector.networks, len(trainer.task.shape))
+        assert layers is not None, "checked before a host starts"
+        self.layers = layers
+        self.group = trainer.step.group(_TASK.trains)
+        self.leaves, self.steps = self._leaves()
+        self.trained = [self.leaves[id(parameter)] for parameter in self.group.params]
+        self.optimizer = StackedOptimizer(trainer.step.optimizer, self.steps)
+        largest = max(1, int(trainer.partition.counts.max(initial=0)))
+        self.batch = min(trainer.local.batch, largest)  # rows of every lane
+        self.weights = torch.full((count, self.batch), 1 / self.batch, dtype=data.dtype, device=data.device)
+
+    def _leaves(self) -> tuple[dict[int, Tensor], list[Tensor]]:
+        """Return the parameters [K, ...] by id of the module's, and what the optimiser moves."""
+        vector = self.trainer.vector
+        leaves: dict[int, Tensor] = {}
+        for entry in vector.layout.entries:
+            if entry.parameter:
+                view = self.data[:, entry.start : entry.stop].view(self.count, *entry.shape)
+                # .data: autograd must not mistake an optimiser's step for a change of what it saved
+                leaves[id(vector.parameters[entry.name])] = view.data.requires_grad_()
+        if self.trainer.step.clip:
+            return leaves, [self.data[:, run] for run in self.group.runs]
+        return leaves, [leaves[id(parameter)].detach() for parameter in self.group.params]
+
+    # --- a lane's client ---------------------------------------------------------------------
+    def start(self, lane: Lane) -> None:
+        """See `LaneLoop`."""
+        self.optimizer.restart(lane.row, lane.ctx.optimizers.resumed(_TASK.name))
+
+    def finish(self, lane: Lane) -> None:
+        """See `LaneLoop`."""
+        if lane.step:
+            lane.ctx.optimizers.put(_TASK.name, self.optimizer.row(lane.row), self.group.shared, _TASK.rate)
+
+    # --- the step ----------------------------------------------------------------------------
+    def step_lanes(self, busy: Sequence[Lane]) -> None:
+        """See `LaneLoop`."""
+        try:
+            losses = self._step(busy)
+        except (RuntimeError, IndexError) as error:
+            text = first_line(error).rstrip(".")
+            raise NotInLanes(
+                f"runtime.lanes={self.count}: several clients cannot be trained at once ({text}). Set runtime.lanes=1."
+            ) from error
+        for lane in busy:
+            lane.advance(losses[lane.row])
+
+    def _step(self, busy: Sequence[Lane]) -> Sequence[Tensor]:
+        """Do one step of all lanes; return each lane's loss.
+
+        Rows of lanes without a client have weight 0.
+        """
+        inputs, targets, weights = self._stack(busy)
+        outputs = self._outputs(inputs).to(self.data.dtype).flatten(0, 1)
+        rows = self.trainer.task.objective.losses(outputs, targets.flatten(0, 1))
+        gradients = list(torch.autograd.grad(rows, self.trained, weights.flatten()))
+        rows_at_work = [lane.row for lane in busy]
+        self.optimizer.step_rows(rows_at_work, self.steps, self._clipped(gradients), busy[0].ctx.rate)
+        losses = (rows.detach().view(self.count, self.batch) * weights).sum(1)
+        return losses.unbind()
+
+    def _outputs(self, inputs: Tensor) -> Tensor:
+        """Return the network's outputs [K, B, C] of inputs [K, B, ...]."""
+        x, precision = inputs, self.trainer.step.precision
+        for layer in self.layers:
+            if isinstance(layer, nn.Linear):
+                parts = [self.leaves[id(parameter)] for parameter in layer.parameters()]
+                if precision is not None:
+                    x, parts = x.to(precision), [part.to(precision) for part in parts]
+                x = _BatchedLinear.apply(x, *parts)
+            elif isinstance(layer, nn.Flatten):
+                x = x.flatten(2)
+            else:
+                x = layer(x)
+        return x
+
+    def _clipped(self, gradients: list[Tensor]) -> list[Tensor]:
+        """Return what the optimiser takes.
+
+        That is the gradients, or with `local.clip` their stretches [K, n], with a bounded norm per
+        lane.
+        """
+        clip = self.trainer.step.clip
+        if not clip:
+            return gradients
+        flat = torch.cat([gradient.reshape(self.count, -1) for gradient in gradients], dim=1)
+        norms = flat.norm(dim=1, keepdim=True)
+        flat *= (clip / (norms + 1e-6)).clamp(max=1.0)
+        return list(flat.split([run.stop - run.start for run in self.group.runs], dim=1))
+
+    def _stack(self, busy: Sequence[Lane]) -> tuple[Tensor, Tensor, Tensor]:
+        """Return inputs [K, B, ...], targets [K, B, ...] and the rows' weights [K, B]."""
+        batches = {lane.row: lane.next_batch for lane in busy}
+        if len(busy) == self.count and all(batch.inputs.shape[0] == self.batch for batch in batches.values()):
+            weights = self.weights
+        else:
+            weights = self._weights(batches)
+            batches = {row: _filled(batch, self.batch) for row, batch in batches.items()}
+        first = next(iter(batches.values()))
+        every = [batches.get(row, first) for row in range(self.count)]
+        return torch.stack([b.inputs for b in every]), torch.stack([b.targets for b in every]), weights
+
+    def _weights(self, batches: Mapping[int, Batch]) -> Tensor:
+        """Return one over the size of each lane's batch for its own rows, 0 for all others."""
+        weights = torch.zeros_like(self.weights)
+        for row, batch in batches.items():
+            size = len(batch.inputs)
+            weights[row, :size] = 1 / size
+        return weights
+
+
+def _filled(batch: Batch, size: int) -> Batch:
+    """Return the batch with `size` rows; the added ones repeat the first."""
+    missing = size - len(batch.inputs)
+    if not missing:
+        return batch
+    inputs, targets = (
+        torch.cat([part, part[:1].expand(missing, *part.shape[1:])]) for part in (batch.inputs, batch.targets)
+    )
+    return Batch(inputs, targets, inputs, targets)

@@ -1,0 +1,86 @@
+"""Capture a computation as a CUDA graph, with branches that run side by side.
+
+On other devices nothing can be captured: the computation is done again instead, on the same tensors
+that stay where they are. That saves no time; it shows on a CPU what would go in and out of a graph.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+Compute: TypeAlias = Callable[[], Sequence[Tensor]]
+Record: TypeAlias = Callable[[Compute], Compute]  # takes a computation, returns its replay
+
+
+def recorder(device: torch.device) -> Record:
+    """Return what records on a device; CUDA graphs of one recorder share a pool of memory."""
+    if device.type != "cuda":
+        return lambda compute: compute
+    pool = torch.cuda.graph_pool_handle()
+    return lambda compute: _captured(compute, pool)
+
+
+def _captured(compute: Compute, pool: Any) -> Compute:
+    """Capture a computation and return its replay.
+
+    What a replay returns is valid until the next replay of a graph of the pool.
+    """
+    graph = torch.cuda.CUDAGraph()
+    with no_collection(), torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+        outputs = compute()
+
+    def replay() -> Sequence[Tensor]:
+        graph.replay()
+        return outputs
+
+    return replay
+
+
+@contextmanager
+def no_collection() -> Iterator[None]:
+    """Stop the garbage collector: if it freed another graph, a capture would end."""
+    gc.collect()
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+class Branches:
+    """Branches of work that run side by side in a CUDA graph; elsewhere one after another."""
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        self._streams: list[torch.cuda.Stream] = []
+        self._open = 0
+
+    @contextmanager
+    def branch(self, place: int) -> Iterator[None]:
+        """Let the work in this context wait for all work launched before outside of branches.
+
+        place: the number of the branch, 0, 1, ... in this order.
+        """
+        if self.device.type != "cuda" or not torch.cuda.is_current_stream_capturing():  # streams would keep memory
+            yield
+            return
+        self._open = place + 1
+        while len(self._streams) <= place:
+            self._streams.append(torch.cuda.Stream(self.device))
+        self._streams[place].wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self._streams[place]):
+            yield
+
+    def join(self) -> None:
+        """Let the work that follows wait for all branches."""
+        for stream in self._streams[: self._open]:
+            torch.cuda.current_stream(self.device).wait_stream(stream)
+        self._open = 0

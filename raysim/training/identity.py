@@ -1,0 +1,221 @@
+"""What a process says of itself where bits depend on it, and how several processes are compared."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib.util
+import os
+import platform
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from raysim.primitives.version import __version__
+from raysim.training.determinism import openblas
+
+PACKAGE = "raysim"
+INSTRUCTIONS = "CPU instructions"
+FAMILIES = ("amx", "avx", "f16c", "fma", "sve")  # instruction sets with kernels of their own
+MISSING = "missing"
+UNSET = "unset"
+VARIABLES = (  # by which a library is told to use other kernels
+    "ONEDNN_MAX_CPU_ISA",
+    "DNNL_MAX_CPU_ISA",
+    "ONEDNN_DEFAULT_FPMATH_MODE",
+    "DNNL_DEFAULT_FPMATH_MODE",
+    "MKL_CBWR",
+    "MKL_ENABLE_INSTRUCTIONS",
+    "NVIDIA_TF32_OVERRIDE",
+    "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
+)
+MAX_DIFFERENCES = 4  # that an error names
+
+
+class UnequalWorkersError(ValueError):
+    """Processes of one run differ in what its bits depend on, and `runtime.mixed` does not allow it."""
+
+
+@dataclass(frozen=True)
+class Identity:
+    """A process of a run: its name, its node, and by name what the bits that it computes depend on."""
+
+    name: str
+    node: str
+    facts: Mapping[str, str]
+
+    def __str__(self) -> str:
+        return f"{self.name} on {self.node}"
+
+
+def identify(name: str, packages: Sequence[str] = (), device: str = "", node: str = "") -> Identity:
+    """Return the identity of this process.
+
+    packages: those besides raysim whose code a run uses. device: what the process computes on; "" for a process that
+    trains nothing. node: the name of this machine; "" for its host name.
+    """
+    facts = {**_device(device), **_cpu(), **_variables(), **_versions()}
+    facts |= {f"code of {package}": code_checksum(package) for package in dict.fromkeys((PACKAGE, *packages))}
+    return Identity(name, node or platform.node(), facts)
+
+
+def _device(device: str) -> dict[str, str]:
+    """Return the model of the device that a worker trains on; nothing for a process that trains nothing."""
+    if not device.startswith("cuda"):
+        return {"device": device} if device else {}
+    major, minor = torch.cuda.get_device_capability(device)
+    model = f"{torch.cuda.get_device_name(device)} (compute capability {major}.{minor})"
+    return {"device": model, "CUDA": str(torch.version.cuda), "cuDNN": str(torch.backends.cudnn.version())}
+
+
+@functools.cache
+def _cpu() -> dict[str, str]:
+    """Return which kernels torch, its libraries and NumPy choose on this CPU."""
+    # Older versions of torch have no such function.
+    capabilities: dict[str, object] = getattr(torch.cpu, "get_capabilities", dict)()
+    has = sorted(key for key, value in capabilities.items() if value is True and key.startswith(FAMILIES))
+    blas = {str(library["architecture"]) for library in openblas().info()}
+    return {
+        "CPU capability": torch.backends.cpu.get_cpu_capability(),
+        "CPU maker": str(capabilities.get("cpu_name", "")).partition(" ")[0],
+        INSTRUCTIONS: " ".join(has),
+        "machine": platform.machine(),
+        "OpenBLAS kernels": " ".join(sorted(blas)),
+    }
+
+
+def _variables() -> dict[str, str]:
+    return {name: os.environ.get(name) or UNSET for name in VARIABLES}
+
+
+def _versions() -> dict[str, str]:
+    return {
+        "Python": platform.python_version(),
+        "torch": torch.__version__,
+        "NumPy": np.__version__,
+        PACKAGE: __version__,
+    }
+
+
+@functools.cache
+def code_checksum(package: str) -> str:
+    """Return a checksum of the Python files of a package, or `MISSING` if it cannot be found."""
+    try:
+        spec = importlib.util.find_spec(package)
+    except (ImportError, ValueError):
+        spec = None
+    if spec is None:
+        return MISSING
+    digest = hashlib.sha256()
+    for name, path in sorted(_python_files(spec.submodule_search_locations, spec.origin)):
+        content = path.read_bytes()
+        digest.update(f"{name} {len(content)} ".encode("utf-8", "surrogateescape"))
+        digest.update(content)
+    return digest.hexdigest()[:16]
+
+
+def _python_files(folders: Iterable[str] | None, origin: str | None) -> Iterable[tuple[str, Path]]:
+    """Yield the Python files of a package by their place in it, or the one file of a module."""
+    if folders is None:
+        if origin and Path(origin).is_file():
+            yield Path(origin).name, Path(origin)
+        return
+    for folder in map(Path, folders):
+        for path in folder.rglob("*.py"):
+            yield path.relative_to(folder).as_posix(), path
+
+
+@dataclass
+class Participants:
+    """The processes that took part in a run, the driver first.
+
+    mixed: whether they may differ.
+    """
+
+    driver: Identity
+    mixed: bool = False
+    others: list[Identity] = field(default_factory=list)
+
+    def add(self, *identities: Identity) -> None:
+        """Take in processes that are ready. Raises UnequalWorkersError if one differs and `mixed` is off."""
+        new = [identity for identity in identities if identity not in self.all]
+        reference = self._reference(new)
+        if not self.mixed:
+            _check_equal(reference, new)
+        self.others += new
+
+    @property
+    def all(self) -> list[Identity]:
+        """The driver and all others, those included that were replaced."""
+        return [self.driver, *self.others]
+
+    def _reference(self, new: Sequence[Identity]) -> Mapping[str, tuple[str, Identity]]:
+        """Map each fact to its first value, and to the process that has it."""
+        first: dict[str, tuple[str, Identity]] = {}
+        for identity in [*self.all, *new]:
+            for fact, value in identity.facts.items():
+                first.setdefault(fact, (value, identity))
+        return first
+
+
+def _check_equal(reference: Mapping[str, tuple[str, Identity]], identities: Sequence[Identity]) -> None:
+    """Raise UnequalWorkersError for processes that differ from the reference."""
+    unequal: dict[str, list[Identity]] = {}  # by what differs
+    for identity in identities:
+        if text := _differences(reference, identity):
+            unequal.setdefault(text, []).append(identity)
+    if not unequal:
+        return
+    phrases = [f"{_join(identities)}: {text}" for text, identities in unequal.items()]
+    raise UnequalWorkersError(
+        f"runtime.mixed=false: processes of this run would compute different bits. {'; '.join(phrases)}. "
+        "Use equal nodes with equal installations, or set runtime.mixed=true to run without the promise of the same "
+        "bits."
+    )
+
+
+def _differences(reference: Mapping[str, tuple[str, Identity]], identity: Identity) -> str:
+    """Describe the facts in which a process differs from the reference; "" if there are none."""
+    texts = []
+    for fact, value in identity.facts.items():
+        expected, other = reference[fact]
+        if value == expected:
+            continue
+        if fact == INSTRUCTIONS:
+            missing, added = set(expected.split()) - set(value.split()), set(value.split()) - set(expected.split())
+            changes = [f"without {' '.join(sorted(missing))}"] if missing else []
+            changes += [f"with {' '.join(sorted(added))}"] if added else []
+            texts.append(f"{fact} {' and '.join(changes)} (compared with {other})")
+        else:
+            texts.append(f"{fact} {value} ({expected} in {other})")
+    if len(texts) > MAX_DIFFERENCES:
+        texts = [*texts[:MAX_DIFFERENCES], f"{len(texts) - MAX_DIFFERENCES} more"]
+    return ", ".join(texts)
+
+
+def _join(identities: Sequence[Identity]) -> str:
+    return ", ".join(map(str, identities))
+
+
+def are_equal(identities: Sequence[Identity]) -> bool:
+    """Return whether no fact has two values among these processes."""
+    values: dict[str, str] = {}
+    return all(values.setdefault(fact, value) == value for each in identities for fact, value in each.facts.items())
+
+
+def describe_processes(identities: Sequence[Identity]) -> list[dict[str, object]]:
+    """Return the processes for a summary, those with equal facts together."""
+    groups: dict[tuple[tuple[str, str], ...], list[Identity]] = {}
+    for identity in identities:
+        groups.setdefault(tuple(identity.facts.items()), []).append(identity)
+    return [
+        {
+            "names": [identity.name for identity in group],
+            "nodes": list(dict.fromkeys(identity.node for identity in group)),
+            **dict(facts),
+        }
+        for facts, group in groups.items()
+    ]

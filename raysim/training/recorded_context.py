@@ -1,0 +1,205 @@
+"""Show hooks a client in a recorded step, and note what they read.
+
+A recording repeats the operations of a step on tensors that stay where they are. So each tensor
+that a step reads of its client is an input, copied in before a replay; and each Python value that
+it reads decides which recording fits.
+"""
+
+from __future__ import annotations
+
+from collections import UserDict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias, cast
+
+import torch
+from torch import Tensor, nn
+
+from raysim.api.context import Context, Plan
+from raysim.api.mistakes import Undeclared
+from raysim.training.gpu_kernels import align
+from raysim.training.lanes import Lane
+from raysim.vectors.layout import Vector
+
+Entry: TypeAlias = tuple[str, str]  # of a table, by the table's name and the key there
+
+VECTORS = "vectors"  # a table of `base`, `received` and `start`, the vector that training started from
+FACTS: Mapping[str, Callable[[Lane], Any]] = {
+    "step": lambda lane: lane.step,
+    "plan": lambda lane: (lane.ctx.plan.sizes, lane.ctx.samples),
+    "samples": lambda lane: lane.ctx.samples,
+    "participation": lambda lane: lane.ctx.participation,
+    "version": lambda lane: lane.ctx.version,
+    "client": lambda lane: lane.ctx.client,
+}
+
+
+@dataclass
+class Reads:
+    """The tensors and the Python values that steps have read of their clients so far."""
+
+    entries: dict[Entry, None] = field(default_factory=dict)  # in the order of their first reads
+    facts: dict[str, None] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(self.entries) + len(self.facts)
+
+
+class Table(UserDict[str, Tensor]):
+    """Tensors by name; notes which are read before the step has put something else there."""
+
+    def __init__(self, name: str, values: Mapping[str, Tensor], reads: Reads):
+        self.name, self.reads, self.given = name, reads, dict(values)
+        super().__init__()
+        self.data = dict(values)
+
+    def _note(self, key: str) -> None:
+        if self.data.get(key) is self.given.get(key):
+            self.reads.entries[self.name, key] = None
+
+    def __getitem__(self, key: str) -> Tensor:
+        self._note(key)
+        return super().__getitem__(key)
+
+    def __missing__(self, key: str) -> Tensor:
+        raise Undeclared(key) if self.name == "state" else KeyError(key)
+
+    def __contains__(self, key: object) -> bool:
+        self._note(str(key))
+        return super().__contains__(key)
+
+    def __iter__(self) -> Iterator[str]:
+        for key in self.data:
+            self._note(key)
+        return super().__iter__()
+
+
+@dataclass(eq=False)
+class RecordedLane(Lane):
+    """A lane whose steps are recorded.
+
+    modes: train (True) or eval mode of networks and modules, in the order in which its stages set
+    them.
+    """
+
+    modes: dict[str, bool] = field(default_factory=dict)
+    _start: Tensor | None = None
+
+    def restart(self) -> None:
+        """Forget the client before."""
+        self.modes, self._start = {}, None
+
+    @property
+    def start(self) -> Tensor:
+        """The vector [layout.total] that training started from."""
+        if self._start is None:
+            self._start = torch.cat([self.ctx.base, self.ctx.start.personal])
+        return self._start
+
+
+def entry_of(lane: RecordedLane, table: str, key: str) -> Tensor | None:
+    """Return a tensor of a lane's client; None if it has none."""
+    ctx = lane.ctx
+    if table == VECTORS:
+        return lane.start if key == "start" else cast(Tensor, getattr(ctx, key))
+    if table == "draws":
+        return ctx.draws[key][lane.step] if key in ctx.draws else None
+    return cast("Tensor | None", getattr(ctx, table).get(key))
+
+
+def tables_of(lane: RecordedLane) -> dict[str, Mapping[str, Tensor]]:
+    """Return all tensors that a step may read of a lane's client, by table and key."""
+    ctx = lane.ctx
+    vectors = {"base": ctx.base, "received": ctx.received}
+    if ctx.vector.layout.personal:
+        vectors["start"] = lane.start
+    drawn = {key: values[lane.step] for key, values in ctx.draws.items()}
+    return {"state": ctx.state, "kept": ctx.kept, "download": ctx.download, "draws": drawn, VECTORS: vectors}
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The part of a `Plan` that a recorded step may read."""
+
+    sizes: tuple[int, ...]
+    samples: int
+
+    @property
+    def steps(self) -> int:
+        """Number of iterations."""
+        return len(self.sizes)
+
+
+class RecordedContext(Context):
+    """A `Context` that notes what is read, of tensors that may stand for those of later clients.
+
+    tables: as `tables_of` returns them. rate: a tensor []. second: makes a second set of networks.
+    open_: is closed at the end of the iteration.
+    """
+
+    __slots__ = ("_frozen", "_open", "_reads", "_second", "_tables")
+
+    def __init__(
+        self,
+        ctx: Context,
+        tables: Mapping[str, Mapping[str, Tensor]],
+        rate: Tensor,
+        reads: Reads,
+        second: Callable[[str], Vector],
+        open_: ExitStack,
+    ):
+        self._reads, self._second, self._open = reads, second, open_
+        self._frozen: dict[str, Mapping[str, nn.Module]] = {}
+        self._tables = {name: Table(name, values, reads) for name, values in tables.items()}
+        vectors = tables[VECTORS]
+        super().__init__(
+            trainer=ctx.trainer,
+            seed=ctx.seed,
+            client=ctx.client,
+            participation=ctx.participation,
+            version=ctx.version,
+            samples=ctx.samples,
+            rate=cast(float, rate),  # a hook that computes with it gets a tensor
+            vector=ctx.vector,
+            received=vectors.get("received", ctx.received),
+            base=vectors.get("base", ctx.base),
+            download=self._tables["download"],
+            state=cast("dict[str, Tensor]", self._tables["state"]),
+            optimizers=ctx.optimizers,
+            kept=cast("dict[str, Tensor]", self._tables["kept"]),
+        )
+        self.step = ctx.step
+        self.plan = cast(Plan, Sizes(ctx.plan.sizes, ctx.plan.samples))
+
+    def __getattribute__(self, name: str) -> Any:
+        if name in FACTS:
+            object.__getattribute__(self, "_reads").facts[name] = None
+        elif name in ("base", "received"):
+            object.__getattribute__(self, "_reads").entries[VECTORS, name] = None
+        return object.__getattribute__(self, name)
+
+    def drawn(self, name: str) -> Tensor:
+        """See `Context`."""
+        return self._tables["draws"][name]
+
+    def frozen(self, name: str = "received", values: Tensor | None = None) -> Mapping[str, nn.Module]:
+        """See `Context`; until the iteration ends, the networks see `values` and no copy."""
+        if name not in self._frozen:
+            second = self._second(name)
+            if values is None:
+                values = self._tables[VECTORS]["start"] if second.layout.personal else self.base
+            views = [align(view) for view in second.named(values, second.counters).values()]
+            self._open.enter_context(second.standing_for(values, second.counters, views))
+            self._frozen[name] = second.networks
+        return self._frozen[name]
+
+    def changed(self) -> dict[Entry, Tensor]:
+        """Return the entries of `state` and `kept` that hooks have replaced."""
+        changed: dict[Entry, Tensor] = {}
+        for name in ("state", "kept"):
+            table = getattr(self, name)  # a hook may have put another mapping there
+            values = table.data if isinstance(table, Table) else table
+            given = self._tables[name].given
+            changed |= {(name, key): value for key, value in values.items() if value is not given.get(key)}
+        return changed

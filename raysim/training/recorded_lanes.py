@@ -1,0 +1,303 @@
+"""Capture `Step` once for each lane and kind of iteration, and replay it from then on.
+
+Where all lanes have a client at the same kind of iteration, one recording has a branch for each of
+them, and a GPU computes the branches side by side. Otherwise each lane has a recording of its own.
+A lane's vector, the buffers of its optimisers and the inputs of its step are tensors that stay
+where they are; before a replay, what has changed since the last one is copied into the inputs, and
+afterwards losses and changed entries are copied out.
+
+The first iteration of a kind is computed without a recording, since libraries choose and allocate
+then, and shows what the step reads of its client.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from copy import copy
+from dataclasses import replace
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from raysim.api.composition import failing_method_name
+from raysim.api.context import Batch, Stage
+from raysim.api.mistakes import HookMistake
+from raysim.primitives.errors import Refused, first_line
+from raysim.training.cuda_graph import Branches, Compute, recorder
+from raysim.training.gpu_kernels import GpuKernels, NoReading
+from raysim.training.lanes import LaneLoop, NotInLanes
+from raysim.training.recorded_context import (
+    FACTS,
+    VECTORS,
+    Entry,
+    Reads,
+    RecordedContext,
+    RecordedLane,
+    entry_of,
+    tables_of,
+)
+from raysim.training.step import set_modes
+from raysim.training.trainer import Trainer
+from raysim.vectors.optimizer import RecordedOptimizer, widest
+
+MAX_RECORDINGS = 128  # that a worker keeps; the one that was used longest ago is dropped first
+_ROW_BORDER = 64  # floats: each lane's vector starts at a multiple, as GPU kernels need it
+SHARED = -1  # in place of a lane: an input that all lanes of a recording have in common
+
+Path: TypeAlias = tuple[int, str, str]  # of an input: place of the lane or `SHARED`, table, key
+Key: TypeAlias = tuple[Any, ...]
+
+
+def stacked_rows(flat: Tensor, count: int, border: int) -> Tensor:
+    """Return copies [K, n] of a flat tensor [n], each at a multiple of `border` numbers."""
+    padded = -(-len(flat) // border) * border
+    return flat.new_empty(count, padded)[:, : len(flat)].copy_(flat.detach().expand(count, -1))
+
+
+def modes_after(modes: Mapping[str, bool], stages: Sequence[Stage]) -> dict[str, bool]:
+    """Return the modes after some stages, in the order in which they were set."""
+    result = dict(modes)
+    for stage in stages:
+        for part, training in stage.modes.items():
+            result.pop(part, None)
+            result[part] = training
+    return result
+
+
+class RecordedLanes(LaneLoop[RecordedLane]):
+    """K clients whose steps are replayed."""
+
+    def __init__(self, trainer: Trainer, count: int):
+        vector = trainer.vector
+        data, counters = (stacked_rows(flat, count, _ROW_BORDER) for flat in (vector.data, vector.counters))
+        super().__init__(trainer, data, counters, RecordedLane)
+        self.device = data.device
+        self.record, self.branches = recorder(self.device), Branches(self.device)
+        self.reads = Reads()
+        self.recordings: dict[Key, Recording] = {}
+        self._computed: set[Key] = set()  # kinds that were computed once and are recorded next time
+        self._optimizers: dict[tuple[int, str], RecordedOptimizer] = {}  # by lane and stage
+        self._rates: dict[float, Tensor] = {}
+
+    # --- a lane's client ---------------------------------------------------------------------
+    def start(self, lane: RecordedLane) -> None:
+        """See `LaneLoop`."""
+        lane.restart()
+
+    def finish(self, lane: RecordedLane) -> None:
+        """See `LaneLoop`; the client has had its optimisers since its first steps."""
+        if self.trainer.declarations.methods:
+            self.set_modes(lane.modes)
+
+    def prepare(self, lane: RecordedLane) -> None:
+        """Hand the client the lane's optimisers that its next iteration needs first."""
+        step, ctx = self.trainer.step, lane.ctx
+        ctx.step = lane.step
+        for stage in lane.stages:
+            if ctx.optimizers.get(stage.name) is None:
+                self.enter(lane)
+                group, place = step.group(stage.trains), (lane.row, stage.name)
+                if place not in self._optimizers:
+                    self._optimizers[place] = RecordedOptimizer(step.optimizer, step.moved(group))
+                self._optimizers[place].restart(ctx.optimizers.resumed(stage.name))
+                ctx.optimizers.put(stage.name, self._optimizers[place], group.shared, stage.rate)
+
+    def set_modes(self, modes: Mapping[str, bool]) -> None:
+        """Put the networks into the modes that a lane's stages have set."""
+        self.trainer.training(True)
+        set_modes(self.trainer.vector.networks, modes)
+
+    # --- an iteration ------------------------------------------------------------------------
+    def step_lanes(self, busy: Sequence[RecordedLane]) -> None:
+        """See `LaneLoop`."""
+        keys: dict[int, Key] = {}
+        for lane in busy:
+            self.prepare(lane)
+            if self._is_recorded(lane):
+                keys[lane.row] = self._key(lane)
+            else:
+                with _explained():
+                    self._compute_unrecorded(lane)
+        recorded = [lane for lane in busy if lane.row in keys]
+        together = len(recorded) == self.count and len({*keys.values()}) == 1
+        for lanes in [recorded] if together else [[lane] for lane in recorded]:
+            with _explained():
+                self._iterate(keys[lanes[0].row], lanes)
+
+    def _is_recorded(self, lane: RecordedLane) -> bool:
+        """Return whether batches of this size come often enough; a single lane records all."""
+        return self.count == 1 or len(lane.next_batch.inputs) in self.trainer.usual_sizes
+
+    def _key(self, lane: RecordedLane) -> Key:
+        """Return what has to be the same for a replay."""
+        stages = tuple((stage.name, stage.trains, stage.rate) for stage in lane.stages)
+        facts = tuple((name, FACTS[name](lane)) for name in self.reads.facts)
+        entries = tuple((entry, _form(entry_of(lane, *entry))) for entry in self.reads.entries)
+        batch = _form(lane.next_batch.inputs), _form(lane.next_batch.targets)
+        return stages, tuple(lane.modes.items()), batch, facts, entries
+
+    def _iterate(self, key: Key, lanes: Sequence[RecordedLane]) -> None:
+        """Do an iteration of lanes of one kind.
+
+        The first time it is computed without a recording, the second time it is recorded, then
+        replayed.
+        """
+        inputs = self._inputs(lanes)
+        key = key, tuple(lane.row for lane in lanes), tuple(inputs)
+        recording = self.recordings.pop(key, None)
+        known = len(self.reads)
+        if recording is None and key in self._computed:
+            self._computed.discard(key)
+            recording = Recording(self, lanes, inputs)
+        if recording is None or len(self.reads) > known:
+            for lane in lanes:
+                self._compute_unrecorded(lane)
+            if len(self.reads) == known:
+                self._computed.add(key)
+            return
+        self.recordings[key] = recording  # the last one to be dropped
+        if len(self.recordings) > MAX_RECORDINGS:
+            del self.recordings[next(iter(self.recordings))]
+        for lane, (loss, changed) in zip(lanes, recording.replay(inputs), strict=True):
+            self._advance(lane, loss, changed)
+
+    def _compute_unrecorded(self, lane: RecordedLane) -> None:
+        """Compute an iteration as it would be recorded, on the client's own tensors."""
+        loss, changed = self.compute(lane, lane.next_batch, tables_of(lane), self.rate(lane))
+        self._advance(lane, loss, changed)
+
+    def _advance(self, lane: RecordedLane, loss: Tensor | None, changed: Mapping[Entry, Tensor]) -> None:
+        """Hand the client what an iteration has made."""
+        for (table, key), value in changed.items():
+            getattr(lane.ctx, table)[key] = value
+        lane.modes = modes_after(lane.modes, lane.stages)
+        for stage in lane.stages:
+            self._optimizers[lane.row, stage.name].steps += 1
+        lane.advance(loss)
+
+    def compute(
+        self, lane: RecordedLane, batch: Batch, tables: Mapping[str, Mapping[str, Tensor]], rate: Tensor
+    ) -> tuple[Tensor | None, dict[Entry, Tensor]]:
+        """Do a lane's iteration with `Step`.
+
+        Return the loss of the task, None without one, and the entries of `state` and `kept` that
+        changed.
+        """
+        self.enter(lane)
+        if self.trainer.declarations.methods:
+            self.set_modes(lane.modes)
+        with ExitStack() as stack:
+            stack.enter_context(GpuKernels(self.trainer.modules))
+            stack.enter_context(NoReading())
+            ctx = RecordedContext(lane.ctx, tables, rate, self.reads, self.trainer.second, stack)
+            ctx.views = self.trainer.views(ctx)
+            loss = self.trainer.step(ctx, batch, lane.stages)
+        written = next(iter([*ctx.upload, *ctx.report]), None)
+        if written is not None:
+            method = written.partition(".")[0]
+            raise NotInLanes(
+                f"runtime.graph=true: method '{method}' writes {written} in a step, "
+                "which a recording does not repeat. "
+                "Write it in `end`, or set runtime.graph=false."
+            )
+        return loss, ctx.changed()
+
+    # --- inputs ------------------------------------------------------------------------------
+    def rate(self, lane: RecordedLane) -> Tensor:
+        """Return the learning rate as a tensor [], the same one for the same value."""
+        value = lane.ctx.rate
+        if value not in self._rates:
+            self._rates = dict(list(self._rates.items())[-3:])
+            self._rates[value] = torch.full((), value, dtype=widest(self.device), device=self.device)
+        return self._rates[value]
+
+    def _inputs(self, lanes: Sequence[RecordedLane]) -> dict[Path, Tensor]:
+        """Return the tensors that the lanes' next steps read; one where all have the same."""
+        inputs: dict[Path, Tensor] = {(SHARED, "rate", ""): self.rate(lanes[0])}
+        for place, lane in enumerate(lanes):
+            inputs[place, "batch", "inputs"] = lane.next_batch.inputs
+            inputs[place, "batch", "targets"] = lane.next_batch.targets
+        for table, key in self.reads.entries:
+            values = [entry_of(lane, table, key) for lane in lanes]
+            if all(value is values[0] for value in values):
+                inputs |= {} if values[0] is None else {(SHARED, table, key): values[0]}
+            else:
+                inputs |= {(place, table, key): value for place, value in enumerate(values) if value is not None}
+        return inputs
+
+
+class Recording:
+    """The iteration of some lanes, on input tensors of its own."""
+
+    def __init__(self, loop: RecordedLanes, lanes: Sequence[RecordedLane], inputs: Mapping[Path, Tensor]):
+        self.loop = loop
+        self._loaded = dict(inputs)
+        self._inputs = {path: tensor.detach().clone() for path, tensor in inputs.items()}
+        self._lanes = [_as_it_is(lane) for lane in lanes]
+        self._returned: list[tuple[bool, list[Entry]]] = []  # of each lane: whether a loss, which entries
+        self._replay: Compute = loop.record(self._compute)
+
+    def replay(self, inputs: Mapping[Path, Tensor]) -> list[tuple[Tensor | None, dict[Entry, Tensor]]]:
+        """Do the iteration with these inputs; return each lane's loss and changed entries."""
+        for path, tensor in inputs.items():
+            if self._loaded[path] is not tensor:
+                self._inputs[path].copy_(tensor)
+                self._loaded[path] = tensor
+        outputs = iter([tensor.clone() for tensor in self._replay()])  # the next replay writes over them
+        results: list[tuple[Tensor | None, dict[Entry, Tensor]]] = []
+        for has_loss, entries in self._returned:
+            loss = next(outputs) if has_loss else None
+            results.append((loss, {entry: next(outputs) for entry in entries}))
+        return results
+
+    def _compute(self) -> Sequence[Tensor]:
+        """Compute each lane's iteration in a branch; return losses and changed entries."""
+        loop, outputs = self.loop, list[Tensor]()
+        self._returned = []
+        for place, lane in enumerate(self._lanes):
+            batch, tables = self._of_lane(place)
+            with loop.branches.branch(place):
+                loss, changed = loop.compute(lane, batch, tables, self._inputs[SHARED, "rate", ""])
+            self._returned.append((loss is not None, list(changed)))
+            outputs += [*([] if loss is None else [loss]), *changed.values()]
+        loop.branches.join()
+        return outputs
+
+    def _of_lane(self, place: int) -> tuple[Batch, dict[str, dict[str, Tensor]]]:
+        """Return the inputs of a lane: its batch, and its tables as `tables_of` returns them."""
+        tables: dict[str, dict[str, Tensor]] = {name: {} for name in ("state", "kept", "download", "draws", VECTORS)}
+        for (owner, table, key), tensor in self._inputs.items():
+            if owner in (place, SHARED) and table in tables:
+                tables[table][key] = tensor
+        inputs, targets = (self._inputs[place, "batch", name] for name in ("inputs", "targets"))
+        return Batch(inputs, targets, inputs, targets), tables
+
+
+def _as_it_is(lane: RecordedLane) -> RecordedLane:
+    """Return a copy of the lane and of its client's context, which later steps leave alone."""
+    work = replace(lane.client, ctx=copy(lane.ctx))
+    return replace(lane, work=work, modes=dict(lane.modes))
+
+
+def _form(tensor: Tensor | None) -> object:
+    return None if tensor is None else (tensor.shape, tensor.dtype)
+
+
+@contextmanager
+def _explained() -> Iterator[None]:
+    """Turn the errors of a recorded step into one that names the method and `runtime.graph`."""
+    try:
+        yield
+    except NotInLanes:
+        raise
+    except HookMistake as error:  # it would fail without a recording, too
+        raise Refused(str(error)) from error
+    except Exception as error:
+        name = failing_method_name(error)
+        subject = f"method '{name}'" if name else "the model or the loop"
+        text = first_line(error).rstrip(".")
+        raise NotInLanes(
+            f"runtime.graph=true: the step of {subject} cannot be recorded ({text}). Set runtime.graph=false."
+        ) from error

@@ -1,0 +1,203 @@
+"""One rule says what labels are, for every source, and `data.kind` says otherwise."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from raysim.data.arrays import arrays
+from raysim.data.labels import inferred_kind, labels_of
+from raysim.data.raw import Source
+from raysim.data.sources import Csv, Digits, HuggingFace, ImageFolder, JsonLines, Leaf, Npz, NumPy, Parquet, Tabular
+
+INPUTS = np.linspace(-1, 1, 24).reshape(12, 2)
+ROWS = np.array_split(np.arange(12), 3)  # of three users
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAYSIM_CACHE", str(tmp_path / "cache"))
+
+
+# ---- the same labels in every form ---------------------------------------------------------------------------------
+def write_leaf(folder: Path, inputs: list, labels: list) -> Path:
+    """Write training files of LEAF, in which three users have the samples in turn."""
+    users = {}
+    for user, part in enumerate(ROWS):
+        users[f"f{user}"] = {"x": [inputs[row] for row in part], "y": [labels[row] for row in part]}
+    (folder / "train").mkdir(parents=True, exist_ok=True)
+    content = {"users": [*users], "num_samples": [len(part) for part in ROWS], "user_data": users}
+    (folder / "train/all_data.json").write_text(json.dumps(content))
+    return folder
+
+
+def as_leaf(folder: Path, labels: np.ndarray) -> Source:
+    return Leaf(str(write_leaf(folder, INPUTS.tolist(), labels.tolist())))
+
+
+def as_numpy(folder: Path, labels: np.ndarray) -> Source:
+    np.savez(folder / "train.npz", x=INPUTS, y=labels)
+    return NumPy(str(folder), test_fraction=0.0)
+
+
+def as_npz(folder: Path, labels: np.ndarray) -> Source:
+    (folder / "train").mkdir()
+    for user, rows in enumerate(ROWS):
+        np.savez(folder / f"train/{user}.npz", x=INPUTS[rows], y=labels[rows])
+    return Npz(str(folder), test_fraction=0.0)
+
+
+def as_parquet(folder: Path, labels: np.ndarray) -> Source:
+    column = pa.array(labels) if labels.ndim == 1 else pa.FixedSizeListArray.from_arrays(labels.ravel(), 1)
+    pq.write_table(pa.table({"x": INPUTS[:, 0], "label": column}), folder / "train.parquet")
+    return Parquet(str(folder), test_fraction=0.0)
+
+
+def as_hugging_face(folder: Path, labels: np.ndarray) -> Source:
+    datasets = pytest.importorskip("datasets")
+    datasets.Dataset.from_dict({"x": INPUTS[:, 0], "label": labels}).save_to_disk(str(folder / "set"))
+    return HuggingFace(str(folder / "set"), test_fraction=0.0)
+
+
+def as_csv(folder: Path, labels: np.ndarray) -> Source:
+    rows = [f"{x},{label}" for x, label in zip(INPUTS[:, 0], labels, strict=True)]
+    (folder / "train.csv").write_text("\n".join(["x,label", *rows]))
+    return Csv(str(folder), test_fraction=0.0)
+
+
+def as_json_lines(folder: Path, labels: np.ndarray) -> Source:
+    rows = [json.dumps({"x": x, "label": label}) for x, label in zip(INPUTS.tolist(), labels.tolist(), strict=True)]
+    (folder / "train.jsonl").write_text("\n".join(rows))
+    return JsonLines(str(folder), test_fraction=0.0)
+
+
+def as_arrays(folder: Path, labels: np.ndarray) -> Source:
+    return arrays((INPUTS, labels))
+
+
+FORMS = [as_leaf, as_numpy, as_npz, as_parquet, as_hugging_face, as_csv, as_json_lines, as_arrays]
+LABELS = {
+    "integers": (np.arange(12) % 3, "classification", ["0", "1", "2"]),
+    "text": (np.array(["no", "yes"] * 6), "classification", ["no", "yes"]),
+    "whole floats": (np.array([5.0, 4.0] * 6), "classification", ["0", "1", "2", "3", "4", "5"]),
+    "floats": (np.linspace(0, 1, 12), "regression", ["value"]),
+    "many whole floats": (np.arange(12.0), "regression", ["value"]),
+    "large whole floats": (np.array([100.0, 200.0] * 6), "regression", ["value"]),
+    "negative whole floats": (np.array([-1.0, 1.0] * 6), "regression", ["value"]),
+}
+
+
+@pytest.mark.parametrize("write", FORMS)
+@pytest.mark.parametrize("name", LABELS)
+def test_every_source_reads_the_same_labels_alike(
+    write: Callable[[Path, np.ndarray], Source], name: str, tmp_path: Path
+) -> None:
+    labels, kind, outputs = LABELS[name]
+    dataset = write(tmp_path, labels).build()
+    assert (dataset.kind, dataset.class_names) == (kind, outputs)
+    assert f"(data.kind={kind})" in dataset.columns and f"{len(outputs)} " in dataset.columns
+    if kind == "regression":
+        assert np.array_equal(dataset.labels, labels[:, None].astype(np.float32))
+    elif name != "text":
+        assert dataset.labels.tolist() == labels.tolist()
+
+
+@pytest.mark.parametrize("write", [write for write in FORMS if write is not as_arrays])
+def test_the_kind_says_otherwise_in_every_source(write: Callable[[Path, np.ndarray], Source], tmp_path: Path) -> None:
+    source: Any = write(tmp_path, np.array([5.0, 4.0] * 6))
+    dataset = replace(source, kind="regression").build()
+    assert dataset.kind == "regression" and dataset.labels.ravel().tolist() == [5.0, 4.0] * 6
+
+
+def test_the_kind_says_otherwise_of_arrays() -> None:
+    labels = np.arange(12) % 3
+    dataset = arrays((INPUTS, labels), {"kind": "regression"}).build()
+    assert dataset.kind == "regression" and dataset.labels.ravel().tolist() == labels.tolist()
+
+
+@pytest.mark.parametrize("write", [as_leaf, as_numpy, as_npz, as_parquet, as_arrays])
+@pytest.mark.parametrize("name", ["integers", "whole floats", "floats"])
+def test_labels_in_one_column_are_read_as_flat_ones(
+    write: Callable[[Path, np.ndarray], Source], name: str, tmp_path: Path
+) -> None:
+    labels, kind, outputs = LABELS[name]
+    dataset = write(tmp_path, labels[:, None]).build()
+    assert (dataset.kind, dataset.class_names) == (kind, outputs)
+    assert np.allclose(dataset.labels.ravel(), labels)
+
+
+# ---- the kind in sources that know their labels --------------------------------------------------------------------
+def test_class_names_that_are_numbers_can_be_values() -> None:
+    digits, values = Digits().build(), Digits(kind="regression").build()
+    assert values.kind == "regression" and np.array_equal(values.labels[:, 0], digits.labels)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [Digits(kind="multilabel"), Tabular("wine", kind="regression"), Tabular("diabetes", kind="classification")],
+    ids=["digits", "wine", "diabetes"],
+)
+def test_a_kind_that_labels_cannot_be_is_refused(source: Source) -> None:
+    with pytest.raises(ValueError, match=r"data\.kind=|labels for multilabel"):
+        source.build()
+
+
+def test_folders_named_by_numbers_can_be_values(tmp_path: Path) -> None:
+    from tiny import picture, write_picture
+
+    for name in ("20", "35"):
+        write_picture(tmp_path / name / "1.png", picture())
+    dataset = ImageFolder(str(tmp_path), test_fraction=0.0, kind="regression").build()
+    assert dataset.labels.tolist() == [[20.0], [35.0]]
+
+
+def test_a_kind_that_does_not_exist_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"data\.kind='classes'"):
+        Digits(kind="classes")  # type: ignore[arg-type]
+
+
+# ---- the rule ------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("values", "kind"),
+    [
+        (np.zeros(1), "regression"),
+        (np.zeros(2), "classification"),
+        (np.repeat(np.arange(100.0), 2), "classification"),
+        (np.repeat(np.arange(101.0), 2), "regression"),
+        (np.array([0.0, np.inf] * 3), "regression"),
+        (np.eye(3), "regression"),
+        (np.eye(3, dtype=np.int64), "multilabel"),
+        ([[1], [2, 3]], "multilabel"),
+    ],
+)
+def test_the_form_of_labels_says_what_is_learnt(values: Any, kind: str) -> None:
+    assert inferred_kind(values) == kind
+
+
+@pytest.mark.parametrize("labels", [[0.5, 1.0], [np.inf, 1.0], [2.0**60, 1.0]])
+def test_floats_that_are_no_classes_are_refused(labels: list[float]) -> None:
+    with pytest.raises(ValueError, match=r"place .* no class: set data.kind=regression"):
+        labels_of(np.array(labels), "classification", None, "place")
+
+
+@pytest.mark.parametrize(
+    "labels",
+    [np.zeros((4, 2, 2)), np.array([["a", "b"]] * 4), np.zeros((4, 3), int), [[1, 2], [0]]],
+    ids=["three axes", "text", "integers", "lists"],
+)
+def test_several_labels_are_no_classes(labels: Any) -> None:
+    with pytest.raises(ValueError, match="place"):
+        labels_of(labels, "classification", None, "place")
+
+
+def test_lists_of_one_label_are_classes_where_the_kind_says_so() -> None:
+    values, names, kind = labels_of([[1], [0], [1]], "classification", None, "place")
+    assert (values.tolist(), names, kind) == ([1, 0, 1], ["0", "1"], "classification")

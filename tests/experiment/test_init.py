@@ -1,0 +1,308 @@
+"""Saved weights to start from: whole or by part, refused by name where they do not fit, and part of the identity."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+import raysim
+from raysim.experiment.compose import compose, load_yaml
+from raysim.experiment.execute import Experiment, Refused, build
+from raysim.training.run_spec import build_networks
+
+WORDS = ["data=synthetic", "partition=iid", "partition.clients=4", "schedule.cohort=2", "runtime=inprocess"]
+WORDS += ["tracking=none", "rounds=2"]
+MLP = [*WORDS, "model=mlp"]
+NORMED = [*WORDS, "model=small_cnn", "model.norm=batch", "data.samples=200"]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a finished run."""
+    folder = tmp_path_factory.mktemp("runs") / "mine"
+    raysim.run([*MLP, f"out={folder}", "checkpoint.every=1"], quiet=True)
+    return folder
+
+
+def start(experiment: Experiment) -> dict[str, Tensor]:
+    """Every tensor at which a run starts, by full name."""
+    networks, _ = build_networks(experiment.spec)
+    return {f"{name}.{path}": t for name, net in networks.items() for path, t in net.state_dict().items()}
+
+
+def assert_starts(experiment: Experiment, expected: Mapping[str, Tensor]) -> None:
+    tensors = start(experiment)
+    for name, tensor in expected.items():
+        assert torch.equal(tensors[name], tensor), name
+
+
+class Net(nn.Module):
+    """A network of the user's own, whose names are not raysim's."""
+
+    def __init__(self, outputs: int = 10) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Flatten(), nn.LazyLinear(8), nn.BatchNorm1d(8), nn.ReLU())
+        self.classify = nn.Linear(8, outputs)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.classify(self.body(x))
+        return out
+
+
+# --- whole ------------------------------------------------------------------------------------------------------------
+def test_run_starts_from_model_of_another(trained: Path) -> None:
+    stored = load_file(trained / "model.safetensors")
+    experiment = build([*MLP, "seed=5", f"init={trained / 'model.safetensors'}"])
+    assert_starts(experiment, stored)
+    assert start(experiment).keys() == stored.keys()
+
+
+def test_clients_receive_initial_weights(trained: Path, tmp_path: Path) -> None:
+    """With a rate of almost nothing the model stays where it started."""
+    file = trained / "model.safetensors"
+    result = raysim.run([*MLP, "local.lr=1e-30", f"init={file}", f"out={tmp_path / 'run'}"], quiet=True)
+    for name, tensor in load_file(tmp_path / "run" / "model.safetensors").items():
+        torch.testing.assert_close(tensor, load_file(file)[name])
+    assert result.summary["identity"]["init_sha256"] == load_yaml(tmp_path / "run" / "config.yaml")["init"]["sha256"]
+
+
+@pytest.mark.parametrize(
+    "write", [lambda d, p: torch.save(d, p), lambda d, p: save_file(d, p.with_suffix(".safetensors"))]
+)
+@pytest.mark.parametrize("prefix", ["model.", ""])
+def test_state_dicts_with_and_without_prefix(
+    write: Callable[..., None], prefix: str, trained: Path, tmp_path: Path
+) -> None:
+    stored = load_file(trained / "model.safetensors")
+    write({prefix + name.removeprefix("model."): tensor for name, tensor in stored.items()}, tmp_path / "weights.pt")
+    (file,) = tmp_path.iterdir()
+    assert_starts(build([*MLP, f"init={file}"]), stored)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16])
+def test_other_floats_are_converted(dtype: torch.dtype, trained: Path, tmp_path: Path) -> None:
+    stored = {name: tensor.to(dtype) for name, tensor in load_file(trained / "model.safetensors").items()}
+    torch.save(stored, tmp_path / "weights.pt")
+    expected = {name: tensor.float() for name, tensor in stored.items()}
+    assert_starts(build([*MLP, f"init={tmp_path / 'weights.pt'}"]), expected)
+
+
+def test_names_of_own_network(tmp_path: Path) -> None:
+    net = Net()
+    net(torch.zeros(2, 1, 8, 8))
+    with torch.no_grad():
+        for parameter in net.parameters():
+            parameter.fill_(0.5)
+    shape = build(WORDS).spec.task.shape
+    own = Net()
+    own(torch.zeros(2, *shape))
+    with torch.no_grad():
+        for parameter in own.parameters():
+            parameter.normal_()
+    torch.save(own.state_dict(), tmp_path / "weights.pt")
+    fresh = Net()
+    fresh(torch.zeros(2, *shape))
+    experiment = build(WORDS, model=fresh, init=str(tmp_path / "weights.pt"))
+    tensors = start(experiment)
+    assert torch.equal(tensors["model.head.weight"], own.classify.weight)
+    assert torch.equal(tensors["model.extractor.body.1.weight"], own.body[1].weight)  # type: ignore[arg-type]
+    redrawn = start(build(WORDS, model=fresh, init={"file": str(tmp_path / "weights.pt"), "redraw": ["classify"]}))
+    assert torch.equal(redrawn["model.head.weight"], fresh.classify.weight)
+    assert torch.equal(redrawn["model.extractor.body.1.weight"], own.body[1].weight)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("method", ["fedbr", "fedbn", "scaffold", "fedrep", "dann", "moon", "fraug", "vhl", "fedrs"])
+def test_every_method_starts_from_weights_of_its_own_run(method: str, tmp_path: Path) -> None:
+    words = [*NORMED, f"method={method}"]
+    if method == "fedrep":
+        words.append("method.fedrep.mode=joint")
+    first = raysim.run([*words, f"out={tmp_path / 'one'}"], quiet=True)
+    file = first.folder / "model.safetensors"
+    experiment = build([*words, "seed=1", f"init={file}"])
+    stored, tensors = load_file(file), start(experiment)
+    assert_starts(experiment, stored)
+    drawn = start(build([*words, "seed=1"]))
+    assert_starts(experiment, {name: drawn[name] for name in tensors if name not in stored})
+
+
+def test_model_of_plain_run_starts_method_with_more_networks(trained: Path) -> None:
+    stored = load_file(trained / "model.safetensors")
+    experiment = build([*MLP, "method=dann", f"init={trained / 'model.safetensors'}"])
+    assert_starts(experiment, stored)
+    drawn = start(build([*MLP, "method=dann"]))
+    others = {name: tensor for name, tensor in drawn.items() if not name.startswith("model.")}
+    assert others
+    assert_starts(experiment, others)
+
+
+# --- by part ----------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("words", [["init.redraw=head"], ["init.only=extractor"], ["init.redraw=model.head"]])
+def test_parts_are_drawn_as_without_file(words: list[str], trained: Path) -> None:
+    experiment = build([*MLP, "seed=5", f"init={trained / 'model.safetensors'}", *words])
+    stored, drawn = load_file(trained / "model.safetensors"), start(build([*MLP, "seed=5"]))
+    assert_starts(experiment, {k: t for k, t in stored.items() if k.startswith("model.extractor.")})
+    assert_starts(experiment, {k: t for k, t in drawn.items() if k.startswith("model.head.")})
+
+
+def test_head_of_other_classes_is_redrawn(trained: Path, tmp_path: Path) -> None:
+    stored = load_file(trained / "model.safetensors")
+    stored["model.head.weight"] = torch.zeros(77, stored["model.head.weight"].shape[1])
+    stored["model.head.extra"] = torch.zeros(3)
+    save_file(stored, tmp_path / "other.safetensors")
+    words = [*MLP, f"init={tmp_path / 'other.safetensors'}"]
+    with pytest.raises(Refused, match=r"^init\.file=.*model\.head\.extra"):
+        build(words)
+    assert_starts(build([*words, "init.redraw=head"]), {k: t for k, t in stored.items() if "extractor" in k})
+    del stored["model.head.extra"]
+    save_file(stored, tmp_path / "other.safetensors")
+    with pytest.raises(Refused, match=r"^init\.file=.*model\.head\.weight.*\[77, "):
+        build(words)
+
+
+# --- refused ----------------------------------------------------------------------------------------------------------
+def written(tmp_path: Path, change: Callable[[dict[str, Tensor]], object], trained: Path) -> Path:
+    stored = load_file(trained / "model.safetensors")
+    change(stored)
+    save_file(stored, tmp_path / "changed.safetensors")
+    return tmp_path / "changed.safetensors"
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (lambda d: d.pop("model.head.bias"), "model.head.bias"),
+        (lambda d: d.update({"model.other": torch.zeros(2)}), "model.other"),
+        (lambda d: d["model.head.bias"].fill_(float("nan")), "model.head.bias"),
+        (lambda d: d.update({"model.head.bias": torch.full((10,), 1e300, dtype=torch.float64)}), "model.head.bias"),
+        (lambda d: d.update({"model.head.bias": torch.zeros(10, dtype=torch.int64)}), "model.head.bias"),
+        (lambda d: d.update({k: d.pop(k)[:1].clone() for k in ["model.head.bias"]}), "model.head.bias"),
+        (lambda d: d.update({f"{k}.x": d.pop(k) for k in [*d]}), "none of its tensors"),
+    ],
+)
+def test_tensors_that_do_not_fit_are_named(
+    change: Callable[[dict[str, Tensor]], object], named: str, trained: Path, tmp_path: Path
+) -> None:
+    file = written(tmp_path, change, trained)
+    with pytest.raises(Refused, match=r"^init\.file=") as refused:
+        build([*MLP, f"init={file}"])
+    assert named in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("key", "words"),
+    [
+        ("init.only", ["init.only=nose"]),
+        ("init.redraw", ["init.redraw=haed"]),
+        ("init.sha256", ["init.sha256=abc"]),
+        ("init.only", ["init.only=[]"]),
+    ],
+)
+def test_parts_that_do_not_exist_are_refused(key: str, words: list[str], trained: Path) -> None:
+    with pytest.raises(Refused, match=key.replace(".", r"\.")):
+        build([*MLP, f"init={trained / 'model.safetensors'}", *words])
+
+
+@pytest.mark.parametrize("word", ["init.only=head", "init.redraw=head", "init.sha256=abc"])
+def test_parts_without_file_are_refused(word: str) -> None:
+    with pytest.raises(Refused, match=r"^init\."):
+        build([*MLP, word])
+
+
+def test_unreadable_files_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "broken.safetensors").write_bytes(b"no weights")
+    (tmp_path / "broken.pt").write_bytes(b"no weights")
+    (tmp_path / "objects.pt").write_bytes(pickle.dumps(Path("x")))
+    torch.save(Net(), tmp_path / "module.pt")
+    torch.save({"epoch": 3, "state_dict": {}}, tmp_path / "nested.pt")
+    torch.save([torch.zeros(2)], tmp_path / "list.pt")
+    torch.save({}, tmp_path / "empty.pt")
+    for name in (
+        "broken.safetensors",
+        "broken.pt",
+        "objects.pt",
+        "module.pt",
+        "nested.pt",
+        "list.pt",
+        "empty.pt",
+        "no",
+    ):
+        with pytest.raises(Refused, match=r"^init\.file="):
+            build([*MLP, f"init={tmp_path / name}"])
+    with pytest.raises(Refused):
+        build([*MLP, f"init={tmp_path}"])
+
+
+def test_loaded_pickle_runs_nothing(tmp_path: Path) -> None:
+    class Harmful:
+        def __reduce__(self) -> Any:
+            return Path.touch, (tmp_path / "harm",)
+
+    (tmp_path / "harmful.pt").write_bytes(pickle.dumps({"x": Harmful()}))
+    torch.save({"x": Harmful()}, tmp_path / "harmful.pth")
+    for name in ("harmful.pt", "harmful.pth"):
+        with pytest.raises(Refused, match=r"^init\.file="):
+            build([*MLP, f"init={tmp_path / name}"])
+    assert not (tmp_path / "harm").exists()
+
+
+# --- identity ---------------------------------------------------------------------------------------------------------
+def test_resumed_run_ends_alike(trained: Path, tmp_path: Path) -> None:
+    words = [*MLP, "method=fedbn", "checkpoint.every=1", f"init={trained / 'model.safetensors'}"]
+    straight = raysim.run([*words, "rounds=4", f"out={tmp_path / 'straight'}"], quiet=True)
+    raysim.run([*words, f"out={tmp_path / 'run'}"], quiet=True)
+    resumed = raysim.run(["resume=latest", "rounds=4", f"out={tmp_path / 'run'}"], quiet=True)
+    assert resumed.summary["model_sha256"] == straight.summary["model_sha256"]
+
+
+def test_changed_file_is_refused_on_resume(trained: Path, tmp_path: Path) -> None:
+    file = tmp_path / "start.safetensors"
+    file.write_bytes((trained / "model.safetensors").read_bytes())
+    again = [f"out={tmp_path / 'run'}", "resume=latest", "rounds=3"]
+    raysim.run([*MLP, f"init={file}", f"out={tmp_path / 'run'}", "checkpoint.every=1"], quiet=True)
+    moved = tmp_path / "moved.safetensors"
+    file.rename(moved)
+    with pytest.raises(Refused, match=r"^init\.file="):
+        raysim.run(again, quiet=True)
+    raysim.run([*again, f"init={moved}"], quiet=True)  # the same content in another place
+    save_file({k: t + 1 for k, t in load_file(moved).items()}, file)
+    with pytest.raises(Refused, match=r"init\.sha256"):
+        raysim.run([f"out={tmp_path / 'run'}", "resume=latest", "rounds=4", f"init={file}"], quiet=True)
+
+
+def test_other_parts_are_another_run(trained: Path, tmp_path: Path) -> None:
+    words = [*MLP, f"init={trained / 'model.safetensors'}", f"out={tmp_path / 'run'}", "checkpoint.every=1"]
+    raysim.run(words, quiet=True)
+    with pytest.raises(Refused, match=r"^init\.redraw"):
+        raysim.run([*words, "init.redraw=head", "resume=latest", "rounds=3"], quiet=True)
+
+
+def test_runs_of_earlier_versions_are_resumed(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    raysim.run([*MLP, f"out={folder}", "checkpoint.every=1"], quiet=True)
+    config = load_yaml(folder / "config.yaml")
+    del config["init"], config["evaluate"]["unseen"]
+    (folder / "config.yaml").write_text(json.dumps(config))
+    assert len(raysim.run([f"out={folder}", "resume=latest", "rounds=3"], quiet=True).rows) == 3
+
+
+def test_short_name_sets_file(tmp_path: Path) -> None:
+    for words in (["init=a/b.pt"], ["init.file=a/b.pt"]):
+        assert compose(words).init.file == "a/b.pt"
+    assert compose([], settings={"init": Path("a/b.pt")}).init.file == "a/b.pt"
+    assert compose([], settings={"init": {"file": "x.pt", "redraw": ["head"]}}).init.redraw == ["head"]
+    assert compose(["init=null"]).init.file is None
+
+
+def test_best_model_starts_another_run(trained: Path) -> None:
+    stored = load_file(trained / "best.safetensors")
+    assert all(np.isfinite(tensor.numpy()).all() for tensor in stored.values())
+    assert_starts(build([*MLP, f"init={trained / 'best.safetensors'}"]), stored)

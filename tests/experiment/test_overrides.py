@@ -1,0 +1,103 @@
+"""Overrides as a shell hands them over: letters of any language, and signs that Hydra's grammar does not know."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from raysim.commands.sweep.space import Choice
+from raysim.commands.sweep.words import sweeping
+from raysim.experiment.compose import compose, single_override, spread
+from raysim.experiment.overrides import read_override
+from raysim.primitives.errors import Refused
+
+TEXTS = [
+    "/home/ü/x",
+    "/daten/größe 2/bilder",
+    "C:\\Daten\\Ärzte",
+    "数据/训练集",
+    "データ/画像 一覧",
+    "данные",
+    "مجلد/صور",
+    "de\u0301composé",
+    "\U0001f642/x",
+    "a=b",
+    "/mnt/run=3/lr=0.1",
+    "~/data",
+    "it#1!",
+    "a;b&c^d`e<f>g",
+    "/home/My Data (1)/train",
+    "5ü",
+    "nullü",
+    "1e3é",
+    "ü\\=x",
+    "Zq0000fcZ/ü",
+]
+
+
+@pytest.mark.parametrize("text", TEXTS)
+@pytest.mark.parametrize("key", ["out", "data.root"])
+def test_text_needs_no_quotes_inside_of_the_shells(key: str, text: str) -> None:
+    expected = text.replace("\\=", "=")  # an escape that Hydra's grammar knows
+    assert read_override(f"{key}={text}").value == expected
+    config = compose(["data=mnist", f"{key}={text}"])
+    assert (config.out if key == "out" else config.data.root) == expected
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        ("[ü,b]", ["ü", "b"]),
+        ("[数据, 'a,ü', 1, null]", ["数据", "a,ü", 1, None]),
+        ("{ü: {ä: 1}, b: [é]}", {"ü": {"ä": 1}, "b": ["é"]}),
+        ("'ü, (a) = b'", "ü, (a) = b"),
+        ('"/home/ü, x"', "/home/ü, x"),
+        ("${ü}", "${ü}"),
+        ("3", 3),
+        ("true", True),
+        ("1e-3", 1e-3),
+        ("", ""),
+        ("int('3')", 3),
+    ],
+)
+def test_values_keep_their_types(value: str, expected: Any) -> None:
+    found = read_override(f"x={value}")
+    assert found.value == expected
+    assert type(found.value) is type(expected)
+
+
+def test_values_of_a_study_keep_their_letters() -> None:
+    assert spread("data.root=/ü/a,/日/b=c") == ("data.root", ["data.root=/ü/a", "data.root=/日/b=c"])
+    assert spread("x='ü,1',é") == ("x", ["x='ü,1'", "x=é"])
+
+
+def test_values_of_a_search_keep_their_letters() -> None:
+    _, space, fixed = sweeping(["data.root=/ü/a,/日/b", "out=/é=1", "seed=0..2"])
+    assert space["data.root"] == Choice(("/ü/a", "/日/b"))
+    assert space["seed"] == Choice((0, 1, 2))
+    assert fixed == ["out=/é=1"]
+
+
+def test_options_and_files_of_any_language(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "größe.yaml").write_text("_target_: raysim.data.sources.Mnist\nroot: null\n")
+    assert compose(["data=größe", "data.root=/ä"], [tmp_path]).choices.data == "größe"
+
+
+@pytest.mark.parametrize(
+    "text", ["out=a(b", "größe=1", "out=größe,klein", "ü", "rounds=3 seed=ü", "out=\udcff", "~out", "+out=ü"]
+)
+def test_refused_override_is_shown_as_it_was_written(text: str) -> None:
+    with pytest.raises(Refused) as refused:
+        compose([text])
+    sentence = str(refused.value)
+    assert any(part in sentence for part in (text, repr(text), text.partition("=")[0]))
+    assert "Zq" not in sentence
+
+
+def test_comma_in_a_path_is_refused_with_the_quotes_that_it_needs() -> None:
+    with pytest.raises(Refused, match=r"data\.root=\"a,b\""):
+        single_override("data.root=/home/a,/b")
+    assert single_override('data.root="/home/a,b"').value == "/home/a,b"

@@ -1,0 +1,120 @@
+"""Errors name keys that exist, that the user can set, and the part that is there."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from torch import nn
+
+import raysim
+from raysim.data.federated import federate
+from raysim.data.partition import Dirichlet, Domain
+from raysim.data.raw import Raw, Source
+from raysim.data.sources import Synthetic
+from raysim.experiment.compose import compose
+from raysim.experiment.execute import build
+from raysim.primitives.errors import Refused
+
+WORDS = ["runtime=inprocess", "tracking=none", "rounds=1", "local.epochs=1", "schedule.cohort=2"]
+INPUTS = np.random.default_rng(0).standard_normal((30, 4)).astype(np.float32)
+DATA = (INPUTS, np.arange(30) % 3)
+
+
+@pytest.fixture(autouse=True)
+def empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def refused(*words: str, **parts: Any) -> str:
+    with pytest.raises(Refused) as error:
+        build([*WORDS, *words], **parts)
+    return str(error.value)
+
+
+class TestUnknownKeys:
+    def test_option_without_settings_says_so_and_names_those_that_have_it(self) -> None:
+        sentence = refused("loss.gamma=2")
+        assert "loss=usual has no settings" in sentence
+        assert "loss=focal has it" in sentence
+
+    def test_method_without_settings_says_so(self) -> None:
+        assert "method.scaffold has no settings" in refused("method=scaffold", "method.scaffold.mu=1")
+
+    def test_options_that_have_the_key_are_named(self) -> None:
+        assert "partition=shards has it" in refused("partition=iid", "partition.shards_per_client=2")
+
+    def test_resumed_run_is_asked_about_its_own_options(self) -> None:
+        raysim.run([*WORDS, "out=run", "data=synthetic", "model=mlp", "method=fedprox"], quiet=True)
+        resumed = ["out=run", "resume=latest"]
+        assert compose([*resumed, "method.fedprox.mu=0.5"]).method.fedprox.mu == 0.5
+        with pytest.raises(Refused, match="data=synthetic has"):
+            compose([*resumed, "data.wrong=1"])
+
+    def test_resumed_run_is_asked_about_its_own_network(self) -> None:
+        model = nn.Sequential(nn.Flatten(), nn.Linear(4, 3))
+        raysim.run([*WORDS, "out=run"], model=model, data=DATA, partition={"clients": 3}, quiet=True)
+        with pytest.raises(Refused, match=r"model\.norm does not exist: model=sequential has") as error:
+            compose(["out=run", "resume=latest", "model.norm=batch"])
+        assert "small_cnn has norm" not in str(error.value)
+
+
+class TestPartitions:
+    def test_no_users_named_is_refused_with_existing_keys(self) -> None:
+        sentence = refused("partition=natural", data=DATA)
+        assert set(re.findall(r"\b(?:data|partition)\.\w+", sentence)) == {"partition.column"}
+
+    def test_users_that_are_too_small_are_refused_by_the_key_that_leaves_them_out(self) -> None:
+        users = np.arange(30)
+        sentence = refused("partition=natural", data=(*DATA, users))
+        assert "partition.minimum=2" in sentence
+        assert "partition.clients" not in sentence
+
+    def test_too_many_users_are_refused_by_the_key_that_asks_for_them(self) -> None:
+        sentence = refused("partition=natural", "partition.clients=9", data=(*DATA, np.arange(30) % 3))
+        assert sentence.startswith("partition.clients=9")
+
+    def test_default_minimum_is_no_setting_of_the_user(self) -> None:
+        with pytest.raises(ValueError, match=r"^partition\.alpha=") as error:
+            federate(Synthetic(samples=40), Dirichlet(30, 0.01), 0)
+        assert "partition.minimum=1 " not in str(error.value)
+
+    def test_lists_from_python_need_no_file(self) -> None:
+        for lists in ([], [["a"]], [[0.5]]):
+            sentence = refused(data=DATA, partition=lists)
+            assert sentence.startswith("partition")
+            assert "JSON" not in sentence
+
+
+class Empty(Source):
+    """Delivers no training rows."""
+
+    def read(self) -> Raw:
+        return Raw(INPUTS, DATA[1], 0, ["a", "b", "c"])
+
+
+class TestData:
+    def test_source_without_a_root_is_not_asked_for_it(self) -> None:
+        sentence = refused(data=Empty())
+        assert "Empty" in sentence
+        assert "data.root" not in sentence
+
+    def test_share_of_tests_is_named_where_the_source_has_one(self) -> None:
+        with pytest.raises(ValueError, match=r"^partition\.test_fraction=null") as error:
+            federate(Synthetic(samples=40, test_samples=0), Domain(test_fraction=None), 0)
+        assert "data.test_fraction" not in str(error.value)
+
+    def test_nothing_to_score_names_no_key_of_another_partition(self) -> None:
+        lists = [list(range(0, 3)), list(range(3, 6))]
+        warnings = build([*WORDS, "model=mlp"], data=DATA, partition=lists).warnings
+        assert any("nothing will be scored" in text for text in warnings)
+        assert not any("partition.clients" in text for text in warnings)
+
+
+def test_network_without_batchnorm_is_not_told_to_set_a_key_that_it_lacks() -> None:
+    network = nn.Sequential(nn.Flatten(), nn.Linear(4, 3))
+    warnings = build([*WORDS, "method=fedbn"], data=DATA, model=network, partition={"clients": 3}).warnings
+    assert any("model=small_cnn with model.norm=batch" in text for text in warnings)

@@ -1,0 +1,136 @@
+"""Several processes start at the same moment in the same folder; none of them loses its work."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from raysim import cli
+from raysim.commands.new import package
+from raysim.commands.study.plan import moved, plan
+from raysim.commands.sweep.search import read_request
+from raysim.experiment import many_runs
+from raysim.experiment.many_runs import new_folder
+from raysim.primitives.errors import Refused
+from raysim.primitives.files import held
+
+COUNT = 6
+TINY = ["runtime=inprocess", "data=synthetic", "model=mlp", "rounds=1", "schedule.cohort=2", "partition.clients=3"]
+
+
+@pytest.fixture(autouse=True)
+def one_second(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Everything happens in one second of the clock, in an empty folder."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("time.strftime", lambda *_: "now")
+
+
+def _report(action: Callable[[], Any], barrier: Any, queue: Any, number: int) -> None:
+    barrier.wait()
+    try:
+        queue.put((number, action()))
+    except BaseException as error:
+        queue.put((number, repr(error)))
+    os._exit(0)  # without what the test's own process would do at its end
+
+
+def at_once(action: Callable[[], Any]) -> list[Any]:
+    """Return what each of several processes returns that begin at the same moment."""
+    context: Any = multiprocessing.get_context("fork")
+    barrier, queue = context.Barrier(COUNT), context.SimpleQueue()
+    processes = [context.Process(target=_report, args=(action, barrier, queue, number)) for number in range(COUNT)]
+    for process in processes:
+        process.start()
+    answers = dict(queue.get() for _ in processes)
+    for process in processes:
+        process.join()
+    return [answers[number] for number in range(COUNT)]
+
+
+def test_dated_folders_that_are_made_at_once_differ() -> None:
+    def create() -> str:
+        with new_folder(Path("root/now"), dated=True) as folder:
+            (folder / "content").touch()
+            return folder.name
+
+    assert sorted(at_once(create)) == ["now", *(f"now-{number}" for number in range(2, COUNT + 1))]
+
+
+def test_named_folder_is_made_by_one_process_alone() -> None:
+    def create() -> str:
+        try:
+            with new_folder(Path("root/mine"), dated=False) as folder:
+                (folder / "content").touch()
+                return "made"
+        except Refused as error:
+            return "refused" if str(error).startswith("out=root/mine") or "is in use by" in str(error) else repr(error)
+
+    assert sorted(at_once(create)) == ["made"] + ["refused"] * (COUNT - 1)
+
+
+def test_folder_without_content_is_removed_with_its_parents() -> None:
+    Path("kept").mkdir()
+    with new_folder(Path("kept/a/b"), dated=False) as folder:
+        assert folder.is_dir()
+        with pytest.raises(Refused, match="in use"), held(folder):
+            pass
+    assert list(Path("kept").iterdir()) == []
+    with new_folder(Path("kept/a/b"), dated=False) as folder:
+        (folder / "content").touch()
+    assert Path("kept/a/b/content").is_file()
+
+
+def test_folder_below_a_file_is_an_error_and_not_a_search_without_end() -> None:
+    Path("file").touch()
+    with pytest.raises(OSError), new_folder(Path("file/now"), dated=True):
+        pass
+
+
+def test_study_moves_to_another_folder_with_all_its_runs() -> None:
+    first = plan(["method=fedavg,fedprox"])
+    assert first.is_new and first.is_dated and first.folder == Path("studies/now")
+    second = moved(first, Path("studies/now-2"))
+    assert [cell.config["out"] for cell in second.cells] == [f"studies/now-2/runs/{cell.name}" for cell in first.cells]
+    assert all("studies/now-2/mlflow.db" in cell.config["tracking"]["uri"] for cell in second.cells)
+    assert not plan(["method=fedavg,fedprox", "out=s"]).is_dated
+
+
+def test_sweep_knows_whether_its_folder_is_dated() -> None:
+    words = ["method=fedprox", "method.fedprox.mu=0.1,1", "sweep.search=grid"]
+    assert read_request(words).dated and not read_request([*words, "out=s"]).dated
+
+
+def test_package_is_written_by_one_process_alone() -> None:
+    def write() -> str:
+        try:
+            return str(package.write("mine"))
+        except Refused:
+            return "refused"
+
+    assert sorted(at_once(write)) == ["mine"] + ["refused"] * (COUNT - 1)
+
+
+def test_refused_run_leaves_no_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise Refused("nothing fits")
+
+    monkeypatch.setattr("raysim.experiment.execute._events", refuse)
+    assert cli.call(["run", *TINY, "tracking=none"]) == 2
+    assert cli.call(["run", *TINY, "tracking=none", "out=a/b"]) == 2
+    assert list(Path().iterdir()) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", [["run"], ["study", "method=fedavg,fedprox"]], ids=["run", "study"])
+def test_commands_that_start_at_once_all_finish(command: list[str]) -> None:
+    assert at_once(lambda: cli.call([*command, *TINY])) == [0] * COUNT
+    name = "now-fedavg-synthetic" if command == ["run"] else "now"
+    root = Path("runs" if command == ["run"] else "studies")
+    folders = {path.name for path in root.iterdir() if path.name.startswith("now")}
+    assert folders == {name, *(f"{name}-{number}" for number in range(2, COUNT + 1))}
+    assert many_runs.HELD not in {path.name for path in root.iterdir()}

@@ -1,0 +1,26 @@
+"""The benchmark of virtual time measures what it says, on a population that is small enough for a test."""
+
+from __future__ import annotations
+
+import pytest
+
+from jobs.benchmarks import planner
+
+pytestmark = pytest.mark.slow
+
+
+def test_every_schedule_over_every_fleet_has_a_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planner, "CLIENTS", 3_000)
+    said: list[str] = []
+    found = planner.rates(1e-9, said.append)
+    assert [(rate.schedule, rate.fleet) for rate in found] == [
+        (schedule, fleet) for schedule in planner.SCHEDULES for fleet in (*planner.FLEETS, planner.TRACE)
+    ]
+    assert all(rate.events > 0 for rate in found)
+    assert len(said) == len(found)
+
+
+def test_a_whole_run_is_counted_in_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planner, "CLIENTS", 3_000)
+    jobs, start = planner.whole(3)
+    assert jobs > 0 < start

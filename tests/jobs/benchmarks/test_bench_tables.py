@@ -1,0 +1,69 @@
+"""Every benchmark of a checkout prints a table and writes its numbers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from jobs.benchmarks import planner, rules, scale
+from jobs.benchmarks.arguments import parser, read
+from raysim.commands.bench import steps
+from raysim.methods.fedopt import FedAvgM
+
+pytestmark = pytest.mark.slow
+
+
+def test_planner_prints_rates_of_all_fleets(monkeypatch: pytest.MonkeyPatch) -> None:
+    rates = planner.rates
+    monkeypatch.setattr(planner, "CLIENTS", 3_000)
+    monkeypatch.setattr(planner, "rates", lambda seconds, say: rates(1e-9, lambda text: None))
+    monkeypatch.setattr(planner, "whole", lambda rounds: (1000.0, 0.5))
+    said: list[str] = []
+    found = planner.bench(said.append)
+    head, _, *rows = said[1].split("\n\n")[0].splitlines()
+    assert head.split()[0] == "schedule"
+    assert [row.split()[0] for row in rows] == [*planner.SCHEDULES, "memory,"]
+    assert found["jobs_per_second"] == 1000.0
+
+
+def test_scale_measures_the_coordinator(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scale, "cases", lambda: [scale.Case(1_000, 4)])
+    monkeypatch.setattr(planner, "bench", lambda say: {"planner": []})
+    said: list[str] = []
+    (cost,) = scale.bench(tmp_path / "out.json", 1, said.append)
+    assert cost.cpu > 0 and cost.arrays == 250
+    assert said[-1].splitlines()[-1].split()[:4] == ["1,000", "1,000", "here", "ideal"]
+    stored = json.loads((tmp_path / "out.json").read_text())
+    assert [each["case"]["clients"] for each in stored["results"]] == [1_000]
+
+
+def test_rules_are_compared_with_fedavg(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(rules, "COHORT", 2)
+    monkeypatch.setattr(rules, "RULES", {"fedavgm": FedAvgM})
+    monkeypatch.setattr(rules, "principal_and_loop", lambda: (3.0, 1.0))
+    found = rules.bench_rules(1, lambda text: None)
+    assert [(each.method, each.limit) for each in found] == [
+        ("fedavg", 1.0),
+        ("fedavgm", 1.3),
+        ("fedld_principal", 3.0),
+    ]
+    assert found[-1].ratio == 3.0 and all(each.seconds > 0 for each in found)
+    steps.report("rules", found, 1, tmp_path / "out.json")
+    assert capsys.readouterr().out.splitlines()[-1].split() == [
+        "fedld_principal",
+        *["3000.0", "3.000", "3.000", "3.000", "3.00"],
+    ]
+    assert len(json.loads((tmp_path / "out.json").read_text())["results"]) == 3
+
+
+def test_a_benchmark_without_blocks_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["rules", "--blocks", "0"])
+    with pytest.raises(SystemExit) as ended:
+        read(parser("a benchmark"))
+    assert ended.value.code == 2 and "--blocks 0" in capsys.readouterr().err

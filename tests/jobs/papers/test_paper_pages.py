@@ -1,0 +1,387 @@
+"""Results that are kept beside the papers' tables, and the pages that are made of them."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from matplotlib.figure import Figure
+from PIL import Image
+from test_papers import MNIST, WIDE, line, make, rows
+
+from jobs.papers import pages, pictures, results
+from jobs.papers.comparison import compare
+from jobs.papers.gains import by_setting, gains
+from jobs.papers.presets import PAPER_RUNS
+from jobs.papers.tables import PAPERS, tables
+from raysim.experiment.compose import compose, conf_folder, plain
+from raysim.primitives.errors import Refused
+from raysim.results.history import Row, write_json
+from raysim.results.report import Run, load_run, settings
+
+pytestmark = pytest.mark.slow
+
+SPLIT = {"label_entropy": 0.33, "largest_share": 0.9, "divergence": 0.61}
+IDENTITY = {"device": "cpu", "threads": 1, "libraries": {"torch": "2.9"}}
+
+
+def finished(folder: Path, words: Sequence[str], history: Sequence[Row]) -> Path:
+    """A finished run whose summary also says what a real one's does."""
+    run = make(folder, words, history)
+    summary = json.loads((folder / "summary.json").read_text())
+    ending = {"split": SPLIT, "identity": IDENTITY, "model_sha256": "a" * 64, "state_sha256": "b" * 64}
+    write_json(summary | ending, folder / "summary.json")
+    return run.folder
+
+
+def scores(*accuracies: float) -> list[Row]:
+    return rows(list(accuracies), accuracy=0.9, accuracy_worst=0.2, accuracy_worst_domain=0.4)
+
+
+@pytest.fixture
+def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(results, "KEPT", tmp_path / "kept")
+    return tmp_path / "kept"
+
+
+def reduced(method: str, seed: int = 0) -> list[str]:
+    return [*MNIST, f"method=[{method}]", "rounds=40", "data.pool=2", "local.lr=0.01", f"seed={seed}"]
+
+
+# --- keeping --------------------------------------------------------------------------------------------------------
+def test_a_kept_run_is_what_the_run_was(tmp_path: Path, store: Path) -> None:
+    folder = finished(tmp_path / "a", [*reduced("fedbr"), "data.root=/somewhere", "out=x"], scores(0.5, 0.6))
+    path = results.keep(folder)
+    assert path.parent == store / "fedbr" and path.name.startswith("rotated_mnist-fedbr-")
+    (kept,), run = results.kept("fedbr"), load_run(folder)
+    assert kept.summary["split"] == SPLIT and kept.summary["model_sha256"] == "a" * 64
+    assert [row["accuracy_global"] for row in kept.rows] == [row["accuracy_global"] for row in run.rows]
+    text = path.read_text()
+    assert "/somewhere" not in text and str(tmp_path) not in text and len(text) < 20_000
+    assert (
+        compare("fedbr/table1", [kept], WIDE).split("runs (")[0]
+        == compare("fedbr/table1", [run], WIDE).split("runs (")[0]
+    )
+    assert results.keep(folder) == path, "the same run has the same file"
+
+
+def test_the_command_of_a_kept_run_makes_its_configuration(tmp_path: Path, store: Path) -> None:
+    words = [*reduced("fedbr,mixup"), "method.fedbr.max_step=false", "data.augment=[flip]", "model=cnn", "model.pool=3"]
+    path = results.keep(finished(tmp_path / "a", words, scores(0.5)))
+    said = shlex.split(json.loads(path.read_text())["command"])
+    assert said[:3] == ["raysim", "run", "experiment=fedbr/rotated_mnist"] and said[-1] == "data.root=DIR"
+    again, before = (settings(plain(compose(each))) for each in (said[2:], [*words, "data.root=DIR"]))
+    assert again == before
+
+
+def test_two_seeds_are_two_files_and_what_is_no_result_is_refused(tmp_path: Path, store: Path) -> None:
+    for seed in (0, 1):
+        results.keep(finished(tmp_path / str(seed), reduced("", seed), scores(0.5)))
+    assert len(results.kept("fedbr")) == 2 and results.kept("fraug") == []
+    other = finished(tmp_path / "digits", ["method=[fedprox]"], scores(0.5))
+    with pytest.raises(Refused, match="is one of experiment=default, no paper's"):
+        results.keep(other)
+    (other / "summary.json").unlink()
+    with pytest.raises(Refused, match="has not finished"):
+        results.keep(other)
+
+
+# --- beside the paper's numbers -------------------------------------------------------------------------------------
+def kept_at(tmp_path: Path, method: str, score: float, *words: str, seed: int = 0) -> None:
+    folder = tmp_path / f"{method}-{seed}-{'-'.join(words)}"
+    results.keep(finished(folder, [*MNIST, f"method=[{method}]", f"seed={seed}", *words], scores(score)))
+
+
+def sections(text: str) -> dict[str, list[str]]:
+    """The rows of our results on RotatedMNIST, by how their setting differs from the paper's."""
+    found: dict[str, list[str]] = {}
+    setting = ""
+    for part in text.split("\n\n"):
+        title, _, said = part.partition("otherwise than the paper: ")
+        setting = said if said and title.startswith("rotated_mnist") else setting
+        setting = "" if part == "rotated_mnist, at the paper's setting" else setting
+        if part.startswith("rotated_mnist, Acc") and " ours " in part:
+            found[setting] = [" ".join(row.split()) for row in part.splitlines()[2:]]
+    return found
+
+
+def test_kept_runs_stand_at_their_own_setting(tmp_path: Path, store: Path) -> None:
+    for seed, score in ((0, 0.5), (1, 0.7)):
+        for method in ("", "fedprox"):
+            kept_at(tmp_path, method, score, "rounds=40", seed=seed)
+    own = load_run(finished(tmp_path / "own", [*MNIST, "method=[]"], scores(0.8)))
+    found = sections(compare("fedbr/table1", [own], WIDE, results.kept("fedbr")))
+    assert [*found] == ["", "rounds=40 instead of 1000"]
+    assert [row for row in found[""] if " – – – " not in row] == [row for row in found[""] if "80.00" in row]
+    assert found[""][1].startswith("FedAvg 82.47 80.00 -2.47")
+    kept = found["rounds=40 instead of 1000"]
+    assert [row.split()[0] for row in kept] == ["FedAvg", "FedProx"]
+    assert kept[1].startswith("FedProx 82.32 60.00* ± 14.14 (2 runs) -22.32")
+
+
+def test_a_data_set_has_one_setting_whatever_the_order(tmp_path: Path, store: Path) -> None:
+    small = "model=small_cnn"
+    for method, score in (("", 0.1), ("fedprox", 0.2), ("fedbr", 0.3)):
+        kept_at(tmp_path, method, score, small)
+    kept_at(tmp_path, "", 0.8, "rounds=40")
+    runs = results.kept("fedbr")
+    found = sections(compare("fedbr/table1", [], WIDE, runs))
+    main, other = found.values()
+    assert [row for row in main if "*" in row and "80.00" in row] == [], "no cell of the other setting"
+    assert sum("*" in row for row in main) == 3 and len(other) == 1 and "80.00*" in other[0]
+    assert sections(compare("fedbr/table1", [], WIDE, runs[::-1])) == found
+
+
+def test_the_papers_setting_may_stand_below_another(tmp_path: Path, store: Path) -> None:
+    for method in ("", "fedprox"):
+        kept_at(tmp_path, method, 0.5, "rounds=40")
+    kept_at(tmp_path, "", 0.8)
+    found = sections(compare("fedbr/table1", [], WIDE, results.kept("fedbr")))
+    assert [*found] == ["rounds=40 instead of 1000", ""]
+    assert len(found[""]) == 1 and found[""][0].startswith("FedAvg 82.47 80.00 -2.47")
+
+
+def test_values_of_a_method_do_not_part_it_from_fedavg(tmp_path: Path, store: Path) -> None:
+    kept_at(tmp_path, "", 0.5, "rounds=40")
+    kept_at(tmp_path, "fedbr", 0.6, "rounds=40", "method.fedbr.samples_per_mean=5")
+    kept_at(tmp_path, "fedbr", 0.7, "rounds=40")
+    text = compare("fedbr/table1", [], WIDE, results.kept("fedbr"))
+    (rows_,) = sections(text).values()
+    assert [row.split(" -")[0] for row in rows_ if "*" in row] == [
+        "FedAvg 82.47 50.00*",
+        "FedBR (Ours) 86.58 70.00*",
+        "FedBR (Ours) [a] 86.58 60.00*",
+    ]
+    assert "[a] method.fedbr.samples_per_mean=5 instead of 10" in text
+
+
+def test_a_split_without_the_columns_key_is_in_no_column(tmp_path: Path, store: Path) -> None:
+    shift = ["data=synthetic", "data.domains=5", "data.samples=2000", "data.test_samples=2000", "partition=domain"]
+    words = ["experiment=fedld/retina", "method=[]", "model=small_cnn"]
+    run = make(tmp_path / "a", [*words, *shift], rows([0.5]))
+    assert "ours" not in compare("fedld/table1", [run], WIDE)
+    run = make(tmp_path / "b", [*words, "data=pneumonia_mnist", "partition.alpha=0.5"], rows([0.5]))
+    text = compare("fedld/table1", [run], WIDE)
+    assert line(text, "pneumonia_mnist, Split-3").startswith("pneumonia_mnist, Split-3 paper ours diff")
+    assert "FedAvg 81.13 50.00* –" in " ".join(text.split()), "other data than the paper's have no difference"
+
+
+def test_what_a_method_reports_is_kept(tmp_path: Path, store: Path) -> None:
+    reported = {"fedbss.biased_share": 0.25, "fedbr.other": 1.0, "aggregated": 3.0}
+    words = ["experiment=fedbss/fashion_mnist", "method=[fedbss]"]
+    results.keep(finished(tmp_path / "a", words, rows([0.5], **reported)))
+    (run,) = results.kept("fedbss")
+    assert run.rows[0]["fedbss.biased_share"] == 0.25
+    assert not {"fedbr.other", "aggregated"} & run.rows[0].keys()
+
+
+def test_all_three_scores_and_the_split_stand_beside_a_result(tmp_path: Path, store: Path) -> None:
+    run = load_run(finished(tmp_path / "a", [*MNIST, "method=[]"], scores(0.5)))
+    text = compare("fedbr/table1", [run], WIDE)
+    assert line(text, "FedAvg ").startswith("FedAvg 82.47 50.00 -32.47 90.00 20.00 0.33 / 0.61 828 / –")
+    assert "local mean" in text and "local worst" in text and "entropy / divergence" in text
+    assert "We compare with the second (central)" in " ".join(text.split())
+    assert line(compare("fedbr/table14", [run], WIDE), "ERM").startswith(
+        "ERM (FedAvg) 66.60 40.00 -26.60 90.00 20.00 50.00"
+    )
+    bare = make(tmp_path / "b", [*MNIST, "method=[]"], rows([0.5]))
+    assert "local mean" not in compare("fedbr/table1", [bare], WIDE)
+
+
+# --- pages ----------------------------------------------------------------------------------------------------------
+def test_the_pages_are_those_that_the_stored_results_make() -> None:
+    folder = conf_folder().parent / "docs" / "papers"
+    for name, text in pages.pages().items():
+        assert (folder / name).read_text() == text, f"{name}: run uv run python -m jobs.papers.pages docs/papers"
+
+
+@pytest.mark.parametrize("paper", PAPERS)
+def test_a_page_has_a_picture_of_the_stored_results(paper: str) -> None:
+    drawn = Image.open(conf_folder().parent / "docs" / "papers" / f"{paper}.png")
+    assert drawn.text["Description"] == pictures.numbers(results.kept(paper), PAPER_RUNS[paper]), (  # type: ignore[attr-defined]
+        "run uv run python -m jobs.papers.pages docs/papers"
+    )
+
+
+def page_of(runs: Sequence[Run], causes: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setattr(pages, "_known", lambda paper: {"causes": causes, "claims": ["Nothing seen of it."]})
+    return pages.page("fedbr", runs)
+
+
+def test_a_page_has_each_of_our_scales_and_a_cause_for_every_difference(
+    tmp_path: Path, store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for seed, score in ((0, 0.5), (1, 0.7)):
+        results.keep(finished(tmp_path / f"r{seed}", reduced("", seed), scores(score)))
+    results.keep(finished(tmp_path / "whole", [*MNIST, "method=[]"], scores(0.8)))
+    results.keep(finished(tmp_path / "prox", [*MNIST, "method=[fedprox]"], scores(0.8)))
+    text = page_of(results.kept("fedbr"), {"table1/FedProx": "another mu"}, monkeypatch)
+    first = text.split("## Table 1:")[1].split("## Table 2:")[0]
+    small, whole = (first.split(title)[1].split("###")[0] for title in ("at another scale", "at the paper's setting"))
+    assert "Otherwise than the paper: rounds=40 instead of 1000" in small and "torch 2.9" in small
+    assert "| FedAvg | rotated_mnist, Acc (%) | 82.47 | 60.00 ± 14.14 | 2 | -22.47 | 90.00" in small
+    assert "| 0.330 | 0.900 | 0.610 | scale |" in small
+    assert "| FedAvg | rotated_mnist, Acc (%) | 82.47 | 80.00 | 1 | -2.47 |" in whole and "| not known |" in whole
+    assert "| FedProx |" in whole and "| another mu |" in whole
+    assert "experiment=fedbr/rotated_mnist method=fedavg " in first and "data.pool=2" in first
+    assert "not run yet" in text.split("## Table 2:")[1] and "- Nothing seen of it." in text.split("## Table 1:")[0]
+
+
+def test_every_printed_number_of_a_paper_is_on_its_page_with_a_command() -> None:
+    for paper in PAPERS:
+        text = pages.page(paper, [])
+        assert text.count("## Table ") == len(tables(paper))
+        for table in tables(paper).values():
+            for cell in table.cells:
+                assert f"{cell.label}, {cell.dataset}, {cell.column} ({cell.mean}, not run yet)" in text
+
+
+# --- beside FedAvg, seed by seed --------------------------------------------------------------------------------------
+def stored(method: str, seed: int, accuracy: float, words: str = "", entropy: float = 0.1) -> Run:
+    """What is kept of a run of one round."""
+    summary = {
+        "command": f"raysim run experiment=fedbr/x method={method} seed={seed} rounds=40{words} data.root=DIR",
+        "split": {"label_entropy": entropy},
+    }
+    return Run("x", {"seed": seed}, [{"round": 1, "accuracy": accuracy}], summary, Path("x"))
+
+
+FEDBR = PAPER_RUNS["fedbr"]
+
+
+def test_a_method_is_compared_with_fedavg_on_the_seeds_that_both_have() -> None:
+    # 10, 20 and 30 points: mean 20, deviation 10, and t(0.975, 2) = 4.3027 gives 24.84 to each side.
+    gained = [stored("fedbr", seed, 0.6 + 0.1 * seed, " device=cuda runtime.graph=true") for seed in range(3)]
+    runs = [stored("fedavg", seed, 0.5, entropy=1 - seed) for seed in range(5)] + gained
+    text = "\n".join(gains(runs, FEDBR))
+    assert "## Over FedAvg, seed by seed: experiment=fedbr/x rounds=40\n" in text + "\n", "where it ran does not matter"
+    assert "A seed is a split, too. Gains in points" in text
+    assert "| `method=fedbr` | 3 | +20.00 (-4.84 to +44.84) |" in text
+    rows_ = [row for row in text.splitlines() if "→" in row and row.startswith("| ")]
+    assert rows_ == [
+        "| 2 | -1.000 | 50.00 → 80.00 (+30.00) |",
+        "| 1 | 0.000 | 50.00 → 70.00 (+20.00) |",
+        "| 0 | 1.000 | 50.00 → 60.00 (+10.00) |",
+    ], "the most uneven split first"
+    assert "Spearman" not in text, "three splits have no correlation"
+
+
+def test_gains_are_those_of_the_papers_own_score() -> None:
+    def run(method: str, seed: int, gained: float) -> Run:
+        best, early, late = 0.5 + gained, 0.3 + 2 * gained, 0.2 + 4 * gained
+        scores = [best] * 5 + [early] * 9 + [late]
+        rows = [{"accuracy_global": score, "accuracy_best": 0.4 + 3 * gained} for score in scores]
+        return replace(stored(method, seed, 0.5), rows=rows)
+
+    runs = [run("fedavg", seed, 0.0) for seed in range(3)]
+    runs += [run("fedbr", seed, 0.01 * seed) for seed in range(3)]
+    gained = {}
+    for paper in PAPERS:
+        (setting,) = by_setting(runs, PAPER_RUNS[paper])
+        for title, score in setting.scores.items():
+            gained[paper, title] = round(setting.gain(setting.others["method=fedbr"], score).mean or 0, 6)
+    # Points gained: 1 in the five best rounds, 2 and once 4 in the last ten, 4 in the last, 3 in the best validation.
+    assert gained == {
+        ("fedbr", "central"): 1.0,
+        ("fedbss", "central"): 2.2,
+        ("fedld", "central"): 4.0,
+        ("fraug", "clients' tests"): 3.0,
+    }
+
+
+def test_a_whole_number_written_in_two_ways_is_one_setting() -> None:
+    words = (" local.lr=10", " local.lr=10.0", " local.lr=10")
+    runs = [stored(method, seed, 0.5, words[seed]) for method in ("fedavg", "fedbr") for seed in range(3)]
+    text = "\n".join(gains(runs, FEDBR))
+    assert text.startswith("## Over FedAvg, seed by seed: experiment=fedbr/x rounds=40 local.lr=10\n")
+    assert "| `method=fedbr` | 3 |" in text
+    runs = [stored(method, seed, 0.5, f" local.lr=1.0{seed}") for method in ("fedavg", "fedbr") for seed in range(3)]
+    assert not list(gains(runs, FEDBR)), "1.01 and 1.02 are two"
+
+
+def test_terms_of_the_loss_are_compared_and_a_run_without_own_tests_is_scored_centrally() -> None:
+    def run(method: str, seed: int, shift: float) -> Run:
+        rows: list[Row] = [{"accuracy": None, "accuracy_global": 0.5, "decomposition.shift": value} for value in
+                           (9.0, shift - 0.1, shift - 0.1, shift, shift + 0.1, shift + 0.1)]  # fmt: skip
+        return replace(stored(method, seed, 0.5), rows=rows)
+
+    fedavg = [run("fedavg", seed, 1.0 + 0.1 * seed) for seed in range(3)]
+    text = "\n".join(gains([*fedavg, *(run("fedbr", seed, 0.5 + 0.2 * seed) for seed in range(3))], FEDBR))
+    assert "| methods | seeds | central |" in text and "local mean" not in text
+    assert "| `method=fedavg` | 3 | 1.100 |" in text
+    # -0.5, -0.4 and -0.3: deviation 0.1, and t(0.975, 2) = 4.3027 gives 0.248 to each side.
+    assert "| `method=fedbr` | 3 | 0.700 (-0.400; -0.648 to -0.152) |" in text, "the last five, paired by seed"
+
+
+def test_terms_are_those_that_all_have_who_measured_any() -> None:
+    def run(method: str, seed: int, **terms: float | None) -> Run:
+        columns = {f"decomposition.{name}": value for name, value in terms.items()}
+        return replace(stored(method, seed, 0.5), rows=[{"accuracy": 0.5, **columns}])
+
+    runs = [run("fedavg", seed, shift=1.0, local=2.0, other=None) for seed in range(3)]
+    runs += [run("fedbr", seed, shift=0.5, local=None, other=1.0) for seed in range(3)]
+    runs += [run("moon", seed, shift=None) for seed in range(3)]
+    text = "\n".join(gains(runs, FEDBR))
+    assert "| methods | seeds | shift |" in text
+    assert "| `method=fedbr` | 3 | 0.500 (-0.500; no test: every pair differs alike) |" in text
+    assert "| `method=moon` | 3 | +0.00 (equal in every pair) |" in text and text.count("method=moon") == 1
+
+
+def test_gains_say_how_they_go_with_how_uneven_a_split_is() -> None:
+    runs = [stored("fedavg", seed, 0.5, entropy=seed) for seed in range(4)]
+    runs += [stored("fedbr", seed, 0.9 - 0.1 * seed, entropy=seed) for seed in range(4)]
+    assert "with the label entropy, 4 splits: local mean -1.00 (p = 0.0000)." in "\n".join(gains(runs, FEDBR))
+
+
+def test_splits_that_are_equally_uneven_have_no_order() -> None:
+    runs = [stored(method, seed, 0.5 + 0.1 * seed * seed) for method in ("fedavg", "fedbr") for seed in range(4)]
+    text = "\n".join(gains(runs, FEDBR))
+    assert "| `method=fedbr` | 4 |" in text
+    assert "by split" not in text and "Spearman" not in text and "A seed is a split" not in text
+
+
+def test_a_picture_shows_means_intervals_and_splits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runs = [stored("fedavg", seed, 0.5, entropy=seed) for seed in range(4)]
+    runs += [stored("fedbr", seed, 0.9 - 0.1 * seed, entropy=seed) for seed in range(4)]
+    runs += [stored("moon method.moon.mu=1", seed, 0.4 + 0.1 * seed, entropy=seed) for seed in range(3)]
+    figures: list[Figure] = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: figures.append(figure))
+    pictures.draw(runs, FEDBR, tmp_path / "a.png")
+    means, splits = figures[0].axes
+    assert [label.get_text() for label in means.get_yticklabels()] == ["fedbr", "moon, mu=1"]
+    # fedbr: 40, 30, 20, 10; moon: -10, 0, 10; the intervals by t(0.975, 3) = 3.1824 and t(0.975, 2) = 4.3027.
+    lines = [np.round(np.asarray(line.get_xdata(), float), 2).tolist() for line in means.lines]
+    assert lines == [[4.46, 45.54], [25.0], [-24.84, 24.84], [0.0], [0.0, 0.0]]
+    blue, grey = (means.lines[place].get_color() for place in (0, 2))
+    assert blue == means.lines[1].get_color() != grey, "an interval around 0 is grey"
+    (dots, _) = splits.lines
+    assert np.allclose(dots.get_xydata(), [(0, 40), (1, 30), (2, 20), (3, 10)])
+    assert (
+        pictures.numbers(runs, FEDBR) != pictures.numbers(runs[:-1], FEDBR) and pictures.numbers(runs[:4], FEDBR) == ""
+    )
+
+
+def test_too_few_shared_seeds_and_other_settings_are_not_compared() -> None:
+    fedavg = [stored("fedavg", seed, 0.5) for seed in range(3)]
+    assert not list(gains([*fedavg, stored("fedbr", 0, 0.6), stored("fedbr", 1, 0.6)], FEDBR))
+    assert not list(gains([*fedavg, *(stored("fedbr", seed, 0.6, " local.lr=0.1") for seed in range(3))], FEDBR))
+    assert not list(gains([stored("fedbr", seed, 0.6) for seed in range(3)], FEDBR))
+
+
+def test_a_run_on_a_gpu_is_kept_with_its_name_and_what_its_bits_depend_on(tmp_path: Path, store: Path) -> None:
+    words = [*reduced("fedbr"), "runtime=inprocess", "runtime.lanes=10", "runtime.graph=true"]
+    folder = finished(tmp_path / "a", words, scores(0.5))
+    summary = json.loads((folder / "summary.json").read_text())
+    write_json(summary | {"identity": IDENTITY | {"device": "NVIDIA H100"}}, folder / "summary.json")
+    config = (folder / "config.yaml").read_text()
+    (folder / "config.yaml").write_text(config.replace("device: auto", "device: cuda"))
+    results.keep(folder)
+    (kept,) = results.kept("fedbr")
+    assert kept.summary["hardware"] == "NVIDIA H100"
+    command = str(kept.summary["command"])
+    assert "device=cuda runtime.lanes=10 runtime.graph=true data.root=DIR" in command, command

@@ -1,0 +1,70 @@
+"""The stored studies of the papers: each line of jobs/studies.sh can be planned, and they make all kept runs."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from jobs.papers import results
+from jobs.papers.comparison import OPEN, is_equal
+from jobs.papers.tables import PAPERS
+from raysim.commands.study.plan import plan
+from raysim.experiment.compose import conf_folder
+from raysim.results.report import settings
+
+SCRIPT = conf_folder().parent / "jobs" / "studies.sh"
+
+
+def started(folder: Path, *names: str) -> list[list[str]]:
+    """The words of each `raysim` that the script starts; a stand-in on the path writes them down."""
+    program, said = folder / "raysim", folder / "said"
+    program.write_text('#!/bin/sh\nprintf "%s\\n" "$@" >> said\necho >> said\n')
+    program.chmod(0o755)
+    path = f"{folder}{os.pathsep}{os.environ['PATH']}"
+    subprocess.run(["bash", str(SCRIPT), *names], cwd=folder, env={**os.environ, "PATH": path}, check=True)
+    text = said.read_text() if said.is_file() else ""
+    return [block.splitlines() for block in text.split("\n\n") if block]
+
+
+def facts(config: Mapping[str, object]) -> dict[str, str]:
+    """All values that say what a run is, and not where and how it is carried out."""
+    without = {key: value for key, value in config.items() if key not in (*results.PLACES, "choices")}
+    return {key: value for key, value in settings(without).items() if not key.endswith((".root", ".download"))}
+
+
+def same(kept: Mapping[str, str], planned: Mapping[str, str]) -> bool:
+    """Whether they agree in all that both have; a run that is kept is older than some keys."""
+    both = {(key, planned[key]): value for key, value in kept.items() if key in planned}
+    return all(is_equal(value, now) or (key, now) in OPEN for (key, now), value in both.items())
+
+
+@pytest.mark.slow
+def test_every_stored_study_can_be_planned_and_all_kept_runs_are_of_one(tmp_path: Path) -> None:
+    names = ["rotated_mnist", "small", "fedbss", "fraug", "fedld", "combinations"]
+    for name in names:
+        started(tmp_path, name)
+    studies = started(tmp_path)  # what they have written down
+    assert len(studies) == 22
+    planned: dict[tuple[object, ...], list[dict[str, str]]] = {}
+    for words in studies:
+        assert words[0] == "study" and words[2] == "resume=latest"
+        seeds = [word for word in words if word.startswith("seed=")]
+        one = [word for word in words[1:] if word not in seeds and not word.startswith(("out=", "resume="))]
+        cells = plan([*one, *seeds, f"out={tmp_path / 'new'}"]).cells
+        assert len(seeds) == 1 and cells, words
+        for cell in cells:
+            planned.setdefault((*sorted(cell.config["method"]), cell.seed), []).append(facts(cell.config))
+    for run in (run for paper in PAPERS for run in results.kept(paper)):
+        kept, methods = facts(run.config), run.config["method"]
+        assert isinstance(methods, Mapping)
+        alike = planned.get((*sorted(methods), run.config["seed"]), [])
+        assert any(same(kept, each) for each in alike), f"no line of {SCRIPT} makes {run.summary['command']}"
+
+
+@pytest.mark.slow
+def test_without_a_name_the_script_starts_nothing(tmp_path: Path) -> None:
+    assert started(tmp_path) == []

@@ -1,0 +1,47 @@
+"""The study of schedules: its runs can be composed, and its page says what its store holds."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+from itertools import product
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from raysim.experiment.compose import compose
+
+SCRIPT = Path(__file__).parents[2] / "jobs" / "asynchrony_study.py"
+
+
+@pytest.fixture(scope="module")
+def study() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("asynchrony_study", SCRIPT)
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_every_run_is_one_that_raysim_knows_and_does_as_much_work(study: ModuleType) -> None:
+    for algorithm, local in product(study.ALGORITHMS, study.LOCAL):
+        config = compose(study.words(algorithm, local, seed=1))
+        assert config.seed == 1 and config.rounds * study.ALGORITHMS[algorithm][3] == study.RESULTS
+        assert ("fedbr" in config.method) == (local == "FedBR")
+
+
+def test_the_page_is_made_of_the_store(study: ModuleType) -> None:
+    store = json.loads(study.STORE.read_text())
+    assert study.PAGE.read_text() == study.page_text(store)
+    for runs in store.values():
+        assert set(runs) == set(study.ALGORITHMS)
+        for run in (run for by_seed in runs.values() for run in by_seed.values()):
+            assert re.fullmatch("[0-9a-f]{64}", run["model_sha256"]) and run["curve"][-1][0] <= run["seconds"] + 0.005
+
+
+def test_a_mean_says_how_many_runs_got_there(study: ModuleType) -> None:
+    assert study.mean([None, None], "{:.0f}") == "never"
+    assert study.mean([1.0, None, 3.0], "{:.0f}") == "2 ± 1 (2 of 3)"
+    assert study.mean([2.0], "{:.1f}") == "2.0"

@@ -1,0 +1,248 @@
+"""Lanes by batched products: the numbers of the loop, and bits that no other client changes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tiny_runs import BUFFER, MLP, NORMED, NORMED_MLP, coordinate, even, ran, run, run_spec, several
+from torch import nn
+
+from raysim.api.declarations import Local
+from raysim.api.local_job import LocalJob
+from raysim.api.messages import Job, SingleUpdate
+from raysim.api.method import Method
+from raysim.methods.fedopt import FedAdam
+from raysim.methods.fedprox import FedProx
+from raysim.methods.local import LocalTraining
+from raysim.methods.scaffold import Scaffold
+from raysim.models import Mlp
+from raysim.models.classifier import Classifier, ModelRecipe, Shape
+from raysim.models.split import Whole
+from raysim.primitives.errors import Refused
+from raysim.training.batched_lanes import linear_chain
+from raysim.training.host import Host
+from raysim.training.run_spec import RunSpec, declare_run
+from raysim.training.step_mode import check_step_mode, usual_lanes
+
+EXACT = 1e-9  # float64 from end to end: what is left is the order in which products are summed
+EPOCHS = Local(lr=0.05, momentum=0.5, batch=8, epochs=2)
+
+
+def study(*methods: Method, **others: Any) -> RunSpec:
+    return run_spec(*methods, **({"model": MLP, "local": EPOCHS, "dtype": torch.float64} | others))
+
+
+def assert_as_in_loop(spec: RunSpec, lanes: int = 3, **settings: Any) -> None:
+    """The run ends at the same numbers in lanes and in the loop."""
+    loop, batched = (run(replace(spec, lanes=count), **settings) for count in (1, lanes))
+    for ended in (loop, batched):
+        assert not ended.failures, ended.failures[0].error
+    for one, other in ((loop.tensors, batched.tensors), (loop.private, batched.private)):
+        assert one.keys() == other.keys()
+        for name, values in one.items():
+            np.testing.assert_allclose(other[name], values, rtol=EXACT, atol=EXACT, err_msg=name)
+    for row, expected in zip(batched.history, loop.history, strict=True):
+        assert row.keys() == expected.keys()
+        for key, value in expected.items():
+            one, other = (np.nan if number is None else number for number in (value, row[key]))
+            np.testing.assert_allclose(other, one, rtol=EXACT, atol=EXACT, err_msg=key)
+
+
+class TestNumbers:
+    @pytest.mark.parametrize(
+        "local",
+        [
+            Local(lr=0.05, momentum=0.9, nesterov=True, weight_decay=0.01, batch=8, epochs=2, lr_decay=0.7),
+            Local(lr=0.01, optimizer="adam", batch=8, epochs=2),
+            Local(lr=0.05, momentum=0.5, clip=0.1, batch=8, epochs=1),
+            Local(lr=0.05, batch=64, epochs=2),  # no client has a full batch
+            Local(lr=0.05, batch=8, epochs=None, steps=7, sampling="replacement"),
+            Local(lr=0.05, momentum=0.9, batch=8, epochs=1, keep_optimizer=True),
+            Local(lr=0.01, optimizer="adam", batch=8, epochs=1, keep_optimizer=True),
+        ],
+        ids=["nesterov", "adam", "clip", "small clients", "steps", "kept momentum", "kept adam"],
+    )
+    def test_every_local_option_means_the_same(self, local: Local) -> None:
+        assert_as_in_loop(study(local=local), rounds=4)
+
+    @pytest.mark.parametrize("methods", [(FedAdam(),), (LocalTraining(),)], ids=["server", "personal"])
+    def test_methods_outside_the_step_mean_the_same(self, methods: Sequence[Method]) -> None:
+        assert_as_in_loop(study(*methods), rounds=4)
+
+    @pytest.mark.parametrize("lanes", [2, 5, 10])
+    def test_any_number_of_lanes_means_the_same(self, lanes: int) -> None:
+        assert_as_in_loop(study(), lanes=lanes, rounds=2)
+
+    def test_products_in_bfloat16_train_a_float32_vector(self) -> None:
+        fine, coarse = (
+            run(study(lanes=3, dtype=torch.float32, precision=kind), rounds=2) for kind in ("float32", "bfloat16")
+        )
+        assert coarse.bits != fine.bits and not coarse.failures
+        for name, values in coarse.tensors.items():
+            assert values.dtype == np.float32
+            np.testing.assert_allclose(values, fine.tensors[name], atol=0.1)
+
+
+def trained(spec: RunSpec, jobs: Sequence[Job]) -> dict[int, np.ndarray]:
+    """Each client's delta, from one call to a new host."""
+    answer = Host(spec).train(jobs, [], 1, coordinate(spec).server.published())
+    assert not isinstance(answer, tuple)
+    assert all(isinstance(outcome, SingleUpdate) for outcome in answer.outcomes)
+    return {outcome.client: outcome.delta for outcome in answer.outcomes}  # type: ignore[union-attr]
+
+
+def jobs_of(count: int) -> list[Job]:
+    return [Job(number, client, 0, 0, -1, 1.0 + number) for number, client in enumerate(range(count))]
+
+
+class TestBits:
+    @pytest.mark.parametrize("local", [EPOCHS, Local(lr=0.01, optimizer="adam", batch=8)], ids=["sgd", "adam"])
+    def test_no_other_client_changes_a_clients_bits(self, local: Local) -> None:
+        spec, jobs = study(lanes=3, dtype=torch.float32, local=local), jobs_of(6)
+        together = trained(spec, jobs)
+        for some in (jobs[::-1], [jobs[4], jobs[1]], jobs[2:3]):
+            for client, delta in trained(spec, some).items():
+                assert np.array_equal(delta, together[client]), [job.client for job in some]
+
+    def test_hosts_and_a_resume_change_no_bit(self, tmp_path: Path) -> None:
+        def spec() -> RunSpec:
+            return study(lanes=3, dtype=torch.float32)
+
+        straight = run(spec(), BUFFER, rounds=6)
+        hosts = ran(coordinate(spec(), BUFFER, runtime=several(spec(), 3), rounds=6))
+        assert (hosts.bits, hosts.history) == (straight.bits, straight.history)
+        run(spec(), BUFFER, rounds=6, checkpoint_every=3, folder=str(tmp_path))
+        resumed = run(spec(), BUFFER, rounds=6, resume=str(tmp_path / "checkpoints" / "round-000003"))
+        assert (resumed.bits, resumed.history) == (straight.bits, straight.history)
+
+    def test_a_sum_is_folded_in_the_order_of_its_group(self) -> None:
+        spec, jobs = study(lanes=3, dtype=torch.float32), jobs_of(6)
+        single = trained(spec, jobs)
+        published = coordinate(spec).server.published()
+        (total,) = Host(spec).train(jobs, [tuple(range(6))], 1, published).sums  # type: ignore[union-attr]
+        expected = torch.from_numpy(single[0] * np.float32(1.0))
+        for job in jobs[1:]:
+            expected.add_(torch.from_numpy(single[job.client]), alpha=job.weight)
+        assert np.array_equal(total.total, expected.numpy())
+
+
+class Failing(Method):
+    """Raises for one client, before or after its training."""
+
+    name = "failing"
+
+    def __init__(self, hook: str):
+        self.hook = hook
+
+    def begin(self, job: LocalJob) -> None:
+        self._fail(job, "begin")
+
+    def end(self, job: LocalJob) -> None:
+        self._fail(job, "end")
+
+    def _fail(self, ctx: LocalJob, hook: str) -> None:
+        if hook == self.hook and ctx.client == 2:
+            raise RuntimeError("no data today")
+
+
+@pytest.mark.parametrize("hook", ["begin", "end"])
+def test_a_client_that_fails_leaves_the_others_alone(hook: str) -> None:
+    loop, lanes = (run(study(Failing(hook), lanes=count), rounds=3, tolerate=1.0) for count in (1, 3))
+    assert [failure.client for failure in lanes.failures] == [failure.client for failure in loop.failures] != []
+    for name, values in loop.tensors.items():
+        np.testing.assert_allclose(lanes.tensors[name], values, rtol=EXACT, atol=EXACT, err_msg=name)
+
+
+class Dropping(ModelRecipe):
+    """A linear network with dropout."""
+
+    def extractor(self, input_shape: Shape) -> tuple[nn.Module, int]:
+        size = int(np.prod(input_shape))
+        return nn.Sequential(nn.Flatten(), nn.Linear(size, 12), nn.ReLU(), nn.Dropout(0.5)), 12
+
+
+class TestWhatQualifies:
+    @pytest.mark.parametrize(
+        "model",
+        [
+            Mlp((5, 4)).build((1, 2, 3), 3, 0),
+            Classifier(nn.Sequential(nn.Flatten(), nn.Sequential(nn.Linear(6, 4), nn.GELU())), 4, 3),
+            Whole(nn.Sequential(nn.Flatten(), nn.Linear(6, 3, bias=False)), 3),
+        ],
+        ids=["mlp", "nested", "logistic regression"],
+    )
+    def test_chains_of_linear_and_pointwise_layers(self, model: nn.Module) -> None:
+        layers = linear_chain({"model": model}, 3)
+        assert layers is not None
+        x = torch.randn(2, 1, 2, 3)
+        assert torch.equal(nn.Sequential(*layers)(x), model(x))
+
+    def test_nothing_else(self) -> None:
+        linear = nn.Linear(4, 4)
+        others = [
+            nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)),
+            nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.1)),
+            nn.Sequential(linear, linear),
+            nn.Sequential(nn.Flatten(0), nn.Linear(4, 4)),
+            nn.Sequential(nn.ReLU()),
+            nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4).requires_grad_(False)),
+        ]
+        assert [linear_chain({"model": Whole(net, 4)}, 1) for net in others] == [None] * len(others)
+        whole = Whole(nn.Linear(4, 4), 4)
+        assert linear_chain({"model": whole}, 1) is not None
+        assert linear_chain({"model": whole}, 2) is None, "rows of an input would be its own samples"
+        assert linear_chain({"model": whole, "other": nn.Linear(1, 1)}, 1) is None
+        assert linear_chain({"model": linear}, 1) is None, "its forward pass is unknown"
+
+    @pytest.mark.parametrize(
+        "spec",
+        [
+            study(FedProx(0.1), lanes=3),
+            study(Scaffold(), lanes=3),
+            study(model=NORMED_MLP, lanes=3),
+            study(model=Dropping(), lanes=3),
+            study(model=NORMED, lanes=3),
+        ],
+        ids=["fedprox", "scaffold", "batch norm", "dropout", "convolutions"],
+    )
+    def test_others_are_refused_with_the_key(self, spec: RunSpec) -> None:
+        with pytest.raises(Refused, match=r"^runtime\.lanes=3: .*runtime\.lanes=1"):
+            Host(spec)
+
+    def test_a_refusal_names_the_method_or_the_device(self) -> None:
+        with pytest.raises(Refused, match="method 'fedprox'"):
+            Host(study(FedProx(0.1), lanes=2))
+        spec = study(lanes=2, device="cuda")
+        with pytest.raises(Refused, match=r"device=cuda.*runtime\.graph=true"):
+            check_step_mode(spec, declare_run(spec))
+
+
+def usual(*methods: Method, concurrency: int = 40, **others: Any) -> int:
+    spec = run_spec(*methods, **({"data": even(6, 240), "local": Local(batch=8)} | others))
+    return usual_lanes(spec, declare_run(spec), concurrency)
+
+
+class TestUsualLanes:
+    def test_several_for_small_linear_networks_with_many_clients(self) -> None:
+        assert [usual(concurrency=count) for count in (10, 20, 39, 40, 1000)] == [1, 5, 5, 10, 10]
+        assert usual(FedAdam()) == 10, "the server's step is no part of a client's"
+
+    def test_one_where_several_were_not_measured_to_be_faster(self) -> None:
+        assert usual(Scaffold()) == 1
+        assert usual(model=NORMED) == 1, "convolutions"
+        assert usual(model=Mlp((1200, 1200))) == 1, "a large network"
+        assert usual(model=Dropping()) == 1, "draws"
+        assert usual(local=Local(batch=64)) == 1, "no full batches"
+        assert usual(device="cuda") == 1
+
+    def test_up_to_ten_on_a_gpu_that_records(self) -> None:
+        gpu: dict[str, Any] = {"device": "cuda", "graph": True}
+        assert [usual(concurrency=count, **gpu) for count in (1, 4, 10, 1000)] == [1, 4, 10, 10]
+        assert usual(model=NORMED, **gpu) == 10 and usual(Scaffold(), **gpu) == 10
+        assert usual(model=Mlp((20_000, 1000)), **gpu) == 1, "a large network fills a GPU by itself"

@@ -1,0 +1,123 @@
+"""A Ray that does not start, or that cannot be joined, names its cause and what to set."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from raysim.runtime.ray import ray
+from raysim.runtime.ray.failures import describe_failed_start
+
+LOG = """\
+[2026-01-01 00:00:00,000 I 1 1] (gcs_server) event.cc:499: Ray Event initialized for GCS
+[2026-01-01 00:00:01,000 E 1 1] (gcs_server) logging.cc:118: Unhandled exception: Too many open files [system:24]
+[2026-01-01 00:00:01,000 E 1 1] (gcs_server) logging.cc:474: PC: @     0x7f38674a8eec  (unknown)
+"""
+MISSING = "validate_socket_filename failed: AF_UNIX path length cannot exceed 107 bytes: "
+
+
+@pytest.fixture
+def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """Ray's temporary folder."""
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+    return tmp_path
+
+
+def test_long_path_names_its_length_and_the_variable(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = f"{folder}/ray/session/sockets/plasma_store"
+    text = describe_failed_start("local", OSError(MISSING + path))
+    assert text.startswith(f"RAY_TMPDIR={folder}: ") and f"{len(path)} bytes" in text and "Set RAY_TMPDIR" in text
+    monkeypatch.delenv("RAY_TMPDIR")
+    monkeypatch.setenv("TMPDIR", str(folder))
+    assert describe_failed_start("local", OSError(MISSING + path)).startswith(f"TMPDIR={folder}: ")
+
+
+def test_log_of_a_process_that_died_names_the_cause(folder: Path) -> None:
+    logs = folder / f"ray/session_2026-01-01_{os.getpid()}" / "logs"
+    logs.mkdir(parents=True)
+    (logs / "gcs_server.out").write_text(LOG)
+    text = describe_failed_start("local", RuntimeError("Timed out waiting for file /tmp/port"))
+    assert text.startswith("runtime=local: ") and "Too many open files [system:24]" in text and "ulimit -n" in text
+    assert "0x7f38674a8eec" not in text
+
+
+@pytest.mark.parametrize(
+    ("error", "key", "advice"),
+    [
+        (PermissionError(13, "Permission denied", "/x/ray"), "RAY_TMPDIR=", "a folder of your own"),
+        (OSError(28, "No space left on device", "/x/ray"), "RAY_TMPDIR=", "another disk"),
+        (OSError(30, "Read-only file system", "/x/ray"), "RAY_TMPDIR=", "another folder"),
+        (OSError(12, "Cannot allocate memory"), "runtime=local", "End other processes"),
+        (BlockingIOError(11, "Resource temporarily unavailable"), "runtime=local", "ulimit -u"),
+        (RuntimeError("can't start new thread"), "runtime=local", "ulimit -u"),
+        (OSError(98, "Address already in use"), "runtime=local", "Start again"),
+        (ValueError("The configured object store memory of 10 bytes is too small"), "runtime=local", "/dev/shm"),
+        (PermissionError(13, "Permission denied", "/root/.ray/auth_token"), "HOME=", "RAY_AUTH_TOKEN_PATH"),
+        (ray.exceptions.AuthenticationError("invalid"), "RAY_AUTH_TOKEN", "Correct it"),
+        (RuntimeError("something new"), "runtime=local", "session_latest/logs"),
+    ],
+    ids=lambda value: str(value)[:24],
+)
+def test_failed_start_names_a_key_and_what_to_do(error: Exception, key: str, advice: str, folder: Path) -> None:
+    text = describe_failed_start("local", error)
+    assert text.startswith(key) and advice in text and text.endswith("or use runtime=inprocess.")
+    assert "Use runtime=local" not in text
+
+
+@pytest.mark.parametrize(
+    ("error", "advice"),
+    [
+        (ConnectionRefusedError(111, "Connection refused"), "ray start --head"),
+        (socket.gaierror(-2, "Name or service not known"), "Correct it"),
+        (TimeoutError("timed out"), "open its port"),
+        (ConnectionError("Failed to connect to Ray cluster at 10.0.0.1:6379"), "RAY_AUTH_TOKEN"),
+        (ray.exceptions.AuthenticationError("no token"), "auth_token"),
+        (RuntimeError("Version mismatch: The cluster was started with:\n Ray: 2.1"), "same versions"),
+        (ConnectionError("Could not find any running Ray instance."), "ray start --head"),
+    ],
+    ids=lambda value: str(value)[:24],
+)
+def test_failed_joining_names_the_address_and_what_to_do(error: Exception, advice: str) -> None:
+    text = describe_failed_start("10.0.0.1:6379", error)
+    assert text.startswith("runtime.address=10.0.0.1:6379: ") and advice in text
+
+
+PROGRAM = """
+import json, os, sys
+from raysim.runtime import ray
+from raysim.runtime.placement import RayOptions
+
+for variables in json.loads(sys.argv[1]):
+    os.environ.update(variables)
+    try:
+        ray.connect(RayOptions())
+        print("connected")
+        ray.disconnect()
+    except ValueError as error:
+        print(error)
+    for name in variables:
+        del os.environ[name]
+"""
+
+
+@pytest.mark.slow
+def test_ray_that_cannot_start_is_refused_with_its_cause(tmp_path: Path) -> None:
+    long = tmp_path / ("x" * max(1, 90 - len(str(tmp_path))))
+    long.mkdir()
+    file = tmp_path / "file"
+    file.touch()
+    cases = [{"TMPDIR": str(long)}, {"RAY_TMPDIR": str(file)}, {"RAY_TMPDIR": "/proc/nothing"}]
+    command = [sys.executable, "-c", PROGRAM, json.dumps(cases)]
+    environment = {key: value for key, value in os.environ.items() if key not in ("TMPDIR", "RAY_TMPDIR")}
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=True)
+    lines = ended.stdout.splitlines()
+    for line, case in zip(lines, cases, strict=True):
+        ((name, value),) = case.items()
+        assert line.startswith(f"{name}={value}: ") and "Set RAY_TMPDIR to a folder" in line
+    assert "107 are allowed" in lines[0]

@@ -1,0 +1,162 @@
+"""The model of the best round: what decides, that its file holds the weights of that round, and that it survives."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import load_file
+from tiny_runs import NORMED_MLP, SEED, Ran, coordinate, ran, run_spec
+
+import raysim
+from raysim.api.declarations import Evaluation
+from raysim.api.method import Method
+from raysim.data.federated import FederatedData, federate
+from raysim.data.partition import IID
+from raysim.data.sources import Synthetic
+from raysim.experiment.execute import Refused
+from raysim.methods.fedbn import FedBN
+from raysim.methods.fedexp import FedExP
+from raysim.simulation.best_model import BestModel, Criterion
+from raysim.simulation.schedule import Buffered, Schedule, Synchronous
+from raysim.training.run_spec import Checkpoint, RunSpec
+
+WORDS = ["data=synthetic", "partition=iid", "partition.clients=4", "schedule.cohort=2", "runtime=inprocess"]
+WORDS += ["tracking=none", "rounds=4", "model=mlp", "local.lr=0.5"]
+
+
+def data(validation: float) -> FederatedData:
+    source = Synthetic(samples=160, test_samples=20, classes=5)
+    return federate(source, IID(clients=5, test_fraction=0.2, validation_fraction=validation), SEED)
+
+
+def study(*methods: Method, validation: float = 0.2) -> RunSpec:
+    """A run whose rate is so high that the last round is not the best one."""
+    local = replace(run_spec().settings.local, lr=1.0)
+    return run_spec(*methods, model=NORMED_MLP, data=data(validation), local=local)
+
+
+def weights_by_round(spec: RunSpec, schedule: Schedule, folder: Path, **settings: Any) -> tuple[Ran, dict[int, Any]]:
+    """Run to the end; also the scored weights of every round."""
+    coordinator = coordinate(spec, schedule, folder=str(folder), rounds=8, **settings)
+    seen: dict[int, Any] = {}
+    evaluate = coordinator._evaluate
+
+    def watched(pending: Any) -> None:
+        server = coordinator.server
+        named = coordinator.initial.named(server.scored().clone(), server.counters.clone())
+        seen[server.version] = {name: tensor.numpy().copy() for name, tensor in named.items()}
+        evaluate(pending)
+
+    coordinator._evaluate = watched  # type: ignore[method-assign]
+    return ran(coordinator), seen
+
+
+def best_round(found: Ran, column: str, higher: bool) -> int:
+    """The first round of the best value, from the history alone."""
+    rows = [row for row in found.rows if row.get(column) is not None]
+    values = [row[column] for row in rows]
+    place = int(np.argmax(values) if higher else np.argmin(values))  # type: ignore[arg-type]
+    return int(rows[place]["round"] or 0)
+
+
+@pytest.mark.parametrize("methods", [[], [FedBN()], [FedExP()]])
+@pytest.mark.parametrize("schedule", [Synchronous(3), Buffered(concurrency=4, size=2)])
+@pytest.mark.parametrize(("validation", "column"), [(0.2, "accuracy_validation"), (0.0, "train_loss")])
+def test_best_file_has_weights_of_best_round(
+    methods: list[Method], schedule: Schedule, validation: float, column: str, tmp_path: Path
+) -> None:
+    found, weights = weights_by_round(study(*methods, validation=validation), schedule, tmp_path)
+    best = found.finished.best_model
+    assert best is not None
+    number = best_round(found, column, column != "train_loss")
+    assert (best["round"], best["by"]) == (number, column)
+    stored = load_file(tmp_path / "best.safetensors")
+    assert stored.keys() == load_file(tmp_path / "model.safetensors").keys()
+    for name, array in stored.items():
+        assert np.array_equal(array, weights[number][name]), name
+
+
+def test_best_round_is_that_of_history(tmp_path: Path) -> None:
+    found, _ = weights_by_round(study(), Synchronous(3), tmp_path)
+    assert found.finished.best_model is not None
+    assert found.finished.best_model["round"] == found.rows[-1]["best_round"]
+
+
+def test_only_scored_rounds_count(tmp_path: Path) -> None:
+    evaluate = Evaluation(every=3)
+    found, _ = weights_by_round(study(validation=0.0), Synchronous(3), tmp_path, evaluate=evaluate)
+    assert found.finished.best_model is not None
+    assert found.finished.best_model["round"] in (3, 6, 8)
+
+
+@pytest.mark.parametrize("methods", [[], [FedBN()], [FedExP()]])
+@pytest.mark.parametrize("validation", [0.2, 0.0])
+@pytest.mark.parametrize("at", [2, 4, 6])
+def test_best_file_survives_resume(methods: list[Method], validation: float, at: int, tmp_path: Path) -> None:
+    spec = study(*methods, validation=validation)
+    straight, resumed = tmp_path / "straight", tmp_path / "resumed"
+    for folder in (straight, resumed):
+        folder.mkdir()
+    whole = ran(coordinate(spec, rounds=8, checkpoint=Checkpoint(2, keep=4), folder=str(straight)))
+    address = str(straight / "checkpoints" / f"round-{at:06d}")
+    second = ran(coordinate(spec, rounds=8, folder=str(resumed), resume=address))
+    assert second.finished.best_model == whole.finished.best_model
+    one, other = ((folder / "best.safetensors").read_bytes() for folder in (straight, resumed))
+    assert one == other
+
+
+def test_unchanged_weights_survive_resume() -> None:
+    """Where all clients of a later round failed, the best weights are still the current ones."""
+    vector, counters = torch.ones(3), torch.zeros(1, dtype=torch.int64)
+    best = BestModel(Criterion("train_loss", higher=False))
+    best.take({"round": 1, "train_loss": 0.5}, vector, counters)
+    again = BestModel(best.criterion)
+    again.restore(best.state(vector), vector, counters)
+    assert again.vector is vector and again.summary() == best.summary()
+
+
+def test_checkpoint_without_best_weights_gives_no_wrong_file(tmp_path: Path) -> None:
+    """An earlier version kept no weights: the file is left out unless a later round is better than all before."""
+    rows: list[Any] = [{"round": 1, "train_loss": 0.5}, {"round": 2, "train_loss": None}]
+    best = BestModel(Criterion("train_loss", higher=False))
+    best.restore_rows(rows)
+    best.take({"round": 3, "train_loss": 0.7}, torch.ones(1), torch.ones(1))
+    assert best.summary() is None
+    best.take({"round": 4, "train_loss": 0.4}, torch.ones(1), torch.ones(1))
+    assert best.round == 4 and best.summary() is not None
+
+
+@pytest.mark.parametrize("value", [None, float("nan"), float("inf")])
+def test_round_without_a_score_is_not_best(value: float | None) -> None:
+    best = BestModel(Criterion("accuracy_validation", higher=True))
+    best.take({"round": 1, "accuracy_validation": value}, torch.ones(1), torch.ones(1))
+    assert best.summary() is None
+
+
+def test_result_offers_best_model(tmp_path: Path) -> None:
+    result = raysim.run([*WORDS, "partition.validation_fraction=0.2", f"out={tmp_path / 'run'}"], quiet=True)
+    best = result.summary["best_model"]
+    assert best == json.loads((tmp_path / "run" / "summary.json").read_text())["best_model"]
+    row = result.rows[best["round"] - 1]
+    for found in (result, raysim.load(tmp_path / "run")):
+        predicted = found.predictions(best=True)
+        assert float((predicted.classes == predicted.labels).mean()) == pytest.approx(row["accuracy_global"])
+    stored = load_file(tmp_path / "run" / "best.safetensors")
+    for name, tensor in result.model(best=True).state_dict().items():
+        assert np.array_equal(tensor.numpy(), stored[f"model.{name}"])
+    with pytest.raises(Refused, match="best=True"):
+        result.predictions(client=0, best=True)
+
+
+def test_missing_best_model_is_refused(tmp_path: Path) -> None:
+    result = raysim.run([*WORDS, f"out={tmp_path / 'run'}"], quiet=True)
+    assert result.summary["best_model"]["by"] == "train_loss"
+    (tmp_path / "run" / "best.safetensors").unlink()
+    with pytest.raises(Refused, match=r"best\.safetensors"):
+        result.model(best=True)

@@ -1,0 +1,42 @@
+"""Unseen clients, the best model and saved weights give the same results on workers in other processes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cluster import Hosts
+from safetensors.torch import save_file
+from tiny_runs import NORMED_MLP, SEED, coordinate, ran, run_spec
+
+from raysim.api.declarations import Evaluation, Finetune
+from raysim.api.method import Method
+from raysim.data.federated import federate, hold_out_clients
+from raysim.data.partition import IID
+from raysim.data.sources import Synthetic
+from raysim.methods.fedbn import FedBN
+from raysim.simulation.schedule import Buffered, Synchronous
+from raysim.training.initial_weights import Init, read_initial_weights
+from raysim.training.run_spec import build_networks
+
+
+@pytest.mark.parametrize("methods", [[], [FedBN()]])
+@pytest.mark.parametrize("schedule", [Synchronous(4), Buffered(concurrency=4, size=2)])
+def test_workers_elsewhere_change_nothing(methods: list[Method], schedule: Any, hosts: Hosts, tmp_path: Path) -> None:
+    partition = IID(clients=8, test_fraction=0.25, validation_fraction=0.2)
+    data = hold_out_clients(federate(Synthetic(samples=240, test_samples=20, classes=5), partition, SEED), 0.25, SEED)
+    networks, _ = build_networks(run_spec(model=NORMED_MLP, data=data, seed=SEED + 1))
+    save_file(networks["model"].state_dict(), tmp_path / "start.safetensors")
+    _, weights = read_initial_weights(Init(str(tmp_path / "start.safetensors")))
+    spec = run_spec(*methods, model=NORMED_MLP, data=data, weights=weights)
+    asked = {"rounds": 4, "evaluate": Evaluation(finetune=Finetune(1))}
+    here, there = tmp_path / "here", tmp_path / "there"
+    for folder in (here, there):
+        folder.mkdir()
+    one = ran(coordinate(spec, schedule, folder=str(here), **asked))
+    other = ran(coordinate(spec, schedule, runtime=hosts.runtime(spec, 2), folder=str(there), **asked))
+    assert one.rows[-1]["accuracy_unseen"] is not None and one.rows[-1]["accuracy_unseen_finetuned"] is not None
+    assert other.history == one.history and other.bits == one.bits
+    assert other.finished.best_model == one.finished.best_model
+    assert (here / "best.safetensors").read_bytes() == (there / "best.safetensors").read_bytes()

@@ -1,0 +1,256 @@
+"""Clients that are never trained, and are scored in columns of their own."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+import torch
+from tiny_runs import NORMED_MLP, SEED, Ran, coordinate, ran, run, run_spec, several
+
+import raysim
+from raysim.api.declarations import Evaluation, Finetune
+from raysim.api.messages import Task
+from raysim.api.method import Method
+from raysim.data.federated import FederatedData, federate, hold_out_clients, pooled
+from raysim.data.partition import CSR, IID, Partition
+from raysim.data.sources import Synthetic
+from raysim.experiment.execute import Refused, build
+from raysim.methods.ditto import Ditto
+from raysim.methods.fedbn import FedBN
+from raysim.methods.feddyn import FedDyn
+from raysim.methods.fedpac import FedPAC
+from raysim.methods.fedrep import FedRep
+from raysim.methods.partialfed import PartialFed
+from raysim.methods.pfedavg import PFedAvg
+from raysim.methods.scaffold import Scaffold
+from raysim.simulation.schedule import Buffered, Immediate, Schedule, Synchronous
+from raysim.training.run_spec import RunSpec
+
+CLIENTS = 8
+PERSONAL = [FedBN, lambda: FedRep("joint"), PFedAvg, Ditto, FedPAC, PartialFed]
+COMMON = ["data=synthetic", "partition=iid", "partition.clients=10", "schedule.cohort=4", "runtime=inprocess"]
+COMMON += ["tracking=none", "rounds=2", "model=mlp"]
+
+
+def whole(validation: float = 0.0) -> FederatedData:
+    """Clients with test rows of their own."""
+    source = Synthetic(samples=240, test_samples=20, classes=5)
+    return federate(source, IID(clients=CLIENTS, test_fraction=0.25, validation_fraction=validation), SEED)
+
+
+def study(*methods: Method, share: float = 0.25, validation: float = 0.0, **others: Any) -> RunSpec:
+    """A run with two unseen clients."""
+    data = hold_out_clients(whole(validation), share, SEED)
+    return run_spec(*methods, model=NORMED_MLP, data=data, **others)
+
+
+def unseen_of(found: Ran | RunSpec) -> list[int]:
+    spec = found if isinstance(found, RunSpec) else found.coordinator.spec
+    return spec.data.partition.unseen.tolist()  # type: ignore[union-attr]
+
+
+def scores_by_hand(found: Ran, clients: list[int]) -> list[float]:
+    """What the final models of these clients say of their tests, each loaded by itself."""
+    coordinator = found.coordinator
+    host: Any = coordinator.runtime.members[0]  # type: ignore[attr-defined]
+    server, private = coordinator.server, coordinator.private
+    scores = []
+    for client in clients:
+        rows = coordinator.spec.data.partition.test.rows(client)
+        own = client if coordinator.evaluator.personal else -1
+        task = Task(own, rows, private.accepted_job(client), server.sent_to(client) if own >= 0 else {})
+        labels, outputs = host.outputs(task, server.published(), private.state(client))
+        scores.append(float((outputs.argmax(1) == labels).mean()))
+    return scores
+
+
+# --- who they are -----------------------------------------------------------------------------------------------------
+def test_unseen_clients_come_from_seed() -> None:
+    one, same, other = (hold_out_clients(whole(), 0.25, seed).partition.unseen for seed in (1, 1, 2))
+    assert one is not None and same is not None and other is not None
+    assert len(one) == 2 and one.tolist() == same.tolist() != other.tolist()
+
+
+def test_unseen_clients_hold_samples_that_are_not_trained_on() -> None:
+    before, after = whole(0.2).partition, hold_out_clients(whole(0.2), 0.25, SEED).partition
+    for client in range(CLIENTS):
+        is_unseen = client in after.unseen  # type: ignore[operator]
+        assert after.held.rows(client).tolist() == before.train.rows(client).tolist()
+        assert after.train.rows(client).tolist() == ([] if is_unseen else before.train.rows(client).tolist())
+        assert after.test.rows(client).tolist() == before.test.rows(client).tolist()
+        assert after.validation is not None and before.validation is not None
+        kept = [] if is_unseen else before.validation.rows(client).tolist()
+        assert after.validation.rows(client).tolist() == kept
+
+
+@pytest.mark.parametrize("share", [0.01, 0.99, 0.05])
+def test_share_of_no_or_all_clients_is_refused(share: float) -> None:
+    with pytest.raises(ValueError, match=r"^evaluate\.unseen="):
+        hold_out_clients(whole(), share, SEED)
+
+
+@pytest.mark.parametrize("word", ["evaluate.unseen=1", "evaluate.unseen=-0.1", "evaluate.unseen=many"])
+def test_impossible_share_is_refused(word: str) -> None:
+    with pytest.raises(Refused, match=r"evaluate\.unseen"):
+        build([*COMMON, word])
+
+
+def test_unseen_clients_without_tests_are_refused() -> None:
+    with pytest.raises(Refused, match=r"^evaluate\.unseen=0\.2"):
+        build([*COMMON, "evaluate.unseen=0.2", "partition.test_fraction=0"])
+
+
+def test_unseen_clients_that_share_samples_are_refused() -> None:
+    data = whole()
+    everything = np.tile(data.partition.train.indices, CLIENTS)
+    train = CSR(everything, np.arange(CLIENTS + 1) * len(data.partition.train.indices))
+    with pytest.raises(ValueError, match=r"^evaluate\.unseen=0\.25: clients share samples"):
+        hold_out_clients(replace(data, partition=Partition(train, data.partition.test)), 0.25, SEED)
+
+
+def test_cohort_above_trained_clients_is_refused() -> None:
+    with pytest.raises(Refused, match=r"schedule\.cohort=4"):
+        build([*COMMON, "evaluate.unseen=0.8"])
+
+
+# --- what they score --------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("schedule", [Synchronous(4), Buffered(concurrency=4, size=2), Immediate(3)])
+def test_unseen_clients_are_scored_and_never_trained(schedule: Schedule) -> None:
+    found = run(study(), schedule)
+    unseen = unseen_of(found)
+    assert not {*unseen} & {*found.participations}
+    scores, row = scores_by_hand(found, unseen), found.rows[-1]
+    assert row["accuracy_unseen"] == pytest.approx(np.mean(scores))
+    assert row["accuracy_unseen_worst"] == min(scores)
+    others = [client for client in range(CLIENTS) if client not in unseen]
+    assert row["accuracy"] == pytest.approx(np.mean(scores_by_hand(found, others)))
+
+
+@pytest.mark.parametrize("make", PERSONAL)
+def test_personal_models_of_unseen_clients_are_initial(make: Any) -> None:
+    found = run(study(make()), Synchronous(4))
+    assert not found.failures
+    unseen = unseen_of(found)
+    assert not {*unseen} & {*found.coordinator.private.accepted_jobs}
+    scores = scores_by_hand(found, unseen)
+    assert found.rows[-1]["accuracy_unseen"] == pytest.approx(np.mean(scores))
+
+
+def test_unseen_client_has_initial_head() -> None:
+    found = run(study(FedRep("joint")), Synchronous(4))
+    coordinator = found.coordinator
+    host: Any = coordinator.runtime.members[0]  # type: ignore[attr-defined]
+    task = Task(unseen_of(found)[0], np.empty(0, np.int64))
+    own = host.own_tensors(task, coordinator.server.published(), None)
+    start = coordinator.initial.named(coordinator.initial.data, coordinator.initial.counters)
+    assert torch.equal(own["model.head.weight"], start["model.head.weight"])
+    assert not torch.equal(own["model.extractor.1.weight"], start["model.extractor.1.weight"])
+
+
+def test_unseen_clients_have_every_view() -> None:
+    evaluate = Evaluation(finetune=Finetune(1), common=True)
+    row = run(study(PFedAvg(), share=0.25), evaluate=evaluate).rows[-1]
+    for suffix in ("", "_worst", "_shared", "_finetuned", "_common"):
+        assert row[f"accuracy_unseen{suffix}"] is not None, suffix
+
+
+def test_finetuning_uses_samples_of_unseen_clients() -> None:
+    evaluate = Evaluation(finetune=Finetune(30))
+    local = replace(run_spec().settings.local, lr=0.5)
+    row = run(study(local=local), rounds=1, evaluate=evaluate).rows[-1]
+    assert row["accuracy_unseen_finetuned"] > row["accuracy_unseen"]  # type: ignore[operator]
+
+
+def test_scored_clients_are_drawn_among_unseen_ones_too() -> None:
+    found = run(study(share=0.5), evaluate=Evaluation(clients=2))
+    scores = {round(score, 9) for score in scores_by_hand(found, unseen_of(found))}
+    pairs = {round((a + b) / 2, 6) for a in scores for b in scores}
+    assert round(float(found.rows[-1]["accuracy_unseen"] or 0), 6) in pairs
+
+
+def test_best_rounds_ignore_unseen_clients() -> None:
+    found = run(study(FedBN(), validation=0.2), rounds=4)
+    assert found.rows[-1]["accuracy_best"] is not None and found.rows[-1]["accuracy_validation"] is not None
+    best = found.coordinator.evaluator.best
+    assert best is not None
+    assert np.isinf(best.state()["validation"][unseen_of(found)]).all()
+
+
+def test_pooled_data_exclude_unseen_clients() -> None:
+    data = pooled(hold_out_clients(whole(), 0.25, SEED))
+    trained = {*data.partition.train.indices.tolist()}
+    rows = [whole().partition.train.rows(client).tolist() for client in data.partition.unseen.tolist()]  # type: ignore[union-attr]
+    assert not trained & {row for own in rows for row in own}
+    found = build([*COMMON, "method=centralized", "evaluate.unseen=0.2"])
+    ended = ran(coordinate(found.spec, found.schedule, found.fleet))
+    assert ended.rows[-1]["accuracy_unseen"] is not None
+
+
+@pytest.mark.parametrize("method", [Scaffold, lambda: FedDyn(0.1)])
+def test_population_of_methods_excludes_unseen_clients(method: Any) -> None:
+    found = run(study(method()))
+    assert found.coordinator.server.population == CLIENTS - 2
+    # The same clients without the unseen ones are the same federation.
+    data = found.coordinator.spec.data
+    alone = replace(data, partition=replace(data.partition, unseen=None, with_unseen=None))
+    assert run(run_spec(method(), model=NORMED_MLP, data=alone)).bits != found.bits
+
+
+@pytest.mark.parametrize(
+    ("words", "key"),
+    [
+        (["method=fedbr", "method.fedbr.means_per_client=4", "method.fedbr.pseudo_batch=30"], "pseudo_batch"),
+        (["method=fedmix", "method.fedmix.means=4", "local.batch=30"], "method.fedmix.means"),
+    ],
+)
+def test_pools_of_methods_exclude_unseen_clients(words: list[str], key: str) -> None:
+    words = [*COMMON, *words]
+    build(words)
+    with pytest.raises(Refused, match=key):
+        build([*words, "evaluate.unseen=0.5"])
+
+
+# --- the same bits ----------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("methods", [[], [FedBN()], [PFedAvg()]])
+def test_unseen_scores_do_not_depend_on_workers(methods: list[Method]) -> None:
+    spec = study(*methods)
+    one = run(spec)
+    three = ran(coordinate(spec, runtime=several(spec, 3)))
+    assert one.history == three.history and one.bits == three.bits
+
+
+@pytest.mark.parametrize("schedule", [Synchronous(4), Buffered(concurrency=4, size=2)])
+def test_unseen_clients_survive_resume(schedule: Schedule, tmp_path: Path) -> None:
+    spec = study(FedBN())
+    straight = run(spec, schedule, rounds=6)
+    run(spec, schedule, rounds=6, checkpoint_every=3, folder=str(tmp_path))
+    resumed = run(spec, schedule, rounds=6, resume=str(tmp_path / "checkpoints" / "round-000003"))
+    assert resumed.history == straight.history and resumed.bits == straight.bits
+
+
+# --- from the command line --------------------------------------------------------------------------------------------
+def test_unseen_clients_are_in_all_results(tmp_path: Path) -> None:
+    words = [*COMMON, "evaluate.unseen=0.3", f"out={tmp_path / 'run'}"]
+    result = raysim.run(words, quiet=True)
+    assert result.summary["accuracy_unseen"] == result.rows[-1]["accuracy_unseen"]
+    assert result.summary["split"]["unseen_clients"] == 3
+    clients = result.clients
+    assert clients["unseen"].sum() == 3 and clients["samples"].min() > 0
+    assert clients["accuracy"][clients["unseen"]].mean() == pytest.approx(result.summary["accuracy_unseen"])
+    assert clients["accuracy"][~clients["unseen"]].mean() == pytest.approx(result.summary["accuracy"])
+    assert {*pq.read_table(tmp_path / "run" / "jobs.parquet")["client"].to_pylist()} <= {
+        *clients.index[~clients["unseen"]]
+    }
+
+
+def test_share_is_part_of_identity(tmp_path: Path) -> None:
+    words = [*COMMON, "evaluate.unseen=0.3", f"out={tmp_path / 'run'}"]
+    raysim.run(words, quiet=True)
+    other = [*COMMON, "evaluate.unseen=0.2", f"out={tmp_path / 'run'}", "resume=latest"]
+    with pytest.raises(Refused, match=r"^evaluate\.unseen=0\.2"):
+        raysim.run(other, quiet=True)

@@ -1,0 +1,413 @@
+"""Disturbs runs and compares what they end in, once resumed, with the undisturbed ones.
+
+    uv run python tests/tools/faults.py --count 300 --log faults.jsonl
+                                                in process; goes on where it stopped
+    uv run python tests/tools/faults.py --count 60 --runtime local --log faults.jsonl
+                                                on Ray: driver, coordinator, hosts, raylet and GCS
+    uv run python tests/tools/faults.py --cost 5      what a killed host costs: so many pairs of a run with two hosts
+
+A seeded case starts a run, does something to it at a seeded moment (a signal to one of its processes, a file size that
+the system refuses, a database of MLflow that is locked, deleted or overwritten), and goes on with resume=latest until
+the run is done. Then model_sha256, state_sha256 and the rows of the history must be those of the undisturbed run,
+nothing unfinished may lie in the folder, no process may be left, and no traceback may have been shown. Moments are
+counted in the CPU time of the run, so that they are the same on a busy machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+import json
+import multiprocessing
+import os
+import random
+import resource
+import signal
+import sqlite3
+import statistics
+import sys
+import tempfile
+import time
+import uuid
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from multiprocessing.context import ForkServerProcess
+from pathlib import Path
+from typing import Any
+
+from raysim.results.history import read_history
+
+METHODS = {  # by name: what makes the run
+    "fedavg": ["method=[]"],
+    "scaffold": ["method=[scaffold]"],
+    "fraug": ["method=[fraug]", "model=small_cnn", "model.norm=batch"],
+    "fedbss": ["method=[fedbss]", "method.fedbss.warmup_rounds=1"],
+    "fedbr": ["method=[fedbr]"],
+    "fedbuff": ["method=[fedbuff]"],
+    "fedasync": ["method=[fedasync]"],
+}
+SCHEDULES = {
+    "rounds": ["schedule=synchronous", "schedule.cohort=3"],
+    "buffer": ["schedule=buffered", "schedule.concurrency=3", "schedule.size=2", "fleet=lognormal"],
+}
+BASE = (
+    *("data=synthetic", "data.samples=200", "partition=iid", "partition.clients=6", "model=mlp", "local.epochs=1"),
+    *("rounds=8", "checkpoint.every=2", "out=out"),
+)
+RUNTIMES = {"inprocess": ["runtime=inprocess"], "local": ["runtime=local", "runtime.hosts=2"]}
+SIGNALS = {"KILL": [signal.SIGKILL], "TERM": [signal.SIGTERM], "INT": [signal.SIGINT], "INT twice": [signal.SIGINT] * 2,
+           "STOP": [signal.SIGSTOP]}  # fmt: skip
+VICTIMS = {
+    "driver": "",
+    "coordinator": "ray::RayCoordinator",
+    "host": "ray::RayHost",
+    "raylet": "raylet",
+    "gcs": "gcs_server",
+}
+MEASURED = ("wall_seconds", "host_seconds", "host_busy", "host_busy_least", "device_busy", "store_bytes", "host_deaths")
+PATIENT = {"RAY_raylet_start_wait_time_s": "300", "RAY_agent_register_timeout_ms": "300000"}  # on a busy machine
+PATIENCE = 600  # seconds for a run of a few
+MARK = "RAYSIM_FAULTS"  # in the environment of all processes of a case
+TICK = os.sysconf("SC_CLK_TCK")
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is run, what is done to it, and when (as a share of the undisturbed run's time)."""
+
+    method: str
+    schedule: str
+    runtime: str
+    fault: str  # a signal, "disk", or "lock", "delete" or "overwrite" of the database
+    victim: str
+    moment: float
+
+    @property
+    def words(self) -> list[str]:
+        """The command line."""
+        tracking = "mlflow" if self.fault in DATABASE else "none"
+        parts = (*BASE, *METHODS[self.method], *SCHEDULES[self.schedule], *RUNTIMES[self.runtime])
+        return ["run", *parts, f"tracking={tracking}"]
+
+
+def _lock(database: Path) -> contextlib.AbstractContextManager[Any]:
+    connection = sqlite3.connect(database, isolation_level=None)
+    connection.execute("BEGIN EXCLUSIVE")
+    return contextlib.closing(connection)
+
+
+def _delete(database: Path) -> contextlib.AbstractContextManager[Any]:
+    database.unlink(missing_ok=True)
+    return contextlib.nullcontext()
+
+
+def _overwrite(database: Path) -> contextlib.AbstractContextManager[Any]:
+    database.write_bytes(b"no database" * 1000)
+    return contextlib.nullcontext()
+
+
+DATABASE = {"lock": _lock, "delete": _delete, "overwrite": _overwrite}
+
+
+def cases(count: int, seed: int, runtime: str) -> Iterator[Case]:
+    """So many, always the same ones for a seed."""
+    rng = random.Random(seed)
+    faults = [*SIGNALS, *SIGNALS, "disk", "disk", *DATABASE]
+    victims = list(VICTIMS) if runtime == "local" else ["driver"]
+    for _ in range(count):
+        method = rng.choice(list(METHODS))
+        schedule = {"fedbuff": "buffer", "fedasync": "one"}.get(method) or rng.choice(["rounds", "buffer"])
+        yield Case(method, schedule, runtime, rng.choice(faults), rng.choice(victims), rng.random())
+
+
+SCHEDULES["one"] = ["schedule=buffered", "schedule.concurrency=3", "schedule.size=1", "fleet=lognormal"]
+
+
+# --- processes ------------------------------------------------------------------------------------------------------
+FORKS = multiprocessing.get_context("forkserver")  # a process that has imported raysim makes those of the runs
+FORKS.set_forkserver_preload(
+    [
+        *("raysim.cli", "raysim.experiment.execute", "raysim.runtime.inprocess", "matplotlib.figure"),
+        *("mlflow.pytorch", "mlflow.store.tracking.sqlalchemy_store", "torch.export._trace"),  # seconds each
+    ]
+)
+
+
+def _command(words: list[str], folder: str, mark: str) -> None:
+    """`raysim` with these words."""
+    os.setsid()
+    os.chdir(folder)
+    os.environ.update(PATIENT, **{MARK: mark})
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    os.dup2(os.open("err", os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
+    from raysim.cli import main
+
+    main(words)
+
+
+def start(words: list[str], folder: Path, mark: str) -> ForkServerProcess:
+    """A run in a session of its own, with a mark in its environment by which its processes are known."""
+    run = FORKS.Process(target=_command, args=(words, str(folder), mark))
+    run.start()
+    return run
+
+
+def descendants(pid: int) -> list[int]:
+    """All processes that it started, and theirs."""
+    found = []
+    with contextlib.suppress(OSError):  # it may end while it is looked at
+        for task in Path(f"/proc/{pid}/task").glob("*/children"):
+            for child in map(int, task.read_text().split()):
+                found += [child, *descendants(child)]
+    return found
+
+
+def named(pid: int) -> str:
+    """How it was started."""
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+    return ""
+
+
+def worked(pid: int) -> float:
+    """Seconds of CPU time of a process and its descendants, those that have ended included."""
+    seconds = 0.0
+    for each in [pid, *descendants(pid)]:
+        with contextlib.suppress(OSError):
+            fields = Path(f"/proc/{each}/stat").read_text().rpartition(")")[2].split()
+            seconds += sum(map(int, fields[11:15])) / TICK
+    return seconds
+
+
+def processes(run: ForkServerProcess, victim: str) -> list[int]:
+    """Those of a run that are of a kind."""
+    assert run.pid is not None
+    if not (place := VICTIMS[victim]):
+        return [run.pid]
+    return [pid for pid in descendants(run.pid) if place in named(pid)[:200]]
+
+
+def await_moment(run: ForkServerProcess, seconds: float) -> bool:
+    """Until a run has worked for so long; whether it still goes on then."""
+    assert run.pid is not None
+    while run.is_alive():
+        if worked(run.pid) >= seconds:
+            return True
+        time.sleep(0.005)
+    return False
+
+
+def disturb(run: ForkServerProcess, case: Case, rng: random.Random) -> None:
+    """Send the signals. Who was stopped is killed a little later, for nobody goes on with it; a host is replaced."""
+    if not (found := processes(run, case.victim)):
+        return
+    victim = rng.choice(found)
+    for each in SIGNALS[case.fault]:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(victim, each)
+    if case.fault == "STOP" and case.victim != "host":
+        time.sleep(1)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(victim, signal.SIGKILL)
+
+
+def fill(run: ForkServerProcess, runtime: str, size: int) -> None:
+    """From now on those that write results can write no file beyond a size, in bytes; on Ray, once Ray has started."""
+    coordinators: list[int] = []
+    while runtime == "local" and run.is_alive() and not coordinators:
+        coordinators = processes(run, "coordinator")
+        time.sleep(0.05)
+    for pid in [*processes(run, "driver"), *coordinators]:
+        with contextlib.suppress(ProcessLookupError):
+            resource.prlimit(pid, resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
+
+
+def finish(run: ForkServerProcess) -> int:
+    """Its status; one that does not end in time, and all that it leaves, is killed."""
+    run.join(PATIENCE)
+    if run.exitcode is not None:
+        return run.exitcode
+    assert run.pid is not None
+    for pid in [run.pid, *descendants(run.pid)]:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    run.join()
+    return HANGS
+
+
+HANGS = -99
+
+
+def leftover(mark: str) -> list[str]:
+    """Processes of a case, none of whose runs goes on; those that are about to end are waited for."""
+    for _ in range(60):
+        if not (found := [named(pid) for pid in _marked(mark)]):
+            break
+        time.sleep(1)
+    return found
+
+
+def _marked(mark: str) -> Iterator[int]:
+    for environment in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):
+            if f"{MARK}={mark}".encode() in environment.read_bytes():
+                yield int(environment.parent.name)
+
+
+# --- what must be the same ------------------------------------------------------------------------------------------
+def result(folder: Path) -> tuple[Any, ...]:
+    """The digests and the history of a finished run."""
+    summary = json.loads((folder / "out/summary.json").read_text())
+    rows = [{k: v for k, v in row.items() if k not in MEASURED} for row in read_history(folder / "out/history.parquet")]
+    return summary["model_sha256"], summary["state_sha256"], json.dumps(rows)
+
+
+@dataclass(frozen=True)
+class Undisturbed:
+    """What a run ends in, the CPU seconds that it takes, and the size of its largest file."""
+
+    result: tuple[Any, ...]
+    seconds: float
+    largest: int
+
+
+UNDISTURBED: dict[tuple[str, ...], Undisturbed] = {}
+
+
+def undisturbed(case: Case) -> Undisturbed:
+    """The run of a case when nothing happens to it."""
+    if (key := tuple(case.words)) not in UNDISTURBED:
+        with tempfile.TemporaryDirectory(prefix="raysim-faults-") as text:
+            folder, seconds = Path(text), 0.0
+            if case.fault in DATABASE:  # MLflow takes ten times as long to make a database as all else
+                (folder / "mlflow.db").write_bytes(_database())
+            run = start(case.words, folder, uuid.uuid4().hex)
+            while run.is_alive():
+                seconds = max(seconds, worked(run.pid or 0))
+                time.sleep(0.02)
+            assert finish(run) == 0, (folder / "err").read_text()
+            sizes = [path.stat().st_size for path in (folder / "out").rglob("*") if path.is_file()]
+            UNDISTURBED[key] = Undisturbed(result(folder), seconds, max(sizes))
+    return UNDISTURBED[key]
+
+
+@functools.cache
+def _database() -> bytes:
+    """One that MLflow has made."""
+    with tempfile.TemporaryDirectory(prefix="raysim-faults-") as text:
+        assert finish(start(Case("fedavg", "rounds", "inprocess", "lock", "", 0).words, Path(text), "")) == 0
+        return Path(text, "mlflow.db").read_bytes()
+
+
+def carry_out(case: Case, seed: int) -> str:
+    """ "same", "same, too late" where the run had ended before its fault, or what is wrong."""
+    expected = undisturbed(case)
+    rng, mark = random.Random(seed), uuid.uuid4().hex
+    with tempfile.TemporaryDirectory(prefix="raysim-faults-") as text:
+        folder, reached = Path(text), True
+        if case.fault in DATABASE:
+            (folder / "mlflow.db").write_bytes(_database())
+        run = start(case.words, folder, mark)
+        with contextlib.ExitStack() as stack:
+            reached = await_moment(run, expected.seconds * case.moment)
+            if case.fault == "disk" and reached:
+                fill(run, case.runtime, int(expected.largest * rng.random()))
+            elif case.fault in DATABASE:
+                stack.enter_context(DATABASE[case.fault](folder / "mlflow.db"))
+            elif case.fault in SIGNALS and reached:
+                disturb(run, case, rng)
+            statuses = [finish(run)]
+        while statuses[-1] not in (0, HANGS) and len(statuses) < 5:
+            statuses.append(finish(start([*case.words, "resume=latest"], folder, mark)))
+        return wrong(case, folder, statuses, mark, expected) or ("same" if reached else "same, too late")
+
+
+def wrong(case: Case, folder: Path, statuses: list[int], mark: str, expected: Undisturbed) -> str:
+    """How the end differs from that of the undisturbed run; "" where it does not."""
+    errors = (folder / "err").read_text()
+    if statuses[-1] == HANGS:
+        return "hangs"
+    if statuses[-1]:
+        return f"does not go on (status {statuses}): {errors[-300:]}"
+    if result(folder) != expected.result:
+        return "ends in another result"
+    if "Traceback" in errors:
+        return f"shows a traceback: {errors[errors.index('Traceback') :][-400:]}"
+    if left := [path.name for path in (folder / "out").rglob(".*") if path.name != ".held"]:
+        return f"leaves {left}"
+    if left := leftover(mark):
+        return f"leaves processes: {left}"
+    return ""
+
+
+# --- what a dead host costs -----------------------------------------------------------------------------------------
+LONG = (
+    *("run", "data=synthetic", "data.samples=5000", "partition=iid", "partition.clients=50", "schedule.cohort=10"),
+    *("local.epochs=2", "rounds=150", "checkpoint.every=0", "tracking=none", "runtime.hosts=2", "out=out"),
+)
+
+
+def cost(pairs: int) -> None:
+    """Print the wall seconds of runs in which a host is killed after five seconds, and of undisturbed ones.
+
+    The two of a pair come one after the other, first one, then the other of them.
+    """
+    more = []
+    for pair in range(pairs):
+        seconds = {}
+        for kills in (False, True) if pair % 2 else (True, False):
+            with tempfile.TemporaryDirectory(prefix="raysim-faults-") as text:
+                run = start(list(LONG), Path(text), uuid.uuid4().hex)
+                if kills:
+                    while (
+                        run.is_alive() and not Path(text, "out", "config.yaml").is_file()
+                    ):  # it appears once the hosts are ready
+                        time.sleep(0.1)
+                    time.sleep(5)
+                    disturb(run, Case("fedavg", "rounds", "local", "KILL", "host", 0.5), random.Random(pair))
+                assert finish(run) == 0, Path(text, "err").read_text()
+                rows = read_history(Path(text, "out/history.parquet"))
+                assert sum(row["host_deaths"] for row in rows) == kills, "one host died, or none"
+                seconds[kills] = rows[-1]["wall_seconds"]
+        more.append(seconds[True] - seconds[False])
+        print(f"killed {seconds[True]:.2f} s, undisturbed {seconds[False]:.2f} s: {more[-1]:+.2f} s", flush=True)
+    print(f"a killed host costs {statistics.median(more):.2f} s (median of {pairs})")
+
+
+def main(count: int, seed: int, runtime: str, log: Path, only: str = "") -> int:
+    """Cases that the log has left out, of one fault or all; the status is 1 where one did not end as undisturbed."""
+    lines = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
+    done = {(line["seed"], line["case"]["runtime"], line["number"]) for line in lines}
+    for number, case in enumerate(cases(count, seed, runtime)):
+        if (seed, runtime, number) in done or (only and case.fault != only):
+            continue
+        lines.append({"seed": seed, "number": number, "case": asdict(case), "found": carry_out(case, number)})
+        with log.open("a") as file:
+            file.write(json.dumps(lines[-1]) + "\n")
+        print(f"{number + 1}/{count} {case}: {lines[-1]['found']}", flush=True)
+    outcomes: Counter[tuple[str, ...]] = Counter()
+    for line in lines:
+        case = Case(**line["case"])
+        victim = case.victim if case.fault in SIGNALS else ""
+        outcomes[case.runtime, case.fault, victim, line["found"].split(":")[0].split("(")[0]] += 1
+    for kind, times in sorted(outcomes.items()):
+        print(f"{times:5d}  {' '.join(f'{word:11s}' for word in kind)}")
+    return 0 if all(line["found"].startswith("same") for line in lines) else 1
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--count", type=int, default=30)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--runtime", choices=RUNTIMES, default="inprocess")
+    parser.add_argument(
+        "--log", type=Path, default=Path("faults.jsonl"), help="what became of the cases, a line for each"
+    )
+    parser.add_argument("--fault", choices=[*SIGNALS, "disk", *DATABASE], default="", help="only cases of this one")
+    parser.add_argument("--cost", type=int, default=0, metavar="PAIRS", help="measure what a killed host costs instead")
+    parsed = parser.parse_args()
+    if parsed.cost:
+        sys.exit(cost(parsed.cost))
+    sys.exit(main(parsed.count, parsed.seed, parsed.runtime, parsed.log, parsed.fault))

@@ -1,0 +1,531 @@
+"""Change one thing in the source at a time and see whether any test notices. What survives is what nobody checks.
+
+    RAYSIM_SHARED=DIR uv run python tests/tools/mutants.py --count 700 --seed 0 --jobs 2 --out mutants.json
+    uv run python tests/tools/mutants.py ... --map mutants.map.json --ids 12,57 --cap 0   # again, all tests
+
+Not part of CI. First every test file runs once under `coverage`: which test runs which line (--map reuses that). Then
+each mutant is written into a copy of the working tree and meets the tests that run its line, in two helpings: a few
+quick ones of the files that are most about it, then the others up to --cap seconds (0: all), those of its name first.
+Ids hold as long as source, --seed, --count and --only are the same. Reasons why a survivor changes nothing that a test
+could see are in equivalent_mutants.toml. A child of one warm process, forked for each helping, has the imports of
+others for nothing.
+
+Why not a tool: cosmic-ray starts the whole test command anew for each mutant, which here is ten seconds of imports;
+mutmut 3 puts functions behind trampolines, which numba cannot compile, and leaves out module level and properties.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import contextlib
+import dataclasses
+import fnmatch
+import functools
+import importlib.util
+import itertools
+import json
+import operator
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import tomllib
+from collections.abc import Callable, Generator, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NoReturn
+
+import pytest
+from mutations import Mutant, Places, changes, inner_lines
+
+TOOLS = Path(__file__).resolve().parent
+ROOT = TOOLS.parents[1]
+CORE = [
+    f"raysim/{name}.py"
+    for name in (
+        *("training/step", "training/trainer", "vectors/optimizer", "data/partition"),
+        *(f"simulation/{each}" for each in ("server", "schedule", "planner", "waiting", "fleet", "availability")),
+        *(f"simulation/{each}" for each in ("evaluator", "checkpoint", "private_states")),
+    )
+]
+ROOMS = [*CORE, "raysim/methods/*.py"]
+LEAST = {True: 25, False: 4}  # mutants of a core file, and of another
+CLOSE = ("textbook/", "vectors", "test_functions", "one_mathematics", "conformance", "methods/")  # best judges first
+DEFAULTS = "/test_defaults.py::"  # they look at signatures, and run no line of what they look at
+QUICK, QUICK_FILES, QUICK_SECONDS = 20, 5, 4.0  # the first helping
+MOST_BYTES = 8 << 30  # of a child: a mutant that loops may also hoard
+
+
+def sampled(root: Path, globs: Sequence[str], count: int, seed: int) -> list[Mutant]:
+    """So many mutants, spread evenly over files by how many places they have, and over the lines of a file."""
+    rng = random.Random(seed)
+    files = sorted({str(path.relative_to(root)) for room in ROOMS for path in root.glob(room)})
+    chosen_files = [file for file in files if any(fnmatch.fnmatch(file, pattern) for pattern in globs)]
+    places = {file: Places(file, (root / file).read_bytes()).found for file in chosen_files}
+    quota = {file: min(LEAST[file in CORE], len(found)) for file, found in places.items()}
+    free = {file: len(found) - quota[file] for file, found in places.items()}
+    share = max(0.0, min(1.0, (count - sum(quota.values())) / max(1, sum(free.values()))))
+    chosen: list[Mutant] = []
+    for file, found in places.items():
+        number = quota[file] + round(share * free[file])
+        found.sort(key=lambda mutant: (mutant.start, mutant.end, mutant.new))
+        cuts = [i * len(found) // number for i in range(number + 1)] if number else []
+        source = (root / file).read_bytes()
+        for a, b in pairwise(cuts):
+            stratum = rng.sample(found[a:b], b - a)
+            chosen += next(([mutant] for mutant in stratum if changes(mutant, source)), [])
+    return chosen
+
+
+# --- which test runs which line ---------------------------------------------------------------------------------------
+class Mapper:
+    """Pytest plugin: a coverage context per test, and one per fixture that several tests share."""
+
+    def __init__(self, copy: Path):
+        import coverage
+
+        os.environ["COVERAGE_CORE"] = "ctrace"  # the one that knows contexts in every Python
+        self.copy, self.seconds, self.failed, self.caches = copy, dict[str, float](), list[str](), list[Any]()
+        self.fixtures: dict[str, list[str]] = collections.defaultdict(list)
+        self.coverage = coverage.Coverage(data_file=None, include=[f"{copy}/raysim/*"], config_file=False)
+        self.coverage.start()
+
+    def pytest_collection_finish(self) -> None:
+        own = [m for m in sys.modules.values() if str(self.copy / "tests") in (getattr(m, "__file__", "") or "")]
+        found = [value for m in own for value in vars(m).values() if getattr(value, "__module__", "") == m.__name__]
+        self.caches = [value for value in found if hasattr(value, "cache_clear")]
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_protocol(self, item: pytest.Function) -> Generator[None, Any, Any]:
+        for function in self.caches:  # else only the first test that asks would run these lines
+            function.cache_clear()
+        for name in item.fixturenames:
+            self.fixtures[f"fixture {name}"].append(item.nodeid)
+        self.coverage.switch_context(item.nodeid)
+        started = time.monotonic()
+        result = yield
+        # A mutant's tests run in a process of their own, which would have to start Ray first.
+        self.seconds[item.nodeid] = time.monotonic() - started + 5.0 * ("ray_session" in item.fixturenames)
+        self.coverage.switch_context("")
+        return result
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_fixture_setup(self, fixturedef: Any, request: Any) -> Generator[None, Any, Any]:
+        if fixturedef.scope == "function":
+            return (yield)
+        self.coverage.switch_context(f"fixture {fixturedef.argname}")
+        try:
+            return (yield)
+        finally:
+            self.coverage.switch_context(request._pyfuncitem.nodeid)
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed:
+            self.failed.append(report.nodeid)
+
+    def result(self) -> dict[str, Any]:
+        """Seconds of every test, those that failed, and the tests of every line."""
+        self.coverage.stop()
+        data, lines = self.coverage.get_data(), dict[str, dict[int, str]]()
+        bit = {test: 1 << index for index, test in enumerate(self.seconds)}
+        bits = {test: {test} for test in bit} | {name: set(tests) for name, tests in self.fixtures.items()}
+        mask = {name: sum(bit[test] for test in tests) for name, tests in bits.items()}
+        for file in (each for each in data.measured_files() if each.endswith(".py")):  # templates are run too
+            inner = inner_lines(Path(file).read_bytes())  # a test that imports first runs all others, and knows nothing
+            lines[str(Path(file).relative_to(self.copy))] = {
+                line: hex(functools.reduce(operator.or_, (mask.get(name, 0) for name in names)))
+                for line, names in data.contexts_by_lineno(file).items()
+                if line in inner
+            }
+        return {"seconds": self.seconds, "failed": self.failed, "lines": lines}
+
+
+class Map:
+    """Tests, their seconds, and for every line of every file the tests that run it (bits of a number)."""
+
+    def __init__(self, stored: dict[str, Any]):
+        self.stored, self.tests = stored, list(stored["seconds"])
+        self.seconds: dict[str, float] = stored["seconds"]
+        self.lines = {f: {int(n): int(bits, 16) for n, bits in by.items()} for f, by in stored["lines"].items()}
+
+    @classmethod
+    def joined(cls, parts: Sequence[dict[str, Any]]) -> Map:
+        """Of what the mappers of single test files found; tests that fail without a mutant stay out."""
+        seconds: dict[str, float] = {}
+        lines: dict[str, dict[str, int]] = collections.defaultdict(lambda: collections.defaultdict(int))
+        for part in parts:
+            good = sum(1 << i for i, test in enumerate(part["seconds"]) if test not in part["failed"])
+            for file, by in part["lines"].items():
+                for line, bits in by.items():
+                    lines[file][line] |= (int(bits, 16) & good) << len(seconds)
+            seconds |= part["seconds"]
+        stored = {f: {line: hex(bits) for line, bits in by.items()} for f, by in lines.items()}
+        return cls({"seconds": seconds, "failed": sorted({t for p in parts for t in p["failed"]}), "lines": stored})
+
+    def of(self, mutant: Mutant) -> list[str]:
+        """The tests that run its statement; where that runs at import, those that run what is around it."""
+        by, tests = self.lines.get(mutant.file, {}), list[str]()
+        for first, last in (mutant.lines, *mutant.scopes, (1, 1 << 30)):
+            bits = functools.reduce(operator.or_, (m for n, m in by.items() if first <= n <= last), 0)
+            if bits:
+                tests = [test for index, test in enumerate(self.tests) if bits >> index & 1]
+                break
+        blind = (DEFAULTS, f"/test_{Path(mutant.file).stem}.py::")  # they may look at what has run at import
+        return [*tests, *(test for test in self.tests if any(name in test for name in blind) and test not in tests)]
+
+    def helpings(self, mutant: Mutant, cap: float) -> list[list[str]]:
+        """A few quick tests of the files that are most about it; then, within `cap` seconds (0: all), the others of the
+        files that have its name, and of each other file the quickest in turn."""
+        own = f"/test_{Path(mutant.file).stem.partition('_')[0]}"
+        close = (own, *CLOSE)
+        files: dict[str, list[str]] = collections.defaultdict(list)
+        for test in sorted(self.of(mutant), key=lambda test: (self.seconds[test], test)):
+            files[test.split("::")[0]].append(test)
+        ranked = sorted(files, key=lambda f: (next((i for i, part in enumerate(close) if part in f), 99), f))
+        rounds = (files[f][i] for i in range(QUICK) for f in ranked[:QUICK_FILES] if i < len(files[f]))
+        first, spent = list[str](), 0.0
+        for test in rounds:
+            if len(first) < QUICK and spent + self.seconds[test] <= QUICK_SECONDS:
+                first, spent = [*first, test], spent + self.seconds[test]
+        named = [f for f in ranked if own in f or DEFAULTS in f"{f}::"]
+        about = [test for f in named for test in files[f]]
+        others = [
+            test for each in itertools.zip_longest(*(files[f] for f in ranked if f not in named)) for test in each
+        ]
+        rest, taken = [test for test in (*about, *others) if test and test not in set(first)], 0.0
+        within = [t for t in rest if (taken := taken + self.seconds[t]) <= cap or not cap]
+        return [part for part in (first, within) if part]
+
+
+# --- running ----------------------------------------------------------------------------------------------------------
+WARM = """torch torchvision numpy pyarrow.parquet hydra omegaconf sklearn.datasets matplotlib.pyplot safetensors.torch
+    safetensors.numpy scipy.stats numba numba.core.caching ray mlflow rich torch.utils.flop_counter threadpoolctl"""
+
+
+@dataclasses.dataclass
+class Asked:
+    """Tests (or whole files) for a child to run in a copy."""
+
+    tests: Sequence[str]
+    limit: float
+    mapped: bool = False
+
+
+RAN = (0, 1, 5)  # pytest's exit codes: all passed, some failed, none in this file
+Outcome = dict[str, Any]
+Trial = Callable[[Path], Generator[Asked, Outcome, Any]]
+
+
+class Judge:
+    """Pytest plugin: runs the tests asked for alone, and notes the first that fails."""
+
+    def __init__(self, wanted: Sequence[str]):
+        self.wanted, self.first = set(wanted), ""
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        items[:] = [item for item in items if item.nodeid in self.wanted] or items  # a mutant may rename its tests
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self.first = self.first or (report.nodeid if report.failed else "")
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        self.first = self.first or (f"import of {report.nodeid}" if report.failed else "")
+
+
+def warm() -> None:
+    """Import what is slow and is not ours; leave no thread behind that a fork would lose."""
+    for name in WARM.split():
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
+    import numba
+    import torch
+
+    torch.set_num_threads(1)
+    numba.njit(lambda x: x + 1.0)(1.0)  # the first compilation loads most of numba
+
+
+def child(copy: Path, asked: Asked) -> NoReturn:
+    """Run the tests in the copy, with its source, and leave an answer there."""
+    code = 70
+    try:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        os.setsid()  # so that whatever the tests start can be ended with it
+        os.chdir(copy)
+        log = os.open(copy / ".log", os.O_CREAT | os.O_TRUNC | os.O_WRONLY)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        sys.path[:] = [str(copy), *(path for path in sys.path if Path(path).resolve() not in (ROOT, TOOLS))]
+        os.environ["PYTHONPATH"] = str(copy)
+        spec = importlib.util.find_spec("raysim")
+        assert spec is not None and str(spec.origin).startswith(str(copy)), f"raysim comes from {spec}"
+        options = ["-q", "--no-header", "-o", "addopts=", "-p", "no:cacheprovider", f"--basetemp={copy}/.tmp"]
+        judge: Any = Mapper(copy) if asked.mapped else Judge(asked.tests)
+        options += ["-m", "not slow"] if asked.mapped else ["-x"]
+        code = int(pytest.main([*options, *dict.fromkeys(test.split("::")[0] for test in asked.tests)], [judge]))
+        answer = judge.result() if asked.mapped else {"first": judge.first}
+        if not asked.mapped or code in RAN:
+            (copy / ".answer").write_text(json.dumps(answer))
+    except BaseException as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
+    finally:
+        sys.stdout.flush()
+        os._exit(code)
+
+
+def stop(pid: int) -> None:
+    """End a child and what it started."""
+    for end in (os.killpg, os.kill):
+        with contextlib.suppress(ProcessLookupError):
+            end(pid, signal.SIGKILL)
+
+
+def resident(pid: int) -> int:
+    """Bytes of memory of a process."""
+    with contextlib.suppress(OSError, IndexError):
+        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    return 0
+
+
+def drive(trials: Sequence[Trial], copies: Sequence[Path], done: Callable[[Any], None]) -> None:
+    """Do the trials, one in each copy at a time. A trial yields what to run and is sent what came of it."""
+    waiting, free = collections.deque(trials), list(copies)
+    running: dict[int, tuple[Path, Generator[Asked, Outcome, Any], float]] = {}
+
+    def go_on(copy: Path, trial: Generator[Asked, Outcome, Any], outcome: Any) -> None:
+        try:
+            asked = trial.send(outcome)
+        except StopIteration as end:
+            free.append(copy)
+            done(end.value)
+            return
+        (copy / ".answer").unlink(missing_ok=True)
+        if not (pid := os.fork()):
+            child(copy, asked)
+        running[pid] = copy, trial, time.monotonic() + asked.limit
+
+    try:
+        while waiting or running:
+            while waiting and free:
+                copy = free.pop()
+                go_on(copy, waiting.popleft()(copy), None)
+            for pid, (copy, trial, deadline) in list(running.items()):
+                ended, status, used = os.wait4(pid, os.WNOHANG)
+                late, large = time.monotonic() > deadline, resident(pid) > MOST_BYTES
+                if not (ended or late or large):
+                    continue
+                if not ended:
+                    stop(pid)
+                    used = os.wait4(pid, 0)[2]
+                stop(pid)
+                del running[pid]
+                answered = (copy / ".answer").exists()
+                outcome = json.loads((copy / ".answer").read_text()) if answered else {"first": "a crash"}
+                code = os.waitstatus_to_exitcode(status) if ended else 0
+                outcome["verdict"] = "passed" if ended and code == 0 else "killed" if ended else "timeout"
+                outcome["cpu"] = used.ru_utime + used.ru_stime
+                outcome["first"] = "too much memory" if large else outcome.get("first") or f"exit code {code}"
+                go_on(copy, trial, outcome)
+            time.sleep(0.01)
+    finally:
+        for pid in running:
+            stop(pid)
+
+
+def copied(folder: Path, number: int) -> Path:
+    """A copy of the working tree: what git tracks or would."""
+    copy, listed = folder / f"copy{number}", ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    for name in subprocess.run(listed, cwd=ROOT, check=True, capture_output=True, text=True).stdout.split("\0"):
+        if name and (ROOT / name).is_file():
+            (copy / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, copy / name)
+    return copy
+
+
+def mapping(paths: Sequence[str], copies: Sequence[Path]) -> Map:
+    """Every test file once, in a process of its own."""
+    found = {f for path in paths for f in ([ROOT / path] if path.endswith(".py") else (ROOT / path).rglob("test_*.py"))}
+    files = sorted(found, key=lambda file: -file.stat().st_size)
+    parts: list[dict[str, Any]] = []
+
+    def trial(file: Path, copy: Path) -> Generator[Asked, Outcome, Any]:
+        outcome = yield Asked([str(file.relative_to(ROOT))], 3600.0, mapped=True)
+        if "seconds" not in outcome:
+            sys.exit(f"no map of {file}: {(copy / '.log').read_text()[-2000:]}")
+        return outcome
+
+    def done(part: dict[str, Any]) -> None:
+        parts.append(part)
+        progress(f"map: {len(parts)} of {len(files)} test files, {sum(len(p['seconds']) for p in parts)} tests")
+
+    drive([functools.partial(trial, file) for file in files], copies, done)
+    return Map.joined(parts)
+
+
+def unmutated(tests: set[str], copies: Sequence[Path]) -> None:
+    """The tests of the first helpings pass where nothing is changed, or the verdicts would mean nothing."""
+    files = sorted({test.split("::")[0] for test in tests})
+
+    def trial(own: set[str], copy: Path) -> Generator[Asked, Outcome, Any]:
+        outcome = yield Asked(sorted(test for test in tests if test.split("::")[0] in own), 3600.0)
+        if outcome["verdict"] != "passed":
+            log = (copy / ".log").read_text()[-3000:]
+            sys.exit(f"without a mutant, {outcome['first']} is {outcome['verdict']}: mend that first\n{log}")
+
+    parts = [set(files[i :: len(copies)]) for i in range(len(copies))]
+    drive([functools.partial(trial, part) for part in parts if part], copies, lambda _: None)
+
+
+def judged(number: int, mutant: Mutant, known: Map, cap: float, copy: Path) -> Generator[Asked, Outcome, Any]:
+    """Write a mutant, run its tests, restore the file."""
+    path, started = copy / mutant.file, time.monotonic()
+    source, stat = path.read_bytes(), path.stat()
+    before, after = mutant.texts(source)
+    line = source[: mutant.start].count(b"\n") + 1
+    result: dict[str, Any] = {
+        "id": number,
+        "file": mutant.file,
+        "line": line,
+        "kind": mutant.kind,
+        "before": before,
+        "after": after,
+    }
+    result |= {"verdict": "survived", "by": "", "tests": 0, "covering": len(known.of(mutant)), "cpu": 0.0}
+    try:
+        path.write_bytes(source[: mutant.start] + mutant.new + source[mutant.end :])
+        # A time of its own: compiled files of Python and of numba know a source by its time and size.
+        os.utime(path, (stat.st_mtime + 2 + number,) * 2)
+        for tests in known.helpings(mutant, cap):
+            seconds = sum(known.seconds[test] for test in tests)
+            outcome = yield Asked(tests, min(max(60.0, 5 * seconds), 1800.0))
+            result |= {"tests": result["tests"] + len(tests), "cpu": round(result["cpu"] + outcome["cpu"], 2)}
+            if outcome["verdict"] != "passed":
+                result |= {"verdict": outcome["verdict"], "by": outcome["first"]}
+                break
+    finally:
+        path.write_bytes(source)
+        os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    return result | {"seconds": round(time.monotonic() - started, 2)}
+
+
+# --- telling ----------------------------------------------------------------------------------------------------------
+def progress(text: str) -> None:
+    """One line that is written over on a terminal."""
+    print(f"\r\033[K{text}" if sys.stdout.isatty() else text, end="" if sys.stdout.isatty() else "\n", flush=True)
+
+
+def shown(one: dict[str, Any]) -> str:
+    """A survivor as a small diff."""
+    ran = f"{one['tests']} of {one['covering']} tests" if one["covering"] else "no test runs it"
+    texts = [f"{sign} {line}" for sign, key in (("-", "before"), ("+", "after")) for line in one[key].splitlines()]
+    reason = [f"= {one['reason']}"] if "reason" in one else []
+    return "\n".join([f"[{one['id']}] {one['file']}:{one['line']} {one['kind']}, {ran}", *texts, *reason])
+
+
+def told(results: Sequence[dict[str, Any]]) -> None:
+    """A table by file, and the survivors."""
+    rows: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
+    for one in results:
+        rows[one["file"]][one["verdict"]] += 1
+        rows["all"][one["verdict"]] += 1
+    print(f"\n{'file':<40}{'made':>6}{'killed':>8}{'timeout':>9}{'equiv.':>8}{'survived':>10}{'killed %':>10}")
+    for file in sorted(rows, key=lambda name: (name == "all", name)):
+        n, made = rows[file], sum(rows[file].values())
+        share = 100 * (n["killed"] + n["timeout"]) / max(1, made - n["equivalent"])
+        counts = f"{n['killed']:>8}{n['timeout']:>9}{n['equivalent']:>8}{n['survived']:>10}{share:>10.1f}"
+        print(f"{file:<40}{made:>6}{counts}")
+    for one in results:
+        if one["verdict"] in ("survived", "equivalent"):
+            print(f"\n{shown(one)}")
+
+
+def chosen(root: Path, args: argparse.Namespace) -> dict[int, Mutant]:
+    """The sample, or those of it that were asked for, by id."""
+    mutants = dict(enumerate(sampled(root, args.only, args.count, args.seed)))
+    return {number: mutants[number] for number in map(int, args.ids.split(","))} if args.ids else mutants
+
+
+def listed(mutants: dict[int, Mutant]) -> None:
+    """Print them, without a run."""
+    for number, mutant in mutants.items():
+        before, after = mutant.texts((ROOT / mutant.file).read_bytes())
+        print(f"[{number}] {mutant.file} {mutant.kind}\n- {before}\n+ {after}")
+    print(f"{len(mutants)} mutants")
+
+
+def main() -> None:
+    """The command."""
+    about = __doc__.partition("\n")[0]
+    parser = argparse.ArgumentParser(description=about)
+    parser.add_argument("--count", type=int, default=700, help="mutants, about")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--out", type=Path, default=Path("mutants.json"))
+    parser.add_argument("--map", type=Path, help="which test runs which line, as an earlier run stored it")
+    parser.add_argument("--tests", nargs="+", default=["tests"], help="files or folders that the map is made from")
+    parser.add_argument("--only", nargs="+", default=ROOMS, help="files to mutate (globs)")
+    parser.add_argument("--ids", help="only these of the sample, e.g. 12,57; their results replace those in --out")
+    parser.add_argument("--cap", type=float, default=30.0, help="most seconds of tests per mutant by the map; 0: all")
+    parser.add_argument("--list", action="store_true", help="print the mutants and stop")
+    args = parser.parse_args()
+
+    if args.list:
+        return listed(chosen(ROOT, args))
+    if os.environ.get("RAYSIM_SHARED"):
+        os.environ["RAYSIM_SHARED"] = str(Path(os.environ["RAYSIM_SHARED"]).resolve())
+    os.environ |= {"OMP_NUM_THREADS": "1", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that children and copies go
+    warm()
+    reasons = {(e["file"], e["before"], e["after"]): e["reason"] for e in equivalents()}
+    old = json.loads(args.out.read_text())["mutants"] if args.ids and args.out.exists() else []
+    results: dict[int, dict[str, Any]] = {one["id"]: one for one in old}
+    new, started = list[dict[str, Any]](), time.monotonic()
+
+    def stored() -> list[dict[str, Any]]:
+        """What is known so far, in --out."""
+        ordered = [results[number] for number in sorted(results)]
+        settings = {"count": args.count, "seed": args.seed, "only": args.only, "cap": args.cap}
+        args.out.write_text(json.dumps({**settings, "mutants": ordered}, indent=1))
+        return ordered
+
+    def done(one: dict[str, Any]) -> None:
+        if one["verdict"] == "survived" and (why := reasons.get((one["file"], one["before"], one["after"]))):
+            one |= {"verdict": "equivalent", "reason": why}
+        results[one["id"]] = one
+        new.append(one)
+        if len(new) % 10 == 0:
+            stored()
+        if sys.stdout.isatty() or len(new) % 10 == 0:
+            left, minutes = sum(each["verdict"] == "survived" for each in new), (time.monotonic() - started) / 60
+            progress(f"{len(new)} of {len(mutants)} mutants, {left} survived, {minutes:.1f} min")
+
+    with tempfile.TemporaryDirectory(prefix="raysim-mutants-", ignore_cleanup_errors=True) as folder:
+        copies = [copied(Path(folder), number) for number in range(args.jobs)]
+        mutants = chosen(copies[0], args)
+        known = Map(json.loads(args.map.read_text())) if args.map else mapping(args.tests, copies)
+        if not args.map:
+            args.out.with_suffix(".map.json").write_text(json.dumps(known.stored))
+        print(
+            f"\n{len(known.tests)} tests; left out, as they fail without a mutant: {known.stored['failed'] or 'none'}"
+        )
+        helpings = [known.helpings(mutant, args.cap)[:1] for mutant in mutants.values()]
+        unmutated({test for parts in helpings for part in parts for test in part}, copies)
+        started = time.monotonic()
+        trials = [functools.partial(judged, number, mutant, known, args.cap) for number, mutant in mutants.items()]
+        with contextlib.suppress(KeyboardInterrupt):
+            drive(trials, copies, done)
+    told(stored())
+
+
+def equivalents() -> list[dict[str, str]]:
+    """Mutants that no test can tell from the source, with reasons."""
+    return list(tomllib.loads((TOOLS / "equivalent_mutants.toml").read_text())["mutant"])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,121 @@
+"""How recorded steps compute convolutions, and what a capture needs of Python."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from raysim.training.cuda_graph import Branches, no_collection, recorder
+from raysim.training.gpu_kernels import GpuKernels, NoReading, align, conv2d_as_product
+from raysim.training.recorded_lanes import stacked_rows
+
+EXACT = {"rtol": 1e-12, "atol": 1e-12}
+
+
+def drawn(*shape: int) -> Tensor:
+    return torch.randn(
+        *shape, generator=torch.Generator().manual_seed(len(shape)), dtype=torch.float64
+    ).requires_grad_()
+
+
+def gradients(found: Tensor, *leaves: Tensor) -> list[Tensor]:
+    weights = torch.arange(found.numel(), dtype=found.dtype).view(found.shape)
+    return list(torch.autograd.grad((found * weights).sum(), leaves))
+
+
+@pytest.mark.parametrize("stride", [(1, 1), (2, 1)])
+@pytest.mark.parametrize("padding", [(0, 0), (1, 2)])
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_convolution_as_product_has_its_numbers(
+    stride: tuple[int, int], padding: tuple[int, int], bias: bool
+) -> None:
+    x, w, b = drawn(2, 3, 7, 6), drawn(4, 3, 3, 2), drawn(4)
+    leaves = (x, w, b) if bias else (x, w)
+    expected = F.conv2d(x, w, b if bias else None, stride, padding)
+    found = conv2d_as_product(x, w, b if bias else None, stride, padding)
+    torch.testing.assert_close(found, expected, **EXACT)
+    for one, other in zip(gradients(found, *leaves), gradients(expected, *leaves), strict=True):
+        torch.testing.assert_close(one, other, **EXACT)
+
+
+@pytest.mark.parametrize("other", [nn.ReLU(), nn.GroupNorm(1, 2)], ids=["channels last", "contiguous"])
+@pytest.mark.parametrize(
+    "layer",
+    [
+        nn.Conv2d(2, 3, 3, padding=1),
+        nn.Conv2d(8, 4, 3, stride=2),
+        nn.Conv2d(8, 8, 3, groups=4),
+        nn.Conv2d(2, 3, 3, dilation=2),
+        nn.Conv2d(2, 3, 3, padding="same"),
+        nn.Conv2d(2, 3, 3, padding=1, padding_mode="circular"),
+    ],
+    ids=["few", "usual", "groups", "dilation", "same", "circular"],
+)
+def test_every_convolution_keeps_its_numbers(layer: nn.Conv2d, other: nn.Module) -> None:
+    layer = layer.double()
+    x = drawn(2, layer.in_channels, 6, 6)
+    with GpuKernels([other]):
+        found = layer(x)
+    torch.testing.assert_close(found, layer(x), **EXACT)
+
+
+def test_convolutions_of_many_channels_get_channels_last() -> None:
+    x = drawn(2, 8, 6, 6)
+    with GpuKernels([]):
+        assert nn.Conv2d(8, 4, 3).double()(x).is_contiguous(memory_format=torch.channels_last)
+    with GpuKernels([nn.GroupNorm(1, 2)]):
+        assert nn.Conv2d(8, 4, 3).double()(x).is_contiguous()
+
+
+def test_tensors_on_a_cpu_need_no_alignment() -> None:
+    unaligned = torch.zeros(5)[1:]
+    assert align(unaligned) is unaligned
+
+
+def test_values_cannot_be_read_and_shapes_can() -> None:
+    x = torch.ones(3)
+    with NoReading():
+        assert len(x) == 3 and x.shape[0] == 3 and (x + 1).dtype == torch.float32
+        for read in (lambda: x.sum().item(), lambda: bool(x[0]), lambda: 1.0 in x, lambda: [0, 1, 2][x[0].long()]):
+            with pytest.raises(RuntimeError, match="reads the value"):
+                read()
+
+
+def test_a_cpu_computes_again_in_place_of_a_replay() -> None:
+    numbers = iter(range(2))
+    replay = recorder(torch.device("cpu"))(lambda: [torch.tensor(next(numbers))])
+    assert [int(replay()[0]) for _ in range(2)] == [0, 1]
+
+
+def test_branches_on_a_cpu_run_one_after_another() -> None:
+    branches, order = Branches(torch.device("cpu")), list[int]()
+    for place in range(3):
+        with branches.branch(place):
+            order.append(place)
+    branches.join()
+    assert order == [0, 1, 2]
+
+
+@pytest.mark.parametrize("on", [True, False])
+def test_nothing_is_collected_while_a_graph_is_captured(on: bool) -> None:
+    before = gc.isenabled()
+    (gc.enable if on else gc.disable)()
+    try:
+        with pytest.raises(RuntimeError), no_collection():
+            assert not gc.isenabled()
+            raise RuntimeError
+        assert gc.isenabled() == on
+    finally:
+        (gc.enable if before else gc.disable)()
+
+
+def test_rows_begin_on_borders_and_are_copies() -> None:
+    flat = torch.arange(5.0)
+    rows = stacked_rows(flat, 3, border=4)
+    assert rows.tolist() == 3 * [flat.tolist()]
+    assert [rows[row].storage_offset() for row in range(3)] == [0, 8, 16]
+    assert stacked_rows(flat, 3, border=1).is_contiguous()

@@ -1,0 +1,116 @@
+"""The training loss is a mean over rows; computed by hand at a model that does not move."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tiny_runs import LOCAL, Ran, ran, run_spec, several, tiny
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+from raysim.api.context import Context, Outputs, Plan, Stage
+from raysim.api.method import Method
+from raysim.data.federated import FederatedData
+from raysim.data.partition import CSR, Partition
+from raysim.runtime.inprocess import InProcess
+from raysim.simulation.coordinator import Coordinator
+from raysim.simulation.fleet import Lognormal
+from raysim.simulation.schedule import Buffered, Schedule, Synchronous
+from raysim.training.host import Host, mean_over_rows
+from raysim.training.run_spec import RunSpec
+
+STILL = replace(LOCAL, lr=1e-30, momentum=0.0, weight_decay=0.0, batch=11)
+ENDS = (12, 30, 47, 59)  # 12, 18, 17 and 12 rows: with batches of 11 the last one is small
+
+
+class Recording(Method):
+    """Keeps every job's plan."""
+
+    name = "recording"
+    paper = "a test"
+
+    def __init__(self) -> None:
+        self.plans: dict[tuple[int, int], Plan] = {}
+
+    def finish(self, ctx: Context) -> None:
+        self.plans[ctx.client, ctx.participation] = ctx.plan
+
+
+class Alternating(Recording):
+    """Every second iteration has a loss of its own, which is no training loss."""
+
+    def stages(self, plan: Plan) -> Sequence[tuple[Stage, ...]]:
+        return [(Stage(),), (Stage("other", loss=self.other),)]
+
+    def other(self, ctx: Context, out: Outputs, batch: Any) -> Tensor:
+        return 100 + out.logits.square().mean()
+
+
+class Single(Recording):
+    """Needs single updates, so that no worker sums them."""
+
+    needs_single_updates = True
+
+
+def unequal() -> FederatedData:
+    """Four clients of unequal sizes, without tests of their own."""
+    rows = tiny().partition.train.indices[: ENDS[-1]]
+    nothing = CSR(np.empty(0, np.int64), np.zeros(len(ENDS) + 1, np.int64))
+    return replace(tiny(), partition=Partition(CSR(rows, np.array([0, *ENDS])), nothing))
+
+
+def initial_losses(spec: RunSpec) -> Mapping[int, Tensor]:
+    """The loss of each client's rows at the initial model."""
+    host = Host(spec)
+    host.trainer.training(False)
+    found = {}
+    for client in range(len(ENDS)):
+        inputs, labels = host.trainer.gather(spec.data.partition.train.rows(client))
+        with torch.no_grad():
+            found[client] = cross_entropy(host.vector.networks["model"](inputs), labels, reduction="none").double()
+    return found
+
+
+def train(method: Recording, schedule: Schedule, workers: int = 1, **others: Any) -> tuple[RunSpec, Ran]:
+    """Run three rounds of the four clients."""
+    spec = run_spec(method, data=unequal(), local=STILL, **others)
+    runtime = several(spec, workers) if workers > 1 else InProcess(Host(spec))
+    return spec, ran(Coordinator(spec, schedule, Lognormal(), runtime))
+
+
+def aggregated(found: Ran) -> list[list[tuple[int, int]]]:
+    """The client and the participation of every update, round by round."""
+    jobs = [job for job in found.jobs if job.fate == "aggregated"]
+    return [[(job.client, job.participation) for job in jobs if job.round == row["round"]] for row in found.rows]
+
+
+@pytest.mark.parametrize("schedule", [Synchronous(4), Synchronous(3), Buffered(concurrency=4, size=2)])
+@pytest.mark.parametrize("method", [Recording, Alternating, Single])
+@pytest.mark.parametrize("way", [{}, {"lanes": 3}, {"lanes": 2, "graph": True}, {"workers": 2}])
+def test_train_loss_is_mean_over_rows(schedule: Schedule, method: type[Recording], way: Mapping[str, Any]) -> None:
+    watch = method()
+    spec, found = train(watch, schedule, **way)
+    losses = initial_losses(spec)
+    for row, jobs in zip(found.rows, aggregated(found), strict=True):
+        assert row["train_loss"] == pytest.approx(by_hand(losses, jobs, watch), rel=1e-6)
+
+
+def by_hand(losses: Mapping[int, Tensor], jobs: Sequence[tuple[int, int]], watch: Recording) -> float:
+    """The mean over all rows with the task loss, each counted as often as it was trained on."""
+    seen = []
+    for client, turn in jobs:
+        plan = watch.plans[client, turn]
+        batches = np.split(plan.positions, np.cumsum(plan.sizes)[:-1])
+        chosen = batches[::2] if isinstance(watch, Alternating) else batches
+        seen.append(losses[client][torch.from_numpy(np.concatenate(chosen))])
+    return float(torch.cat(seen).mean())
+
+
+def test_mean_over_rows_weighs_batches() -> None:
+    assert float(mean_over_rows(torch.tensor([1.0, 4.0]), [11, 1])) == pytest.approx(15 / 12)
+    assert mean_over_rows(torch.empty(0), []).isnan()

@@ -1,0 +1,142 @@
+"""Every metric is scikit-learn's, on samples and in a run."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from sklearn.metrics import (
+    accuracy_score,
+    f1_score,
+    hamming_loss,
+    mean_absolute_error,
+    mean_squared_error,
+    top_k_accuracy_score,
+)
+from tiny_runs import run, run_spec
+from torch import Tensor
+
+from raysim.api.declarations import Evaluation, Local
+from raysim.api.messages import Task
+from raysim.api.objectives import OBJECTIVES
+from raysim.data.federated import FederatedData, federate
+from raysim.data.partition import CSR, IID, Partition
+from raysim.data.sources import NumPy
+from raysim.models import Mlp
+from raysim.primitives.kinds import Kind
+from raysim.simulation.schedule import Synchronous
+
+Reference = Callable[[np.ndarray, np.ndarray], float]
+
+
+def five(labels: np.ndarray, outputs: np.ndarray) -> float:
+    """Top-5 accuracy; with five classes or fewer every label is among them."""
+    classes = outputs.shape[1]
+    if classes <= 5:
+        return 1.0
+    return float(top_k_accuracy_score(labels, outputs, k=5, labels=np.arange(classes)))
+
+
+REFERENCES: dict[tuple[Kind, str], Reference] = {
+    ("classification", "accuracy"): lambda y, out: accuracy_score(y, out.argmax(1)),
+    ("classification", "top5_accuracy"): five,
+    ("multilabel", "f1"): lambda y, out: f1_score(y, out > 0, average="macro"),
+    ("multilabel", "f1_samples"): lambda y, out: f1_score(y, out > 0, average="samples"),
+    ("multilabel", "label_accuracy"): lambda y, out: 1 - hamming_loss(y, out > 0),
+    ("regression", "mae"): mean_absolute_error,
+    ("regression", "mse"): mean_squared_error,
+}
+
+
+def expected(kind: Kind, name: str, labels: np.ndarray, outputs: np.ndarray) -> float:
+    """What scikit-learn says, with its defaults."""
+    if kind == "multilabel" and labels.shape[1] == 1:  # which it takes for two classes
+        labels, outputs = np.pad(labels, ((0, 0), (0, 1))), np.pad(outputs, ((0, 0), (0, 1)), constant_values=-1)
+        share = 2.0 if name == "f1" else 1.0
+        if name == "label_accuracy":
+            return 1 - 2 * float(hamming_loss(labels, outputs > 0))
+    else:
+        share = 1.0
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of classes that are absent
+        return share * float(REFERENCES[kind, name](labels, outputs))
+
+
+def scored(kind: Kind, name: str, labels: Tensor, outputs: Tensor) -> float:
+    """What raysim says."""
+    metric = OBJECTIVES[kind].metric(name, kind)
+    return metric.summarise(metric.rows(outputs, labels).numpy())
+
+
+def test_every_metric_has_a_reference() -> None:
+    names = {(kind, metric.name) for kind, objective in OBJECTIVES.items() for metric in objective.metrics}
+    assert names == REFERENCES.keys()
+
+
+@pytest.mark.parametrize(("kind", "name"), REFERENCES)
+@pytest.mark.parametrize("samples", [1, 2, 7, 60])
+@pytest.mark.parametrize("width", [1, 3, 8])
+@pytest.mark.parametrize("rare", [0.0, 0.1, 0.5, 1.0])
+def test_metric_is_scikit_learns(kind: Kind, name: str, samples: int, width: int, rare: float) -> None:
+    rng = np.random.default_rng([samples, width])
+    outputs = rng.normal(size=(samples, width)).astype(np.float32)
+    if kind == "classification":
+        labels = rng.integers(max(1, round(rare * width)), size=samples)  # the other classes are absent
+    elif kind == "multilabel":
+        labels = (rng.random((samples, width)) < rare).astype(np.float32)
+        outputs[:, ::2] = np.where(rare < 0.5, -1, outputs[:, ::2])  # labels that are never predicted
+    else:
+        labels = rng.normal(size=(samples, width)).astype(np.float32)
+    found = scored(kind, name, torch.from_numpy(labels), torch.from_numpy(outputs))
+    assert found == pytest.approx(expected(kind, name, labels, outputs), rel=1e-6, abs=1e-7)
+
+
+def arrays(kind: Kind) -> tuple[np.ndarray, np.ndarray]:
+    """Inputs and labels; of several labels two are rare, and one is never there."""
+    rng = np.random.default_rng(5)
+    x = rng.normal(size=(120, 4)).astype(np.float32)
+    if kind == "classification":
+        return x, rng.integers(8, size=120)
+    if kind == "multilabel":
+        return x, (np.c_[x > 0.3, x[:, :2] > 2.0, x[:, :1] > 99]).astype(int)
+    return x, np.c_[x[:, 0] ** 2, x[:, 1]]
+
+
+def split(kind: Kind, folder: Path) -> FederatedData:
+    """Four clients with tests and one without any sample, and a central test set."""
+    x, y = arrays(kind)
+    np.savez(folder / "train.npz", x=x, y=y)
+    np.savez(folder / "test.npz", x=x[:25] + 0.1, y=y[:25])
+    data = federate(NumPy(str(folder), cache=str(folder)), IID(clients=4), 0)
+    parts = [CSR(part.indices, np.append(part.offsets, part.offsets[-1])) for part in _train_and_test(data)]
+    return replace(data, partition=Partition(*parts))
+
+
+def _train_and_test(data: FederatedData) -> list[CSR]:
+    return [data.partition.train, data.partition.test]
+
+
+@pytest.mark.parametrize(("kind", "name"), REFERENCES)
+def test_history_scores_are_scikit_learns(kind: Kind, name: str, tmp_path: Path) -> None:
+    data, local = split(kind, tmp_path), Local(lr=0.5, batch=8)
+    spec = run_spec(model=Mlp((8,)), data=data, local=local)
+    found = run(spec, Synchronous(4), evaluate=Evaluation(metric=name))
+    host: Any = found.coordinator.runtime.members[0]  # type: ignore[attr-defined]
+    published = found.coordinator.server.published()
+    row = found.rows[-1]
+
+    def reference(rows: np.ndarray) -> float:
+        labels, outputs = host.outputs(Task(-1, rows), published)
+        return expected(kind, name, labels, outputs)
+
+    clients = [reference(data.partition.test.rows(client)) for client in range(4)]
+    worst = max(clients) if name in ("mae", "mse") else min(clients)
+    assert row[name] == pytest.approx(np.mean(clients), rel=1e-5)
+    assert row[f"{name}_worst"] == pytest.approx(worst, rel=1e-5)
+    assert row[f"{name}_global"] == pytest.approx(reference(data.central), rel=1e-5)
