@@ -11,7 +11,7 @@ from raysim.primitives.files import replace_file
 from raysim.primitives.spans import KINDS, Track
 from raysim.results.history import write_json
 from raysim.results.theme import INK, LIGHT, theme
-from raysim.simulation.profile import Profiled
+from raysim.simulation.events import Profiled
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -115,7 +115,15 @@ class Coordinator:
         """Run to the last round. Raises TooManyFailures or Deserted after writing a checkpoint."""
         self.history.start()
         if self.profile:
-            self.profile.watch(self)
+            self.profile.watch(
+                (
+                    (self.server, "step", "sums"),
+                    (self.evaluator, "score", "evaluation"),
+                    (self.evaluator, "columns", "evaluation"),
+                    (self, "_save", "saving"),
+                    (self, "_finish", "saving"),
+                )
+            )
         self.dispatcher.greet()
         if self.resume:
             self.restore()

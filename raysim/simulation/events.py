@@ -8,7 +8,7 @@ from typing import NamedTuple, TypeAlias
 
 from raysim.api.messages import Failure, Probe
 from raysim.data.partition import Floats, Ints
-from raysim.simulation.profile import Profiled as Profiled
+from raysim.primitives.spans import Track
 
 
 class JobEnd(NamedTuple):
@@ -68,6 +68,18 @@ class Saved:
 
     version: int
     path: str
+
+
+@dataclass(frozen=True)
+class Profiled:
+    """Where the time of a run went: the coordinator and every worker, over the same wall time.
+
+    Reported before the end of a run that asked for a profile.
+    """
+
+    start: float  # seconds since the epoch
+    stop: float
+    tracks: tuple[Track, ...]
 
 
 @dataclass(frozen=True)

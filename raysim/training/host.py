@@ -88,7 +88,9 @@ class Host(Combiner):
         self._constants: dict[str, Tensor] = {}
         self._probed = np.empty(0, np.int64)
         self._busy = 0.0  # seconds of work since it last said so
-        self.spans: Spans | None = watched(self) if spec.profile else None
+        self.spans: Spans | None = None
+        if spec.profile:
+            self.spans = watched(self, self.trainer, self.loop, self.device)
 
     def ready(self) -> str:
         """Its name, once it can work."""
