@@ -1,7 +1,7 @@
-"""The run on virtual time: who is sent off when with which version, and what becomes of every job.
+"""The run on virtual time: which client is dispatched when with which version, and how every job ends.
 
-A function of configuration and seed alone, which knows nothing of training: so it can be asked for steps that lie ahead
-of what is trained, and tells every job's fate before a host sees it.
+The plan is a function of configuration and seed alone and does not depend on training. So it can be made ahead of
+the training, and the end of every job is known before a worker gets it.
 """
 
 from __future__ import annotations
@@ -9,18 +9,19 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from raysim.api.messages import Job
 from raysim.primitives.streams import key, stream, uniform
 from raysim.simulation.availability import Availability
 from raysim.simulation.events import RunStopped
 from raysim.simulation.fleet import Devices
-from raysim.simulation.schedule import Aggregate, Discard, Dispatch, PlannedJob, Schedule, View, Wait, check_concurrency
+from raysim.simulation.schedule import Aggregate, Discard, Dispatch, Schedule, View, Wait, check_concurrency
 from raysim.simulation.waiting import Waiting
 
 # Draws from the whole population for every client that is wanted: at least so many, where clients are always there,
@@ -43,34 +44,34 @@ class Load(NamedTuple):
     up: int
 
 
-class Taken(NamedTuple):
-    """A result that enters an aggregation. staleness: aggregations between its base version and this one."""
-
-    number: int
-    staleness: int
-
-
 @dataclass
-class Step:
-    """What happens from one aggregation to the next, and what that next one takes."""
+class PlannedAggregation:
+    """An aggregation, and all that happens between the one before and this one."""
 
+    version: int = 0  # the model version that its updates are added to: aggregations made before
     now: float = 0.0  # virtual seconds of the aggregation
-    dispatched: list[PlannedJob] = field(default_factory=list)  # with the version that this step ends
-    taken: list[Taken] = field(default_factory=list)  # in the order in which they enter the sum
-    lost: list[int] = field(default_factory=list)  # jobs whose clients dropped out
-    discarded: list[int] = field(default_factory=list)
-    down: int = 0  # floats sent since the start
-    up: int = 0
+    dispatched: list[Job] = field(default_factory=list)  # with `version` as their base version
+    aggregated: list[Job] = field(default_factory=list)  # in the order in which they enter the sum
+    lost: list[Job] = field(default_factory=list)  # their clients dropped out
+    discarded: list[Job] = field(default_factory=list)
+    down: int = 0  # floats sent to clients since the start of the run
+    up: int = 0  # floats sent by clients since the start of the run
 
-    def numbers(self) -> dict[str, Any]:
-        """As JSON."""
+    @property
+    def staleness(self) -> list[int]:
+        """The staleness of each aggregated job."""
+        return [self.version - job.version for job in self.aggregated]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the fields as JSON."""
         return {each.name: getattr(self, each.name) for each in fields(self)}
 
     @classmethod
-    def of(cls, numbers: dict[str, Any]) -> Step:
-        """The step of which `numbers` made this."""
-        jobs = [PlannedJob(*job) for job in numbers["dispatched"]]
-        return cls(**numbers | {"dispatched": jobs, "taken": [Taken(*each) for each in numbers["taken"]]})
+    def from_json(cls, values: Mapping[str, Any]) -> PlannedAggregation:
+        """Return the aggregation that `to_json` wrote."""
+        names = ("dispatched", "aggregated", "lost", "discarded")
+        jobs = {name: [Job(*job) for job in values[name]] for name in names}
+        return cls(**{**values, **jobs})
 
 
 def _places(generator: np.random.Generator, clients: int, count: int) -> Iterator[int]:
@@ -116,14 +117,14 @@ class Planner:
         self.dispatched = 0  # jobs so far
         self.participations = np.zeros(len(counts), np.int32)  # [clients] jobs so far
         self.accepted = np.zeros(len(counts), np.int32)  # [clients] jobs that entered an aggregation
-        self.running: dict[int, PlannedJob] = {}  # by number: whose result may still be used
-        self.arrived: list[PlannedJob] = []  # that wait for an aggregation, in order of arrival
-        self._events: list[tuple[float, int, PlannedJob]] = []  # heap by (time, client) of jobs that end
+        self.running: dict[int, Job] = {}  # by number: whose result may still be used
+        self.arrived: list[Job] = []  # that wait for an aggregation, in order of arrival
+        self._events: list[tuple[float, int, Job]] = []  # heap by (time, client) of jobs that end
         self._busy: set[int] = set()
         self._in_pool = [0] * max(0, schedule.pools)
         self._seen = MappingProxyType(self.running)
         self._sent, self._since = 0, 0.0  # jobs of this version, and when the first was sent
-        self._step = Step()
+        self._next = PlannedAggregation()
         self._patience = patience
         self._in_vain = 0  # jobs in a row that were lost
 
@@ -142,11 +143,11 @@ class Planner:
 
     def contributed(self, floats: int) -> None:
         """Count what clients sent before the first step."""
-        self._step.up += floats
+        self._next.up += floats
 
-    # --- steps ---------------------------------------------------------------------------------------------------
-    def step(self) -> Step:
-        """Go on until the schedule aggregates.
+    # --- aggregations --------------------------------------------------------------------------------------------
+    def next_aggregation(self) -> PlannedAggregation:
+        """Advance virtual time until the schedule aggregates.
 
         Raises RuntimeError where a schedule contradicts itself, Deserted where clients have gone for good, and
         ValueError where the first of them does not come soon enough.
@@ -193,21 +194,21 @@ class Planner:
             self._end(heapq.heappop(events)[2])
         self._expire()
 
-    def _end(self, job: PlannedJob) -> None:
+    def _end(self, job: Job) -> None:
         self._busy.discard(job.client)
         for pool, waiting in self._waiting.items():
             if pool < 0 or self._pool_of[job.client] == pool:
                 waiting.back(job.client)
-        if job.back:
-            self._step.up += job.up
+        if job.arrives:
+            self._next.up += job.up
         if self.running.pop(job.number, None) is None:
             return  # it was discarded
         self._leave_pool(job)
-        if job.back:
+        if job.arrives:
             self.arrived.append(job)
             self._in_vain = 0
         else:
-            self._step.lost.append(job.number)
+            self._next.lost.append(job)
             self._in_vain += 1
             if self._in_vain == _IN_VAIN:
                 raise ValueError(
@@ -215,7 +216,7 @@ class Planner:
                     "done: let them stay longer (fleet.on, fleet.hours), give them less to do, or lower fleet.dropout"
                 )
 
-    def _leave_pool(self, job: PlannedJob) -> None:
+    def _leave_pool(self, job: Job) -> None:
         if job.pool >= 0:
             self._in_pool[job.pool] -= 1
 
@@ -230,47 +231,46 @@ class Planner:
     def _discard(self, numbers: Sequence[int]) -> None:
         if not numbers:
             raise RuntimeError(f"{self._name} discards nothing, again and again")
-        gone = set(numbers)
+        jobs: dict[int, Job] = {}
         for number in numbers:
             if (job := self.running.pop(number, None)) is not None:
                 self._leave_pool(job)
-                gone.discard(number)
-        self._drop(gone, "discard")
-        self._step.discarded += numbers
+                jobs[number] = job
+        jobs |= self._remove_arrived(set(numbers) - jobs.keys(), "discard")
+        self._next.discarded += [jobs[number] for number in numbers]
 
-    def _drop(self, numbers: set[int], what: str) -> None:
-        """Take jobs out of those that have arrived."""
-        left = [job for job in self.arrived if job.number not in numbers]
-        if len(self.arrived) - len(left) != len(numbers):
-            have = {job.number for job in self.arrived}
-            raise RuntimeError(f"{self._name} wants to {what} jobs that are not there: {sorted(numbers - have)}")
-        self.arrived = left
+    def _remove_arrived(self, numbers: set[int], purpose: str) -> dict[int, Job]:
+        """Remove jobs from those that have arrived, and return them by number."""
+        removed = {job.number: job for job in self.arrived if job.number in numbers}
+        if missing := sorted(numbers - removed.keys()):
+            raise RuntimeError(f"{self._name} wants to {purpose} jobs that are not there: {missing}")
+        self.arrived = [job for job in self.arrived if job.number not in numbers]
+        return removed
 
-    def _aggregate(self, numbers: Sequence[int]) -> Step:
-        """The step that ends with the aggregation of these jobs."""
+    def _aggregate(self, numbers: Sequence[int]) -> PlannedAggregation:
+        """Return the planned aggregation of these jobs."""
         count = len(numbers)
         jobs = self.arrived[:count]
         if count and [job.number for job in jobs] == list(numbers):
             self.arrived = self.arrived[count:]
         else:
             jobs = self._chosen(numbers)
-        step = self._step
-        step.now, step.taken = self.now, [Taken(job.number, self.version - job.version) for job in jobs]
+        step = self._next
+        step.now, step.aggregated = self.now, jobs
         for job in jobs:
             self.accepted[job.client] += 1
         self.version += 1
         self._sent, self._since = 0, self.now
-        self._step = Step(down=step.down, up=step.up)
+        self._next = PlannedAggregation(self.version, down=step.down, up=step.up)
         self._expire()
         return step
 
-    def _chosen(self, numbers: Sequence[int]) -> list[PlannedJob]:
+    def _chosen(self, numbers: Sequence[int]) -> list[Job]:
         """Jobs that are not those at the front, in this order; none may overtake another one of its client."""
         if not numbers or len(set(numbers)) < len(numbers):
             raise RuntimeError(f"{self._name} wants to aggregate {list(numbers)}: at least one job, and none twice")
-        have = {job.number: job for job in self.arrived}
-        self._drop(set(numbers), "aggregate")
-        jobs = [have[number] for number in numbers]
+        removed = self._remove_arrived(set(numbers), "aggregate")
+        jobs = [removed[number] for number in numbers]
         left: dict[int, int] = {}  # by client: its first job that goes on waiting
         before: dict[int, int] = {}  # by client: its job in front of the one that is looked at
         for job in self.arrived:
@@ -283,20 +283,21 @@ class Planner:
 
     # --- dispatch ------------------------------------------------------------------------------------------------
     def _dispatch(self, count: int, pool: int) -> int:
-        """Send so many idle clients off with the current version, or as many as there are; how many."""
+        """Dispatch up to `count` idle clients with the current version; return the number dispatched."""
         clients = self._sample(count, pool)
         for client in clients:
             earlier = self.participations.item(client)
             self.participations[client] = earlier + 1
             work, down, up = self._load(client, self.version, earlier, self.accepted.item(client))
-            finish, back = self.devices.trip(client, earlier, self.now, work, down, up)
-            job = PlannedJob(
-                self.dispatched, client, earlier, self.version, pool, self.now, finish, back, work, down, up
+            finish, arrives = self.devices.trip(client, earlier, self.now, work, down, up)
+            job = Job(
+                self.dispatched, client, earlier, self.version,
+                pool=pool, start=self.now, finish=finish, arrives=arrives, work=work, down=down, up=up,
             )  # fmt: skip
             self.dispatched += 1
-            self._step.down += down
-            self._step.dispatched.append(job)
-            self._under_way(job)
+            self._next.down += down
+            self._next.dispatched.append(job)
+            self._start(job)
         if clients and not self._sent:
             self._since = self.now
         self._sent += len(clients)
@@ -304,7 +305,7 @@ class Planner:
             self._in_pool[pool] += len(clients)
         return len(clients)
 
-    def _under_way(self, job: PlannedJob) -> None:
+    def _start(self, job: Job) -> None:
         self.running[job.number] = job
         self._busy.add(job.client)
         for waiting in self._waiting.values():
@@ -411,7 +412,7 @@ class Planner:
             "events": [job for _, _, job in sorted(self._events)],
             "discarded": sorted({job.number for _, _, job in self._events} - self.running.keys()),
             "arrived": self.arrived,
-            "step": self._step.numbers(),
+            "step": self._next.to_json(),
         }
 
     def restore(self, state: dict[str, Any], participations: np.ndarray, accepted: np.ndarray) -> None:
@@ -419,16 +420,16 @@ class Planner:
         self.now, self.version = state["now"], state["version"]
         self.cohorts, self.dispatched = state["cohorts"], state["dispatched"]
         self._sent, self._since = state["sent"], state["since"]
-        self._scarce = set(state.get("scarce", ()))
+        self._scarce = set(state["scarce"])
         self.participations, self.accepted = np.array(participations, np.int32), np.array(accepted, np.int32)
         discarded = set(state["discarded"])
-        for job in (PlannedJob(*each) for each in state["events"]):
-            self._under_way(job)
+        for job in (Job(*each) for each in state["events"]):
+            self._start(job)
             if job.number in discarded:
                 del self.running[job.number]
             elif job.pool >= 0:
                 self._in_pool[job.pool] += 1
         self.running = dict(sorted(self.running.items()))
         self._seen = MappingProxyType(self.running)
-        self.arrived = [PlannedJob(*each) for each in state["arrived"]]
-        self._step = Step.of(state["step"])
+        self.arrived = [Job(*each) for each in state["arrived"]]
+        self._next = PlannedAggregation.from_json(state["step"])

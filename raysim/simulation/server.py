@@ -14,14 +14,15 @@ from torch import Tensor
 
 from raysim.api.composition import blamed, overrides, owner, owners
 from raysim.api.declarations import Download, Task, Tensors
-from raysim.api.messages import Arrays, Published, SingleUpdate, Sum, Update
+from raysim.api.messages import Arrays, GroupSums, Published, Update
 from raysim.api.method import Method
 from raysim.api.mistakes import HookMistake, check_report, returned, said, traced, vector
 from raysim.api.server_view import Aggregation, Weighting
 from raysim.primitives.streams import stream
 from raysim.simulation.events import RunStopped
+from raysim.training.run_spec import RunSpec
 from raysim.vectors.blocks import Group, folded, grouped, in_blocks, is_finite
-from raysim.vectors.layout import Layout
+from raysim.vectors.layout import Layout, Vector
 
 
 def asked_weighting(methods: Sequence[Method]) -> Weighting:
@@ -132,7 +133,7 @@ class Server:
     def step(
         self,
         updates: Sequence[Update | None],
-        sums: Sequence[Sum],
+        sums: GroupSums,
         staleness: Sequence[int],
         bases: Mapping[int, Published],
     ) -> None:
@@ -170,7 +171,7 @@ class Server:
         present = [update for update in updates if update is not None]
         aggregation = Aggregation(
             updates=present,
-            deltas=[] if self.summable else [torch.from_numpy(u.delta) for u in present if isinstance(u, SingleUpdate)],
+            deltas=[] if self.summable else [torch.from_numpy(u.delta) for u in present if u.delta is not None],
             weights=[self.weight(update.client) for update in present],
             staleness=[late for update, late in zip(updates, staleness, strict=True) if update is not None],
             bases=bases,
@@ -183,7 +184,7 @@ class Server:
         return aggregation
 
     def _combined(
-        self, aggregation: Aggregation, updates: Sequence[Update | None], sums: Sequence[Sum]
+        self, aggregation: Aggregation, updates: Sequence[Update | None], sums: GroupSums
     ) -> tuple[Tensor, Tensor]:
         """The direction [layout.trained] of the parameters, and the step of the floating buffers."""
         trained = self.layout.trained
@@ -244,19 +245,20 @@ class Server:
                 buffers.add_(aggregation.base(update)[trained:] - self.vector[trained:], alpha=weight)
         return buffers.div_(float(sum(aggregation.weights)))
 
-    def _folded(self, updates: Sequence[Update | None], weights: Sequence[float], sums: Sequence[Sum]) -> Tensor:
-        """Sum of w * delta over groups of consecutive updates, then over the groups; some may be summed already."""
-        made = {job: part for part in sums for job in part.jobs}
+    def _folded(self, updates: Sequence[Update | None], weights: Sequence[float], sums: GroupSums) -> Tensor:
+        """Sum w * delta over groups of consecutive updates, then over the groups; workers may have made some sums."""
+        summed = {job: jobs for jobs in sums for job in jobs}
         left, groups, last = iter(weights), list[Group](), None
         for start in range(0, len(updates), self.group):
             members = [update for update in updates[start : start + self.group] if update is not None]
             own = [next(left) for _ in members]
-            if members and (part := made.get(members[0].job)) is not None:
-                if part is not last:  # a sum may be of several groups, if of all up to its last one
-                    groups.append(([part.total], [1.0]))
-                last = part
+            jobs = summed.get(members[0].job) if members else None
+            if jobs is not None:
+                if jobs != last:  # a sum may be of several groups, if of all up to its last one
+                    groups.append(([sums[jobs]], [1.0]))
+                last = jobs
             elif members:
-                groups.append(([update.delta for update in members if isinstance(update, SingleUpdate)], own))
+                groups.append(([update.delta for update in members if update.delta is not None], own))
         return folded(groups)
 
 
@@ -278,3 +280,22 @@ def _check_weights(aggregation: Aggregation, method: Method) -> None:
 
 def _arrays(sent: Iterable[Tensors]) -> dict[str, np.ndarray]:
     return {name: tensor.numpy() for entries in sent for name, tensor in entries.items()}
+
+
+def make_server(spec: RunSpec, initial: Vector, size: int) -> Server:
+    """Return the server of a run at its start. size: most updates in one aggregation."""
+    layout, settings = initial.layout, spec.settings
+    server = Server(
+        layout,
+        initial.shared.clone(),
+        initial.counters[: layout.shared_counters].clone(),
+        spec.methods,
+        spec.data.partition.train.counts,
+        settings.seed,
+        spec.task,
+        settings.weighting or asked_weighting(spec.methods),
+        settings.summation,
+        size,
+    )
+    server.needs_single_updates |= spec.attackers.attack.on_updates
+    return server

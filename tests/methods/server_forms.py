@@ -13,7 +13,7 @@ from tiny_runs import Block
 from torch import Tensor, nn
 
 from raysim.api.declarations import Task
-from raysim.api.messages import Published, SingleUpdate
+from raysim.api.messages import Published, Update
 from raysim.api.method import Method
 from raysim.api.server_view import Aggregation
 from raysim.methods import fedbuff, fedcda, fedexp, fedgh, fedld, fedopt, groupdro, inco
@@ -49,11 +49,11 @@ def step(
 ) -> Tensor:
     """The vector after an aggregation of these updates."""
     updates = [
-        SingleUpdate(k, client, at.version - late, 9, 9, 1, 0.0, 0.0, NONE, extra, delta=delta.numpy())
+        Update(k, client, at.version - late, 9, 9, 1, 0.0, 0.0, NONE, extra, delta=delta.numpy())
         for k, (delta, client, late, extra) in enumerate(zip(deltas, clients, staleness, extras, strict=False))
     ]
     bases = {at.version - late: Published(at.version - late, at.vector.numpy(), NONE) for late in staleness}
-    at.step(updates, [], staleness[: len(updates)], bases)
+    at.step(updates, {}, staleness[: len(updates)], bases)
     return at.vector
 
 

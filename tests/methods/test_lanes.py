@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +16,7 @@ from torch import Tensor, nn
 
 from raysim.api.context import Batch, Context, Outputs
 from raysim.api.declarations import Download, Local
-from raysim.api.messages import Job, SingleUpdate
+from raysim.api.messages import Job, Update
 from raysim.api.method import Method
 from raysim.api.server_view import Server
 from raysim.conformance.agreement import EXACT, in_lanes
@@ -100,9 +99,9 @@ def trained(recipe_: Any, jobs: Sequence[Job]) -> dict[int, np.ndarray]:
     published = coordinator.server.published()
     sent = [None] * len(jobs) if coordinator.private.stateful else []
     found = host.train(jobs, [], 1, published, *sent)
-    outcomes = (found[0] if isinstance(found, tuple) else found).outcomes
-    assert all(isinstance(outcome, SingleUpdate) for outcome in outcomes)
-    return {outcome.client: outcome.delta for outcome in outcomes}
+    updates = (found[0] if isinstance(found, tuple) else found).updates
+    assert all(isinstance(update, Update) and update.delta is not None for update in updates)
+    return {update.client: update.delta for update in updates}
 
 
 @pytest.mark.parametrize("name", ["fedavg", "fedprox", "fedntd", "fedsam", "mixup", "fraug"])
@@ -118,7 +117,7 @@ def test_a_clients_bits_do_not_depend_on_its_neighbours(name: str) -> None:
 def test_with_whole_vectors_in_every_row_a_clients_bits_do_not_depend_on_its_lane_either() -> None:
     asked = run_spec(model=Mlp((32,)), local=Local(lr=0.05, batch=16), data=even(6, 192), lanes=3)
     jobs = [Job(number, client, 0, 0, -1, 1.0) for number, client in enumerate(range(6))]
-    together, moved = trained(asked, jobs), trained(asked, [replace(job, number=job.number + 2) for job in jobs])
+    together, moved = trained(asked, jobs), trained(asked, [job._replace(number=job.number + 2) for job in jobs])
     assert all(np.array_equal(moved[client], together[client]) for client in range(6))
 
 
@@ -140,11 +139,11 @@ def test_sums_are_folded_in_the_order_of_the_group_whoever_ends_first() -> None:
     jobs = [Job(number, client, 0, 0, -1, 1.0 + number) for number, client in enumerate(range(6))]
     single = trained(asked, jobs)
     coordinator = coordinate(asked)
-    (total,) = Host(asked).train(jobs, [tuple(range(6))], 1, coordinator.server.published()).sums  # type: ignore[union-attr]
+    (total,) = Host(asked).train(jobs, [tuple(range(6))], 1, coordinator.server.published()).sums.values()  # type: ignore[union-attr]
     expected = single[0] * np.float32(1.0)
     for job in jobs[1:]:
         expected = torch.from_numpy(expected).add_(torch.from_numpy(single[job.client]), alpha=job.weight).numpy()
-    assert np.array_equal(total.total, expected)
+    assert np.array_equal(total, expected)
 
 
 # --- what cannot be ---------------------------------------------------------------------------------------------------

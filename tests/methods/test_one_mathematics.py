@@ -27,7 +27,7 @@ import raysim
 from raysim.api.composition import owner
 from raysim.api.context import Batch, Stage
 from raysim.api.declarations import Local, Task
-from raysim.api.messages import SingleUpdate
+from raysim.api.messages import Update
 from raysim.api.objectives import OBJECTIVES
 from raysim.api.server_view import Aggregation
 from raysim.data import corruption, federated, partition
@@ -68,12 +68,12 @@ def corrected_gradient(random: np.random.Generator) -> Pair:
 def weighted_average(random: np.random.Generator) -> Pair:
     start, trained, weights = normal(random, 9), normal(random, 7, 9), torch.from_numpy(random.integers(1, 50, size=7))
     updates = [
-        SingleUpdate(k, k, 0, int(n), int(n), 1, 0.0, 0.0, np.empty(0, np.int64), delta=(y - start).numpy())
+        Update(k, k, 0, int(n), int(n), 1, 0.0, 0.0, np.empty(0, np.int64), delta=(y - start).numpy())
         for k, (y, n) in enumerate(zip(trained, weights, strict=True))
     ]
     layout = Layout((), (), 6, 9, 9, 0, 0)  # three of nine numbers are buffers
     server = Server(layout, start, torch.empty(0), (), weights.numpy(), 0, Task((1, 8, 8), 5, 7), group=3)
-    server.step(updates, (), [0] * 7, {})
+    server.step(updates, {}, [0] * 7, {})
     return server.vector, fedavg.weighted_average(trained, weights)
 
 

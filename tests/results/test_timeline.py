@@ -35,7 +35,7 @@ JOBS = made(
     (5, 0.0, 8.0, "discarded", 0),
     (3, 4.0, 7.0, "aggregated", 1),
     (3, 7.0, 10.0, "failed", 0),
-    (5, 8.0, 16.0, "under way", 0),
+    (5, 8.0, 16.0, "in flight", 0),
 )
 ROWS: list[Row] = [
     {

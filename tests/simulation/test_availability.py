@@ -337,11 +337,11 @@ def planner(fleet: Fleet, clients: int, schedule: Schedule) -> Planner:
 
 def test_a_run_waits_for_the_first_client_and_then_for_the_next() -> None:
     fleet = Recorded([50.0, 65.0], [500.0, 900.0])
-    step = planner(fleet, 2, Buffered(1, 1)).step()
+    step = planner(fleet, 2, Buffered(1, 1)).next_aggregation()
     assert [(job.client, job.start, job.finish) for job in step.dispatched] == [(0, 50.0, 60.0)]
     # Client 0 is sent off again at once, and lost as it goes.
-    both = planner(fleet, 2, Buffered(2, 2)).step()
-    assert [(job.client, job.finish, job.back) for job in both.dispatched] == [
+    both = planner(fleet, 2, Buffered(2, 2)).next_aggregation()
+    assert [(job.client, job.finish, job.arrives) for job in both.dispatched] == [
         (0, 60.0, True),
         (0, 65.0, False),
         (1, 510.0, True),
@@ -352,9 +352,9 @@ def test_a_run_waits_for_the_first_client_and_then_for_the_next() -> None:
 def test_a_fleet_that_keeps_everybody_waiting_is_refused_with_the_time() -> None:
     fleet = Recorded([500.0, 900.0], patience=499.0)
     with pytest.raises(ValueError, match="nobody is available at the start, and for 500 s: choose fleet"):
-        planner(fleet, 1, Buffered(1, 1)).step()
+        planner(fleet, 1, Buffered(1, 1)).next_aggregation()
     with pytest.raises(ValueError, match="at the start, and no client will ever be available"):
-        planner(Recorded([]), 1, Buffered(1, 1)).step()
+        planner(Recorded([]), 1, Buffered(1, 1)).next_aggregation()
 
 
 def test_clients_that_go_for_good_end_the_run_after_what_they_did() -> None:

@@ -7,6 +7,7 @@ import contextlib
 import errno
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -17,13 +18,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import older
 import pytest
 from tiny_runs import BUFFER, FOLDERS, NORMED, Ran, coordinate, ran, run, run_spec, same
 
 import raysim
 from raysim.api.messages import Arrays
-from raysim.api.private_state import flat, from_named
 from raysim.methods.fedbn import FedBN
 from raysim.methods.fedbuff import FedBuff
 from raysim.methods.scaffold import Scaffold
@@ -238,9 +237,6 @@ def test_a_client_may_keep_nothing_and_a_run_may_go_back(tmp_path: Path) -> None
     now = replace(now, clients={**now.clients, 1: {}})
     run = Checkpoints(tmp_path)
     assert same_states(checkpoint.read(run.write(1, now)).clients, now.clients)
-    assert same_states(checkpoint.read(older.write(tmp_path / "old", 1, now)).clients, now.clients)
-    bare = replace(snapshot(), clients={}, jobs={})
-    assert checkpoint.read(older.write(tmp_path / "least", 1, bare, signed=False)).clients == {}
     fewer = states(range(2), job=1)
     assert same_states(checkpoint.read(run.write(2, fewer)).clients, fewer.clients)
 
@@ -462,25 +458,10 @@ def test_a_run_may_be_resumed_from_a_resumed_run(tmp_path: Path) -> None:
     assert (resumed.bits, resumed.history) == (straight.bits, straight.history)
 
 
-@pytest.mark.parametrize("named", [True, False], ids=["named", "before personal tensors had names"])
-def test_a_checkpoint_of_before_the_log_resumes_to_the_same_bits_and_the_run_goes_on_beside_it(
-    named: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(checkpoint, "_ROWS", 2)
-    study, asked = run_spec(FedBN(), Scaffold(), model=NORMED), {"rounds": 6, "checkpoint_every": 3}
-    straight = run(study, **asked, folder=str(tmp_path / "new"))
-    saved = checkpoint.read(tmp_path / "new/checkpoints/round-000003")
-    if not named:
-        layout = straight.coordinator.layout
-        flats = {client: flat(from_named(own, layout)) for client, own in saved.clients.items()}
-        assert set(flats[min(flats)]) == {"personal", "personal.counters", "scaffold.control"}
-        saved = replace(saved, clients=flats)
-    path = older.write(tmp_path / "old/checkpoints", 3, saved, signed=named, rows=2)
-    again = run(study, **asked, folder=str(tmp_path / "old"), resume=str(path))
-    assert (again.bits, again.history) == (straight.bits, straight.history)
-    assert names(tmp_path / "old/checkpoints") == ["log", "round-000003", "round-000006"]
-    for left in checkpoint.available(tmp_path / "old/checkpoints"):
-        assert run(study, rounds=6, resume=str(left)).bits == straight.bits
+def test_checkpoint_of_another_format_is_refused(tmp_path: Path) -> None:
+    path = write(tmp_path, 1, replace(snapshot(), numbers={"format": 1}))
+    with pytest.raises(ValueError, match=rf"^resume={re.escape(str(path))}: .* format 1"):
+        checkpoint.read(path)
 
 
 # --- killed -------------------------------------------------------------------------------------------------------

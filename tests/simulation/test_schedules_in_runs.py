@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import older
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-import torch
-from tiny_runs import NORMED_MLP, Ran, Spy, coordinate, even, ran, run, run_spec, several, tiny
+from tiny_runs import NORMED_MLP, Ran, Spy, coordinate, even, ran, run_spec, several, tiny
 
 from raysim.api.declarations import Evaluation
 from raysim.methods.fedasync import FedAsync
 from raysim.methods.fedbn import FedBN
 from raysim.methods.scaffold import Scaffold
-from raysim.simulation import checkpoint, snapshot
 from raysim.simulation.fleet import Ideal, Lognormal
 from raysim.simulation.schedule import Buffered, Deadline, Immediate, Oversample, Schedule, Synchronous, Tiered
 from raysim.simulation.trace import Trace
@@ -88,7 +84,7 @@ def test_so_it_is_where_a_trace_says_who_is_there(tmp_path: Path) -> None:
         return ran(coordinate(small("stateful"), SCHEDULES["buffered"], fleet, runtime=runtime, **ASKED, **others))
 
     whole = traced(1)
-    assert any(step.lost for step in whole.steps)
+    assert any(each.lost for each in whole.aggregations)
     saved = traced(2, checkpoint_every=5, folder=str(tmp_path))
     again = traced(3, resume=str(tmp_path / "checkpoints" / "round-000005"))
     assert saved.bits == again.bits == whole.bits
@@ -100,9 +96,9 @@ def test_only_what_is_aggregated_is_trained_and_commits_its_private_state(schedu
     spied = small("stateful")
     spy = Spy(spied)
     found = ran(coordinate(spied, SCHEDULES[schedule], FLEET, runtime=spy, **ASKED))
-    taken = [each.number for step in found.steps for each in step.taken]
+    taken = [job.number for each in found.aggregations for job in each.aggregated]
     assert {job.number for job, _ in spy.sent} == set(taken)
-    jobs = {job.number: job for step in found.steps for job in step.dispatched}
+    jobs = {job.number: job for each in found.aggregations for job in each.dispatched}
     last = {jobs[number].client: number for number in taken}
     assert dict(found.coordinator.private.accepted_jobs) == last
     before: dict[int, int] = {}
@@ -132,42 +128,3 @@ def test_one_client_at_a_time_and_no_mixing_is_sequential_sgd() -> None:
         vector = published.vector + deltas[job.number]
     np.testing.assert_array_equal(found.coordinator.server.vector.numpy(), vector)
     assert all(row["staleness"] == 0 for row in found.rows)
-
-
-# --- checkpoints of earlier versions ------------------------------------------------------------------------------
-
-
-def earlier(now: checkpoint.Snapshot, flights: list[Any]) -> checkpoint.Snapshot:
-    """The same checkpoint as versions wrote it that knew of no plan."""
-    numbers = {key: now.numbers[key] for key in ("version", "wall", "rows")}
-    plan, counts = now.numbers["planner"], now.server["participations"]
-    old = numbers | {
-        "now": plan["now"],
-        "draw": plan["cohorts"],
-        "number": plan["dispatched"],
-        "turns": [[client, int(count)] for client, count in enumerate(counts) if count],
-        "arrived": [],
-        "floats": {"down": plan["step"]["down"], "up": plan["step"]["up"]},
-        "flights": flights,
-    }
-    arrays = {key: value for key, value in now.server.items() if key not in ("participations", "taken")}
-    return replace(now, numbers=old, server=arrays)
-
-
-@pytest.mark.parametrize("name", METHODS)
-def test_a_checkpoint_in_rounds_of_an_earlier_version_goes_on_to_the_same_bits(name: str, tmp_path: Path) -> None:
-    whole = run(small(name), Synchronous(4), Ideal(), **ASKED)
-    asked = ASKED | {"rounds": 4}
-    run(small(name), Synchronous(4), Ideal(), **asked, checkpoint_every=4, folder=str(tmp_path))
-    old = earlier(checkpoint.read(tmp_path / "checkpoints" / "round-000004"), [])
-    path = older.write(tmp_path / "old", 4, old)
-    again = run(small(name), Synchronous(4), Ideal(), **ASKED, resume=str(path))
-    assert (again.bits, again.history) == (whole.bits, whole.history)
-
-
-def test_one_of_an_asynchronous_run_is_refused_with_the_reason(tmp_path: Path) -> None:
-    found = run(small("stateless"), Synchronous(4), Ideal(), **ASKED, checkpoint_every=9, folder=str(tmp_path))
-    old = earlier(checkpoint.read(tmp_path / "checkpoints" / "round-000009"), [{"number": 3}])
-    with pytest.raises(ValueError, match=r"asynchronous run of an earlier version .* start the run anew"):
-        snapshot.restore(old, found.coordinator.server, found.coordinator.planner, found.coordinator.private)
-    assert torch.isfinite(found.coordinator.server.vector).all()

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from raysim.api.declarations import Evaluation, Local, Task
-from raysim.api.messages import SingleUpdate
+from raysim.api.messages import Update
 from raysim.api.method import Method
 from raysim.api.server_view import Aggregation
 from raysim.data.federated import federate
@@ -174,7 +174,7 @@ def principal_and_the_loop() -> tuple[float, float]:
     layout, generator = plan_layout(networks), stream(0, "bench")
     counters = np.empty(0, np.int64)
     deltas = [generator.random(layout.shared, np.float32) for _ in range(50)]
-    updates = [SingleUpdate(i, i, 0, 100, 100, 1, 1.0, 0.0, counters, delta=delta) for i, delta in enumerate(deltas)]
+    updates = [Update(i, i, 0, 100, 100, 1, 1.0, 0.0, counters, delta=delta) for i, delta in enumerate(deltas)]
     aggregation = Aggregation(updates, [torch.from_numpy(delta) for delta in deltas], [100.0] * 50, [0] * 50, {})
     start = torch.zeros(layout.shared)
     server = Server(
@@ -202,9 +202,9 @@ def accumulated(deltas: Sequence[np.ndarray], weight: float) -> torch.Tensor:
     return total
 
 
-def seconds_per_loop(updates: Sequence[SingleUpdate]) -> float:
+def seconds_per_loop(updates: Sequence[Update]) -> float:
     """Of a step by the weighted mean as one would write it."""
-    deltas = [update.delta for update in updates]
+    deltas = [update.delta for update in updates if update.delta is not None]
     vector = torch.zeros(len(deltas[0]))
 
     def step() -> None:
@@ -214,7 +214,7 @@ def seconds_per_loop(updates: Sequence[SingleUpdate]) -> float:
     return _median(step)
 
 
-def seconds_per_rule(updates: Sequence[SingleUpdate], *methods: Method) -> float:
+def seconds_per_rule(updates: Sequence[Update], *methods: Method) -> float:
     """Of the server's step on single updates, when its states exist."""
     networks = {"model": ResNet(18).build((3, 32, 32), 10, 0)}
     layout = plan_layout(networks)
@@ -225,21 +225,19 @@ def seconds_per_rule(updates: Sequence[SingleUpdate], *methods: Method) -> float
     step_on = list(updates)
 
     def step() -> None:
-        server.step(step_on, [], [0] * COHORT, {})
+        server.step(step_on, {}, [0] * COHORT, {})
         step_on[:] = [replace(update, version=server.version) for update in step_on]
 
     return _median(step)
 
 
-def _updates() -> list[SingleUpdate]:
+def _updates() -> list[Update]:
     layout = plan_layout({"model": ResNet(18).build((3, 32, 32), 10, 0)})
     generator = stream(0, "bench")
     extras: dict[str, np.ndarray] = {"groupdro.loss": np.ones(1, np.float32), "fedexp.square": np.ones(1)}
     counters = np.ones(layout.shared_counters, np.int64)
     return [
-        SingleUpdate(
-            i, i, 0, 100, 100, 1, 1.0, 0.0, counters, extras, delta=generator.random(layout.shared, np.float32)
-        )
+        Update(i, i, 0, 100, 100, 1, 1.0, 0.0, counters, extras, delta=generator.random(layout.shared, np.float32))
         for i in range(COHORT)
     ]
 

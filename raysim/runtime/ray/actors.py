@@ -22,10 +22,9 @@ from raysim.primitives.errors import first_line
 from raysim.runtime.placement import RayOptions, Size
 from raysim.runtime.ray.cluster import filling
 from raysim.simulation.coordinator import Coordinator
-from raysim.simulation.dispatcher import START
 from raysim.simulation.events import Event, ProcessLost, Round, Started
 from raysim.simulation.fleet import Fleet
-from raysim.simulation.runtime import HostDied
+from raysim.simulation.runtime import START_TIMEOUT_S, HostDied
 from raysim.simulation.schedule import Schedule
 from raysim.training.host import Host
 from raysim.training.run_spec import RunSpec
@@ -244,7 +243,7 @@ def hosts_in(
 def become_all(actors: Sequence[Any], parts: Sequence[tuple[Any, ...]]) -> None:
     """Have actors that are there, if any, hold something else, side by side. Raises what went wrong with the first."""
     pairs = zip(actors, parts, strict=bool(actors))
-    ray.get([actor.become.remote(*each) for actor, each in pairs], timeout=START)
+    ray.get([actor.become.remote(*each) for actor, each in pairs], timeout=START_TIMEOUT_S)
 
 
 def _nodes(group: PlacementGroup) -> list[int]:
