@@ -161,8 +161,8 @@ class WorkerCalls:
 
     def _describe_deaths(self, worker: int, death: HostDied) -> str:
         clients = list(self._unanswered[worker][0].clients) if self._unanswered[worker] else []
-        work = f"while training clients {clients}" if clients else "while training no client"
+        work = f", last while training clients {clients}" if clients else ""
         return (
-            f"runtime.hosts: host {worker} died {MAX_DEATHS} times in a row ({death}), last {work}. If memory is "
+            f"runtime.hosts: host {worker} died {MAX_DEATHS} times in a row ({death}){work}. If memory is "
             "short, reduce local.batch or runtime.hosts; then continue from the last checkpoint with resume=latest"
         )

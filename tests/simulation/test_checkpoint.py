@@ -30,7 +30,7 @@ from raysim.primitives import stores
 from raysim.primitives.stores import LocalStore
 from raysim.simulation import checkpoint, state_log
 from raysim.simulation.checkpoint import Checkpoints, Snapshot
-from raysim.simulation.coordinator import Round, Saved, Started
+from raysim.simulation.events import Round, Saved, Started
 from raysim.simulation.state_log import ByClient
 
 PACKAGE = Path(raysim.__file__).parent

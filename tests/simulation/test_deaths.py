@@ -27,8 +27,7 @@ from raysim.methods.scaffold import Scaffold
 from raysim.methods.vhl import Vhl
 from raysim.runtime.placement import RayOptions
 from raysim.simulation import calls as worker_calls
-from raysim.simulation.coordinator import Round
-from raysim.simulation.events import Finished, ProcessLost, RunStopped, Waiting
+from raysim.simulation.events import Finished, ProcessLost, Round, RunStopped, Waiting
 from raysim.simulation.fleet import Lognormal
 from raysim.simulation.runtime import START_TIMEOUT_S, HostDied, Runtime
 from raysim.simulation.schedule import Buffered, Synchronous
@@ -191,9 +190,7 @@ def test_one_that_dies_at_every_call_ends_the_run_with_a_sentence() -> None:
     runtime: Runtime = Mortal(study("upload and state"), 2, set(range(9, 99)))
     with pytest.raises(RunStopped) as stopped:
         ran(coordinate(study("upload and state"), SCHEDULES["rounds"], runtime=runtime, **ASKED))
-    assert re.match(
-        r"runtime.hosts: host [01] .*\(it was told to\).* clients? \[?\d?.*resume=latest", str(stopped.value)
-    )
+    assert re.match(r"runtime\.hosts: host [01] .*\(it was told to\).*resume=latest", str(stopped.value))
 
 
 # --- actors -----------------------------------------------------------------------------------------------------------
