@@ -7,7 +7,7 @@ aggregation will take go to a worker.
 from __future__ import annotations
 
 import enum
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -61,7 +61,7 @@ class JobTable:
         self._planner, self._server, self._versions = planner, server, versions
         self._dispatcher, self._settings = dispatcher, settings
         self._rows: dict[int, JobRow] = {}  # by number of the job
-        self._counts: Counter[JobState] = Counter()  # rows by state
+        self._dispatched = 0  # rows in the state `DISPATCHED`
         self._aggregations: deque[PlannedAggregation] = deque()  # that the server has not made
 
     @property
@@ -93,7 +93,7 @@ class JobTable:
             if row.state is JobState.PLANNED:
                 self._dispatch(row)
         end = min(self._settings.rounds, self._server.version + MAX_PLANNED_AGGREGATIONS)
-        while self._counts[JobState.DISPATCHED] and self._planner.version < end:
+        while self._dispatched and self._planner.version < end:
             if not self._try_to_plan():
                 break
         return aggregation
@@ -120,7 +120,6 @@ class JobTable:
         self._aggregations.append(aggregation)
         for job in aggregation.dispatched:
             self._rows[job.number] = JobRow(job)
-        self._counts[JobState.PLANNED] += len(aggregation.dispatched)
         for job in aggregation.aggregated:
             row = self._rows[job.number]
             row.aggregation = aggregation.version
@@ -134,8 +133,7 @@ class JobTable:
     # --- from one state to the next --------------------------------------------------------------------------------
     def _set_state(self, row: JobRow, state: JobState) -> None:
         held, holds = row.state in _HOLDING, state in _HOLDING
-        self._counts[row.state] -= 1
-        self._counts[state] += 1
+        self._dispatched += (state is JobState.DISPATCHED) - (row.state is JobState.DISPATCHED)
         row.state = state
         if holds and not held:
             self._versions.hold(row.job.version)
@@ -174,7 +172,6 @@ class JobTable:
 
     def _remove(self, number: int, version: int) -> JobRecord:
         row = self._rows.pop(number)
-        self._counts[row.state] -= 1
         staleness = version - row.job.version if row.aggregation >= 0 else 0
         return _record(row.job, row.state, version + 1, staleness)
 
@@ -192,7 +189,6 @@ class JobTable:
         for row in rows:
             state, row.state = row.state, JobState.PLANNED
             self._rows[row.job.number] = row
-            self._counts[JobState.PLANNED] += 1
             self._set_state(row, JobState.DISPATCHED if state in _HOLDING else state)
         for aggregation in self._aggregations:
             for job in aggregation.aggregated:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from raysim.api.messages import Job
+from raysim.api.messages import Arrays, Job
 from raysim.primitives.streams import key, stream, uniform
 from raysim.simulation.availability import Availability
 from raysim.simulation.events import RunStopped
@@ -30,6 +30,9 @@ _TRIES, _MORE = 16, 64
 _BLOCK = 8  # numbers that are cheaper to draw at once than one by one
 _PLENTY = 8  # it stops where one of so many of the population waits, and nobody is wanting
 _IN_VAIN = 10_000  # jobs in a row that are lost before a run gives up
+
+
+_NO_EXTRAS: Arrays = {}
 
 
 class Deserted(RunStopped):
@@ -290,9 +293,11 @@ class Planner:
             self.participations[client] = earlier + 1
             work, down, up = self._load(client, self.version, earlier, self.accepted.item(client))
             finish, arrives = self.devices.trip(client, earlier, self.now, work, down, up)
+            # By position: names would double the time, and this is a large part of what a job costs the plan.
+            # State, weight, probe and extras are set when the coordinator dispatches the job.
             job = Job(
-                self.dispatched, client, earlier, self.version,
-                pool=pool, start=self.now, finish=finish, arrives=arrives, work=work, down=down, up=up,
+                self.dispatched, client, earlier, self.version, -1, 1.0, False, _NO_EXTRAS,
+                pool, self.now, finish, arrives, work, down, up,
             )  # fmt: skip
             self.dispatched += 1
             self._next.down += down
