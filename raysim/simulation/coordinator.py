@@ -11,7 +11,6 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from raysim.api.composition import owners
 from raysim.api.messages import Failure, Job, Published, Update
 from raysim.simulation.calls import WorkerCalls
 from raysim.simulation.dispatcher import Dispatcher
@@ -22,9 +21,9 @@ from raysim.simulation.fleet import Fleet
 from raysim.simulation.history_row import RowWriter
 from raysim.simulation.jobs import JobTable
 from raysim.simulation.load import make_planner
-from raysim.simulation.planner import Deserted, PlannedAggregation
+from raysim.simulation.planner import NoClientsLeftError, PlannedAggregation
 from raysim.simulation.preparation import check_probe, collect_contributions, send_constants
-from raysim.simulation.private_states import PrivateStates
+from raysim.simulation.private_states import make_private_states
 from raysim.simulation.profile import Profile
 from raysim.simulation.round_reports import PendingRound, RoundReports
 from raysim.simulation.runtime import Runtime
@@ -62,8 +61,7 @@ class Coordinator:
         self.initial = Vector(networks, self.layout, torch.device("cpu"), spec.dtype)
         self.counts = spec.data.partition.train.counts
         self.server = make_server(spec, self.initial, schedule.size)
-        stateful = self.layout.has_personal or bool(owners(spec.methods, "state")) or settings.local.keep_optimizer
-        self.private = PrivateStates(runtime, self.layout, stateful, settings.state.bytes, folder)
+        self.private = make_private_states(spec, self.layout, runtime, folder)
         self.planner = make_planner(spec, self.layout, schedule, fleet)
         self.versions = Versions(runtime)
         self.calls = WorkerCalls(runtime, self.private, settings.faults.timeout or math.inf)
@@ -72,10 +70,7 @@ class Coordinator:
         )
         self.jobs = JobTable(self.planner, self.server, self.versions, self.dispatcher, settings)
         self.evaluator = Evaluator(spec, self.layout, runtime, self.calls, self.private)
-        pooled = any(method.pools for method in spec.methods)
-        self.history = RowWriter(
-            self.calls, self.dispatcher, self.private, pooled, spec.dtype.itemsize, spec.task.metric.name
-        )
+        self.history = RowWriter(spec, self.calls, self.dispatcher, self.private)
         self.reports = RoundReports(self.evaluator, self.calls, self.history)
         state = RunState(
             self.server, self.planner, self.jobs, self.private, self.versions, self.history, self.evaluator.best
@@ -88,10 +83,10 @@ class Coordinator:
         return self.history.rows
 
     def run(self) -> Iterator[Event]:
-        """Run to the last round. Raises TooManyFailures or Deserted after writing a checkpoint."""
+        """Run to the last round. Raises TooManyFailures or NoClientsLeftError after writing a checkpoint."""
         self.history.start()
         if self.profile:
-            self._watch(self.profile)
+            self.profile.watch(self.server, self.evaluator, self.saver)
         self.calls.greet()
         if not self.saver.restore():
             collect_contributions(self.spec, self.server, self.planner, self.calls)
@@ -112,7 +107,7 @@ class Coordinator:
         """Train the jobs of the next aggregation, and make it; scores of the one before arrive meanwhile."""
         try:
             aggregation = self.jobs.next_aggregation()
-        except Deserted:
+        except NoClientsLeftError:
             yield from self._report_and_save(self.saver.writes_checkpoints)
             raise
         jobs = self.jobs.jobs_of(aggregation)
@@ -171,18 +166,3 @@ class Coordinator:
         yield from self.reports.report()
         if writes_checkpoint:
             yield self.saver.save()
-
-    def restore(self) -> None:
-        """Continue from the checkpoint `resume`, without running anything."""
-        self.saver.restore()
-
-    def _watch(self, profile: Profile) -> None:
-        profile.watch(
-            (
-                (self.server, "step", "sums"),
-                (self.evaluator, "score", "evaluation"),
-                (self.evaluator, "columns", "evaluation"),
-                (self.saver, "save", "saving"),
-                (self.saver, "finish", "saving"),
-            )
-        )

@@ -16,27 +16,18 @@ from raysim.simulation.planner import PlannedAggregation
 from raysim.simulation.private_states import PrivateStates
 from raysim.simulation.server import Server
 from raysim.training.probe import summarise_probes
+from raysim.training.run_spec import RunSpec
 
 
 class RowWriter:
-    """Makes a row for every aggregation; remembers what the row before already counted.
+    """Makes a row for every aggregation; remembers what the row before already counted."""
 
-    pooled: whether the clients are one that has all data, so that nothing is sent. itemsize: bytes of a float. metric:
-    the name of what models are scored with.
-    """
-
-    def __init__(
-        self,
-        calls: WorkerCalls,
-        dispatcher: Dispatcher,
-        private: PrivateStates,
-        pooled: bool,
-        itemsize: int,
-        metric: str,
-    ):
+    def __init__(self, spec: RunSpec, calls: WorkerCalls, dispatcher: Dispatcher, private: PrivateStates):
         self.calls, self.dispatcher, self.private = calls, dispatcher, private
         self.rows: list[Row] = []  # of the rounds that are reported
-        self.pooled, self.itemsize, self.metric = pooled, itemsize, metric
+        # Whether the only client has all data, so that nothing is sent.
+        self.pooled = any(method.pools for method in spec.methods)
+        self.itemsize, self.metric = spec.dtype.itemsize, spec.task.metric.name
         self._earlier = 0.0  # wall seconds of earlier sessions of this run
         self._since = time.monotonic()
         self._worked: dict[str, float] = {}  # by host: its seconds of work at the last row

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from raysim.api.messages import Failure, Job, Update
 from raysim.simulation.dispatcher import Dispatcher
 from raysim.simulation.events import JobRecord
-from raysim.simulation.planner import Deserted, PlannedAggregation, Planner
+from raysim.simulation.planner import NoClientsLeftError, PlannedAggregation, Planner
 from raysim.simulation.server import Server
 from raysim.simulation.versions import Versions
 from raysim.training.run_spec import RunSettings
@@ -82,8 +82,7 @@ class JobTable:
     def next_aggregation(self) -> PlannedAggregation:
         """Return the aggregation that the server makes next, once its jobs are dispatched.
 
-        Further ones are planned until it is known how every dispatched job ends. Raises Deserted if no clients are
-        left.
+        Further ones are planned until it is known how every dispatched job ends. Raises NoClientsLeftError.
         """
         if not self._aggregations:
             self.plan()
@@ -110,7 +109,7 @@ class JobTable:
         """
         try:
             self.plan()
-        except Deserted:
+        except NoClientsLeftError:
             return False
         return True
 

@@ -24,19 +24,20 @@ from raysim.simulation.fleet import Devices
 from raysim.simulation.schedule import Aggregate, Discard, Dispatch, Schedule, View, Wait, check_concurrency
 from raysim.simulation.waiting import Waiting
 
-# Draws from the whole population for every client that is wanted: at least so many, where clients are always there,
-# before idle ones are listed; and as many and these where they come and go, before `Waiting` follows who is there.
-_TRIES, _MORE = 16, 64
-_BLOCK = 8  # numbers that are cheaper to draw at once than one by one
-_PLENTY = 8  # it stops where one of so many of the population waits, and nobody is wanting
-_IN_VAIN = 10_000  # jobs in a row that are lost before a run gives up
+# Draws from the whole population: so many per requested client, before idle clients are listed. Where clients come and
+# go, so many more, before `Waiting` tracks the available ones.
+DRAWS_PER_CLIENT, EXTRA_DRAWS = 16, 64
+BLOCK = 8  # numbers that are cheaper to draw at once than one by one
+# Tracking stops when at least one in so many of the population is idle and available, and the request can be filled.
+PLENTIFUL_SHARE = 8
+MAX_CONSECUTIVE_LOST_JOBS = 10_000  # before a run gives up
 
 
 _NO_EXTRAS: Arrays = {}
 
 
-class Deserted(RunStopped):
-    """No client will be available any more."""
+class NoClientsLeftError(RunStopped):
+    """No client will become available again."""
 
 
 class Load(NamedTuple):
@@ -79,9 +80,9 @@ class PlannedAggregation:
 
 def _places(generator: np.random.Generator, clients: int, count: int) -> Iterator[int]:
     """Draws in blocks that grow, until listing all clients would have cost less."""
-    size, left = 2 * count, max(_TRIES * count, clients)
+    size, left = 2 * count, max(DRAWS_PER_CLIENT * count, clients)
     while left > 0:
-        if size < _BLOCK:  # the same numbers, at a third of the cost where the first one will do
+        if size < BLOCK:  # the same numbers, at a third of the cost where the first one will do
             yield from (int(generator.integers(clients)) for _ in range(size))
         else:
             yield from generator.integers(clients, size=size).tolist()
@@ -91,8 +92,8 @@ def _places(generator: np.random.Generator, clients: int, count: int) -> Iterato
 class Planner:
     """Follows a schedule over a fleet.
 
-    counts: int64 [clients] training samples; who has none is never sent off. load: what a job asks, of the client, the
-    version, the client's earlier participations, and how many of those were aggregated.
+    counts: int64 [clients] training samples; a client without any is never dispatched. load: returns what a job asks of
+    the client, given client, version, its earlier participations, and how many of those were aggregated.
     """
 
     def __init__(
@@ -129,7 +130,7 @@ class Planner:
         self._sent, self._since = 0, 0.0  # jobs of this version, and when the first was sent
         self._next = PlannedAggregation()
         self._patience = patience
-        self._in_vain = 0  # jobs in a row that were lost
+        self._lost_in_a_row = 0  # jobs lost since one arrived
 
     def _pools(self, counts: np.ndarray) -> list[np.ndarray]:
         """The clients of each pool, fastest first: by the seconds of a client's first job."""
@@ -145,15 +146,15 @@ class Planner:
         return [np.sort(part) for part in np.array_split(order, self.schedule.pools)]
 
     def contributed(self, floats: int) -> None:
-        """Count what clients sent before the first step."""
+        """Count what clients sent before the first aggregation."""
         self._next.up += floats
 
     # --- aggregations --------------------------------------------------------------------------------------------
     def next_aggregation(self) -> PlannedAggregation:
         """Advance virtual time until the schedule aggregates.
 
-        Raises RuntimeError where a schedule contradicts itself, Deserted where clients have gone for good, and
-        ValueError where the first of them does not come soon enough.
+        Raises RuntimeError if the schedule contradicts itself, NoClientsLeftError if no client will become available
+        again, and ValueError if the first one does not become available soon enough.
         """
         self._short.clear()
         while True:
@@ -171,7 +172,9 @@ class Planner:
             elif isinstance(action, Wait):
                 self._advance(min(action.until, self._next_arrival()) if self._short else action.until)
             else:
-                raise RuntimeError(f"{self._name}.decide returned {action!r}, which is no action")
+                raise RuntimeError(
+                    f"{self._name}: decide returned {action!r}. Return Dispatch, Aggregate, Discard or Wait"
+                )
 
     @property
     def _name(self) -> str:
@@ -189,7 +192,9 @@ class Planner:
         events = self._events
         if not events or events[0][0] > until:
             if until == math.inf:
-                raise RuntimeError(f"{self._name} waits although no client is at work and none will be available")
+                raise RuntimeError(
+                    f"{self._name}: decide returned Wait, but no job is in flight and no client will become available"
+                )
             self.now = max(self.now, until)
             return
         self.now = events[0][0]
@@ -209,14 +214,15 @@ class Planner:
         self._leave_pool(job)
         if job.arrives:
             self.arrived.append(job)
-            self._in_vain = 0
+            self._lost_in_a_row = 0
         else:
             self._next.lost.append(job)
-            self._in_vain += 1
-            if self._in_vain == _IN_VAIN:
+            self._lost_in_a_row += 1
+            if self._lost_in_a_row == MAX_CONSECUTIVE_LOST_JOBS:
                 raise ValueError(
-                    f"fleet: {_IN_VAIN:,} jobs in a row were lost, because clients leave or drop out before they are "
-                    "done: let them stay longer (fleet.on, fleet.hours), give them less to do, or lower fleet.dropout"
+                    f"fleet: {MAX_CONSECUTIVE_LOST_JOBS:,} jobs in a row were lost, because clients went offline or "
+                    "dropped out before they finished. Increase fleet.on or fleet.hours, reduce local work, or lower "
+                    "fleet.dropout"
                 )
 
     def _leave_pool(self, job: Job) -> None:
@@ -233,7 +239,9 @@ class Planner:
 
     def _discard(self, numbers: Sequence[int]) -> None:
         if not numbers:
-            raise RuntimeError(f"{self._name} discards nothing, again and again")
+            raise RuntimeError(
+                f"{self._name}: decide returned Discard([]), which would repeat forever. Name at least one job"
+            )
         jobs: dict[int, Job] = {}
         for number in numbers:
             if (job := self.running.pop(number, None)) is not None:
@@ -246,7 +254,7 @@ class Planner:
         """Remove jobs from those that have arrived, and return them by number."""
         removed = {job.number: job for job in self.arrived if job.number in numbers}
         if missing := sorted(numbers - removed.keys()):
-            raise RuntimeError(f"{self._name} wants to {purpose} jobs that are not there: {missing}")
+            raise RuntimeError(f"{self._name}: cannot {purpose} jobs {missing}, which are not there")
         self.arrived = [job for job in self.arrived if job.number not in numbers]
         return removed
 
@@ -269,9 +277,9 @@ class Planner:
         return step
 
     def _chosen(self, numbers: Sequence[int]) -> list[Job]:
-        """Jobs that are not those at the front, in this order; none may overtake another one of its client."""
+        """Return these arrived jobs, in this order. A client's jobs have to keep the order of their dispatch."""
         if not numbers or len(set(numbers)) < len(numbers):
-            raise RuntimeError(f"{self._name} wants to aggregate {list(numbers)}: at least one job, and none twice")
+            raise RuntimeError(f"{self._name}: Aggregate needs one or more distinct job numbers, got {list(numbers)}")
         removed = self._remove_arrived(set(numbers), "aggregate")
         jobs = [removed[number] for number in numbers]
         left: dict[int, int] = {}  # by client: its first job that goes on waiting
@@ -280,7 +288,10 @@ class Planner:
             left.setdefault(job.client, job.number)
         for job in jobs:
             if not before.get(job.client, -1) < job.number < left.get(job.client, self.dispatched):
-                raise RuntimeError(f"{self._name} lets client {job.client}'s job {job.number} overtake an earlier one")
+                raise RuntimeError(
+                    f"{self._name}: job {job.number} of client {job.client} would be aggregated before the client's "
+                    "earlier job"
+                )
             before[job.client] = job.number
         return jobs
 
@@ -328,19 +339,19 @@ class Planner:
         if presence is None:
             return self._idle(members, count, stream(self.seed, "cohort", cohort))
         if pool not in self._scarce:
-            most = _TRIES * count + _MORE
+            most = DRAWS_PER_CLIENT * count + EXTRA_DRAWS
             places = (int(number * len(members)) for number in self._numbers("cohort.places", cohort, count))
             if len(drawn := self._drawn(members, itertools.islice(places, most), count, presence)) == count:
                 return sorted(drawn)
             self._scarce.add(pool)
         waiting = self._who_waits(pool)
-        if _PLENTY * len(waiting) > len(members) and len(waiting) >= count:
+        if PLENTIFUL_SHARE * len(waiting) > len(members) and len(waiting) >= count:
             self._scarce.discard(pool)
             del self._waiting[pool]
         return waiting.draw(count, self._numbers("cohort.waiting", cohort, count))
 
     def _idle(self, members: np.ndarray, count: int, generator: np.random.Generator) -> list[int]:
-        """Where clients are always there."""
+        """Return up to `count` idle clients of a population that is always available."""
         if not self._busy:
             return sorted(generator.choice(members, size=min(count, len(members)), replace=False).tolist())
         drawn = self._drawn(members, _places(generator, len(members), count), count)
@@ -354,7 +365,7 @@ class Planner:
     def _drawn(
         self, members: np.ndarray, places: Iterable[int], count: int, presence: Availability | None = None
     ) -> set[int]:
-        """So many idle, available clients at these places, or fewer if there are not so many."""
+        """Return `count` idle, available clients from these places, or as many as there are."""
         busy, now = self._busy, self.now
         drawn: set[int] = set()
         for place in places:
@@ -366,8 +377,11 @@ class Planner:
         return drawn
 
     def _numbers(self, purpose: str, cohort: int, count: int) -> Iterator[float]:
-        """Uniform in [0, 1), without end: made one by one, or by a generator, which costs as much as making ten."""
-        if count < _MORE:
+        """Yield uniform numbers in [0, 1) without end.
+
+        Few are made one by one, because a generator costs as much as ten of them.
+        """
+        if count < EXTRA_DRAWS:
             if (place := self._keys.get(purpose)) is None:
                 place = self._keys[purpose] = key(self.seed, purpose)
             return (uniform(place, cohort, each) for each in itertools.count())
@@ -375,7 +389,7 @@ class Planner:
         return itertools.chain.from_iterable(generator.random(2 * count).tolist() for _ in itertools.count())
 
     def _who_waits(self, pool: int) -> Waiting:
-        """Who of a pool is there and idle now."""
+        """Return the tracker of the pool's available, idle clients."""
         if (waiting := self._waiting.get(pool)) is None:
             presence = self.devices.presence
             assert presence is not None
@@ -385,7 +399,7 @@ class Planner:
         return waiting
 
     def _next_arrival(self) -> float:
-        """When the next client comes of the pools of which too few are there; infinity where that never happens."""
+        """Return when the next client of the short pools becomes available; infinity if never."""
         if self.devices.presence is None:
             return math.inf
         at = min(self._who_waits(pool).next_arrival() for pool in self._short)
@@ -396,7 +410,7 @@ class Planner:
                 "choose fleet.availability=always, or raise fleet.patience"
             )
         if at == math.inf and not self._events:
-            raise Deserted(
+            raise NoClientsLeftError(
                 f"fleet: no client will be available any more after {self.now:,.0f} s of virtual time and "
                 f"{self.version} aggregations: let its trace begin again with fleet.wrap=true, or set "
                 f"rounds={self.version}"
@@ -421,7 +435,7 @@ class Planner:
         }
 
     def restore(self, state: dict[str, Any], participations: np.ndarray, accepted: np.ndarray) -> None:
-        """Go on from what these were; for a planner that made no step yet."""
+        """Continue from a stored state; for a planner that has not planned anything yet."""
         self.now, self.version = state["now"], state["version"]
         self.cohorts, self.dispatched = state["cohorts"], state["dispatched"]
         self._sent, self._since = state["sent"], state["since"]

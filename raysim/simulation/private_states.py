@@ -6,11 +6,13 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
+from raysim.api.composition import owners
 from raysim.api.messages import Arrays, Job, TrainingResult
 from raysim.api.private_state import StoredState, flat, from_flat, from_named, named, size
 from raysim.simulation.runtime import Ref, Runtime
 from raysim.simulation.spill import Spill
 from raysim.simulation.state_log import ByClient
+from raysim.training.run_spec import RunSpec
 from raysim.vectors.layout import Layout
 
 
@@ -240,3 +242,9 @@ class PrivateStates:
             self._measured(number, size(state))
             self._commit(client, number)
             self._spill()
+
+
+def make_private_states(spec: RunSpec, layout: Layout, runtime: Runtime, folder: str) -> PrivateStates:
+    """Return the client states of a run at its start. folder: of the run."""
+    is_stateful = layout.has_personal or bool(owners(spec.methods, "state")) or spec.settings.local.keep_optimizer
+    return PrivateStates(runtime, layout, is_stateful, spec.settings.state.bytes, folder)

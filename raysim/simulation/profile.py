@@ -56,9 +56,15 @@ class Profile:
         self.runtime = WatchedRuntime(runtime, self.spans)
         self.start = self.spans.now()
 
-    def watch(self, functions: Sequence[tuple[object, str, str]]) -> None:
-        """Start the profile, and time these functions: for each its object, its name and its kind of work."""
-        for owner, name, kind in functions:
+    def watch(self, server: object, evaluator: object, saver: object) -> None:
+        """Start the profile, and time what these parts of a coordinator do from now on."""
+        for owner, name, kind in (
+            (server, "step", "sums"),
+            (evaluator, "score", "evaluation"),
+            (evaluator, "columns", "evaluation"),
+            (saver, "save", "saving"),
+            (saver, "finish", "saving"),
+        ):
             self.spans.watch(owner, name, kind)
         self.start = self.spans.now()
 

@@ -15,7 +15,7 @@ from tiny_runs import ran, silent
 
 from raysim.simulation.availability import DAY, HOUR, Availability, Diurnal, Intervals, Markov, _place
 from raysim.simulation.fleet import Fleet, Ideal
-from raysim.simulation.planner import Deserted, Load, Planner
+from raysim.simulation.planner import Load, NoClientsLeftError, Planner
 from raysim.simulation.schedule import Buffered, Schedule
 from raysim.simulation.waiting import Waiting
 
@@ -361,7 +361,7 @@ def test_clients_that_go_for_good_end_the_run_after_what_they_did() -> None:
     # Ten seconds a job: three of them fit, and the fourth is lost.
     coordinator, _, _ = silent([10], Buffered(1, 1), Recorded([0.0, 35.0]), rounds=9)
     with pytest.raises(
-        Deserted, match=r"after 35 s of virtual time and 3 aggregations: .* fleet\.wrap=true, .*rounds=3"
+        NoClientsLeftError, match=r"after 35 s of virtual time and 3 aggregations: .* fleet\.wrap=true, .*rounds=3"
     ):
         list(coordinator.run())
     assert [row["virtual_seconds"] for row in coordinator.rows] == [10.0, 20.0, 30.0]
@@ -370,7 +370,7 @@ def test_clients_that_go_for_good_end_the_run_after_what_they_did() -> None:
 def test_what_was_done_before_clients_went_can_be_finished(tmp_path: Path) -> None:
     setup: dict[str, Any] = {"rounds": 9, "checkpoint_every": 100}
     coordinator, _, _ = silent([10], Buffered(1, 1), Recorded([0.0, 35.0]), folder=str(tmp_path), **setup)
-    with pytest.raises(Deserted):
+    with pytest.raises(NoClientsLeftError):
         list(coordinator.run())
     (last,) = sorted((tmp_path / "checkpoints").iterdir())[-1:]
     again, _, _ = silent([10], Buffered(1, 1), Recorded([0.0, 35.0]), rounds=3, resume=str(last))

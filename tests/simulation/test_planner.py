@@ -235,12 +235,12 @@ class Script:
 @pytest.mark.parametrize(
     ("action", "text"),
     [
-        (Aggregate([]), "at least one job, and none twice"),
-        (Aggregate([0, 0]), "at least one job, and none twice"),
-        (Aggregate([7]), r"wants to aggregate jobs that are not there: \[7\]"),
-        (Discard([]), "discards nothing, again and again"),
-        (Discard([9]), r"wants to discard jobs that are not there: \[9\]"),
-        (None, "returned None, which is no action"),
+        (Aggregate([]), r"Aggregate needs .*, got \["),
+        (Aggregate([0, 0]), r"Aggregate needs .*, got \["),
+        (Aggregate([7]), r"cannot aggregate jobs \[7\]"),
+        (Discard([]), r"Discard\(\[\]\)"),
+        (Discard([9]), r"cannot discard jobs \[9\]"),
+        (None, "decide returned None"),
     ],
 )
 def test_a_schedule_that_contradicts_itself_is_told_so(action: Any, text: str) -> None:
@@ -254,7 +254,7 @@ def test_a_schedule_that_waits_for_nothing_is_told_so() -> None:
         def decide(self, view: View) -> Action:
             return Wait()
 
-    with pytest.raises(RuntimeError, match="schedule Idle waits although no client is at work"):
+    with pytest.raises(RuntimeError, match=r"^schedule Idle: decide returned Wait"):
         planner(Idle(Wait()), Ideal(), 0, [5] * 4).next_aggregation()
 
 
@@ -268,7 +268,7 @@ def test_a_job_may_not_overtake_an_earlier_one_of_its_client() -> None:
                 return Aggregate([view.arrived[-1].number])
             return Dispatch(1) if not view.running else Wait()
 
-    with pytest.raises(RuntimeError, match="lets client 0's job 4 overtake an earlier one"):
+    with pytest.raises(RuntimeError, match="job 4 of client 0"):
         planner(Newest(Wait(), concurrency=1), Ideal(), 0, [5]).next_aggregation()
 
 
@@ -464,7 +464,7 @@ def test_tiers_are_cut_by_the_time_of_a_first_job_and_not_by_speed_alone() -> No
 
 
 def test_only_jobs_that_are_lost_one_after_another_end_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("raysim.simulation.planner._IN_VAIN", 12)
+    monkeypatch.setattr("raysim.simulation.planner.MAX_CONSECUTIVE_LOST_JOBS", 12)
     plan = planner(Immediate(4), Ideal(50.0, dropout=0.3), 0, [1] * CLIENTS)
     found = steps(plan, 200)
     assert sum(len(step.lost) for step in found) > 40
