@@ -20,7 +20,7 @@ from raysim.api.declarations import Evaluation, Local, Participation, RunFacts, 
 from raysim.api.declare import Declarations
 from raysim.api.hooked_method import HookedMethod, OldSetup
 from raysim.api.local_job import LocalJob
-from raysim.api.messages import Job, SingleUpdate, Trained
+from raysim.api.messages import Job, TrainingResult, Update
 from raysim.api.method import Method
 from raysim.api.private_state import PrivateState
 from raysim.api.server_view import Aggregation
@@ -186,10 +186,7 @@ def step_of(vector: Vector, methods: Sequence[Method], *others: Any, **settings:
 
 def views(ctx: Context, declarations: Declarations) -> dict[str, Any]:
     """Return what the hooks of each method see of a job."""
-    return {
-        each.method: ctx if each.full_names else LocalJob(ctx, each.method)
-        for each in declarations.methods
-    }
+    return {each.method: ctx if each.full_names else LocalJob(ctx, each.method) for each in declarations.methods}
 
 
 def private(methods: Mapping[str, Tensor]) -> PrivateState[Tensor]:
@@ -207,9 +204,7 @@ def taking_part(
     spec = spec or run_spec()
     declarations = declare_run(spec)
     filled = frozenset(hook for each in declarations.methods for hook in each.hooks)
-    facts = RunFacts(
-        spec.task, declarations.layout, int(np.count_nonzero(spec.data.partition.train.counts)), filled
-    )
+    facts = RunFacts(spec.task, declarations.layout, int(np.count_nonzero(spec.data.partition.train.counts)), filled)
     return Participation(version, samples, trained, earlier, accepted, facts)
 
 
@@ -228,12 +223,12 @@ class Silent(InProcess):
         jobs, groups = args[:2]
         assert not groups, "ask for single updates with a method that weighs"
         self.jobs += jobs
-        return [Trained(tuple(self._update(job) for job in jobs))]
+        return [TrainingResult(tuple(self._update(job) for job in jobs))]
 
-    def _update(self, job: Job) -> SingleUpdate:
+    def _update(self, job: Job) -> Update:
         samples = int(self.counts[job.client])
         delta, counters = np.zeros(self.shared, np.float32), np.empty(0, np.int64)
-        return SingleUpdate(job.number, job.client, job.version, samples, samples, 1, 0.0, 0.0, counters, delta=delta)
+        return Update(job.number, job.client, job.version, samples, samples, 1, 0.0, 0.0, counters, delta=delta)
 
 
 @dataclass(frozen=True)
