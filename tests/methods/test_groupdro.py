@@ -15,9 +15,8 @@ import torch.nn.functional as F
 from tiny_runs import BUFFER, ROUNDS, run, run_spec, tiny
 from torch import Tensor
 
-from raysim.api.context import Batch, Context
+from raysim.api.context import Batch
 from raysim.api.declarations import Local
-from raysim.api.hooked_method import HookedMethod
 from raysim.api.method import Method
 from raysim.api.server_view import Aggregation
 from raysim.methods.dann import Dann
@@ -33,12 +32,11 @@ LOG_WEIGHTS = "groupdro.log_weights"
 LOCAL = Local(lr=0.05, momentum=0.9, batch=8, epochs=2)
 
 
-class Watch(HookedMethod):
+class Watch(Method):
     """Keeps what the server saw and knew at every aggregation, and what the received model makes of first batches."""
 
     name = "watch"
     paper = "a test"
-    needs_single_updates = True
 
     def __init__(self) -> None:
         self.clients: list[list[int]] = []
@@ -51,13 +49,18 @@ class Watch(HookedMethod):
         self.first: dict[tuple[int, int], float] = {}
         self.batch_means: dict[tuple[int, int], float] = {}
 
-    def start(self, server: Any) -> None:
-        self.log_weights.append(server.state[LOG_WEIGHTS].clone())
-        self.vectors.append(server.vector)
+    def setup(self, run: Any) -> None:
+        run.read_updates()
+        run.server_state("start", self._note_start)
 
-    def finish(self, ctx: Context) -> None:
-        assert ctx.losses is not None
-        self.batch_means[ctx.client, ctx.version] = float(ctx.losses.mean())
+    def _note_start(self, server: Any) -> Tensor:
+        self.log_weights.append(server._server.state[LOG_WEIGHTS].clone())
+        self.vectors.append(server.vector)
+        return torch.zeros(0)
+
+    def end(self, job: Any) -> None:
+        assert job.losses is not None
+        self.batch_means[job.client, job.version] = float(job.losses.mean())
 
     def absorb(self, aggregation: Aggregation, server: Any) -> None:
         updates = aggregation.updates
@@ -65,15 +68,15 @@ class Watch(HookedMethod):
         self.losses.append(torch.tensor([update.extras["groupdro.loss"].item() for update in updates]).double())
         self.means.append([self.batch_means[update.client, update.version] for update in updates])
         self.deltas.append(torch.stack(list(aggregation.deltas)))
-        self.log_weights.append(server.state[LOG_WEIGHTS].log_softmax(0))
+        self.log_weights.append(server._server.state[LOG_WEIGHTS].log_softmax(0))
         self.weights.append(torch.tensor(aggregation.weights, dtype=torch.float64))
         self.vectors.append(server.vector)
 
-    def transform(self, ctx: Context, batch: Batch) -> Batch:
-        if ctx.step == 0:
+    def batch(self, job: Any, batch: Batch) -> Batch:
+        if job.step == 0:
             with torch.no_grad():
-                loss = F.cross_entropy(ctx.model(batch.inputs), batch.targets)
-            self.first[ctx.client, ctx.version] = loss.item()
+                loss = F.cross_entropy(job.model(batch.inputs), batch.targets)
+            self.first[job.client, job.version] = loss.item()
         return batch
 
 
