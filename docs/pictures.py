@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 from raysim.results.theme import LIGHT, page_theme
 from raysim.simulation.device_classes import DeviceClasses
 from raysim.simulation.fleet import Devices, Fleet, Ideal, Lognormal
-from raysim.simulation.planner import Load, Planner, Step
+from raysim.simulation.planner import Load, PlannedAggregation, Planner
 from raysim.simulation.schedule import Buffered, Deadline, Immediate, Oversample, Schedule, Synchronous, Tiered
 
 FOLDER = Path(__file__).parent / "pictures"
@@ -37,22 +37,22 @@ def devices(fleet: Fleet, clients: int) -> Devices:
     return fleet.devices(SEED, clients, lambda: FLOPS)
 
 
-def planned(schedule: Schedule, fleet: Fleet, clients: int, until: float) -> list[Step]:
+def planned(schedule: Schedule, fleet: Fleet, clients: int, until: float) -> list[PlannedAggregation]:
     """The steps of a run up to some virtual second."""
     counts = np.full(clients, SAMPLES)
     load = Load(SAMPLES, FLOATS, FLOATS)
     planner = Planner(schedule, devices(fleet, clients), SEED, counts, lambda *_: load, fleet.patience)
-    steps: list[Step] = []
+    steps: list[PlannedAggregation] = []
     while not steps or steps[-1].now < until:
-        steps.append(planner.step())
+        steps.append(planner.next_aggregation())
     return steps
 
 
-def bars(ax: Axes, steps: list[Step], until: float) -> None:
+def bars(ax: Axes, steps: list[PlannedAggregation], until: float) -> None:
     """Who was at work when, coloured by what became of the job; a line for each aggregation."""
     jobs = {job.number: job for step in steps for job in step.dispatched}
-    stale = {each.number: each.staleness for step in steps for each in step.taken}
-    gone = {number for step in steps for number in step.discarded}
+    stale = {job.number: step.version - job.version for step in steps for job in step.aggregated}
+    gone = {job.number for step in steps for job in step.discarded}
     for number, job in jobs.items():
         unused = number in gone or number not in stale
         colour = "#c9ced3" if unused else SCALE[min(stale[number], len(SCALE) - 1)]
@@ -115,7 +115,7 @@ def staleness() -> Figure:
         for size in sizes:
             steps = planned(Buffered(size, 5), Lognormal(speed=100.0, sigma=sigma), 400, 120.0)[20:]
             pace.append(len(steps) / (steps[-1].now - steps[0].now))
-            late.append(np.percentile([each.staleness for step in steps for each in step.taken], 90))
+            late.append(np.percentile([staleness for step in steps for staleness in step.staleness], 90))
         left.plot(sizes, pace, "o-", color=colour, label=f"fleet.sigma={sigma}")
         right.plot(sizes, late, "o-", color=colour)
     left.set(ylabel="aggregations a virtual second", title="schedule=buffered schedule.size=5")

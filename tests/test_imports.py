@@ -6,8 +6,10 @@ import ast
 import re
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
+import grimp
 import pytest
 
 PACKAGE = Path(__file__).parent.parent / "raysim"
@@ -69,3 +71,31 @@ def test_no_attribute_of_rays_objects_is_replaced(path: str) -> None:
 @pytest.mark.parametrize("text", ["ray._private.node", "import_module('ray._private')", "ray.tune._x", "ray._raylet"])
 def test_private_names_of_ray_are_recognised(text: str) -> None:
     assert PRIVATE.search(text)
+
+
+def import_circles(imports: Mapping[str, set[str]]) -> list[set[str]]:
+    """Return the sets of modules that import each other, directly or through others of the set."""
+    reachable = {module: set(imported) for module, imported in imports.items()}
+    for between in imports:
+        for module in imports:
+            if between in reachable[module]:
+                reachable[module] |= reachable[between]
+    circles: list[set[str]] = []
+    for module in sorted(imports):
+        circle = {other for other in reachable[module] if module in reachable[other]}
+        if circle and circle not in circles:
+            circles.append(circle)
+    return circles
+
+
+def test_import_circles_finds_direct_and_indirect_ones() -> None:
+    imports = {"a": {"b"}, "b": {"c"}, "c": {"a", "d"}, "d": {"e"}, "e": {"d"}, "f": {"a"}, "g": set[str]()}
+    assert import_circles(imports) == [{"a", "b", "c"}, {"d", "e"}]
+
+
+def test_no_modules_import_each_other() -> None:
+    """Imports for type checkers and imports inside functions count."""
+    graph = grimp.build_graph("raysim", cache_dir=None)
+    imports = {module: graph.find_modules_directly_imported_by(module) for module in graph.modules}
+    assert {"raysim.simulation.coordinator"} < imports.keys()
+    assert import_circles(imports) == []

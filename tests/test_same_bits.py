@@ -17,7 +17,7 @@ from raysim.methods.fedbuff import FedBuff
 from raysim.methods.fedopt import FedAdam
 from raysim.methods.mixup import Mixup
 from raysim.methods.scaffold import Scaffold
-from raysim.simulation.coordinator import Finished, Round
+from raysim.simulation.events import Finished, Round
 from raysim.simulation.fleet import Ideal, Lognormal
 from raysim.simulation.schedule import Buffered, Synchronous
 

@@ -20,7 +20,7 @@ from raysim.api.declarations import Evaluation, Local, Participation, RunFacts, 
 from raysim.api.declare import Declarations
 from raysim.api.hooked_method import OldSetup
 from raysim.api.local_job import LocalJob
-from raysim.api.messages import Job, SingleUpdate, Trained
+from raysim.api.messages import Job, TrainingResult, Update
 from raysim.api.method import Method
 from raysim.api.private_state import PrivateState
 from raysim.api.server_view import Aggregation, ServerView
@@ -223,12 +223,12 @@ class Silent(InProcess):
         jobs, groups = args[:2]
         assert not groups, "ask for single updates with a method that weighs"
         self.jobs += jobs
-        return [Trained(tuple(self._update(job) for job in jobs))]
+        return [TrainingResult(tuple(self._update(job) for job in jobs))]
 
-    def _update(self, job: Job) -> SingleUpdate:
+    def _update(self, job: Job) -> Update:
         samples = int(self.counts[job.client])
         delta, counters = np.zeros(self.shared, np.float32), np.empty(0, np.int64)
-        return SingleUpdate(job.number, job.client, job.version, samples, samples, 1, 0.0, 0.0, counters, delta=delta)
+        return Update(job.number, job.client, job.version, samples, samples, 1, 0.0, 0.0, counters, delta=delta)
 
 
 @dataclass(frozen=True)

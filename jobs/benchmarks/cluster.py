@@ -29,7 +29,7 @@ from jobs.benchmarks.arguments import parser, read
 from jobs.benchmarks.scale import Case as Load, Ready, spec_of
 from jobs.command import run
 from raysim.api.declarations import Evaluation
-from raysim.api.messages import Published, SingleUpdate, Trained
+from raysim.api.messages import Published, TrainingResult, Update
 from raysim.api.method import Method
 from raysim.api.setup import Setup
 from raysim.primitives.checks import at_least
@@ -127,7 +127,7 @@ class Counted:
     def get(self, ref: Any) -> Any:
         """See `Runtime`."""
         value = self._inner.get(ref)
-        if isinstance(value, (Trained, np.ndarray)):
+        if isinstance(value, (TrainingResult, np.ndarray)):
             arrays = _arrays(value)
             self.counts["arrays"] += len(arrays)
             self.counts["up"] += sum(array.nbytes for array in arrays if hash(ref) in self._homes)
@@ -142,11 +142,11 @@ class Counted:
         self._inner.revive(host)
 
 
-def _arrays(value: Trained | np.ndarray) -> list[np.ndarray]:
+def _arrays(value: TrainingResult | np.ndarray) -> list[np.ndarray]:
     if isinstance(value, np.ndarray):
         return [value]
-    alone = [outcome.delta for outcome in value.outcomes if isinstance(outcome, SingleUpdate)]
-    return [part.total for part in value.sums] + alone
+    deltas = [update.delta for update in value.updates if isinstance(update, Update)]
+    return [*value.sums.values(), *(delta for delta in deltas if delta is not None)]
 
 
 @dataclass(frozen=True)
@@ -199,7 +199,7 @@ def measure(spec: RunSpec, runtime: Any, cohort: int, way: str, rounds: int) -> 
     clock.watch(coordinator, "_publish", "publish")
     clock.watch(coordinator.dispatcher, "submit", "dispatch")
     clock.watch(coordinator.dispatcher, "collect", "wait")
-    clock.watch(coordinator.dispatcher, "_combined", "add up", outer="wait")
+    clock.watch(coordinator.dispatcher, "combine_sums", "add up", outer="wait")
     clock.watch(coordinator.server, "step", "step")
     marks = []
     for event in coordinator.run():

@@ -84,10 +84,10 @@ def _rate(name: str, fleet: str, kind: Fleet, seconds: float) -> Rate:
     counts = 5 + np.arange(CLIENTS) * 7 % 11
     before, began = _resident(), time.process_time()
     planner = Planner(SCHEDULES[name], kind.devices(0, CLIENTS, lambda: 1.0), 0, counts, _load)
-    planner.step()
+    planner.next_aggregation()
     ready, earlier = time.process_time(), planner.dispatched
     while planner.dispatched == earlier or time.process_time() - ready < seconds:
-        planner.step()
+        planner.next_aggregation()
     rate = 2 * (planner.dispatched - earlier) / (time.process_time() - ready)
     return Rate(name, fleet, ready - began, rate, max(0, _resident() - before))
 

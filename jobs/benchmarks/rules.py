@@ -20,7 +20,7 @@ from jobs.benchmarks.arguments import parser, read
 from jobs.command import run
 from raysim.api.declarations import Local, Task
 from raysim.api.declare import RunSettingsForMethods, declare
-from raysim.api.messages import SingleUpdate
+from raysim.api.messages import Update
 from raysim.api.method import Method
 from raysim.api.server_view import Aggregation, ServerView
 from raysim.commands.bench.steps import Measured, measure_pairs, report
@@ -58,7 +58,7 @@ def principal_and_loop() -> tuple[float, float]:
     layout, generator = declarations.layout, stream(0, "bench")
     counters = np.empty(0, np.int64)
     deltas = [generator.random(layout.shared, np.float32) for _ in range(50)]
-    updates = [SingleUpdate(i, i, 0, 100, 100, 1, 1.0, 0.0, counters, delta=delta) for i, delta in enumerate(deltas)]
+    updates = [Update(i, i, 0, 100, 100, 1, 1.0, 0.0, counters, delta=delta) for i, delta in enumerate(deltas)]
     tensors = [torch.from_numpy(delta) for delta in deltas]
     aggregation = Aggregation(updates, tensors, [100.0] * 50, [0] * 50, {})
     start = torch.zeros(layout.shared), torch.empty(0, dtype=torch.int64)
@@ -90,9 +90,9 @@ def accumulate(deltas: Sequence[np.ndarray], weight: float) -> torch.Tensor:
     return total
 
 
-def seconds_per_loop(updates: Sequence[SingleUpdate]) -> float:
+def seconds_per_loop(updates: Sequence[Update]) -> float:
     """Time a step by the weighted mean as a plain loop computes it."""
-    deltas = [update.delta for update in updates]
+    deltas = [update.delta for update in updates if update.delta is not None]
     vector = torch.zeros(len(deltas[0]))
 
     def step() -> None:
@@ -102,7 +102,7 @@ def seconds_per_loop(updates: Sequence[SingleUpdate]) -> float:
     return _median_seconds(step)
 
 
-def seconds_per_rule(updates: Sequence[SingleUpdate], *methods: Method) -> float:
+def seconds_per_rule(updates: Sequence[Update], *methods: Method) -> float:
     """Time the server's step on single updates, once its states exist."""
     counts = np.full(COHORT, 100)
     task = Task((3, 32, 32), 10, COHORT)
@@ -114,13 +114,13 @@ def seconds_per_rule(updates: Sequence[SingleUpdate], *methods: Method) -> float
     current = list(updates)
 
     def step() -> None:
-        server.step(current, [], [0] * COHORT, {})
+        server.step(current, {}, [0] * COHORT, {})
         current[:] = [replace(update, version=server.version) for update in current]
 
     return _median_seconds(step)
 
 
-def _updates() -> list[SingleUpdate]:
+def _updates() -> list[Update]:
     layout = plan_layout({"model": ResNet(18).build((3, 32, 32), 10, 0)})
     generator = stream(0, "bench")
     extras: dict[str, np.ndarray] = {
@@ -131,7 +131,7 @@ def _updates() -> list[SingleUpdate]:
     updates = []
     for i in range(COHORT):
         delta = generator.random(layout.shared, np.float32)
-        updates.append(SingleUpdate(i, i, 0, 100, 100, 1, 1.0, 0.0, counters, extras, delta=delta))
+        updates.append(Update(i, i, 0, 100, 100, 1, 1.0, 0.0, counters, extras, delta=delta))
     return updates
 
 

@@ -23,7 +23,7 @@ import torch
 from jobs.benchmarks.arguments import parser, read
 from jobs.command import run
 from raysim.api.declarations import Evaluation
-from raysim.api.messages import Job, Published, SingleUpdate, Sum, SummedUpdate, Trained
+from raysim.api.messages import Job, Published, TrainingResult, Update
 from raysim.data.federated import federate
 from raysim.data.partition import CSR, IID, Partition
 from raysim.data.sources import Synthetic
@@ -113,16 +113,16 @@ class Ready(Combiner):
 
     def train(
         self, jobs: Sequence[Job], groups: Sequence[tuple[int, ...]], versions: int, *published: Published
-    ) -> Trained:
+    ) -> TrainingResult:
         """See `Host`."""
         summed = {number for group in groups for number in group}
-        outcomes = tuple(self._update(job, alone=job.number not in summed) for job in jobs)
-        return Trained(outcomes, tuple(Sum(group, self._array()) for group in groups), self.name)
+        updates = tuple(self._update(job, alone=job.number not in summed) for job in jobs)
+        return TrainingResult(updates, {group: self._array() for group in groups}, self.name)
 
-    def _update(self, job: Job, alone: bool) -> SingleUpdate | SummedUpdate:
+    def _update(self, job: Job, alone: bool) -> Update:
         samples = int(self._counts[job.client])
         known = (job.number, job.client, job.version, samples, samples, 1, 0.0, 0.0, np.empty(0, np.int64))
-        return SingleUpdate(*known, delta=self._array()) if alone else SummedUpdate(*known)
+        return Update(*known, delta=self._array() if alone else None)
 
     def _array(self) -> np.ndarray:
         self._next = (self._next + 1) % len(self._arrays)
@@ -134,7 +134,7 @@ class Long(Ready):
 
     def train(
         self, jobs: Sequence[Job], groups: Sequence[tuple[int, ...]], versions: int, *published: Published
-    ) -> Trained:
+    ) -> TrainingResult:
         """See `Host`."""
         return replace(super().train(jobs, groups, versions, *published), busy=float(len(jobs)))
 
@@ -159,8 +159,8 @@ class Fleet:
 
     def get(self, ref: Any) -> Any:
         """See `Runtime`."""
-        if isinstance(value := self._few.get(ref), Trained):
-            alone = sum(isinstance(outcome, SingleUpdate) for outcome in value.outcomes)
+        if isinstance(value := self._few.get(ref), TrainingResult):
+            alone = sum(isinstance(update, Update) and update.delta is not None for update in value.updates)
             self.arrays += len(value.sums) + alone
         return value
 

@@ -1,14 +1,14 @@
-"""What travels between coordinator and hosts: frozen dataclasses of numbers and NumPy arrays.
+"""Messages between coordinator and workers: immutable objects of numbers and NumPy arrays.
 
-`Job` goes to a host; an `Update` or a `Failure` comes back, alone or summed into a `Sum`; `Report` is an evaluation.
-Private state is in none of them: it returns beside the update, as an object of its own.
+A `Job` is dispatched, and an `Update` or a `Failure` comes back. A `Task` is a piece of an evaluation,
+and a `Report` comes back. Client state is in none of them: it returns next to the update, as an object of its own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +19,8 @@ from raysim.data.partition import Floats, Ints
 Arrays: TypeAlias = Mapping[str, np.ndarray]
 Reals: TypeAlias = NDArray[np.float32] | Floats
 Bools: TypeAlias = NDArray[np.bool_]
+# The unnormalised weighted sums of deltas, [layout.shared] each, by the numbers of the jobs in each sum.
+GroupSums: TypeAlias = Mapping[tuple[int, ...], np.ndarray]
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,23 +58,33 @@ class Published:
         return self.vector.nbytes + self.counters.nbytes + sum(array.nbytes for array in self.extras.values())
 
 
-@dataclass(frozen=True)
-class Job:
-    """One participation of one client."""
+class Job(NamedTuple):
+    """One local training of one client, as it is planned on virtual time and dispatched to a worker.
+
+    The planner makes it. The coordinator adds `weight`, `probe` and `extras` once the base version exists, and
+    `state` when the job goes to a worker.
+    """
 
     number: int  # position in the run's order of dispatch
     client: int
     participation: int  # how often this client was dispatched before
     version: int  # the base version: aggregations made when it was dispatched
-    state: int  # number of the job whose private state it starts from; -1 for the initial state
-    weight: float  # raw weight in a plain weighted sum
+    state: int = -1  # number of the job that left the client state it starts from; -1: the initial state
+    weight: float = 1.0  # raw weight in a plain weighted sum
     probe: bool = False  # whether the trained model is probed before it is averaged
-    extras: Arrays = field(default_factory=dict)  # what this client alone receives
+    extras: Mapping[str, np.ndarray] = {}  # what this client alone receives
+    pool: int = -1  # the pool that its client was drawn from; -1: all clients
+    start: float = 0.0  # virtual seconds
+    finish: float = 0.0  # virtual seconds at which the update arrives or the client is lost
+    arrives: bool = True  # False: it is lost at `finish`
+    work: float = 0.0  # samples, extra passes counted
+    down: int = 0  # floats that its client receives
+    up: int = 0  # floats that its client sends
 
 
 @dataclass(frozen=True)
 class Update:
-    """What a client sends besides its delta; every update is a `SingleUpdate` or a `SummedUpdate`."""
+    """What a client's job sends back."""
 
     job: int
     client: int
@@ -81,7 +93,7 @@ class Update:
     trained: int  # samples it really trained on, epochs counted
     steps: int
     loss: float  # mean over the rows of the iterations with the task loss; nan without one
-    seconds: float  # wall time on its host; never decides anything
+    seconds: float  # wall time on its worker; never decides anything
     counters: np.ndarray  # [layout.shared_counters]
     extras: Arrays = field(default_factory=dict)
     # Stretches [start, stop) of the shared parameters, and the sum of the learning rates of the steps made there.
@@ -90,6 +102,8 @@ class Update:
     report: Mapping[str, float] = field(default_factory=dict)
     probe: Probe | None = None
     loss_rows: int = 0  # rows that `loss` was computed on, epochs counted
+    # [layout.shared] trained minus received; None: the worker has added it to the sum of a group of jobs.
+    delta: np.ndarray | None = field(default=None, kw_only=True)
 
     @property
     def floats(self) -> int:
@@ -98,20 +112,11 @@ class Update:
 
 
 @dataclass(frozen=True)
-class SingleUpdate(Update):
-    """An update that comes with its delta."""
-
-    delta: np.ndarray = field(kw_only=True)  # [layout.shared] trained minus received
-
-
-@dataclass(frozen=True)
-class SummedUpdate(Update):
-    """An update whose delta the host has already added to a `Sum`."""
-
-
-@dataclass(frozen=True)
 class Failure:
-    """A client that raised or returned something that is not finite. It has weight 0."""
+    """A job that raised, or whose result is not finite. It has weight 0.
+
+    A type of its own, so that no rule of the server can mistake it for an update: it has nothing to aggregate.
+    """
 
     job: int
     client: int
@@ -122,32 +127,16 @@ class Failure:
     traceback: str = ""
 
 
-Outcome: TypeAlias = SingleUpdate | SummedUpdate | Failure
-
-
 @dataclass(frozen=True)
-class Sum:
-    """Unnormalised weighted sum of the deltas of consecutive accepted clients, in the order of acceptance.
+class TrainingResult:
+    """What one call to a worker returns: it is about the call and the worker, not about a single job."""
 
-    They are one group, or (of the first sum of an aggregation) all groups up to some place, added one after another.
-    """
-
-    jobs: tuple[int, ...]
-    total: np.ndarray  # [layout.shared] sum of weight * delta
-
-
-@dataclass(frozen=True)
-class Trained:
-    """What one call to a host returns: an outcome per job, in order, and the sums made there."""
-
-    outcomes: tuple[Outcome, ...]
-    sums: tuple[Sum, ...] = ()
+    updates: tuple[Update | Failure, ...]  # one per job, in order
+    sums: GroupSums = field(default_factory=dict)
     host: str = ""
-    busy: float = 0.0  # seconds that this host has worked since it last said so; never decides anything
-    states: tuple[int, ...] = ()  # bytes of the private state that each job left
-    device: float | None = (
-        None  # the share of the last moments in which the host's GPU was at work, where that is known
-    )
+    busy: float = 0.0  # seconds of work of this worker since its last answer; never decides anything
+    states: tuple[int, ...] = ()  # bytes of the client state that each job left
+    device: float | None = None  # share of the last moments in which the GPU was at work; None: unknown
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from raysim.api.composition import HOOKS, check_names, suspicious_methods
-from raysim.api.messages import SingleUpdate, Trained
+from raysim.api.messages import TrainingResult
 from raysim.api.method import Method, parameters
 from raysim.api.private_state import flat
 from raysim.conformance import agreement
@@ -106,8 +106,8 @@ def _watched(make: Make, schedule: Schedule, fleet: Fleet | None) -> Seen:
     uploads = {name for update in spy.updates for name in update.extras}
     kept = [(key, _bytes(value)) for state in spy.states for key, value in flat(state).items() if key not in uploads]
     sent = {_bytes(array) for update in spy.updates for array in update.extras.values()}  # on purpose
-    moved = [_bytes(update.delta) for update in spy.updates if isinstance(update, SingleUpdate)]  # as every run sends
-    moved += [_bytes(part.total) for trained in spy.trained for part in trained.sums]
+    moved = [_bytes(update.delta) for update in spy.updates if update.delta is not None]  # as every run sends
+    moved += [_bytes(total) for result in spy.trained for total in result.sums.values()]
     secrets = [(key, value) for key, value in kept if len(set(value)) > LEAST and value not in sent]
     secrets = [(key, value) for key, value in secrets if not any(_is_most_of(value, update) for update in moved)]
     return Seen(found, spy, uploads, personal, secrets)
@@ -121,9 +121,9 @@ def _keeps(seen: Seen, names: set[str]) -> None:
         assert name.partition(".")[0] in names, f"the upload {name!r} must begin with its method's name and a dot"
     for update in seen.spy.updates:
         assert set(update.extras) == seen.uploads, "every update of a method carries the same uploads"
-        assert not isinstance(update, SingleUpdate) or update.delta.shape == (layout.shared,)
+        assert update.delta is None or update.delta.shape == (layout.shared,)
         assert update.counters.shape == (layout.shared_counters,)
-    assert all(part.total.shape == (layout.shared,) for trained in seen.spy.trained for part in trained.sums)
+    assert all(total.shape == (layout.shared,) for result in seen.spy.trained for total in result.sums.values())
     for trained in seen.spy.trained:
         message = pickle.dumps(trained)
         if key := next((key for key, secret in seen.secrets if secret in message), ""):
@@ -134,10 +134,10 @@ def _keeps(seen: Seen, names: set[str]) -> None:
             )
 
 
-def _place(trained: Trained, secrets: list[bytes]) -> str:
+def _place(result: TrainingResult, secrets: list[bytes]) -> str:
     """The part of a message that holds one of the secrets."""
-    for part in (*trained.outcomes, *trained.sums):
-        for name, value in vars(part).items():
+    for part in (*map(vars, result.updates), {"sums": result.sums}):
+        for name, value in part.items():
             if any(secret in pickle.dumps(value) for secret in secrets):
                 return f"`{name}`"
     return "a part"
@@ -159,7 +159,7 @@ def _costs(seen: Seen, pooled: bool) -> None:
         assert row["floats_down"] is None and row["floats_up"] is None
         return
     once = sum(array.size for array in spy.kept.values())
-    planned = {job.number: job for step in seen.run.steps for job in step.dispatched}
+    planned = {job.number: job for each in seen.run.aggregations for job in each.dispatched}
     for job, published in spy.sent:
         first = once if job.participation == 0 else 0
         received = published.floats + sum(map(np.size, job.extras.values())) + first

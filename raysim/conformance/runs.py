@@ -12,7 +12,7 @@ import numpy as np
 from torch import nn
 
 from raysim.api.declarations import Local
-from raysim.api.messages import Failure, Job, Published, Trained, Update
+from raysim.api.messages import Failure, Job, Published, TrainingResult, Update
 from raysim.api.method import Method
 from raysim.api.private_state import StoredState
 from raysim.data.federated import FederatedData, federate
@@ -22,9 +22,9 @@ from raysim.models import Mlp, ModelRecipe
 from raysim.models.classifier import Shape
 from raysim.runtime.inprocess import InProcess
 from raysim.simulation.coordinator import Coordinator
-from raysim.simulation.events import Finished, JobEnd, Round, Row
+from raysim.simulation.events import Finished, JobRecord, Round, Row
 from raysim.simulation.fleet import Fleet, Lognormal
-from raysim.simulation.planner import Step
+from raysim.simulation.planner import PlannedAggregation
 from raysim.simulation.runtime import Runtime
 from raysim.simulation.schedule import Buffered, Schedule, Synchronous
 from raysim.training.host import Host
@@ -110,8 +110,8 @@ class Ran:
     finished: Finished
     rows: list[Row]
     failures: list[Failure] = field(default_factory=list)
-    jobs: list[JobEnd] = field(default_factory=list)
-    steps: list[Step] = field(default_factory=list)  # as they were planned
+    jobs: list[JobRecord] = field(default_factory=list)
+    aggregations: list[PlannedAggregation] = field(default_factory=list)  # as they were planned
 
     @property
     def participations(self) -> dict[int, int]:
@@ -120,8 +120,8 @@ class Ran:
         return {client: int(counts[client]) for client in np.flatnonzero(counts).tolist()}
 
     @property
-    def under_way(self) -> set[int]:
-        """Numbers of the jobs that were neither aggregated nor dropped."""
+    def in_flight(self) -> set[int]:
+        """Numbers of the jobs that had not ended when the run did."""
         planner = self.coordinator.planner
         return {*planner.running, *(job.number for job in planner.arrived)}
 
@@ -168,20 +168,20 @@ def coordinate(
 
 def ran(coordinator: Coordinator) -> Ran:
     """Run to the end."""
-    steps: list[Step] = []
-    make = coordinator.planner.step
+    aggregations: list[PlannedAggregation] = []
+    plan = coordinator.planner.next_aggregation
 
-    def step() -> Step:
-        steps.append(make())
-        return steps[-1]
+    def next_aggregation() -> PlannedAggregation:
+        aggregations.append(plan())
+        return aggregations[-1]
 
-    coordinator.planner.step = step  # type: ignore[method-assign]
+    coordinator.planner.next_aggregation = next_aggregation  # type: ignore[method-assign]
     events = list(coordinator.run())
     rounds = [event for event in events if isinstance(event, Round)]
     failures = [failure for event in rounds for failure in event.failures]
     jobs = [job for event in rounds for job in event.jobs]
     assert isinstance(events[-1], Finished)
-    return Ran(coordinator, events[-1], coordinator.rows, failures, jobs, steps)
+    return Ran(coordinator, events[-1], coordinator.rows, failures, jobs, aggregations)
 
 
 def run(spec: RunSpec, schedule: Schedule = ROUNDS, fleet: Fleet | None = None, **settings: Any) -> Ran:
@@ -195,7 +195,7 @@ class Spy(InProcess):
     def __init__(self, spec: RunSpec):
         super().__init__(Host(spec))
         self.sent: list[tuple[Job, Published]] = []
-        self.trained: list[Trained] = []
+        self.trained: list[TrainingResult] = []
         self.states: list[StoredState] = []
         self.contributed: list[Mapping[str, np.ndarray]] = []
         self.kept: Mapping[str, np.ndarray] = {}
@@ -217,7 +217,7 @@ class Spy(InProcess):
     @property
     def updates(self) -> list[Update]:
         """All updates, in the order in which they were trained."""
-        return [outcome for trained in self.trained for outcome in trained.outcomes if isinstance(outcome, Update)]
+        return [update for result in self.trained for update in result.updates if isinstance(update, Update)]
 
 
 def several(spec: RunSpec, count: int) -> InProcess:

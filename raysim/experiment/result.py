@@ -188,7 +188,7 @@ class _End:
         self.coordinator = Coordinator(spec, experiment.schedule, experiment.fleet, InProcess(self.host), resume=path)
         server = self.coordinator.server
         if path:
-            self.coordinator.restore()
+            self.coordinator.saver.restore()
             self.published = replace(server.published(), vector=server.scored().numpy())
         else:
             for name, view in self.coordinator.initial.named(server.vector, server.counters).items():

@@ -1,6 +1,6 @@
 """jobs.parquet: every job of a run on virtual time, a row each; a folder of Parquet files that are read as one table.
 
-Columns are the fields of `JobEnd`, in the order in which rounds ended them.
+Columns are the fields of `JobRecord`, in the order in which rounds ended them.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from raysim.primitives.files import whole
-from raysim.simulation.events import JobEnd
+from raysim.simulation.events import JobRecord
 
 JOBS = "jobs.parquet"
-FATES = ("aggregated", "failed", "discarded", "lost", "under way")
+FATES = ("aggregated", "failed", "discarded", "lost", "in flight")
 _CODES = {fate: code for code, fate in enumerate(FATES)}
-_KINDS = dict.fromkeys(JobEnd._fields, "i") | {"start": "d", "finish": "d", "fate": "b"}
+_KINDS = dict.fromkeys(JobRecord._fields, "i") | {"start": "d", "finish": "d", "fate": "b"}
 _PART = 1 << 18  # rows of a file, about; a checkpoint writes the last file anew, and no other one
 
 
 @dataclass(frozen=True)
 class Jobs:
-    """The jobs of a run, a value for each; see `JobEnd`. fate: positions in `FATES`."""
+    """The jobs of a run, a value for each; see `JobRecord`. fate: positions in `FATES`."""
 
     client: np.ndarray
     version: np.ndarray
@@ -117,9 +117,9 @@ class JobWriter:
             path.unlink()
         return writer
 
-    def add(self, jobs: Iterable[JobEnd]) -> None:
+    def add(self, jobs: Iterable[JobRecord]) -> None:
         """Of a round."""
-        columns = dict(zip(JobEnd._fields, zip(*jobs, strict=True), strict=False))
+        columns = dict(zip(JobRecord._fields, zip(*jobs, strict=True), strict=False))
         if not columns:
             return
         columns["fate"] = tuple(_CODES[fate] for fate in columns["fate"])

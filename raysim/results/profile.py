@@ -11,7 +11,7 @@ from raysim.primitives.spans import KINDS, Track
 from raysim.results.history import write_json
 from raysim.results.tables import aligned, columns_of, terminal_width
 from raysim.results.theme import INK, LIGHT, theme
-from raysim.simulation.profile import Profiled
+from raysim.simulation.events import Profiled
 
 PROFILE, TRACE, PICTURE = "profile.json", "trace.json", "profile.png"
 _COLUMNS = 5  # processes that a table has room for

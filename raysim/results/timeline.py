@@ -25,7 +25,7 @@ _WIDEST = 160  # jobs of the median duration that fit beside each other: a bar i
 _BINS = 120  # points of a curve over virtual time
 _SCALE = ("#3b8fc4", "#8f7fd0", "#d9669a", "#f08a24")  # fresh to stale; seen on light and dark pages
 _GREY, _RED = "#8a9299", "#e0483e"
-_UNUSED = {"discarded": (">", _GREY), "lost": ("x", _RED), "failed": ("D", _RED), "under way": ("", _GREY)}
+_UNUSED = {"discarded": (">", _GREY), "lost": ("x", _RED), "failed": ("D", _RED), "in flight": ("", _GREY)}
 
 
 def draw_timeline(jobs: Jobs, rows: Sequence[Row], path: Path, title: str) -> bool:

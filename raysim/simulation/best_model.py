@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -41,7 +41,7 @@ class BestModel:
     def __init__(self, criterion: Criterion):
         self.criterion = criterion
         self.round, self.value = 0, math.nan  # round 0: none so far
-        self.vector: Tensor | None = None  # None: none so far, or an earlier version of raysim did not keep them
+        self.vector: Tensor | None = None  # None: none so far
         self.counters: Tensor | None = None
 
     def take(self, row: Row, vector: Tensor, counters: Tensor) -> None:
@@ -87,8 +87,3 @@ class BestModel:
             self.vector, self.counters = vector, counters
         elif "vector" in arrays:
             self.vector, self.counters = (torch.from_numpy(np.array(arrays[key])) for key in ("vector", "counters"))
-
-    def restore_rows(self, rows: Sequence[Row]) -> None:
-        """Continue from a checkpoint of an earlier version of raysim, which has the scores and not the weights."""
-        for row in rows:
-            self._is_better(row)

@@ -37,6 +37,7 @@ from raysim.simulation.state_log import CLIENT, FILE, MOST, ByClient, Index
 MANIFEST, WRITER = "manifest.json", "writer"
 _RUN, _INDEX = "run.json", "index.safetensors"
 _NEEDED = {_RUN, "server.safetensors", _INDEX}
+FORMAT = 2  # of run.json; a checkpoint with another one cannot be continued
 _LOG = re.compile(r"log/(states|rows)-(\d+)\.(safetensors|json)")
 _ROWS = 4096  # rows of the history in a file
 
@@ -145,7 +146,7 @@ class Checkpoints:
             (f"server{f'-{number}' if number else ''}", part) for number, part in enumerate(_parts(snapshot.server))
         ]
         files = log | {
-            _RUN: _put_json(there, f"{folder}/{_RUN}", {**snapshot.numbers, **left}),
+            _RUN: _put_json(there, f"{folder}/{_RUN}", {"format": FORMAT, **snapshot.numbers, **left}),
             **{f"{name}.safetensors": _put(there, f"{folder}/{name}.safetensors", part) for name, part in parts},
             _INDEX: _put(there, f"{folder}/{_INDEX}", {"states": index.states, "files": index.files}),
         }
@@ -280,11 +281,8 @@ def _manifest(there: Store, folder: str) -> dict[str, str]:
     """The checksums of a checkpoint's files. Raises ValueError where they are not those that were written."""
     with there.local(f"{folder}/{MANIFEST}") as path:
         manifest = from_json(path.read_bytes())
-    if (
-        not isinstance(manifest, dict)
-        or not manifest.keys() >= _NEEDED
-        or any("/" in name and not _LOG.fullmatch(name) for name in manifest)
-    ):
+    known = isinstance(manifest, dict) and manifest.keys() >= _NEEDED
+    if not known or any("/" in name and not _LOG.fullmatch(name) for name in manifest):
         raise ValueError(f"{MANIFEST} does not name the files of a checkpoint")
     if manifest.pop(MANIFEST, None) != _own_digest(manifest):
         raise ValueError(f"{MANIFEST} does not have its own checksum")
@@ -323,6 +321,12 @@ def read(address: str | Path) -> Snapshot:
         raise ValueError(f"checkpoint {shown} is damaged ({wrong}); {instead}")
     files = _manifest(there, folder)
     numbers = _json(there, f"{folder}/{_RUN}")
+    written = numbers.pop("format", 1)
+    if written != FORMAT:
+        raise ValueError(
+            f"resume={shown}: the checkpoint has format {written}, and raysim {__version__} reads format {FORMAT}. "
+            "Start the run again, in another folder"
+        )
     if blocks := sorted(name for name in files if re.fullmatch(r"log/rows-\d+\.json", name)):
         numbers["rows"] = [row for name in blocks for row in _json(there, _path(folder, name))] + numbers["rows"]
     server = _mapped(there, [f"{folder}/{name}" for name in files if _is_part(name, "server")])

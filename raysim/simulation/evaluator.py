@@ -15,14 +15,14 @@ from typing import Literal, TypeAlias
 import numpy as np
 
 from raysim.api.declare import Declarations
-from raysim.api.messages import Published, Report, SingleUpdate, Task
+from raysim.api.messages import Published, Report, Task, Update
 from raysim.data.partition import CSR
 from raysim.methods.loss_decomposition import loss_decomposition
 from raysim.primitives.streams import stream
 from raysim.simulation.best_round import BestRounds
-from raysim.simulation.dispatcher import Call, Dispatcher
+from raysim.simulation.calls import Call, WorkerCalls
 from raysim.simulation.events import ClientScores, Row
-from raysim.simulation.private_states import PrivateStates
+from raysim.simulation.private_states import PrivateStates, StateUse
 from raysim.simulation.runtime import Ref, Runtime
 from raysim.simulation.server import Server
 from raysim.training.run_spec import RunSpec, evaluation_of
@@ -58,13 +58,13 @@ class Evaluator:
         spec: RunSpec,
         declarations: Declarations,
         runtime: Runtime,
-        dispatcher: Dispatcher,
+        calls: WorkerCalls,
         private: PrivateStates,
     ):
         self.spec, self.layout, self.runtime = spec, (layout := declarations.layout), runtime
         self.evaluation = evaluation_of(spec, declarations)
         self.rounds = spec.settings.rounds
-        self.dispatcher, self.private = dispatcher, private
+        self.calls, self.private = calls, private
         stays = any(e.personal and e.network == "model" for e in (*layout.entries, *layout.counters))
         self.complete = not stays  # whether the shared part alone is a model
         self.personal = stays or bool(declarations.filling("personalise"))  # whether every client has its own model
@@ -158,16 +158,16 @@ class Evaluator:
         parts = [[(host, own[part]) for part in self._parts(own)] for host, own in sorted(shares.items())]
         for wave in zip_longest(*parts):
             for call in calls:  # of states that lie on disk, no more is read before those are back
-                self.dispatcher.wait(call)
+                self.calls.wait(call)
             for host, own in filter(None, wave):
-                states = [(task.client, task.state) for task in own] if stateful else []
-                calls.append(self.dispatcher.call(host, "evaluate", own, published, states=states))
+                states = [StateUse(task.client, task.state) for task in own] if stateful else []
+                calls.append(self.calls.call(host, "evaluate", own, published, states=states))
         return calls
 
     def _parts(self, tasks: Sequence[Task]) -> Iterator[slice]:
         return self.private.parts([task.client for task in tasks])
 
-    def decompose(self, updates: Sequence[SingleUpdate], bases: Mapping[int, Published], after: Published) -> Scoring:
+    def decompose(self, updates: Sequence[Update], bases: Mapping[int, Published], after: Published) -> Scoring:
         """Start scoring every participant's local model, and the next shared one, on every participant's samples.
 
         The personal part is everywhere that of the client whose samples they are.
@@ -183,6 +183,7 @@ class Evaluator:
         found = Scoring(members=tuple(update.client for update in updates))
         for update in updates:
             base = bases[update.version]
+            assert update.delta is not None, "a decomposition asks for single updates"
             local = Published(base.version, base.vector + update.delta, update.counters, mark=f"job {update.job}")
             found.models.append(self._calls(tasks, self.runtime.put(local)))
         found.models.append(self._calls(tasks, self.runtime.put(replace(after, mark="next"))))
@@ -266,7 +267,7 @@ class Evaluator:
         return ClientScores(clients, columns)
 
     def _gathered(self, calls: Sequence[Call]) -> list[Report]:
-        return [report for call in calls for report in self.dispatcher.wait(call)]
+        return [report for call in calls for report in self.calls.wait(call)]
 
     def _clients(self, suffix: str, scores: np.ndarray, clients: np.ndarray, found: Scoring) -> Row:
         """Scores on the clients' own tests: mean over clients, the worst, and each domain's."""

@@ -8,21 +8,21 @@ from typing import NamedTuple, TypeAlias
 
 from raysim.api.messages import Failure, Probe
 from raysim.data.partition import Floats, Ints
-from raysim.simulation.profile import Profiled as Profiled
+from raysim.primitives.spans import Track
 from raysim.training.identity import Identity
 
 
-class JobEnd(NamedTuple):
-    """What became of a job on the virtual clock."""
+class JobRecord(NamedTuple):
+    """What is recorded of a job when it has ended, or when the run has."""
 
     client: int
     participation: int
     version: int  # that it started from
     start: float  # virtual seconds
     finish: float
-    fate: str  # "aggregated", "failed", "discarded", "lost", or "under way" when the run ended
-    round: int  # the aggregation that took it, or the next one after it was lost, discarded or still under way
-    staleness: int  # of what was taken; 0 otherwise
+    fate: str  # "aggregated", "failed", "discarded", "lost", or "in flight" when the run ended
+    round: int  # the aggregation that took it, or the next one after it was lost or discarded, or after the run
+    staleness: int  # of an aggregated or failed job; 0 otherwise
 
 
 Row: TypeAlias = dict[str, float | int | None]
@@ -54,7 +54,7 @@ class Round:
     row: Row
     failures: tuple[Failure, ...]
     probes: tuple[Probe, ...] = ()  # of this round's local models
-    jobs: tuple[JobEnd, ...] = ()  # that ended in this round
+    jobs: tuple[JobRecord, ...] = ()  # that ended in this round
     scores: ClientScores | None = None  # of a round that scores clients
 
 
@@ -76,13 +76,25 @@ class Saved:
 
 
 @dataclass(frozen=True)
+class Profiled:
+    """Where the time of a run went: the coordinator and every worker, over the same wall time.
+
+    Reported before the end of a run that asked for a profile.
+    """
+
+    start: float  # seconds since the epoch
+    stop: float
+    tracks: tuple[Track, ...]
+
+
+@dataclass(frozen=True)
 class Finished:
     """The end of a run."""
 
     model_sha256: str
     state_sha256: str
     peak_memory_bytes: int
-    jobs: tuple[JobEnd, ...] = ()  # that no aggregation took, because there was none any more
+    jobs: tuple[JobRecord, ...] = ()  # that no aggregation took, because there was none any more
     best_model: Mapping[str, object] | None = None  # round, by which column, its value, sha256 of the weights
     processes: tuple[Identity, ...] = ()  # that took part, where they are several
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from raysim.simulation.events import RunStopped
-from raysim.simulation.planner import Planner, Step
+from raysim.simulation.planner import PlannedAggregation, Planner
 
 BUSY = 8  # clients at work for each host, from which on hosts seldom wait for a client to be sent off
 _TURNS, _JOBS = 4, 400  # planned at least: how often each place of a client at work is filled; jobs
@@ -29,47 +29,49 @@ class Forecast:
 
 def forecast(planner: Planner, rounds: int, hosts: int = 1) -> Forecast:
     """Of a run of so many rounds; uses up the planner. Raises ValueError where the fleet lets no run begin."""
-    steps: list[Step] = []
+    aggregations: list[PlannedAggregation] = []
     enough = max(_JOBS, _TURNS * planner.schedule.concurrency)
-    while len(steps) < rounds and planner.dispatched < enough:
+    while len(aggregations) < rounds and planner.dispatched < enough:
         try:
-            steps.append(planner.step())
+            aggregations.append(planner.next_aggregation())
         except RunStopped:  # by devices that end
-            if not steps:
+            if not aggregations:
                 raise
             break
-    half = len(steps) // 2
-    begin, end = steps[half - 1].now if half else 0.0, steps[-1].now
-    jobs = [job for step in steps for job in step.dispatched]
+    half = len(aggregations) // 2
+    begin, end = aggregations[half - 1].now if half else 0.0, aggregations[-1].now
+    jobs = [job for each in aggregations for job in each.dispatched]
     start, finish = (np.clip([getattr(job, name) for job in jobs], begin, end) for name in ("start", "finish"))
-    later = steps[half:]
-    taken, lost, discarded = (sum(len(getattr(s, name)) for s in later) for name in ("taken", "lost", "discarded"))
-    ended = taken + lost + discarded
+    later = aggregations[half:]
+    aggregated = sum(len(each.aggregated) for each in later)
+    lost = sum(len(each.lost) for each in later)
+    discarded = sum(len(each.discarded) for each in later)
+    ended = aggregated + lost + discarded
     return Forecast(
         at_work=float((finish - start).sum() / (end - begin)) if end > begin else 0.0,
         seconds=(end - begin) / len(later),
-        staleness=float(np.mean([each.staleness for step in later for each in step.taken])),
+        staleness=float(np.mean([staleness for each in later for staleness in each.staleness])),
         lost=lost / ended,
         discarded=discarded / ended,
-        hosts_busy=hosts_busy(steps, hosts),
+        hosts_busy=hosts_busy(aggregations, hosts),
     )
 
 
-def hosts_busy(steps: Sequence[Step], hosts: int) -> float:
+def hosts_busy(aggregations: Sequence[PlannedAggregation], hosts: int) -> float:
     """The share of wall time for which so many hosts work, if a sample takes all of them equally long.
 
     As the coordinator has them do it: a job can begin once its base version is made, and what the nearest aggregation
     needs comes first. What no aggregation takes is not trained.
     """
-    takers = {number: index for index, step in enumerate(steps) for number, _ in step.taken}
-    left = [len(step.taken) for step in steps]
+    takers = {job.number: each.version for each in aggregations for job in each.aggregated}
+    left = [len(each.aggregated) for each in aggregations]
     ready: list[tuple[int, float, int, float]] = []  # heap by the aggregation that takes a job, finish, client; work
     running: list[tuple[float, int]] = []  # heap by wall time at the end
     now, worked, version, begun = 0.0, 0.0, 0, -1
-    while version < len(steps):
+    while version < len(aggregations):
         if begun < version:
             begun = version
-            for job in steps[version].dispatched:
+            for job in aggregations[version].dispatched:
                 if job.number in takers:
                     heapq.heappush(ready, (takers[job.number], job.finish, job.client, job.work))
         while ready and len(running) < hosts:

@@ -8,25 +8,26 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from raysim.api.messages import Failure, Outcome, Update
+from raysim.api.messages import Failure, Update
+from raysim.simulation.calls import WorkerCalls
 from raysim.simulation.dispatcher import Dispatcher
 from raysim.simulation.events import Row
-from raysim.simulation.planner import Step
+from raysim.simulation.planner import PlannedAggregation
 from raysim.simulation.private_states import PrivateStates
 from raysim.simulation.server import Server
 from raysim.training.probe import summarise_probes
+from raysim.training.run_spec import RunSpec
 
 
 class RowWriter:
-    """Makes a row for every aggregation; remembers what the row before already counted.
+    """Makes a row for every aggregation; remembers what the row before already counted."""
 
-    pooled: whether the clients are one that has all data, so that nothing is sent. itemsize: bytes of a float. metric:
-    the name of what models are scored with.
-    """
-
-    def __init__(self, dispatcher: Dispatcher, private: PrivateStates, pooled: bool, itemsize: int, metric: str):
-        self.dispatcher, self.private = dispatcher, private
-        self.pooled, self.itemsize, self.metric = pooled, itemsize, metric
+    def __init__(self, spec: RunSpec, calls: WorkerCalls, dispatcher: Dispatcher, private: PrivateStates):
+        self.calls, self.dispatcher, self.private = calls, dispatcher, private
+        self.rows: list[Row] = []  # of the rounds that are reported
+        # Whether the only client has all data, so that nothing is sent.
+        self.pooled = any(method.pools for method in spec.methods)
+        self.itemsize, self.metric = spec.dtype.itemsize, spec.task.metric.name
         self._earlier = 0.0  # wall seconds of earlier sessions of this run
         self._since = time.monotonic()
         self._worked: dict[str, float] = {}  # by host: its seconds of work at the last row
@@ -37,44 +38,50 @@ class RowWriter:
         """Start the clock of this session."""
         self._since = time.monotonic()
 
-    def resume(self, wall_seconds: float) -> None:
-        """Go on from a checkpoint that was written after so much wall time."""
-        self._earlier = wall_seconds
+    def resume(self, wall_seconds: float, rows: list[Row]) -> None:
+        """Continue from a checkpoint that was written after so much wall time and these rows."""
+        self._earlier, self.rows = wall_seconds, rows
 
     @property
     def wall_seconds(self) -> float:
         """Wall time of the run so far, with its earlier sessions."""
         return self._earlier + time.monotonic() - self._since
 
-    def row(self, server: Server, step: Step, outcomes: Sequence[Outcome], store_bytes: int) -> Row:
-        """The row of the aggregation that ends this step, which the server has just made; without its scores."""
-        updates = [outcome for outcome in outcomes if isinstance(outcome, Update)]
-        stale = [each.staleness for each in step.taken]
+    def row(
+        self,
+        server: Server,
+        aggregation: PlannedAggregation,
+        updates: Sequence[Update],
+        failures: Sequence[Failure],
+        store_bytes: int,
+    ) -> Row:
+        """Return the row of an aggregation that the server has just made, without its scores."""
+        staleness = aggregation.staleness
         row: Row = {
             "round": server.version,
-            "virtual_seconds": step.now,
+            "virtual_seconds": aggregation.now,
             "wall_seconds": self.wall_seconds,
-            "floats_down": None if self.pooled else step.down,
-            "floats_up": None if self.pooled else step.up,
+            "floats_down": None if self.pooled else aggregation.down,
+            "floats_up": None if self.pooled else aggregation.up,
             "train_loss": _mean_loss(updates),
             self.metric: None,
             f"{self.metric}_worst": None,
             f"{self.metric}_global": None,
             "loss_global": None,
             "clients": len(updates),
-            "failures": sum(isinstance(outcome, Failure) for outcome in outcomes),
-            "host_deaths": self.dispatcher.deaths - self._deaths,
+            "failures": len(failures),
+            "host_deaths": self.calls.deaths - self._deaths,
             "samples": sum(update.trained for update in updates),
             "host_seconds": sum(update.seconds for update in updates),
             **self._busy(),
             "store_bytes": store_bytes,
             "spilled_bytes": self.private.spilled_bytes,
-            "staleness": _mean(stale),
-            "staleness_max": max(stale),
-            "lost": len(step.lost),
-            "discarded": len(step.discarded),
+            "staleness": _mean(staleness),
+            "staleness_max": max(staleness),
+            "lost": len(aggregation.lost),
+            "discarded": len(aggregation.discarded),
         }
-        self._deaths = self.dispatcher.deaths
+        self._deaths = self.calls.deaths
         row |= _reported(updates) | server.report
         probes = [update.probe for update in updates if update.probe is not None]
         return row | summarise_probes(probes) if probes else row
@@ -92,10 +99,10 @@ class RowWriter:
 
         A call counts when its results are taken.
         """
-        now, worked = time.monotonic() - self._since, self.dispatcher.busy
+        now, worked = time.monotonic() - self._since, self.dispatcher.busy_s
         span = max(now - self._row_at, 1e-9)
         shares = [min(1.0, (total - self._worked.get(host, 0.0)) / span) for host, total in worked.items()]
-        shares += [0.0] * (self.dispatcher.runtime.hosts - len(shares))
+        shares += [0.0] * (self.calls.workers - len(shares))
         self._worked, self._row_at = dict(worked), now
         use = list(self.dispatcher.device_use.values())
         return {

@@ -1,7 +1,7 @@
-"""The run on virtual time: who is sent off when with which version, and what becomes of every job.
+"""The run on virtual time: which client is dispatched when with which version, and how every job ends.
 
-A function of configuration and seed alone, which knows nothing of training: so it can be asked for steps that lie ahead
-of what is trained, and tells every job's fate before a host sees it.
+The plan is a function of configuration and seed alone and does not depend on training. So it can be made ahead of
+the training, and the end of every job is known before a worker gets it.
 """
 
 from __future__ import annotations
@@ -9,30 +9,35 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from raysim.api.messages import Arrays, Job
 from raysim.primitives.streams import key, stream, uniform
 from raysim.simulation.availability import Availability
 from raysim.simulation.events import RunStopped
 from raysim.simulation.fleet import Devices
-from raysim.simulation.schedule import Aggregate, Discard, Dispatch, PlannedJob, Schedule, View, Wait, check_concurrency
+from raysim.simulation.schedule import Aggregate, Discard, Dispatch, Schedule, View, Wait, check_concurrency
 from raysim.simulation.waiting import Waiting
 
-# Draws from the whole population for every client that is wanted: at least so many, where clients are always there,
-# before idle ones are listed; and as many and these where they come and go, before `Waiting` follows who is there.
-_TRIES, _MORE = 16, 64
-_BLOCK = 8  # numbers that are cheaper to draw at once than one by one
-_PLENTY = 8  # it stops where one of so many of the population waits, and nobody is wanting
-_IN_VAIN = 10_000  # jobs in a row that are lost before a run gives up
+# Draws from the whole population: so many per requested client, before idle clients are listed. Where clients come and
+# go, so many more, before `Waiting` tracks the available ones.
+DRAWS_PER_CLIENT, EXTRA_DRAWS = 16, 64
+BLOCK = 8  # numbers that are cheaper to draw at once than one by one
+# Tracking stops when at least one in so many of the population is idle and available, and the request can be filled.
+PLENTIFUL_SHARE = 8
+MAX_CONSECUTIVE_LOST_JOBS = 10_000  # before a run gives up
 
 
-class Deserted(RunStopped):
-    """No client will be available any more."""
+_NO_EXTRAS: Arrays = {}
+
+
+class NoClientsLeftError(RunStopped):
+    """No client will become available again."""
 
 
 class Load(NamedTuple):
@@ -43,41 +48,41 @@ class Load(NamedTuple):
     up: int
 
 
-class Taken(NamedTuple):
-    """A result that enters an aggregation. staleness: aggregations between its base version and this one."""
-
-    number: int
-    staleness: int
-
-
 @dataclass
-class Step:
-    """What happens from one aggregation to the next, and what that next one takes."""
+class PlannedAggregation:
+    """An aggregation, and all that happens between the one before and this one."""
 
+    version: int = 0  # the model version that its updates are added to: aggregations made before
     now: float = 0.0  # virtual seconds of the aggregation
-    dispatched: list[PlannedJob] = field(default_factory=list)  # with the version that this step ends
-    taken: list[Taken] = field(default_factory=list)  # in the order in which they enter the sum
-    lost: list[int] = field(default_factory=list)  # jobs whose clients dropped out
-    discarded: list[int] = field(default_factory=list)
-    down: int = 0  # floats sent since the start
-    up: int = 0
+    dispatched: list[Job] = field(default_factory=list)  # with `version` as their base version
+    aggregated: list[Job] = field(default_factory=list)  # in the order in which they enter the sum
+    lost: list[Job] = field(default_factory=list)  # their clients dropped out
+    discarded: list[Job] = field(default_factory=list)
+    down: int = 0  # floats sent to clients since the start of the run
+    up: int = 0  # floats sent by clients since the start of the run
 
-    def numbers(self) -> dict[str, Any]:
-        """As JSON."""
+    @property
+    def staleness(self) -> list[int]:
+        """The staleness of each aggregated job."""
+        return [self.version - job.version for job in self.aggregated]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the fields as JSON."""
         return {each.name: getattr(self, each.name) for each in fields(self)}
 
     @classmethod
-    def of(cls, numbers: dict[str, Any]) -> Step:
-        """The step of which `numbers` made this."""
-        jobs = [PlannedJob(*job) for job in numbers["dispatched"]]
-        return cls(**numbers | {"dispatched": jobs, "taken": [Taken(*each) for each in numbers["taken"]]})
+    def from_json(cls, values: Mapping[str, Any]) -> PlannedAggregation:
+        """Return the aggregation that `to_json` wrote."""
+        names = ("dispatched", "aggregated", "lost", "discarded")
+        jobs = {name: [Job(*job) for job in values[name]] for name in names}
+        return cls(**{**values, **jobs})
 
 
 def _places(generator: np.random.Generator, clients: int, count: int) -> Iterator[int]:
     """Draws in blocks that grow, until listing all clients would have cost less."""
-    size, left = 2 * count, max(_TRIES * count, clients)
+    size, left = 2 * count, max(DRAWS_PER_CLIENT * count, clients)
     while left > 0:
-        if size < _BLOCK:  # the same numbers, at a third of the cost where the first one will do
+        if size < BLOCK:  # the same numbers, at a third of the cost where the first one will do
             yield from (int(generator.integers(clients)) for _ in range(size))
         else:
             yield from generator.integers(clients, size=size).tolist()
@@ -87,8 +92,8 @@ def _places(generator: np.random.Generator, clients: int, count: int) -> Iterato
 class Planner:
     """Follows a schedule over a fleet.
 
-    counts: int64 [clients] training samples; who has none is never sent off. load: what a job asks, of the client, the
-    version, the client's earlier participations, and how many of those were aggregated.
+    counts: int64 [clients] training samples; a client without any is never dispatched. load: returns what a job asks of
+    the client, given client, version, its earlier participations, and how many of those were aggregated.
     """
 
     def __init__(
@@ -116,16 +121,16 @@ class Planner:
         self.dispatched = 0  # jobs so far
         self.participations = np.zeros(len(counts), np.int32)  # [clients] jobs so far
         self.accepted = np.zeros(len(counts), np.int32)  # [clients] jobs that entered an aggregation
-        self.running: dict[int, PlannedJob] = {}  # by number: whose result may still be used
-        self.arrived: list[PlannedJob] = []  # that wait for an aggregation, in order of arrival
-        self._events: list[tuple[float, int, PlannedJob]] = []  # heap by (time, client) of jobs that end
+        self.running: dict[int, Job] = {}  # by number: whose result may still be used
+        self.arrived: list[Job] = []  # that wait for an aggregation, in order of arrival
+        self._events: list[tuple[float, int, Job]] = []  # heap by (time, client) of jobs that end
         self._busy: set[int] = set()
         self._in_pool = [0] * max(0, schedule.pools)
         self._seen = MappingProxyType(self.running)
         self._sent, self._since = 0, 0.0  # jobs of this version, and when the first was sent
-        self._step = Step()
+        self._next = PlannedAggregation()
         self._patience = patience
-        self._in_vain = 0  # jobs in a row that were lost
+        self._lost_in_a_row = 0  # jobs lost since one arrived
 
     def _pools(self, counts: np.ndarray) -> list[np.ndarray]:
         """The clients of each pool, fastest first: by the seconds of a client's first job."""
@@ -141,15 +146,15 @@ class Planner:
         return [np.sort(part) for part in np.array_split(order, self.schedule.pools)]
 
     def contributed(self, floats: int) -> None:
-        """Count what clients sent before the first step."""
-        self._step.up += floats
+        """Count what clients sent before the first aggregation."""
+        self._next.up += floats
 
-    # --- steps ---------------------------------------------------------------------------------------------------
-    def step(self) -> Step:
-        """Go on until the schedule aggregates.
+    # --- aggregations --------------------------------------------------------------------------------------------
+    def next_aggregation(self) -> PlannedAggregation:
+        """Advance virtual time until the schedule aggregates.
 
-        Raises RuntimeError where a schedule contradicts itself, Deserted where clients have gone for good, and
-        ValueError where the first of them does not come soon enough.
+        Raises RuntimeError if the schedule contradicts itself, NoClientsLeftError if no client will become available
+        again, and ValueError if the first one does not become available soon enough.
         """
         self._short.clear()
         while True:
@@ -167,7 +172,9 @@ class Planner:
             elif isinstance(action, Wait):
                 self._advance(min(action.until, self._next_arrival()) if self._short else action.until)
             else:
-                raise RuntimeError(f"{self._name}.decide returned {action!r}, which is no action")
+                raise RuntimeError(
+                    f"{self._name}: decide returned {action!r}. Return Dispatch, Aggregate, Discard or Wait"
+                )
 
     @property
     def _name(self) -> str:
@@ -185,7 +192,9 @@ class Planner:
         events = self._events
         if not events or events[0][0] > until:
             if until == math.inf:
-                raise RuntimeError(f"{self._name} waits although no client is at work and none will be available")
+                raise RuntimeError(
+                    f"{self._name}: decide returned Wait, but no job is in flight and no client will become available"
+                )
             self.now = max(self.now, until)
             return
         self.now = events[0][0]
@@ -193,29 +202,30 @@ class Planner:
             self._end(heapq.heappop(events)[2])
         self._expire()
 
-    def _end(self, job: PlannedJob) -> None:
+    def _end(self, job: Job) -> None:
         self._busy.discard(job.client)
         for pool, waiting in self._waiting.items():
             if pool < 0 or self._pool_of[job.client] == pool:
                 waiting.back(job.client)
-        if job.back:
-            self._step.up += job.up
+        if job.arrives:
+            self._next.up += job.up
         if self.running.pop(job.number, None) is None:
             return  # it was discarded
         self._leave_pool(job)
-        if job.back:
+        if job.arrives:
             self.arrived.append(job)
-            self._in_vain = 0
+            self._lost_in_a_row = 0
         else:
-            self._step.lost.append(job.number)
-            self._in_vain += 1
-            if self._in_vain == _IN_VAIN:
+            self._next.lost.append(job)
+            self._lost_in_a_row += 1
+            if self._lost_in_a_row == MAX_CONSECUTIVE_LOST_JOBS:
                 raise ValueError(
-                    f"fleet: {_IN_VAIN:,} jobs in a row were lost, because clients leave or drop out before they are "
-                    "done: let them stay longer (fleet.on, fleet.hours), give them less to do, or lower fleet.dropout"
+                    f"fleet: {MAX_CONSECUTIVE_LOST_JOBS:,} jobs in a row were lost, because clients went offline or "
+                    "dropped out before they finished. Increase fleet.on or fleet.hours, reduce local work, or lower "
+                    "fleet.dropout"
                 )
 
-    def _leave_pool(self, job: PlannedJob) -> None:
+    def _leave_pool(self, job: Job) -> None:
         if job.pool >= 0:
             self._in_pool[job.pool] -= 1
 
@@ -229,74 +239,81 @@ class Planner:
 
     def _discard(self, numbers: Sequence[int]) -> None:
         if not numbers:
-            raise RuntimeError(f"{self._name} discards nothing, again and again")
-        gone = set(numbers)
+            raise RuntimeError(
+                f"{self._name}: decide returned Discard([]), which would repeat forever. Name at least one job"
+            )
+        jobs: dict[int, Job] = {}
         for number in numbers:
             if (job := self.running.pop(number, None)) is not None:
                 self._leave_pool(job)
-                gone.discard(number)
-        self._drop(gone, "discard")
-        self._step.discarded += numbers
+                jobs[number] = job
+        jobs |= self._remove_arrived(set(numbers) - jobs.keys(), "discard")
+        self._next.discarded += [jobs[number] for number in numbers]
 
-    def _drop(self, numbers: set[int], what: str) -> None:
-        """Take jobs out of those that have arrived."""
-        left = [job for job in self.arrived if job.number not in numbers]
-        if len(self.arrived) - len(left) != len(numbers):
-            have = {job.number for job in self.arrived}
-            raise RuntimeError(f"{self._name} wants to {what} jobs that are not there: {sorted(numbers - have)}")
-        self.arrived = left
+    def _remove_arrived(self, numbers: set[int], purpose: str) -> dict[int, Job]:
+        """Remove jobs from those that have arrived, and return them by number."""
+        removed = {job.number: job for job in self.arrived if job.number in numbers}
+        if missing := sorted(numbers - removed.keys()):
+            raise RuntimeError(f"{self._name}: cannot {purpose} jobs {missing}, which are not there")
+        self.arrived = [job for job in self.arrived if job.number not in numbers]
+        return removed
 
-    def _aggregate(self, numbers: Sequence[int]) -> Step:
-        """The step that ends with the aggregation of these jobs."""
+    def _aggregate(self, numbers: Sequence[int]) -> PlannedAggregation:
+        """Return the planned aggregation of these jobs."""
         count = len(numbers)
         jobs = self.arrived[:count]
         if count and [job.number for job in jobs] == list(numbers):
             self.arrived = self.arrived[count:]
         else:
             jobs = self._chosen(numbers)
-        step = self._step
-        step.now, step.taken = self.now, [Taken(job.number, self.version - job.version) for job in jobs]
+        step = self._next
+        step.now, step.aggregated = self.now, jobs
         for job in jobs:
             self.accepted[job.client] += 1
         self.version += 1
         self._sent, self._since = 0, self.now
-        self._step = Step(down=step.down, up=step.up)
+        self._next = PlannedAggregation(self.version, down=step.down, up=step.up)
         self._expire()
         return step
 
-    def _chosen(self, numbers: Sequence[int]) -> list[PlannedJob]:
-        """Jobs that are not those at the front, in this order; none may overtake another one of its client."""
+    def _chosen(self, numbers: Sequence[int]) -> list[Job]:
+        """Return these arrived jobs, in this order. A client's jobs have to keep the order of their dispatch."""
         if not numbers or len(set(numbers)) < len(numbers):
-            raise RuntimeError(f"{self._name} wants to aggregate {list(numbers)}: at least one job, and none twice")
-        have = {job.number: job for job in self.arrived}
-        self._drop(set(numbers), "aggregate")
-        jobs = [have[number] for number in numbers]
+            raise RuntimeError(f"{self._name}: Aggregate needs one or more distinct job numbers, got {list(numbers)}")
+        removed = self._remove_arrived(set(numbers), "aggregate")
+        jobs = [removed[number] for number in numbers]
         left: dict[int, int] = {}  # by client: its first job that goes on waiting
         before: dict[int, int] = {}  # by client: its job in front of the one that is looked at
         for job in self.arrived:
             left.setdefault(job.client, job.number)
         for job in jobs:
             if not before.get(job.client, -1) < job.number < left.get(job.client, self.dispatched):
-                raise RuntimeError(f"{self._name} lets client {job.client}'s job {job.number} overtake an earlier one")
+                raise RuntimeError(
+                    f"{self._name}: job {job.number} of client {job.client} would be aggregated before the client's "
+                    "earlier job"
+                )
             before[job.client] = job.number
         return jobs
 
     # --- dispatch ------------------------------------------------------------------------------------------------
     def _dispatch(self, count: int, pool: int) -> int:
-        """Send so many idle clients off with the current version, or as many as there are; how many."""
+        """Dispatch up to `count` idle clients with the current version; return the number dispatched."""
         clients = self._sample(count, pool)
         for client in clients:
             earlier = self.participations.item(client)
             self.participations[client] = earlier + 1
             work, down, up = self._load(client, self.version, earlier, self.accepted.item(client))
-            finish, back = self.devices.trip(client, earlier, self.now, work, down, up)
-            job = PlannedJob(
-                self.dispatched, client, earlier, self.version, pool, self.now, finish, back, work, down, up
+            finish, arrives = self.devices.trip(client, earlier, self.now, work, down, up)
+            # By position: names would double the time, and this is a large part of what a job costs the plan.
+            # State, weight, probe and extras are set when the coordinator dispatches the job.
+            job = Job(
+                self.dispatched, client, earlier, self.version, -1, 1.0, False, _NO_EXTRAS,
+                pool, self.now, finish, arrives, work, down, up,
             )  # fmt: skip
             self.dispatched += 1
-            self._step.down += down
-            self._step.dispatched.append(job)
-            self._under_way(job)
+            self._next.down += down
+            self._next.dispatched.append(job)
+            self._start(job)
         if clients and not self._sent:
             self._since = self.now
         self._sent += len(clients)
@@ -304,7 +321,7 @@ class Planner:
             self._in_pool[pool] += len(clients)
         return len(clients)
 
-    def _under_way(self, job: PlannedJob) -> None:
+    def _start(self, job: Job) -> None:
         self.running[job.number] = job
         self._busy.add(job.client)
         for waiting in self._waiting.values():
@@ -322,19 +339,19 @@ class Planner:
         if presence is None:
             return self._idle(members, count, stream(self.seed, "cohort", cohort))
         if pool not in self._scarce:
-            most = _TRIES * count + _MORE
+            most = DRAWS_PER_CLIENT * count + EXTRA_DRAWS
             places = (int(number * len(members)) for number in self._numbers("cohort.places", cohort, count))
             if len(drawn := self._drawn(members, itertools.islice(places, most), count, presence)) == count:
                 return sorted(drawn)
             self._scarce.add(pool)
         waiting = self._who_waits(pool)
-        if _PLENTY * len(waiting) > len(members) and len(waiting) >= count:
+        if PLENTIFUL_SHARE * len(waiting) > len(members) and len(waiting) >= count:
             self._scarce.discard(pool)
             del self._waiting[pool]
         return waiting.draw(count, self._numbers("cohort.waiting", cohort, count))
 
     def _idle(self, members: np.ndarray, count: int, generator: np.random.Generator) -> list[int]:
-        """Where clients are always there."""
+        """Return up to `count` idle clients of a population that is always available."""
         if not self._busy:
             return sorted(generator.choice(members, size=min(count, len(members)), replace=False).tolist())
         drawn = self._drawn(members, _places(generator, len(members), count), count)
@@ -348,7 +365,7 @@ class Planner:
     def _drawn(
         self, members: np.ndarray, places: Iterable[int], count: int, presence: Availability | None = None
     ) -> set[int]:
-        """So many idle, available clients at these places, or fewer if there are not so many."""
+        """Return `count` idle, available clients from these places, or as many as there are."""
         busy, now = self._busy, self.now
         drawn: set[int] = set()
         for place in places:
@@ -360,8 +377,11 @@ class Planner:
         return drawn
 
     def _numbers(self, purpose: str, cohort: int, count: int) -> Iterator[float]:
-        """Uniform in [0, 1), without end: made one by one, or by a generator, which costs as much as making ten."""
-        if count < _MORE:
+        """Yield uniform numbers in [0, 1) without end.
+
+        Few are made one by one, because a generator costs as much as ten of them.
+        """
+        if count < EXTRA_DRAWS:
             if (place := self._keys.get(purpose)) is None:
                 place = self._keys[purpose] = key(self.seed, purpose)
             return (uniform(place, cohort, each) for each in itertools.count())
@@ -369,7 +389,7 @@ class Planner:
         return itertools.chain.from_iterable(generator.random(2 * count).tolist() for _ in itertools.count())
 
     def _who_waits(self, pool: int) -> Waiting:
-        """Who of a pool is there and idle now."""
+        """Return the tracker of the pool's available, idle clients."""
         if (waiting := self._waiting.get(pool)) is None:
             presence = self.devices.presence
             assert presence is not None
@@ -379,7 +399,7 @@ class Planner:
         return waiting
 
     def _next_arrival(self) -> float:
-        """When the next client comes of the pools of which too few are there; infinity where that never happens."""
+        """Return when the next client of the short pools becomes available; infinity if never."""
         if self.devices.presence is None:
             return math.inf
         at = min(self._who_waits(pool).next_arrival() for pool in self._short)
@@ -390,7 +410,7 @@ class Planner:
                 "choose fleet.availability=always, or raise fleet.patience"
             )
         if at == math.inf and not self._events:
-            raise Deserted(
+            raise NoClientsLeftError(
                 f"fleet: no client will be available any more after {self.now:,.0f} s of virtual time and "
                 f"{self.version} aggregations: let its trace begin again with fleet.wrap=true, or set "
                 f"rounds={self.version}"
@@ -411,24 +431,24 @@ class Planner:
             "events": [job for _, _, job in sorted(self._events)],
             "discarded": sorted({job.number for _, _, job in self._events} - self.running.keys()),
             "arrived": self.arrived,
-            "step": self._step.numbers(),
+            "step": self._next.to_json(),
         }
 
     def restore(self, state: dict[str, Any], participations: np.ndarray, accepted: np.ndarray) -> None:
-        """Go on from what these were; for a planner that made no step yet."""
+        """Continue from a stored state; for a planner that has not planned anything yet."""
         self.now, self.version = state["now"], state["version"]
         self.cohorts, self.dispatched = state["cohorts"], state["dispatched"]
         self._sent, self._since = state["sent"], state["since"]
-        self._scarce = set(state.get("scarce", ()))
+        self._scarce = set(state["scarce"])
         self.participations, self.accepted = np.array(participations, np.int32), np.array(accepted, np.int32)
         discarded = set(state["discarded"])
-        for job in (PlannedJob(*each) for each in state["events"]):
-            self._under_way(job)
+        for job in (Job(*each) for each in state["events"]):
+            self._start(job)
             if job.number in discarded:
                 del self.running[job.number]
             elif job.pool >= 0:
                 self._in_pool[job.pool] += 1
         self.running = dict(sorted(self.running.items()))
         self._seen = MappingProxyType(self.running)
-        self.arrived = [PlannedJob(*each) for each in state["arrived"]]
-        self._step = Step.of(state["step"])
+        self.arrived = [Job(*each) for each in state["arrived"]]
+        self._next = PlannedAggregation.from_json(state["step"])

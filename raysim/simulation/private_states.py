@@ -4,13 +4,28 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
 
-from raysim.api.messages import Arrays, Job, Trained
+from raysim.api.declare import Declarations
+from raysim.api.messages import Arrays, Job, TrainingResult
 from raysim.api.private_state import StoredState, flat, from_flat, from_named, named, size
 from raysim.simulation.runtime import Ref, Runtime
 from raysim.simulation.spill import Spill
 from raysim.simulation.state_log import ByClient
+from raysim.training.run_spec import RunSpec
 from raysim.vectors.layout import Layout
+
+
+class StateUse(NamedTuple):
+    """The client state that a part of a call starts from.
+
+    job: the number of the job that left it; -1: the initial state. next_job: the number of the job in the call that
+    leaves the client's next state; -1: the call only reads the state.
+    """
+
+    client: int
+    job: int
+    next_job: int = -1
 
 
 class PrivateStates:
@@ -83,23 +98,23 @@ class PrivateStates:
         yield slice(start, len(clients))
 
     # --- sending -------------------------------------------------------------------------------------------------
-    def send(self, host: int, needed: Sequence[tuple[int, int]], jobs: Sequence[Job] = ()) -> tuple[list[Ref], int]:
-        """What a call to `host` must take along: of each (client, job) its state, or None where the host has it.
+    def send(self, host: int, uses: Sequence[StateUse]) -> tuple[list[Ref], int]:
+        """Return the states that a call to `host` must take along, and how many bytes were read from disk.
 
-        jobs: those that the call trains, one for each entry of `needed`; their clients are on this host from now on,
-        and other hosts forget them. Also returns how many bytes were read from disk, for `returned`.
+        A state is None if the host has it. Clients that leave a next state are on this host from now on, and other
+        hosts forget them. Pass the bytes to `returned` when the call is answered.
         """
         sent: list[Ref] = []
         read, moved = 0, dict[int, list[int]]()
-        for index, (client, number) in enumerate(needed):
+        for client, number, next_job in uses:
             there = number < 0 or self._places.get(client) == (host, number)
             sent.append(None if there else self._ref(client, number))
             read += 0 if there or not self._is_on_disk(client, number) else self._on_disk[client]
-            if jobs:
+            if next_job >= 0:
                 before, _ = self._places.get(client, (host, -1))
                 if before != host:
                     moved.setdefault(before, []).append(client)
-                self._places[client] = host, jobs[index].number
+                self._places[client] = host, next_job
         self._evict(moved)
         self._read += read
         return sent, read
@@ -108,14 +123,14 @@ class PrivateStates:
         """A call came back, or is made again, for which `send` had read so many bytes."""
         self._read -= read
 
-    def store(self, jobs: Sequence[Job], refs: Sequence[Ref]) -> None:
-        """Where the states will be that these jobs leave."""
-        self._stored.update({job.number: ref for job, ref in zip(jobs, refs, strict=True)})
+    def store(self, numbers: Sequence[int], refs: Sequence[Ref]) -> None:
+        """Note where the states will be that the jobs with these numbers leave."""
+        self._stored.update(zip(numbers, refs, strict=True))
 
-    def measure(self, trained: Trained) -> None:
+    def measure(self, result: TrainingResult) -> None:
         """Note the bytes of the states that the jobs of a call left."""
-        for outcome, own in zip(trained.outcomes, trained.states, strict=False):
-            self._measured(outcome.job, own)
+        for update, own in zip(result.updates, result.states, strict=False):
+            self._measured(update.job, own)
 
     def _ref(self, client: int, number: int) -> Ref:
         on_disk = self._is_on_disk(client, number)
@@ -227,3 +242,10 @@ class PrivateStates:
             self._measured(number, size(state))
             self._commit(client, number)
             self._spill()
+
+
+def make_private_states(spec: RunSpec, declarations: Declarations, runtime: Runtime, folder: str) -> PrivateStates:
+    """Return the client states of a run at its start. folder: of the run."""
+    settings = spec.settings
+    is_stateful = declarations.keeps_client_state or settings.local.keep_optimizer
+    return PrivateStates(runtime, declarations.layout, is_stateful, settings.state.bytes, folder)

@@ -3,24 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from raysim.primitives.spans import Spans, Track
+from raysim.simulation.events import Profiled
 from raysim.simulation.runtime import Ref, Runtime
 from raysim.training.profile import HostTrack
-
-if TYPE_CHECKING:
-    from raysim.simulation.coordinator import Coordinator
-
-
-@dataclass(frozen=True)
-class Profiled:
-    """Comes before a run's end, where it was asked for: the coordinator and every host, over the same wall time."""
-
-    start: float  # seconds since the epoch
-    stop: float
-    tracks: tuple[Track, ...]
 
 
 class WatchedRuntime:
@@ -68,14 +56,14 @@ class Profile:
         self.runtime = WatchedRuntime(runtime, self.spans)
         self.start = self.spans.now()
 
-    def watch(self, coordinator: Coordinator) -> None:
-        """Time what this coordinator does from now on."""
+    def watch(self, server: object, evaluator: object, saver: object) -> None:
+        """Start the profile, and time what these parts of a coordinator do from now on."""
         for owner, name, kind in (
-            (coordinator.server, "step", "sums"),
-            (coordinator.evaluator, "score", "evaluation"),
-            (coordinator.evaluator, "columns", "evaluation"),
-            (coordinator, "_save", "saving"),
-            (coordinator, "_finish", "saving"),
+            (server, "step", "sums"),
+            (evaluator, "score", "evaluation"),
+            (evaluator, "columns", "evaluation"),
+            (saver, "save", "saving"),
+            (saver, "finish", "saving"),
         ):
             self.spans.watch(owner, name, kind)
         self.start = self.spans.now()

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol, TypeAlias
 
+START_TIMEOUT_S = 300.0  # for a worker to start; before, its first answer is not late
+
 Ref: TypeAlias = Any  # a runtime's handle on a result that may not exist yet
 
 

@@ -13,23 +13,8 @@ from typing import ClassVar, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 
+from raysim.api.messages import Job
 from raysim.primitives.checks import above, at_least, one_of
-
-
-class PlannedJob(NamedTuple):
-    """A job as the virtual clock knows it."""
-
-    number: int  # position in the run's order of dispatch
-    client: int
-    participation: int  # how often this client was dispatched before
-    version: int  # the base version: aggregations made when it was dispatched
-    pool: int  # whose clients it was drawn from; -1: all
-    start: float  # virtual seconds
-    finish: float  # when its client is back, or was lost
-    back: bool  # False: it will be lost at `finish`
-    work: float  # samples, extra passes counted
-    down: int  # floats that its client receives
-    up: int  # floats that its client sends
 
 
 class View(NamedTuple):
@@ -37,8 +22,8 @@ class View(NamedTuple):
 
     now: float = 0.0  # virtual seconds
     version: int = 0  # aggregations made
-    running: Mapping[int, PlannedJob] = {}  # by number, in order of dispatch: neither back, nor lost, nor discarded
-    arrived: Sequence[PlannedJob] = ()  # that are back, in order of arrival (ties by client id)
+    running: Mapping[int, Job] = {}  # by number, in order of dispatch: neither back, nor lost, nor discarded
+    arrived: Sequence[Job] = ()  # that are back, in order of arrival (ties by client id)
     idle: int = 0  # clients that are not at work; of a pool perhaps fewer, and not all need be available
     sent: int = 0  # jobs dispatched with this version
     since: float = 0.0  # when the first of them was dispatched
@@ -322,7 +307,7 @@ class Tiered(_Policy):
         return Wait()
 
 
-def _numbers(jobs: Sequence[PlannedJob]) -> list[int]:
+def _numbers(jobs: Sequence[Job]) -> list[int]:
     return [job.number for job in jobs]
 
 

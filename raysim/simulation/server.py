@@ -17,14 +17,16 @@ from torch import Tensor
 from raysim.api.composition import failing_method_name
 from raysim.api.declarations import Download, Task, Tensors
 from raysim.api.declare import Declarations
-from raysim.api.messages import Arrays, Published, SingleUpdate, Sum, Update
+from raysim.api.messages import Arrays, GroupSums, Published, Update
 from raysim.api.method import Method
 from raysim.api.mistakes import HookMistake, check_report, returned, said, traced, vector
 from raysim.api.server_view import Aggregation, ServerView, Weighting
 from raysim.api.setup import Declared, Send, number_of_floats
 from raysim.primitives.streams import stream
 from raysim.simulation.events import RunStopped
+from raysim.training.run_spec import RunSpec
 from raysim.vectors.blocks import Group, folded, grouped, in_blocks, is_finite
+from raysim.vectors.layout import Vector
 
 
 def asked_weighting(methods: Sequence[Method]) -> Weighting:
@@ -92,9 +94,7 @@ class Server:
             if each.old_start is not None:
                 each.old_start(self)
             if each.old_send is not None:
-                self._downloads.append(
-                    returned(each.old_send(self), Download, each.method, "send", "a Download")
-                )
+                self._downloads.append(returned(each.old_send(self), Download, each.method, "send", "a Download"))
 
     def _view(self, declared: Declared) -> ServerView:
         return cast(ServerView, self) if declared.full_names else ServerView(self, declared.method)
@@ -194,7 +194,7 @@ class Server:
         if tensor.numel() != expected:
             raise HookMistake(
                 f"method '{declared.method}' sends {tensor.numel()} floats as '{send.name}' and "
-                f"declares {expected}. Correct the size in run.send(\"{send.name}\", ...)."
+                f'declares {expected}. Correct the size in run.send("{send.name}", ...).'
             )
         return tensor
 
@@ -203,7 +203,7 @@ class Server:
     def step(
         self,
         updates: Sequence[Update | None],
-        sums: Sequence[Sum],
+        sums: GroupSums,
         staleness: Sequence[int],
         bases: Mapping[int, Published],
     ) -> None:
@@ -240,7 +240,7 @@ class Server:
         present = [update for update in updates if update is not None]
         aggregation = Aggregation(
             updates=present,
-            deltas=[] if self.summable else [torch.from_numpy(u.delta) for u in present if isinstance(u, SingleUpdate)],
+            deltas=[] if self.summable else [torch.from_numpy(u.delta) for u in present if u.delta is not None],
             weights=[self.weight(update.client) for update in present],
             staleness=[late for update, late in zip(updates, staleness, strict=True) if update is not None],
             bases=bases,
@@ -273,7 +273,7 @@ class Server:
         return direction
 
     def _combined(
-        self, aggregation: Aggregation, updates: Sequence[Update | None], sums: Sequence[Sum]
+        self, aggregation: Aggregation, updates: Sequence[Update | None], sums: GroupSums
     ) -> tuple[Tensor, Tensor]:
         """The direction [layout.trained] of the parameters, and the step of the floating buffers."""
         trained = self.layout.trained
@@ -337,25 +337,24 @@ class Server:
                 buffers.add_(aggregation.base(update)[trained:] - self.vector[trained:], alpha=weight)
         return buffers.div_(float(sum(aggregation.weights)))
 
-    def _folded(self, updates: Sequence[Update | None], weights: Sequence[float], sums: Sequence[Sum]) -> Tensor:
-        """Sum of w * delta over groups of consecutive updates, then over the groups; some may be summed already."""
-        made = {job: part for part in sums for job in part.jobs}
+    def _folded(self, updates: Sequence[Update | None], weights: Sequence[float], sums: GroupSums) -> Tensor:
+        """Sum w * delta over groups of consecutive updates, then over the groups; workers may have made some sums."""
+        summed = {job: jobs for jobs in sums for job in jobs}
         left, groups, last = iter(weights), list[Group](), None
         for start in range(0, len(updates), self.group):
             members = [update for update in updates[start : start + self.group] if update is not None]
             own = [next(left) for _ in members]
-            if members and (part := made.get(members[0].job)) is not None:
-                if part is not last:  # a sum may be of several groups, if of all up to its last one
-                    groups.append(([part.total], [1.0]))
-                last = part
+            jobs = summed.get(members[0].job) if members else None
+            if jobs is not None:
+                if jobs != last:  # a sum may be of several groups, if of all up to its last one
+                    groups.append(([sums[jobs]], [1.0]))
+                last = jobs
             elif members:
-                groups.append(([update.delta for update in members if isinstance(update, SingleUpdate)], own))
+                groups.append(([update.delta for update in members if update.delta is not None], own))
         return folded(groups)
 
 
-def _check_weights(
-    aggregation: Aggregation, method: str, number: Callable[[int], str]
-) -> None:
+def _check_weights(aggregation: Aggregation, method: str, number: Callable[[int], str]) -> None:
     """Refuse weights that are not one finite number for each update."""
     weights, updates = aggregation.weights, aggregation.updates
     count = len(weights) if isinstance(weights, Sized) else "no"
@@ -373,3 +372,23 @@ def _check_weights(
 
 def _arrays(sent: Iterable[Tensors]) -> dict[str, np.ndarray]:
     return {name: tensor.numpy() for entries in sent for name, tensor in entries.items()}
+
+
+def make_server(spec: RunSpec, declarations: Declarations, initial: Vector, size: int) -> Server:
+    """Return the server of a run at its start. size: most updates in one aggregation."""
+    settings, partition = spec.settings, spec.data.partition
+    server = Server(
+        declarations,
+        initial.shared.clone(),
+        initial.counters[: initial.layout.shared_counters].clone(),
+        partition.train.counts,
+        settings.seed,
+        spec.task,
+        settings.weighting or asked_weighting(spec.methods),
+        settings.summation,
+        size,
+        spec.data.number,
+        partition.never_trained,
+    )
+    server.needs_single_updates |= spec.attackers.attack.on_updates
+    return server

@@ -1,100 +1,96 @@
-"""What a run is between two aggregations: taken for a checkpoint, restored from one, and summed up in checksums.
+"""A run between two aggregations: taken for a checkpoint, restored from one, and summed up in checksums.
 
-Jobs under way are part of it as messages: after a resume they run again, from their base versions. The plan is what was
-pulled of it, and the planner as it was after that.
+It includes the plan, as far as it is made, and the jobs in flight: after a resume they are trained again, from their
+base versions.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from raysim.api.messages import Job, Published
 from raysim.api.private_state import flat
+from raysim.simulation.best_model import BestModel
+from raysim.simulation.best_round import BestRounds
 from raysim.simulation.checkpoint import Snapshot
-from raysim.simulation.events import Row
-from raysim.simulation.planner import Planner, Step
+from raysim.simulation.history_row import RowWriter
+from raysim.simulation.jobs import JobRow, JobState, JobTable
+from raysim.simulation.planner import PlannedAggregation, Planner
 from raysim.simulation.private_states import PrivateStates
-from raysim.simulation.schedule import PlannedJob
 from raysim.simulation.server import Server
+from raysim.simulation.versions import Versions
 
 
 @dataclass(frozen=True)
-class Plan:
-    """The plan of a run: steps that were not made yet, and what is under way.
+class RunState:
+    """The parts of a run that change: together all that a checkpoint holds."""
 
-    sent: the last version of which the jobs are under way; jobs: all whose end was not reported; messages: by number,
-    what the hosts of those are sent that may be aggregated.
-    """
-
+    server: Server
     planner: Planner
-    steps: Sequence[Step]
-    sent: int
-    jobs: Collection[PlannedJob]
-    messages: Mapping[int, Job]
+    jobs: JobTable
+    private: PrivateStates
+    versions: Versions
+    history: RowWriter
+    best: BestRounds | None  # what evaluation knows of the best rounds; None: it looks for none
+    best_model: BestModel
 
 
-def take(
-    server: Server,
-    plan: Plan,
-    private: PrivateStates,
-    published: Mapping[int, Published],
-    rows: Sequence[Row],
-    wall_seconds: float,
-    best: Mapping[str, np.ndarray],
-) -> Snapshot:
-    """The run as it is now. published: by version, at least the base versions of jobs under way. best: see `best`."""
+def take(run: RunState) -> Snapshot:
+    """Return the run as it is now."""
+    server, planner, versions, history = run.server, run.planner, run.versions, run.history
+    best = run.best.state() if run.best else {}
+    best_model = run.best_model.state(server.vector)
     arrays: dict[str, np.ndarray] = {
         "vector": server.vector.numpy(),
         "counters": server.counters.numpy(),
-        "participations": plan.planner.participations,
-        "taken": plan.planner.accepted,
+        "participations": planner.participations,
+        "taken": planner.accepted,
         **{f"state/{name}": tensor.numpy() for name, tensor in server.state.items()},
         **{f"best/{name}": array for name, array in best.items()},
+        **{f"best_model/{name}": array for name, array in best_model.items()},
     }
-    for version in {job.version for job in plan.messages.values()}:
-        base = published[version]
+    for row in run.jobs.rows:
+        arrays |= {f"job/{row.job.number}/{key}": array for key, array in row.job.extras.items()}
+    for version in versions.held:
+        base = versions[version]
         arrays |= {f"published/{version}/vector": base.vector, f"published/{version}/counters": base.counters}
         arrays |= {f"published/{version}/extras/{key}": value for key, value in base.extras.items()}
-    for number, job in plan.messages.items():
-        arrays |= {f"job/{number}/{key}": value for key, value in job.extras.items()}
     numbers = {
         "version": server.version,
-        "planner": plan.planner.state(),
-        "steps": [step.numbers() for step in plan.steps],
-        "sent": plan.sent,
-        "jobs": list(plan.jobs),
-        "messages": [asdict(job) | {"extras": {}} for job in plan.messages.values()],
-        "wall": wall_seconds,
-        "rows": rows,
+        "planner": planner.state(),
+        "aggregations": [aggregation.to_json() for aggregation in run.jobs.aggregations],
+        "jobs": [[row.state.value, row.job._replace(extras={})] for row in run.jobs.rows],
+        "bases": versions.held,
+        "wall": history.wall_seconds,
+        "rows": history.rows,
     }
-    return Snapshot(numbers, arrays, private.named(), private.accepted_jobs)
+    return Snapshot(numbers, arrays, run.private.named(), run.private.accepted_jobs)
 
 
-def restore(
-    snapshot: Snapshot, server: Server, planner: Planner, private: PrivateStates
-) -> tuple[Plan, dict[int, Published]]:
-    """Make a run that has not begun what it was at a snapshot. Returns its plan, and the base versions of its jobs."""
-    numbers, arrays = snapshot.numbers, snapshot.server
+def restore(snapshot: Snapshot, run: RunState) -> None:
+    """Make a run that has not begun what it was at a snapshot."""
+    numbers, arrays, server = snapshot.numbers, snapshot.server, run.server
     server.version = numbers["version"]
     server.vector, server.counters = torch.from_numpy(arrays["vector"]), torch.from_numpy(arrays["counters"])
     server.state = {name: torch.from_numpy(array) for name, array in _under(arrays, "state/").items()}
-    planner.restore(numbers["planner"], arrays["participations"], arrays["taken"])
-    messages = [Job(**each | {"extras": _under(arrays, f"job/{each['number']}/")}) for each in numbers["messages"]]
-    jobs = [PlannedJob(*each) for each in numbers["jobs"]]
-    steps = [Step.of(step) for step in numbers["steps"]]
-    plan = Plan(planner, steps, numbers["sent"], jobs, {job.number: job for job in messages})
-    private.restore(snapshot.jobs, snapshot.clients)
-    return plan, {version: _published(arrays, version) for version in dict.fromkeys(job.version for job in messages)}
-
-
-def best(snapshot: Snapshot) -> dict[str, np.ndarray]:
-    """What evaluation knew of the best rounds."""
-    return _under(snapshot.server, "best/")
+    run.planner.restore(numbers["planner"], arrays["participations"], arrays["taken"])
+    run.versions.restore(_published(arrays, version) for version in numbers["bases"])
+    rows = []
+    for state, values in numbers["jobs"]:
+        job = Job(*values)
+        extras = _under(arrays, f"job/{job.number}/")
+        rows.append(JobRow(job._replace(extras=extras), JobState(state)))
+    run.jobs.restore(map(PlannedAggregation.from_json, numbers["aggregations"]), rows)
+    run.private.restore(snapshot.jobs, snapshot.clients)
+    run.history.resume(numbers["wall"], numbers["rows"])
+    if run.best:
+        run.best.restore(_under(arrays, "best/"))
+    run.best_model.restore(_under(arrays, "best_model/"), server.vector, server.counters)
 
 
 def _published(arrays: Mapping[str, np.ndarray], version: int) -> Published:

@@ -1,38 +1,70 @@
-"""The published versions that somebody still needs: the current one, and those that jobs under way start from."""
+"""The model versions that are needed: the current one, and the base versions of jobs in flight."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from raysim.api.messages import Published
 from raysim.simulation.runtime import Ref, Runtime
 
 
 class Versions(Mapping[int, Published]):
-    """By version: what was published, which lies in the runtime's store and nowhere else.
+    """Published versions by number. They lie in the runtime's store and nowhere else.
 
-    The coordinator reads it from there, without a copy, where a rule of the server or a checkpoint asks for it.
+    The coordinator reads a version from there, without a copy, where a rule of the server or a checkpoint needs it.
+    A version is dropped when it is not the current one and no job holds it.
     """
 
     def __init__(self, runtime: Runtime):
         self._runtime = runtime
-        self.refs: dict[int, Ref] = {}  # where hosts find them
+        self.refs: dict[int, Ref] = {}  # where workers find them
+        self._current = -1
+        self._holders: Counter[int] = Counter()  # by version: jobs that start from it
         self._read: dict[int, Published] = {}
         self._sizes: dict[int, int] = {}
 
-    def publish(self, published: Published) -> None:
-        """Into the store."""
+    def publish(self, version: int, make: Callable[[], Published]) -> None:
+        """Store the current version, unless it was restored; drop the one before if no job holds it."""
+        before, self._current = self._current, version
+        if version not in self.refs:
+            self._store(make())
+        self._drop_unless_needed(before)
+
+    def restore(self, published: Iterable[Published]) -> None:
+        """Store the base versions of the jobs that a checkpoint has in flight; the jobs hold them afterwards."""
+        for version in published:
+            self._store(version)
+
+    def hold(self, version: int) -> None:
+        """Note that a job starts from this version."""
+        self._holders[version] += 1
+
+    def release(self, version: int) -> None:
+        """Note that a job needs its base version no longer."""
+        self._holders[version] -= 1
+        self._drop_unless_needed(version)
+
+    def _store(self, published: Published) -> None:
         self.refs[published.version] = self._runtime.put(published)
         self._sizes[published.version] = published.nbytes
 
-    def drop(self, version: int) -> None:
-        """Nobody needs it any more."""
-        del self.refs[version], self._sizes[version]
+    def _drop_unless_needed(self, version: int) -> None:
+        if version == self._current or self._holders[version] > 0:
+            return
+        self._holders.pop(version, None)
+        self._sizes.pop(version, None)
         self._read.pop(version, None)
+        self.refs.pop(version, None)
+
+    @property
+    def held(self) -> list[int]:
+        """The base versions of the jobs that may still start from them."""
+        return [version for version, holders in self._holders.items() if holders > 0]
 
     @property
     def nbytes(self) -> int:
-        """Of all in the store."""
+        """Bytes of all versions in the store."""
         return sum(self._sizes.values())
 
     def __getitem__(self, version: int) -> Published:

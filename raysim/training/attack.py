@@ -29,7 +29,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from raysim.api.messages import Failure, Outcome, SingleUpdate
+from raysim.api.messages import Failure, Update
 from raysim.data.partition import CSR, Ints
 from raysim.primitives.checks import above, at_least, between, require
 from raysim.primitives.streams import stream
@@ -140,24 +140,32 @@ class Attackers:
         seen[rows] = classes - 1 - seen[rows]
         return seen
 
-    def poisoned(self, outcomes: Sequence[Outcome], trained: int, version: int) -> list[Outcome]:
-        """What the server gets in the aggregation that follows a version; of an update the first ``trained`` change."""
-        singles = [outcome for outcome in outcomes if isinstance(outcome, SingleUpdate)]
-        honest = [torch.from_numpy(u.delta)[:trained] for u in singles if u.client not in self._members]
+    def poisoned(self, updates: Sequence[Update | Failure], trained: int, version: int) -> list[Update | Failure]:
+        """Return the updates that the server gets: the attackers' first `trained` entries are changed.
+
+        version: the server's, to which they are about to be added.
+        """
+        deltas = {place: update.delta for place, update in enumerate(updates) if isinstance(update, Update)}
+        honest = [
+            torch.from_numpy(delta)[:trained]
+            for place, delta in deltas.items()
+            if delta is not None and updates[place].client not in self._members
+        ]
         common = None
-        if self.attack.kind == "alie" and 0 < len(honest) < len(singles):
-            z = largest_z(len(singles), len(singles) - len(honest)) if self.attack.z is None else self.attack.z
+        if self.attack.kind == "alie" and 0 < len(honest) < len(deltas):
+            z = largest_z(len(deltas), len(deltas) - len(honest)) if self.attack.z is None else self.attack.z
             common = a_little(honest, z).numpy()
         return [
-            self._changed(each, trained, common, (version, place))
-            if isinstance(each, SingleUpdate) and each.client in self._members
-            else each
-            for place, each in enumerate(outcomes)
+            self._changed(update, trained, common, (version, place))
+            if isinstance(update, Update) and update.client in self._members
+            else update
+            for place, update in enumerate(updates)
         ]
 
     def _changed(
-        self, update: SingleUpdate, trained: int, common: np.ndarray | None, place: tuple[int, int]
-    ) -> Outcome:
+        self, update: Update, trained: int, common: np.ndarray | None, place: tuple[int, int]
+    ) -> Update | Failure:
+        assert update.delta is not None, "workers sum no updates of a run whose attackers change them"
         delta = update.delta.copy()
         params = delta[:trained]
         if self.attack.kind in ("sign_flip", "scaled"):

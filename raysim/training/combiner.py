@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from raysim.api.messages import Job, Trained
+from raysim.api.messages import Job, TrainingResult
 from raysim.vectors.blocks import folded
 
 
@@ -19,11 +19,10 @@ class Combiner:
 
     def train_apart(
         self, jobs: Sequence[Job], groups: Sequence[tuple[int, ...]], *others: Any
-    ) -> tuple[Trained | np.ndarray | None, ...]:
+    ) -> tuple[TrainingResult | np.ndarray | None, ...]:
         """`train`, whose sums are values of their own, one for each group (None: all of it failed): they can stay."""
-        trained: Trained = self.train(jobs, groups, *others)
-        totals = {each.jobs: each.total for each in trained.sums}
-        return replace(trained, sums=()), *(totals.get(group) for group in groups)
+        result: TrainingResult = self.train(jobs, groups, *others)
+        return replace(result, sums={}), *(result.sums.get(group) for group in groups)
 
     def combine(
         self, start: int, stop: int, before: np.ndarray | None, *totals: np.ndarray | None

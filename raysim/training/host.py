@@ -20,15 +20,12 @@ from raysim.api.messages import (
     Arrays,
     Failure,
     Job,
-    Outcome,
     Probe,
     Published,
     Report,
-    SingleUpdate,
-    Sum,
-    SummedUpdate,
     Task as Score,
-    Trained,
+    TrainingResult,
+    Update,
 )
 from raysim.api.mistakes import check_report, said, traced
 from raysim.api.private_state import PrivateState, StoredState, named
@@ -92,7 +89,9 @@ class Host(Combiner):
         self._constants: dict[str, Tensor] = {}
         self._probed = np.empty(0, np.int64)
         self._busy = 0.0  # seconds of work since it last said so
-        self.spans: Spans | None = watched(self) if spec.profile else None
+        self.spans: Spans | None = None
+        if spec.profile:
+            self.spans = watched(self, self.trainer, self.loop, self.device)
 
     def _make_loop(self) -> OneByOne | LaneLoop[Any]:
         """Return the loop that trains clients: one after another, in lanes, or from recordings."""
@@ -142,8 +141,10 @@ class Host(Combiner):
         groups: Sequence[tuple[int, ...]],
         versions: int,
         *values: Published | StoredState | None,
-    ) -> Trained | tuple[Trained | Leftover, ...]:
-        """Train the jobs in order. Returns a `Trained`; in stateful runs a tuple of it and what each job left.
+    ) -> TrainingResult | tuple[TrainingResult | Leftover, ...]:
+        """Train the jobs in order.
+
+        Returns a `TrainingResult`; in stateful runs a tuple of it and the client state that each job left.
 
         groups: numbers of jobs, consecutive here, whose deltas are summed on this host.
         values: what was published, in so many versions, that the jobs start from; then, in stateful runs, for each job
@@ -152,20 +153,20 @@ class Host(Combiner):
         since = time.perf_counter()
         bases = {each.version: each for each in cast("tuple[Published, ...]", values[:versions])}
         states = cast("tuple[StoredState | None, ...]", values[versions:])
-        sums, ends = _Sums(jobs, groups), dict[int, tuple[Outcome, Leftover | None]]()
+        sums, ends = _Sums(jobs, groups), dict[int, tuple[Update | Failure, Leftover | None]]()
         for version in sorted(bases):  # a client's earlier jobs started from earlier ones
             own = [index for index, job in enumerate(jobs) if job.version == version]
             sent = [states[index] for index in own] if states else []
             trained_here = self._train([jobs[index] for index in own], self._receive(bases[version]), sent, sums)
             ends |= dict(zip(own, trained_here, strict=True))
-        outcomes = tuple(ends[index][0] for index in range(len(jobs)))
-        totals = tuple(Sum(group, self._copied(total)) for group, total in sums.totals.items())
+        updates = tuple(ends[index][0] for index in range(len(jobs)))
+        totals = {group: self._copied(total) for group, total in sums.totals.items()}
         self._arrive()
         after = [left for index in range(len(jobs)) if (left := ends[index][1]) is not None]
         busy, self._busy = self._busy + time.perf_counter() - since, 0.0
         sizes = tuple(left.size for left in after)
-        trained = Trained(outcomes, totals, self.name, busy, sizes, device_use(self.device))
-        return (trained, *after) if states else trained
+        result = TrainingResult(updates, totals, self.name, busy, sizes, device_use(self.device))
+        return (result, *after) if states else result
 
     def _train(
         self,
@@ -173,9 +174,9 @@ class Host(Combiner):
         received: tuple[Tensor, Tensor, dict[str, Tensor]],
         states: Sequence[StoredState | None],
         sums: _Sums,
-    ) -> list[tuple[Outcome, Leftover | None]]:
-        """Train jobs of one version: of each its outcome, and in stateful runs what it leaves."""
-        ends: dict[int, tuple[Outcome, Leftover | None]] = {}
+    ) -> list[tuple[Update | Failure, Leftover | None]]:
+        """Train jobs of one version. Returns the update of each, and in stateful runs the client state it left."""
+        ends: dict[int, tuple[Update | Failure, Leftover | None]] = {}
         starts: dict[int, tuple[float, PrivateState[Tensor]]] = {}
         numbers = [job.number for job in jobs]
         order, unfinished = self.loop.order(numbers), set(numbers)
@@ -194,16 +195,17 @@ class Host(Combiner):
 
         def end(index: int, work: LocalRun) -> None:
             seconds = (time.perf_counter() - starts[index][0]) / self.spec.lanes
-            settle(index, *self._outcome(jobs[index], work, received[0], starts[index][1], seconds, sums))
+            settle(index, *self._update(jobs[index], work, received[0], starts[index][1], seconds, sums))
 
         def fail(index: int, error: BaseException) -> None:
             settle(index, self._failure(jobs[index], error), starts[index][1])
 
-        def settle(index: int, outcome: Outcome, state: PrivateState[Tensor]) -> None:
+        def settle(index: int, update: Update | Failure, state: PrivateState[Tensor]) -> None:
             job = jobs[index]
             unfinished.remove(job.number)
-            self._add(sums, job, self.vector.shared if isinstance(outcome, SummedUpdate) else None)
-            ends[index] = outcome, self._resident.put(job.client, job.number, state) if states else None
+            is_summed = isinstance(update, Update) and update.delta is None
+            self._add(sums, job, self.vector.shared if is_summed else None)
+            ends[index] = update, self._resident.put(job.client, job.number, state) if states else None
 
         with coarser(self.spec.precision == "tf32"):
             self.loop.train(Clients(numbers, ready, begin, end, fail))
@@ -249,17 +251,20 @@ class Host(Combiner):
         changes = value.is_floating_point() and not is_number
         return value.to(self.device, self.vector.data.dtype if changes else value.dtype)
 
-    def _outcome(
+    def _update(
         self, job: Job, work: LocalRun, base: Tensor, state: PrivateState[Tensor], seconds: float, sums: _Sums
-    ) -> tuple[Outcome, PrivateState[Tensor]]:
-        """What a job sends and leaves. The delta is left in the vector's shared part; a single update has a copy."""
+    ) -> tuple[Update, PrivateState[Tensor]]:
+        """Return the update of a job and the client state it leaves.
+
+        The delta stays in the vector's shared part. The update has a copy, unless it belongs to a sum.
+        """
         ctx = work.ctx
         plan, loss_rows = ctx.plan, work.loss_rows()
         check_report(ctx.report, "job")
         probe = self._probe(ctx) if job.probe else None
         delta = self.vector.shared.sub_(base)
         loss = self._checked(job, ctx.losses, loss_rows, delta, ctx.upload)
-        summed = SummedUpdate(
+        update = Update(
             job=job.number,
             client=job.client,
             version=job.version,
@@ -274,6 +279,7 @@ class Host(Combiner):
             report=ctx.report,
             probe=probe,
             loss_rows=sum(loss_rows),
+            delta=None if job.number in sums.member else self._copied(delta.clone()),
         )
         # Without personal parameters two copies of nothing would take 5 us a job.
         left = (
@@ -281,9 +287,7 @@ class Host(Combiner):
             if self.layout.has_personal
             else PrivateState(state.personal, state.counters, ctx.state)
         )
-        if job.number in sums.member:
-            return summed, left
-        return SingleUpdate(**vars(summed), delta=self._copied(delta.clone())), left
+        return update, left
 
     def _checked(
         self, job: Job, losses: Tensor, loss_rows: Sequence[int], delta: Tensor, upload: Mapping[str, Tensor]

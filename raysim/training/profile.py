@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 
 from raysim.primitives.spans import Spans, Track
-
-if TYPE_CHECKING:
-    from raysim.training.host import Host
 
 # The calls of a coordinator, and what they are where nothing inside says otherwise.
 _CALLS = {
@@ -34,11 +30,14 @@ class HostTrack:
     calls: list[tuple[float, float]]
 
 
-def watched(host: Host) -> Spans:
-    """Time what this host does from now on. On a GPU, which works on its own, every span waits for its end."""
-    waits = host.device.type == "cuda"
+def watched(host: object, trainer: object, loop: object, device: torch.device) -> Spans:
+    """Time what a host, its trainer and its loop do from now on.
+
+    On a GPU, which works asynchronously, every span waits for the end of the work.
+    """
+    waits = device.type == "cuda"
     spans = Spans(whole=("evaluation",), settle=torch.cuda.synchronize if waits else lambda: None)
-    parts = (host, _CALLS), (host, _WITHIN_HOST), (host.trainer, _WITHIN_TRAINER), (host.loop, _WITHIN_LANES)
+    parts = (host, _CALLS), (host, _WITHIN_HOST), (trainer, _WITHIN_TRAINER), (loop, _WITHIN_LANES)
     for owner, kinds in parts:
         for name, kind in kinds.items():
             if hasattr(owner, name):

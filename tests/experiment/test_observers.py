@@ -170,7 +170,7 @@ def test_a_run_leaves_its_jobs_and_a_timeline_however_often_it_is_stopped_and_co
             raise KeyboardInterrupt
 
     raysim.run([*ASYNCHRONOUS, "out=straight", "rounds=8"], quiet=True)
-    assert {"aggregated", "discarded", "under way"} == {job["fate"] for job in jobs("straight")}
+    assert {"aggregated", "discarded", "in flight"} == {job["fate"] for job in jobs("straight")}
     assert Path("straight/timeline.png").is_file()
     raysim.run([*ASYNCHRONOUS, "out=a", "rounds=4"], quiet=True)
     assert {job["round"] for job in jobs("a")} == {1, 2, 3, 4, 5}  # 5: of what was under way

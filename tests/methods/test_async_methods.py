@@ -14,7 +14,7 @@ from tiny_runs import BUFFER, NORMED, NORMED_MLP, Spy, coordinate, even, ran, ru
 from torch import Tensor
 
 from raysim.api.declarations import Task
-from raysim.api.messages import Published, SingleUpdate
+from raysim.api.messages import Published, Update
 from raysim.api.method import Method
 from raysim.methods.ace import ACE, active_clients, all_client_step
 from raysim.methods.ca2fl import CA2FL, calibrated_step
@@ -49,10 +49,10 @@ def arrive(at: Server, *arrivals: tuple[int, Any], bases: dict[int, Tensor] | No
     known[at.version] = at.vector.clone()
     empty = np.empty(0, np.int64)
     updates = [
-        SingleUpdate(number, client, base, 10, 10, 1, 0.0, 0.0, empty, delta=np.full(WIDTH, change, np.float32))
+        Update(number, client, base, 10, 10, 1, 0.0, 0.0, empty, delta=np.full(WIDTH, change, np.float32))
         for number, (client, change) in enumerate(arrivals)
     ]
-    at.step(updates, [], [at.version - base] * len(updates), {base: Published(base, known[base].numpy(), empty)})
+    at.step(updates, {}, [at.version - base] * len(updates), {base: Published(base, known[base].numpy(), empty)})
 
 
 # --- FedAsync -------------------------------------------------------------------------------------------------------
@@ -207,7 +207,7 @@ def test_a_cache_has_the_last_update_of_every_client_and_their_sum(method: Metho
     spy = Spy(study := run_spec(method, data=even(clients=12)))
     found = ran(coordinate(study, BUFFER, runtime=spy, rounds=7))
     state = {name.partition(".")[2]: tensor for name, tensor in found.coordinator.server.state.items()}
-    gone = found.under_way
+    gone = found.in_flight
     last = {u.client: u for u in sorted(spy.updates, key=lambda u: u.job) if u.job not in gone}
     assert set(state["clients"].tolist()) == set(last) and len(last) < 12, "some were never seen"
     trained = found.coordinator.layout.trained
@@ -431,7 +431,7 @@ class OneByOne:
         layout, task = Layout((), (), 5, 5, 5, 0, 0), Task((1, 1, 1), 2, 10)
         start, nothing = torch.zeros(5, dtype=torch.float64), torch.empty(0, dtype=torch.int64)
         self.server = server_of(layout, start, nothing, [method], np.full(10, 10), 0, task, "uniform")
-        self.size, self.waiting = size, list[SingleUpdate]()
+        self.size, self.waiting = size, list[Update]()
         self.bases: dict[int, Published] = {}
 
     @property
@@ -445,10 +445,10 @@ class OneByOne:
     def take(self, client: int, base: int, start: Tensor, change: Tensor) -> None:
         empty = np.empty(0, np.int64)
         self.bases[base] = Published(base, start.numpy(), empty)
-        self.waiting.append(SingleUpdate(0, client, base, 1, 1, 1, 0.0, 0.0, empty, delta=change.numpy()))
+        self.waiting.append(Update(0, client, base, 1, 1, 1, 0.0, 0.0, empty, delta=change.numpy()))
         if len(self.waiting) == self.size:
             ages = [self.version - update.version for update in self.waiting]
-            self.server.step(self.waiting, [], ages, self.bases)
+            self.server.step(self.waiting, {}, ages, self.bases)
             self.waiting = []
 
 

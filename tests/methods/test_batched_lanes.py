@@ -15,7 +15,7 @@ from torch import nn
 
 from raysim.api.declarations import Local
 from raysim.api.local_job import LocalJob
-from raysim.api.messages import Job, SingleUpdate
+from raysim.api.messages import Job, Update
 from raysim.api.method import Method
 from raysim.methods.fedopt import FedAdam
 from raysim.methods.fedprox import FedProx
@@ -93,8 +93,11 @@ def trained(spec: RunSpec, jobs: Sequence[Job]) -> dict[int, np.ndarray]:
     """Each client's delta, from one call to a new host."""
     answer = Host(spec).train(jobs, [], 1, coordinate(spec).server.published())
     assert not isinstance(answer, tuple)
-    assert all(isinstance(outcome, SingleUpdate) for outcome in answer.outcomes)
-    return {outcome.client: outcome.delta for outcome in answer.outcomes}  # type: ignore[union-attr]
+    deltas: dict[int, np.ndarray] = {}
+    for update in answer.updates:
+        assert isinstance(update, Update) and update.delta is not None
+        deltas[update.client] = update.delta
+    return deltas
 
 
 def jobs_of(count: int) -> list[Job]:

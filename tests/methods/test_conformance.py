@@ -406,12 +406,12 @@ def test_of_a_client_that_is_late_or_lost_the_state_of_its_last_accepted_job_cou
     spy = Spy(spec)
     leaving = Lognormal(dropout=0.2, availability="markov", on=3.0, off=0.5)
     found = ran(coordinate(spec, Buffered(5, 2), leaving, runtime=spy, rounds=7))
-    jobs = {job.number: job for step in found.steps for job in step.dispatched}
-    taken = [each for step in found.steps for each in step.taken]
-    assert any(each.staleness for each in taken) and any(step.lost for step in found.steps)
+    jobs = {job.number: job for each in found.aggregations for job in each.dispatched}
+    assert any(any(each.staleness) for each in found.aggregations) and any(each.lost for each in found.aggregations)
     left = {job.number: flat(state) for (job, _), state in zip(spy.sent, spy.states, strict=True)}
-    assert left.keys() == {each.number for each in taken}, "nobody else trains"
-    last = {jobs[each.number].client: each.number for each in taken}
+    aggregated = [job.number for each in found.aggregations for job in each.aggregated]
+    assert left.keys() == set(aggregated), "nobody else trains"
+    last = {jobs[number].client: number for number in aggregated}
     for client, number in last.items():
         assert same(flat(found.state(client)), left[number])
     latest: dict[int, int] = {}

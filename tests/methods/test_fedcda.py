@@ -29,7 +29,7 @@ from tiny_runs import (
 from torch import Tensor
 
 from raysim.api.declarations import Task
-from raysim.api.messages import Published, SingleUpdate
+from raysim.api.messages import Published, Update
 from raysim.methods.fedcda import (
     LIMIT,
     FedCDA,
@@ -171,15 +171,15 @@ def step(
     origin = at.vector.numpy() if base < 0 else np.full(WIDTH, 100, np.float32)
     updates = [_update(number, client, version, model, origin, losses) for number, (client, model) in enumerate(models)]
     bases = {version: Published(version, origin, np.empty(0, np.int64))}
-    at.step(updates, [], [at.version - version] * len(updates), bases)
+    at.step(updates, {}, [at.version - version] * len(updates), bases)
 
 
 def _update(
     number: int, client: int, version: int, model: Sequence[float], origin: np.ndarray, losses: dict[int, float] | None
-) -> SingleUpdate:
+) -> Update:
     loss = {"fedcda.loss": np.array([(losses or {}).get(client, 0.0)], np.float32)}
     delta = np.array(model, np.float32) - origin
-    return SingleUpdate(number, client, version, 10, 10, 1, 0.0, 0.0, np.empty(0, np.int64), loss, delta=delta)
+    return Update(number, client, version, 10, 10, 1, 0.0, 0.0, np.empty(0, np.int64), loss, delta=delta)
 
 
 def cached(at: Server, client: int) -> list[list[float]]:
@@ -373,7 +373,7 @@ def test_a_buffered_schedule_caches_what_clients_trained_from_older_versions() -
     assert max(row["staleness"] or 0 for row in found.rows) > 0
     assert max(row["fedcda.age"] or 0 for row in found.rows) > 0
     at = found.coordinator.server
-    running = found.under_way
+    running = found.in_flight
     for client in at.state["fedcda.clients"].tolist():
         mine = [update for update in spy.updates if update.client == client and update.job not in running]
         models = [published[update.job].vector + update.delta for update in mine]

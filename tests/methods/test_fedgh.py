@@ -12,7 +12,7 @@ from tiny_runs import BUFFER, NORMED_MLP, ROUNDS, check_composition, run, run_sp
 from torch import Tensor, nn
 
 from raysim.api.declarations import Task
-from raysim.api.messages import SingleUpdate
+from raysim.api.messages import Update
 from raysim.api.method import Method
 from raysim.methods import fedgh
 from raysim.methods.fedbn import FedBN
@@ -249,8 +249,8 @@ def server(*methods: Method, weighting: Any = "samples", seed: int = 0) -> Serve
 
 def step(target: Server, clients: Sequence[int], deltas: np.ndarray = DELTAS) -> Server:
     version = target.version
-    updates = [SingleUpdate(c, c, version, 9, 9, 1, 0.5, 0.0, np.array([c]), delta=deltas[c]) for c in clients]
-    target.step(updates, [], [0] * len(updates), {})
+    updates = [Update(c, c, version, 9, 9, 1, 0.5, 0.0, np.array([c]), delta=deltas[c]) for c in clients]
+    target.step(updates, {}, [0] * len(updates), {})
     return target
 
 

@@ -14,7 +14,7 @@ from tiny_runs import BUFFER, LOCAL, NORMED_MLP, ROUNDS, check_composition, run,
 from torch import Tensor, nn
 
 from raysim.api.declarations import Task
-from raysim.api.messages import SingleUpdate
+from raysim.api.messages import Update
 from raysim.api.method import Method
 from raysim.experiment.compose import compose, plain
 from raysim.experiment.instantiate import TARGET, build, defaults, resolve
@@ -224,8 +224,8 @@ DELTAS = np.random.default_rng(0).standard_normal((8, LAYOUT.shared)).astype(np.
 def step(clients: list[int], *methods: Method, weighting: Any = "samples") -> Server:
     start, counter = torch.zeros(LAYOUT.shared), torch.zeros(1, dtype=torch.int64)
     server = server_of(LAYOUT, start, counter, methods, COUNTS, 0, Task((1, 2, 2), 3, 8), weighting)
-    updates = [SingleUpdate(c, c, 0, 9, 9, 1, 0.5, 0.0, np.array([c]), delta=DELTAS[c]) for c in clients]
-    server.step(updates, [], [0] * len(updates), {})
+    updates = [Update(c, c, 0, 9, 9, 1, 0.5, 0.0, np.array([c]), delta=DELTAS[c]) for c in clients]
+    server.step(updates, {}, [0] * len(updates), {})
     return server
 
 

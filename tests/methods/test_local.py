@@ -14,7 +14,6 @@ from torch import Tensor
 
 from raysim.api.declarations import Local
 from raysim.api.local_job import LocalJob
-from raysim.api.messages import SummedUpdate
 from raysim.api.method import Method
 from raysim.data.federated import FederatedData
 from raysim.data.partition import CSR, Partition
@@ -64,7 +63,7 @@ def test_no_float_travels_in_either_direction(schedule: Any, model: ModelRecipe,
     assert all(row["floats_down"] == 0 == row["floats_up"] for row in found.rows)
     assert all(published.floats == 0 == published.counters.size for _, published in spy.sent)
     assert all(update.counters.size == 0 == update.floats for update in spy.updates)
-    assert all(isinstance(update, SummedUpdate) or update.delta.size == 0 for update in spy.updates)
+    assert all(update.delta is None or update.delta.size == 0 for update in spy.updates)
     layout = found.coordinator.layout
     assert layout.shared == 0 == layout.shared_counters and layout.personal == layout.total > 0
     assert found.rows[-1]["accuracy"] is not None and found.rows[-1]["accuracy_global"] is None

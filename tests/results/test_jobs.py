@@ -11,22 +11,22 @@ from tiny_runs import ran, silent
 
 from raysim.results import jobs as jobs_file
 from raysim.results.jobs import FATES, JOBS, Jobs, JobWriter, read_jobs
-from raysim.simulation.events import JobEnd
+from raysim.simulation.events import JobRecord
 from raysim.simulation.fleet import Lognormal
 from raysim.simulation.schedule import Buffered, Oversample, Schedule
 
 
-def ends(number: int, count: int = 2) -> list[JobEnd]:
+def ends(number: int, count: int = 2) -> list[JobRecord]:
     """Jobs that a round ended."""
     return [
-        JobEnd(client, number, number - 1, number - 0.5, float(number), FATES[(number + client) % 4], number, client)
+        JobRecord(client, number, number - 1, number - 0.5, float(number), FATES[(number + client) % 4], number, client)
         for client in range(count)
     ]
 
 
-def written(folder: Path) -> list[JobEnd]:
+def written(folder: Path) -> list[JobRecord]:
     """The rows of the whole table, as any reader of Parquet sees them."""
-    return [JobEnd(**row) for row in pq.read_table(folder / JOBS).to_pylist()]
+    return [JobRecord(**row) for row in pq.read_table(folder / JOBS).to_pylist()]
 
 
 def write(folder: Path, rounds: range, kept: int = 0) -> None:
@@ -38,7 +38,7 @@ def write(folder: Path, rounds: range, kept: int = 0) -> None:
         writer.write()
 
 
-def all_of(rounds: range) -> list[JobEnd]:
+def all_of(rounds: range) -> list[JobRecord]:
     return [job for number in rounds for job in ends(number)]
 
 
@@ -102,7 +102,7 @@ def test_every_job_of_a_run_has_one_row_with_what_became_of_it(tmp_path: Path, s
     assert jobs is not None and len(jobs) == coordinator.planner.dispatched
     planned = sorted(
         (job.client, job.participation, job.version, job.start, job.finish)
-        for step in found.steps
+        for step in found.aggregations
         for job in step.dispatched
     )
     assert sorted(job[:5] for job in written(tmp_path)) == planned
@@ -115,7 +115,7 @@ def test_every_job_of_a_run_has_one_row_with_what_became_of_it(tmp_path: Path, s
 
 def _check_the_rest(jobs: Jobs, end: float) -> None:
     """Of jobs that were taken: when, and how stale; of those under way: that they began in time."""
-    taken, left = jobs[jobs.fated("aggregated")], jobs[jobs.fated("under way")]
+    taken, left = jobs[jobs.fated("aggregated")], jobs[jobs.fated("in flight")]
     assert (taken.staleness == taken.round - 1 - taken.version).all()
     assert (taken.finish <= end).all() and (left.start <= end).all()
     assert (left.round == jobs.round.max()).all()

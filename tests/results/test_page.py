@@ -16,7 +16,7 @@ from test_report import make, seeded
 from raysim.results import page, report, tables
 from raysim.results.clients import Split, write_split
 from raysim.results.jobs import JobWriter
-from raysim.simulation.events import JobEnd
+from raysim.simulation.events import JobRecord
 
 pytestmark = pytest.mark.slow
 
@@ -203,7 +203,9 @@ def test_a_page_shows_runs_on_virtual_time_where_that_says_something(tmp_path: P
     for folder, stale in ((run.folder, 1), (other.folder, 0)):
         writer = JobWriter.of(folder, 0)
         assert writer is not None
-        writer.add([JobEnd(0, 0, 0, 0.0, 1.0, "aggregated", 1, 0), JobEnd(1, 0, 0, 0.0, 1.0, "aggregated", 1, stale)])
+        writer.add(
+            [JobRecord(0, 0, 0, 0.0, 1.0, "aggregated", 1, 0), JobRecord(1, 0, 0, 0.0, 1.0, "aggregated", 1, stale)]
+        )
         writer.write()
     text = written([run, other], tmp_path)
     assert "late: clients, fleet and hosts" in text and "even: clients" not in text

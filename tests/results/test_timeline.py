@@ -35,7 +35,7 @@ JOBS = made(
     (5, 0.0, 8.0, "discarded", 0),
     (3, 4.0, 7.0, "aggregated", 1),
     (3, 7.0, 10.0, "failed", 0),
-    (5, 8.0, 16.0, "under way", 0),
+    (5, 8.0, 16.0, "in flight", 0),
 )
 ROWS: list[Row] = [
     {
@@ -100,7 +100,7 @@ def test_what_was_not_taken_is_empty_and_has_a_sign_at_its_end() -> None:
     assert [spans(bars) for bars in others] == [[(0, 8, 2)], [(2, 3, 0)], [(7, 10, 1)], [(8, 10, 2)]]
     signs = {line.get_label(): line.get_xydata().tolist() for line in ax.lines if len(line.get_xydata()) == 1}
     assert signs == {"discarded": [[8, 2]], "lost": [[3, 0]], "failed": [[10, 1]]}
-    assert "under way at the end" in ax.get_legend_handles_labels()[1]
+    assert "in flight at the end" in ax.get_legend_handles_labels()[1]
 
 
 def test_the_axes_of_the_timeline_say_seconds_and_versions() -> None:

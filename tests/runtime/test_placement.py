@@ -33,7 +33,7 @@ from raysim.runtime.inprocess import InProcess
 from raysim.runtime.placement import GIB, RayOptions, Size, demand, fitting, gib, room, share, total, within
 from raysim.runtime.preflight import Need, hosts_per_gpu, measure, only
 from raysim.runtime.ray import RayCoordinator
-from raysim.simulation.coordinator import Finished, Round, Started, TooManyFailures
+from raysim.simulation.events import Finished, Round, Started, TooManyFailures
 from raysim.simulation.fleet import Ideal, Lognormal
 from raysim.simulation.schedule import Buffered, Synchronous
 from raysim.training.host import Host

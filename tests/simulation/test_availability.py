@@ -15,7 +15,7 @@ from tiny_runs import ran, silent
 
 from raysim.simulation.availability import DAY, HOUR, Availability, Diurnal, Intervals, Markov, _place
 from raysim.simulation.fleet import Fleet, Ideal
-from raysim.simulation.planner import Deserted, Load, Planner
+from raysim.simulation.planner import Load, NoClientsLeftError, Planner
 from raysim.simulation.schedule import Buffered, Schedule
 from raysim.simulation.waiting import Waiting
 
@@ -337,11 +337,11 @@ def planner(fleet: Fleet, clients: int, schedule: Schedule) -> Planner:
 
 def test_a_run_waits_for_the_first_client_and_then_for_the_next() -> None:
     fleet = Recorded([50.0, 65.0], [500.0, 900.0])
-    step = planner(fleet, 2, Buffered(1, 1)).step()
+    step = planner(fleet, 2, Buffered(1, 1)).next_aggregation()
     assert [(job.client, job.start, job.finish) for job in step.dispatched] == [(0, 50.0, 60.0)]
     # Client 0 is sent off again at once, and lost as it goes.
-    both = planner(fleet, 2, Buffered(2, 2)).step()
-    assert [(job.client, job.finish, job.back) for job in both.dispatched] == [
+    both = planner(fleet, 2, Buffered(2, 2)).next_aggregation()
+    assert [(job.client, job.finish, job.arrives) for job in both.dispatched] == [
         (0, 60.0, True),
         (0, 65.0, False),
         (1, 510.0, True),
@@ -352,16 +352,16 @@ def test_a_run_waits_for_the_first_client_and_then_for_the_next() -> None:
 def test_a_fleet_that_keeps_everybody_waiting_is_refused_with_the_time() -> None:
     fleet = Recorded([500.0, 900.0], patience=499.0)
     with pytest.raises(ValueError, match="nobody is available at the start, and for 500 s: choose fleet"):
-        planner(fleet, 1, Buffered(1, 1)).step()
+        planner(fleet, 1, Buffered(1, 1)).next_aggregation()
     with pytest.raises(ValueError, match="at the start, and no client will ever be available"):
-        planner(Recorded([]), 1, Buffered(1, 1)).step()
+        planner(Recorded([]), 1, Buffered(1, 1)).next_aggregation()
 
 
 def test_clients_that_go_for_good_end_the_run_after_what_they_did() -> None:
     # Ten seconds a job: three of them fit, and the fourth is lost.
     coordinator, _, _ = silent([10], Buffered(1, 1), Recorded([0.0, 35.0]), rounds=9)
     with pytest.raises(
-        Deserted, match=r"after 35 s of virtual time and 3 aggregations: .* fleet\.wrap=true, .*rounds=3"
+        NoClientsLeftError, match=r"after 35 s of virtual time and 3 aggregations: .* fleet\.wrap=true, .*rounds=3"
     ):
         list(coordinator.run())
     assert [row["virtual_seconds"] for row in coordinator.rows] == [10.0, 20.0, 30.0]
@@ -370,7 +370,7 @@ def test_clients_that_go_for_good_end_the_run_after_what_they_did() -> None:
 def test_what_was_done_before_clients_went_can_be_finished(tmp_path: Path) -> None:
     setup: dict[str, Any] = {"rounds": 9, "checkpoint_every": 100}
     coordinator, _, _ = silent([10], Buffered(1, 1), Recorded([0.0, 35.0]), folder=str(tmp_path), **setup)
-    with pytest.raises(Deserted):
+    with pytest.raises(NoClientsLeftError):
         list(coordinator.run())
     (last,) = sorted((tmp_path / "checkpoints").iterdir())[-1:]
     again, _, _ = silent([10], Buffered(1, 1), Recorded([0.0, 35.0]), rounds=3, resume=str(last))

@@ -121,17 +121,6 @@ def test_unchanged_weights_survive_resume() -> None:
     assert again.vector is vector and again.summary() == best.summary()
 
 
-def test_checkpoint_without_best_weights_gives_no_wrong_file(tmp_path: Path) -> None:
-    """An earlier version kept no weights: the file is left out unless a later round is better than all before."""
-    rows: list[Any] = [{"round": 1, "train_loss": 0.5}, {"round": 2, "train_loss": None}]
-    best = BestModel(Criterion("train_loss", higher=False))
-    best.restore_rows(rows)
-    best.take({"round": 3, "train_loss": 0.7}, torch.ones(1), torch.ones(1))
-    assert best.summary() is None
-    best.take({"round": 4, "train_loss": 0.4}, torch.ones(1), torch.ones(1))
-    assert best.round == 4 and best.summary() is not None
-
-
 @pytest.mark.parametrize("value", [None, float("nan"), float("inf")])
 def test_round_without_a_score_is_not_best(value: float | None) -> None:
     best = BestModel(Criterion("accuracy_validation", higher=True))

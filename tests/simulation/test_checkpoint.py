@@ -32,7 +32,7 @@ from raysim.primitives.stores import LocalStore
 from raysim.primitives.version import __version__
 from raysim.simulation import checkpoint, state_log
 from raysim.simulation.checkpoint import Checkpoints, Snapshot
-from raysim.simulation.coordinator import Round, Saved, Started
+from raysim.simulation.events import Round, Saved, Started
 from raysim.simulation.state_log import ByClient
 
 PACKAGE = Path(raysim.__file__).parent
@@ -474,6 +474,12 @@ def test_client_state_without_named_tensors_is_refused_with_the_version() -> Non
     flats = {"personal": np.zeros(layout.total - layout.shared, np.float32)}
     with pytest.raises(ValueError, match=re.escape(__version__)):
         from_named(flats, layout)
+
+
+def test_checkpoint_of_another_format_is_refused(tmp_path: Path) -> None:
+    path = write(tmp_path, 1, replace(snapshot(), numbers={"format": 1}))
+    with pytest.raises(ValueError, match=rf"^resume={re.escape(str(path))}: .* format 1"):
+        checkpoint.read(path)
 
 
 # --- killed -------------------------------------------------------------------------------------------------------

@@ -27,11 +27,10 @@ from raysim.methods.fedmix import FedMix
 from raysim.methods.scaffold import Scaffold
 from raysim.methods.vhl import Vhl
 from raysim.runtime.placement import RayOptions
-from raysim.simulation import dispatcher
-from raysim.simulation.coordinator import Round
-from raysim.simulation.events import Finished, ProcessLost, RunStopped, Waiting
+from raysim.simulation import calls as worker_calls
+from raysim.simulation.events import Finished, ProcessLost, Round, RunStopped, Waiting
 from raysim.simulation.fleet import Lognormal
-from raysim.simulation.runtime import HostDied, Runtime
+from raysim.simulation.runtime import START_TIMEOUT_S, HostDied, Runtime
 from raysim.simulation.schedule import Buffered, Synchronous
 from raysim.training.host import Host
 from raysim.training.resident import Leftover
@@ -124,7 +123,7 @@ class Stopped(Mortal):
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> None:
     """Time passes only while nobody answers."""
-    monkeypatch.setattr(dispatcher, "time", SimpleNamespace(monotonic=lambda: Stopped.now))
+    monkeypatch.setattr(worker_calls, "time", SimpleNamespace(monotonic=lambda: Stopped.now))
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -158,14 +157,12 @@ def test_a_host_has_longer_to_start_than_to_answer(clock: None) -> None:
     runtime = Stopped(study("sums on hosts"), 2, {1})
     asked = ASKED | {"faults": Faults(timeout=35.0)}
     events = list(coordinate(study("sums on hosts"), SCHEDULES["rounds"], runtime=runtime, **asked).run())
-    assert max(event.seconds for event in events if isinstance(event, Waiting)) > dispatcher.START
+    assert max(event.seconds for event in events if isinstance(event, Waiting)) > START_TIMEOUT_S
 
 
 def test_one_that_never_answers_ends_the_run_with_a_sentence(clock: None) -> None:
     runtime: Runtime = Stopped(study("upload and state"), 2, set(range(9, 99)))
-    with pytest.raises(
-        RunStopped, match=r"died 3 times in a row \(no answer for faults.timeout=3600 s\), the last time"
-    ):
+    with pytest.raises(RunStopped, match=r"^runtime.hosts: .*\(no answer for faults.timeout=3600 s\)"):
         ran(coordinate(study("upload and state"), SCHEDULES["rounds"], runtime=runtime, **ASKED))
 
 
@@ -195,9 +192,7 @@ def test_one_that_dies_at_every_call_ends_the_run_with_a_sentence() -> None:
     runtime: Runtime = Mortal(study("upload and state"), 2, set(range(9, 99)))
     with pytest.raises(RunStopped) as stopped:
         ran(coordinate(study("upload and state"), SCHEDULES["rounds"], runtime=runtime, **ASKED))
-    text = r"host [01] died 3 times in a row \(it was told to\), the last time with (\[[\d, ]+\]|no client) in hand"
-    assert re.match(text, str(stopped.value))
-    assert "resume=latest" in str(stopped.value)
+    assert re.match(r"runtime\.hosts: host [01] .*\(it was told to\).*resume=latest", str(stopped.value))
 
 
 # --- actors -----------------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ import pytest
 from tiny_runs import MLP, coordinate, even, ran, run_spec
 
 from raysim.api.declarations import Evaluation, Local
-from raysim.api.messages import Trained
+from raysim.api.messages import TrainingResult
 from raysim.simulation.fleet import Fleet, Ideal, Lognormal
 from raysim.simulation.schedule import Buffered, Immediate, Schedule, Synchronous
 from raysim.training.host import Host
@@ -97,12 +97,12 @@ def test_a_round_is_a_call_to_each_host() -> None:
 
 def test_what_hosts_sum_travels_as_one_array_for_a_group() -> None:
     """Of ten updates in groups of five come two arrays and ten sets of numbers."""
-    answers: list[Trained] = []
+    answers: list[TrainingResult] = []
 
     @dataclass
     class Watched(Slow):
         def get(self, ref: Any) -> Any:
-            if isinstance(ref, Trained):
+            if isinstance(ref, TrainingResult):
                 answers.append(ref)
             return super().get(ref)
 
@@ -110,5 +110,5 @@ def test_what_hosts_sum_travels_as_one_array_for_a_group() -> None:
     runtime: Any = Watched(spec, 0.001)
     ran(coordinate(spec, Synchronous(10), Ideal(), runtime=runtime, rounds=3))
     assert [len(answer.sums) for answer in answers] == [1] * 6
-    assert [len(answer.outcomes) for answer in answers] == [5] * 6
-    assert not any(hasattr(outcome, "delta") for answer in answers for outcome in answer.outcomes)
+    assert [len(answer.updates) for answer in answers] == [5] * 6
+    assert all(update.delta is None for answer in answers for update in answer.updates)  # type: ignore[union-attr]

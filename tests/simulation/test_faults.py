@@ -24,8 +24,8 @@ from raysim.methods.fedbn import FedBN
 from raysim.methods.scaffold import Scaffold
 from raysim.primitives.errors import Refused
 from raysim.simulation import checkpoint
-from raysim.simulation.coordinator import Coordinator, Round, Saved, TooManyFailures
-from raysim.simulation.events import RunStopped
+from raysim.simulation.coordinator import Coordinator
+from raysim.simulation.events import Round, RunStopped, Saved, TooManyFailures
 from raysim.simulation.fleet import Ideal
 from raysim.simulation.schedule import Buffered, Synchronous
 from raysim.training.run_spec import Faults

@@ -9,7 +9,7 @@ from raysim.simulation.events import RunStopped
 from raysim.simulation.fleet import Fleet, Ideal
 from raysim.simulation.forecast import Forecast, forecast
 from raysim.simulation.load import make_planner
-from raysim.simulation.planner import Planner, Step
+from raysim.simulation.planner import PlannedAggregation, Planner
 from raysim.simulation.schedule import Immediate, Oversample, Schedule, Synchronous
 from raysim.training.run_spec import build_networks
 
@@ -64,16 +64,16 @@ def test_steps_that_take_no_time_have_no_pace() -> None:
 
 def test_devices_that_end_leave_what_came_before(monkeypatch: pytest.MonkeyPatch) -> None:
     made = planner(Synchronous(2), Clock((1.0, 3.0)), 2)
-    real, count = made.step, 0
+    real, count = made.next_aggregation, 0
 
-    def step() -> Step:
+    def next_aggregation() -> PlannedAggregation:
         nonlocal count
         count += 1
         if count > 1:
             raise RunStopped("nobody is left")
         return real()
 
-    monkeypatch.setattr(made, "step", step)
+    monkeypatch.setattr(made, "next_aggregation", next_aggregation)
     assert forecast(made, 9).seconds == 3.0
     with pytest.raises(RunStopped, match="nobody is left"):
         forecast(made, 9)

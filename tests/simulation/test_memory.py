@@ -23,7 +23,8 @@ from raysim.methods.fedpac import FedPAC
 from raysim.methods.groupdro import GroupDRO
 from raysim.methods.scaffold import Scaffold
 from raysim.models import Mlp
-from raysim.simulation.coordinator import Coordinator, Round
+from raysim.simulation.coordinator import Coordinator
+from raysim.simulation.events import Round
 from raysim.simulation.schedule import Buffered, Schedule, Synchronous
 
 

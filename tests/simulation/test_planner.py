@@ -17,7 +17,7 @@ from tiny_runs import Clock, ran, silent
 
 from raysim.simulation.availability import Diurnal, Intervals, Markov
 from raysim.simulation.fleet import Devices, Fleet, Ideal, Lognormal
-from raysim.simulation.planner import Load, Planner, Step
+from raysim.simulation.planner import Load, PlannedAggregation, Planner
 from raysim.simulation.schedule import (
     Action,
     Aggregate,
@@ -69,10 +69,10 @@ def there(devices: Devices, client: int, now: float) -> bool:
     return devices.presence is None or devices.presence.available(client, now)
 
 
-def steps(plan: Planner, count: int) -> list[Step]:
+def steps(plan: Planner, count: int) -> list[PlannedAggregation]:
     """Random fleets may be such that no job ever comes back; those show nothing here."""
     try:
-        return [plan.step() for _ in range(count)]
+        return [plan.next_aggregation() for _ in range(count)]
     except ValueError as error:
         assert "jobs in a row were lost" in str(error)
         reject()
@@ -88,8 +88,8 @@ def test_a_schedule_sees_how_many_clients_are_idle() -> None:
             return super().decide(view)
 
     plan = planner(Look(4, 1), Ideal(), 0, [5, 0, 5, 5, 5, 5])
-    plan.step()
-    plan.step()
+    plan.next_aggregation()
+    plan.next_aggregation()
     assert {(0, 5), (4, 1), (3, 2)} <= {*seen} and all(running + idle == 5 for running, idle in seen)
 
 
@@ -104,31 +104,31 @@ def test_every_job_ends_once_and_nothing_goes_back(
     assert list(jobs) == list(range(len(jobs))), "numbered in the order of dispatch"
 
     ends: Counter[int] = Counter()
-    for step in [*found, plan._step]:  # what is too old is thrown away right after an aggregation
-        ends.update([*(each.number for each in step.taken), *step.lost, *step.discarded])
+    for step in [*found, plan._next]:  # what is too old is thrown away right after an aggregation
+        ends.update([job.number for job in (*step.aggregated, *step.lost, *step.discarded)])
     assert set(ends.values()) <= {1}, "no job ends twice"
     left = {*plan.running, *(job.number for job in plan.arrived)}
-    assert ends.keys() | left >= jobs.keys() - {job.number for job in plan._step.dispatched}
+    assert ends.keys() | left >= jobs.keys() - {job.number for job in plan._next.dispatched}
     assert not ends.keys() & left
 
     times = [step.now for step in found]
     assert times == sorted(times)
     for version, step in enumerate(found):
-        assert step.taken
+        assert step.aggregated and step.version == version
         for job in step.dispatched:
             assert job.version == version and job.start <= step.now and job.finish >= job.start
-        for number, staleness in step.taken:
-            job = jobs[number]
-            assert job.back and job.finish <= step.now and staleness == version - job.version >= 0
+        for job, staleness in zip(step.aggregated, step.staleness, strict=True):
+            assert job == jobs[job.number]
+            assert job.arrives and job.finish <= step.now and staleness == version - job.version >= 0
             assert schedule.max_staleness is None or staleness <= schedule.max_staleness
-        assert all(not jobs[number].back for number in step.lost)
+        assert not any(job.arrives for job in step.lost)
 
     for client in range(len(counts)):
         own = sorted((job for job in jobs.values() if job.client == client), key=lambda job: job.number)
         assert all(before.finish <= after.start for before, after in pairwise(own)), "never twice"
         assert [job.participation for job in own] == list(range(len(own)))
     assert found[-1].down == sum(job.down for job in jobs.values())
-    assert found[-1].up == sum(job.up for job in jobs.values() if job.back and job.finish <= found[-1].now)
+    assert found[-1].up == sum(job.up for job in jobs.values() if job.arrives and job.finish <= found[-1].now)
     devices = fleet.devices(seed, len(counts), lambda: 1.0)
     assert all(there(devices, job.client, job.start) for job in jobs.values())
 
@@ -156,11 +156,10 @@ def test_a_run_follows_the_plan(schedule: Schedule, fleet: Fleet, seed: int) -> 
     devices = fleet.devices(seed, CLIENTS, lambda: 1.0)
     expected = steps(Planner(schedule, devices, seed, np.asarray(counts), coordinator.planner._load), 6)
     found = ran(coordinator)
-    assert found.steps == expected
-    jobs = {job.number: job for step in expected for job in step.dispatched}
-    assert ledger.cohorts == [[jobs[each.number].client for each in step.taken] for step in expected]
-    assert ledger.staleness == [[each.staleness for each in step.taken] for step in expected]
-    assert {job.number for job in runtime.jobs} == {each.number for step in expected for each in step.taken}
+    assert found.aggregations == expected
+    assert ledger.cohorts == [[job.client for job in step.aggregated] for step in expected]
+    assert ledger.staleness == [step.staleness for step in expected]
+    assert {job.number for job in runtime.jobs} == {job.number for step in expected for job in step.aggregated}
     fates = Counter(end.fate for end in found.jobs)
     assert fates["lost"] == sum(len(step.lost) for step in expected)
     assert fates["discarded"] == sum(len(step.discarded) for step in expected)
@@ -170,10 +169,10 @@ def test_a_job_that_is_lost_frees_its_client_and_sends_nothing() -> None:
     plan = planner(Immediate(3), Ideal(dropout=0.5), 1, [5] * 6)
     found = steps(plan, 60)
     jobs = {job.number: job for step in found for job in step.dispatched}
-    lost = [jobs[number] for step in found for number in step.lost]
+    lost = [job for step in found for job in step.lost]
     assert 30 < len(lost) < 100, "about as many as come back"
     assert all(job.finish < job.start + load(job.client, 0, 0, 0).work / 1000 for job in lost)
-    assert found[-1].up == sum(job.up for job in jobs.values() if job.back and job.finish <= plan.now)
+    assert found[-1].up == sum(job.up for job in jobs.values() if job.arrives and job.finish <= plan.now)
 
 
 def test_a_client_that_goes_away_loses_its_job() -> None:
@@ -181,8 +180,7 @@ def test_a_client_that_goes_away_loses_its_job() -> None:
     fleet = Ideal(speed=1.0, availability="markov", on=20.0, off=20.0)
     found = steps(planner(Synchronous(4), fleet, 0, [5] * 12), 30)
     devices = fleet.devices(0, 12, lambda: 1.0)
-    jobs = {job.number: job for step in found for job in step.dispatched}
-    lost = [jobs[number] for step in found for number in step.lost]
+    lost = [job for step in found for job in step.lost]
     assert lost
     for job in lost:
         assert not there(devices, job.client, job.finish)
@@ -192,11 +190,11 @@ def test_a_client_that_goes_away_loses_its_job() -> None:
 def test_a_round_takes_as_many_as_are_there() -> None:
     fleet = Ideal(availability="diurnal", hours=4.0)
     plan = planner(Synchronous(12), fleet, 3, [5] * 12)
-    first = plan.step()
+    first = plan.next_aggregation()
     devices = fleet.devices(3, 12, lambda: 1.0)
     expected = [client for client in range(12) if there(devices, client, first.dispatched[0].start)]
     assert [job.client for job in first.dispatched] == expected
-    assert 0 < len(first.taken) < 12
+    assert 0 < len(first.aggregated) < 12
 
 
 def test_nobody_at_the_start_is_refused_with_how_long_it_would_take() -> None:
@@ -207,8 +205,12 @@ def test_nobody_at_the_start_is_refused_with_how_long_it_would_take() -> None:
             return Diurnal(np.full(clients, 7), hours=1.0)
 
     with pytest.raises(ValueError, match=r"nobody is available at the start, and for 25,200 s: .*fleet.patience"):
-        Planner(Synchronous(2), Late().devices(0, 4, lambda: 1.0), 0, np.array([1] * 4), load, 3600.0).step()
-    waited = Planner(Synchronous(2), Late().devices(0, 4, lambda: 1.0), 0, np.array([1] * 4), load, 86400.0).step()
+        Planner(
+            Synchronous(2), Late().devices(0, 4, lambda: 1.0), 0, np.array([1] * 4), load, 3600.0
+        ).next_aggregation()
+    waited = Planner(
+        Synchronous(2), Late().devices(0, 4, lambda: 1.0), 0, np.array([1] * 4), load, 86400.0
+    ).next_aggregation()
     assert waited.dispatched[0].start == 7 * 3600.0
 
 
@@ -233,17 +235,17 @@ class Script:
 @pytest.mark.parametrize(
     ("action", "text"),
     [
-        (Aggregate([]), "at least one job, and none twice"),
-        (Aggregate([0, 0]), "at least one job, and none twice"),
-        (Aggregate([7]), r"wants to aggregate jobs that are not there: \[7\]"),
-        (Discard([]), "discards nothing, again and again"),
-        (Discard([9]), r"wants to discard jobs that are not there: \[9\]"),
-        (None, "returned None, which is no action"),
+        (Aggregate([]), r"Aggregate needs .*, got \["),
+        (Aggregate([0, 0]), r"Aggregate needs .*, got \["),
+        (Aggregate([7]), r"cannot aggregate jobs \[7\]"),
+        (Discard([]), r"Discard\(\[\]\)"),
+        (Discard([9]), r"cannot discard jobs \[9\]"),
+        (None, "decide returned None"),
     ],
 )
 def test_a_schedule_that_contradicts_itself_is_told_so(action: Any, text: str) -> None:
     with pytest.raises(RuntimeError, match=f"schedule Script.*{text}"):
-        planner(Script(action), Ideal(), 0, [5] * 4).step()
+        planner(Script(action), Ideal(), 0, [5] * 4).next_aggregation()
 
 
 def test_a_schedule_that_waits_for_nothing_is_told_so() -> None:
@@ -252,8 +254,8 @@ def test_a_schedule_that_waits_for_nothing_is_told_so() -> None:
         def decide(self, view: View) -> Action:
             return Wait()
 
-    with pytest.raises(RuntimeError, match="schedule Idle waits although no client is at work"):
-        planner(Idle(Wait()), Ideal(), 0, [5] * 4).step()
+    with pytest.raises(RuntimeError, match=r"^schedule Idle: decide returned Wait"):
+        planner(Idle(Wait()), Ideal(), 0, [5] * 4).next_aggregation()
 
 
 def test_a_job_may_not_overtake_an_earlier_one_of_its_client() -> None:
@@ -266,8 +268,8 @@ def test_a_job_may_not_overtake_an_earlier_one_of_its_client() -> None:
                 return Aggregate([view.arrived[-1].number])
             return Dispatch(1) if not view.running else Wait()
 
-    with pytest.raises(RuntimeError, match="lets client 0's job 4 overtake an earlier one"):
-        planner(Newest(Wait(), concurrency=1), Ideal(), 0, [5]).step()
+    with pytest.raises(RuntimeError, match="job 4 of client 0"):
+        planner(Newest(Wait(), concurrency=1), Ideal(), 0, [5]).next_aggregation()
 
 
 # --- virtual time by pencil ---------------------------------------------------------------------------------------
@@ -288,7 +290,7 @@ def test_the_cost_of_an_event_does_not_grow_with_the_population() -> None:
     import tracemalloc
 
     plan = planner(Buffered(50, 10), Lognormal(availability="markov", on=600, off=600), 0, [1] * 1_000_000)
-    plan.step()
+    plan.next_aggregation()
     tracemalloc.start()
     try:
         steps(plan, 20)
@@ -313,7 +315,7 @@ def operations(plan: Planner, count: int) -> float:
     sys.settrace(each)
     try:
         for _ in range(count):
-            plan.step()
+            plan.next_aggregation()
     finally:
         sys.settrace(earlier)
     return made / (plan.dispatched - before)
@@ -327,7 +329,7 @@ def operations(plan: Planner, count: int) -> float:
 def test_the_cost_of_an_event_does_not_grow_with_the_number_in_flight(make: Any) -> None:
     def cost(most: int) -> float:
         plan = planner(make(most), Lognormal(dropout=0.1), 0, [1] * 20_000)
-        plan.step()
+        plan.next_aggregation()
         return operations(plan, 50)
 
     few, many = cost(50), cost(2_000)
@@ -365,7 +367,7 @@ def test_the_cost_of_an_event_does_not_grow_where_hardly_anybody_is_there(schedu
 
     devices = Scarce(speed=1.0).devices(0, 100_000, lambda: 1.0)
     plan = Planner(schedule, devices, 0, np.ones(100_000, int), lambda client, *_: Load(5.0 + client % 10, 1, 1))
-    plan.step()
+    plan.next_aggregation()
     presence: Any = plan.devices.presence
     presence.looks, before = 0, plan.dispatched
     steps(plan, 60)
@@ -437,8 +439,13 @@ def test_the_plan_of_a_seed_is_the_same_tomorrow(name: str) -> None:
     schedule, fleet = PLANS[name]
     plan = planner(schedule, fleet, 7, range(1, CLIENTS + 1))
     found = [
-        (round(step.now, 6), [job.client for job in step.dispatched], [each.number for each in step.taken], step.lost)
-        for step in (plan.step() for _ in range(5))
+        (
+            round(step.now, 6),
+            [job.client for job in step.dispatched],
+            [job.number for job in step.aggregated],
+            [job.number for job in step.lost],
+        )
+        for step in (plan.next_aggregation() for _ in range(5))
     ]
     assert found == KNOWN[name]
 
@@ -457,13 +464,13 @@ def test_tiers_are_cut_by_the_time_of_a_first_job_and_not_by_speed_alone() -> No
 
 
 def test_only_jobs_that_are_lost_one_after_another_end_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("raysim.simulation.planner._IN_VAIN", 12)
+    monkeypatch.setattr("raysim.simulation.planner.MAX_CONSECUTIVE_LOST_JOBS", 12)
     plan = planner(Immediate(4), Ideal(50.0, dropout=0.3), 0, [1] * CLIENTS)
     found = steps(plan, 200)
     assert sum(len(step.lost) for step in found) > 40
     hopeless = planner(Immediate(4), Ideal(50.0, dropout=0.999), 0, [1] * CLIENTS)
     with pytest.raises(ValueError, match="12 jobs in a row were lost"):
-        hopeless.step()
+        hopeless.next_aggregation()
 
 
 def test_a_plan_goes_on_as_it_was_where_hardly_anybody_is_there() -> None:
@@ -491,7 +498,7 @@ def test_a_plan_counts_what_each_client_was_sent_for_and_what_was_taken() -> Non
     plan = planner(Buffered(5, 3), Lognormal(dropout=0.3), 0, [1] * CLIENTS)
     found = steps(plan, 12)
     clients = {job.number: job.client for step in found for job in step.dispatched}
-    sent, taken = Counter(clients.values()), Counter(clients[each.number] for step in found for each in step.taken)
+    sent, taken = Counter(clients.values()), Counter(job.client for step in found for job in step.aggregated)
     ahead = Counter(job.client for job in plan.running.values() if job.number not in clients)
     assert plan.participations.tolist() == [sent[client] + ahead[client] for client in range(CLIENTS)]
     assert plan.accepted.tolist() == [taken[client] for client in range(CLIENTS)] and sum(taken.values()) == 36

@@ -23,7 +23,8 @@ from raysim.methods.fedprox import FedProx
 from raysim.methods.fraug import FRAug
 from raysim.methods.scaffold import Scaffold
 from raysim.simulation import checkpoint
-from raysim.simulation.coordinator import Coordinator, Saved
+from raysim.simulation.coordinator import Coordinator
+from raysim.simulation.events import Saved
 from raysim.simulation.schedule import Buffered, Synchronous
 from raysim.training.run_spec import declare_run
 from raysim.vectors.layout import Layout

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from raysim.api.private_state import PrivateState, size
-from raysim.simulation.private_states import PrivateStates
+from raysim.simulation.private_states import PrivateStates, StateUse
 
 FLOATS = 10
 EACH = 4 * FLOATS  # bytes of a state
@@ -35,14 +35,14 @@ class Books:
         job = SimpleNamespace(client=client, number=self.jobs)
         self.jobs += 1
         before = self.private.dispatch(client, job.number)
-        sent, read = self.private.send(host, [(client, before)], [job])  # type: ignore[list-item]
+        sent, read = self.private.send(host, [StateUse(client, before, job.number)])
         state = PrivateState(np.full(FLOATS, job.number, np.float32), np.empty(0, np.int64), {})
-        self.private.store([job], [state])  # type: ignore[list-item]
+        self.private.store([job.number], [state])
         return job, sent, read
 
     def back(self, job: Any, read: int = 0) -> None:
         """The call returned."""
-        trained: Any = SimpleNamespace(outcomes=[SimpleNamespace(job=job.number)], states=[EACH])
+        trained: Any = SimpleNamespace(updates=[SimpleNamespace(job=job.number)], states=[EACH])
         self.private.measure(trained)
         self.private.returned(read)
 

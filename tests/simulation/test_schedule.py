@@ -11,6 +11,7 @@ import pytest
 from tiny_runs import Clock, even, ran, run, run_spec, silent
 
 from raysim.api.declarations import Evaluation
+from raysim.api.messages import Job
 from raysim.methods.scaffold import Scaffold
 from raysim.simulation.fleet import Ideal, Lognormal
 from raysim.simulation.schedule import (
@@ -22,7 +23,6 @@ from raysim.simulation.schedule import (
     Dispatch,
     Immediate,
     Oversample,
-    PlannedJob,
     Schedule,
     Synchronous,
     Tiered,
@@ -31,8 +31,8 @@ from raysim.simulation.schedule import (
 )
 
 
-def job(number: int, version: int = 0, pool: int = -1) -> PlannedJob:
-    return PlannedJob(number, number, 0, version, pool, 0.0, 1.0, True, 1.0, 1, 1)
+def job(number: int, version: int = 0, pool: int = -1) -> Job:
+    return Job(number, number, 0, version, pool=pool, finish=1.0, work=1.0, down=1, up=1)
 
 
 def view(running: int = 0, arrived: tuple[int, ...] = (), idle: int = 9, **others: Any) -> View:
@@ -171,7 +171,7 @@ def test_ties_are_by_client_id_and_not_by_the_order_of_dispatch() -> None:
     ends = [(end.finish, end.client) for end in found.jobs]
     assert ends == sorted(ends), "time first, then the client's id"
     assert [end.client for end in found.jobs] == [client for (client,) in ledger.cohorts]
-    number = {(job.client, job.participation): job.number for step in found.steps for job in step.dispatched}
+    number = {(job.client, job.participation): job.number for each in found.aggregations for job in each.dispatched}
     taken = [number[end.client, end.participation] for end in found.jobs]
     ties = [i for i in range(59) if ends[i][0] == ends[i + 1][0] and taken[i] > taken[i + 1]]
     assert ties, "a job overtook another one of its instant that was dispatched earlier"
@@ -229,16 +229,16 @@ def test_a_round_that_is_oversampled_ends_with_its_first_clients() -> None:
     assert all(len(cohort) == 2 and cohort == sorted(cohort) for cohort in ledger.cohorts)
     assert len(runtime.jobs) == 80, "nothing else is trained"
     assert [row["discarded"] for row in found.rows] == [1] * 40
-    first, _ = found.steps[:2]
+    first, _ = found.aggregations[:2]
     ends = sorted(job.finish for job in first.dispatched)
     assert first.now == ends[1], "it ends when the second is back"
     busy = next(job for job in first.dispatched if job.finish == ends[2])
     again = [end for end in found.jobs if end.client == busy.client][1]
     assert again.start >= busy.finish, "the third works to its end and is not sent off before"
-    starts = {job.number: job for step in found.steps for job in step.dispatched}
+    starts = {job.number: job for each in found.aggregations for job in each.dispatched}
     down = sum(job.down for job in starts.values())
     assert found.rows[-1]["floats_down"] == down, "what was thrown away was sent all the same"
-    up = sum(job.up for job in starts.values() if job.finish <= found.steps[-1].now)
+    up = sum(job.up for job in starts.values() if job.finish <= found.aggregations[-1].now)
     assert found.rows[-1]["floats_up"] == up
 
 
@@ -309,7 +309,7 @@ def test_only_the_idle_client_can_be_drawn_when_all_others_are_busy() -> None:
     fleet = Clock((1.0, 1.1, 1.2, 1.3))
     coordinator, _, _ = silent([2] * 4, Immediate(4), fleet, rounds=50)
     found = ran(coordinator)
-    dispatched = [job.client for step in found.steps for job in step.dispatched]
+    dispatched = [job.client for each in found.aggregations for job in each.dispatched]
     assert dispatched[4:] == [end.client for end in found.jobs[:49]]
 
 

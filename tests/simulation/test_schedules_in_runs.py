@@ -84,7 +84,7 @@ def test_so_it_is_where_a_trace_says_who_is_there(tmp_path: Path) -> None:
         return ran(coordinate(small("stateful"), SCHEDULES["buffered"], fleet, runtime=runtime, **ASKED, **others))
 
     whole = traced(1)
-    assert any(step.lost for step in whole.steps)
+    assert any(each.lost for each in whole.aggregations)
     saved = traced(2, checkpoint_every=5, folder=str(tmp_path))
     again = traced(3, resume=str(tmp_path / "checkpoints" / "round-000005"))
     assert saved.bits == again.bits == whole.bits
@@ -96,9 +96,9 @@ def test_only_what_is_aggregated_is_trained_and_commits_its_private_state(schedu
     spied = small("stateful")
     spy = Spy(spied)
     found = ran(coordinate(spied, SCHEDULES[schedule], FLEET, runtime=spy, **ASKED))
-    taken = [each.number for step in found.steps for each in step.taken]
+    taken = [job.number for each in found.aggregations for job in each.aggregated]
     assert {job.number for job, _ in spy.sent} == set(taken)
-    jobs = {job.number: job for step in found.steps for job in step.dispatched}
+    jobs = {job.number: job for each in found.aggregations for job in each.dispatched}
     last = {jobs[number].client: number for number in taken}
     assert dict(found.coordinator.private.accepted_jobs) == last
     before: dict[int, int] = {}

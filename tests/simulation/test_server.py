@@ -12,7 +12,7 @@ from tiny_runs import changed, declared_for, run_spec, server_of
 from torch import Tensor, nn
 
 from raysim.api.declarations import Task
-from raysim.api.messages import Published, SingleUpdate, Sum, SummedUpdate, Update
+from raysim.api.messages import GroupSums, Published, Update
 from raysim.api.method import Method
 from raysim.api.server_view import Aggregation, ServerView
 from raysim.api.setup import Setup
@@ -39,23 +39,25 @@ def server(*methods: Method, **settings: Any) -> Server:
     return Server(declarations, torch.tensor(START), counters, COUNTS, 0, TASK, **settings)
 
 
-def update(client: int, version: int = 0, counter: int = 1, delta: np.ndarray | None = None) -> SingleUpdate:
+def update(client: int, version: int = 0, counter: int = 1, delta: np.ndarray | None = None) -> Update:
     delta = DELTAS[client] if delta is None else delta
     samples = int(COUNTS[client])
-    return SingleUpdate(client, client, version, samples, samples, 1, 0.5, 0.0, np.array([counter]), delta=delta)
+    return Update(client, client, version, samples, samples, 1, 0.5, 0.0, np.array([counter]), delta=delta)
 
 
 def step(
     target: Server,
     updates: Sequence[Update | None],
-    sums: Sequence[Sum] = (),
+    sums: Sequence[GroupSums] = (),
     bases: dict[int, Published] | None = None,
 ) -> Server:
-    target.step(updates, sums, [0] * len(updates), bases or {})
+    target.step(
+        updates, {jobs: total for part in sums for jobs, total in part.items()}, [0] * len(updates), bases or {}
+    )
     return target
 
 
-def on_a_host(clients: Sequence[int], failed: Sequence[int] = ()) -> Sum:
+def on_a_host(clients: Sequence[int], failed: Sequence[int] = ()) -> GroupSums:
     """The sum of a group as a host makes it: the first product, then one fused multiply-and-add after another."""
     total: Tensor | None = None
     for client in clients:
@@ -63,12 +65,12 @@ def on_a_host(clients: Sequence[int], failed: Sequence[int] = ()) -> Sum:
             delta, weight = torch.tensor(DELTAS[client]), float(COUNTS[client])
             total = delta * weight if total is None else total.add_(delta, alpha=weight)
     assert total is not None
-    return Sum(tuple(clients), total.numpy())
+    return {tuple(clients): total.numpy()}
 
 
-def summed_update(client: int) -> SummedUpdate:
+def summed_update(client: int) -> Update:
     samples = int(COUNTS[client])
-    return SummedUpdate(client, client, 0, samples, samples, 1, 0.5, 0.0, np.array([1]))
+    return Update(client, client, 0, samples, samples, 1, 0.5, 0.0, np.array([1]))
 
 
 ALL = list(range(CLIENTS))
@@ -92,8 +94,8 @@ def test_sums_from_hosts_and_single_updates_give_the_same_bits(size: int) -> Non
 def test_one_sum_may_be_of_several_groups_and_counts_once() -> None:
     """As nodes add up what their hosts have summed."""
     summed = [summed_update(client) for client in ALL]
-    parts = [on_a_host(unit).total for unit in groups(4)]
-    whole = Sum(tuple(ALL), parts[0] + parts[1] + parts[2])
+    parts = [on_a_host(unit)[tuple(unit)] for unit in groups(4)]
+    whole = {tuple(ALL): parts[0] + parts[1] + parts[2]}
     apart = step(server(group=4), summed, [on_a_host(unit) for unit in groups(4)])
     assert torch.equal(step(server(group=4), summed, [whole]).vector, apart.vector)
 
@@ -182,7 +184,7 @@ def test_of_buffers_the_statistics_are_averaged_and_not_their_stale_changes() ->
     step(target, [update(client, version=1) for client in (2, 3)], bases={1: target.published()})
     now = target.vector.clone()
     bases = {0: Published(0, START, np.zeros(1, np.int64)), 2: target.published()}
-    target.step([update(4, version=0), update(5, version=2)], [], [2, 0], bases)
+    target.step([update(4, version=0), update(5, version=2)], {}, [2, 0], bases)
     weights = np.array([1 / np.sqrt(3), 1.0])
     statistics = np.stack([START + DELTAS[4], now.numpy() + DELTAS[5]])[:, TRAINED:]
     expected = (weights[:, None] * statistics).sum(0) / weights.sum()

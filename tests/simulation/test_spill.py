@@ -17,7 +17,8 @@ from raysim.api.declarations import Evaluation, Local
 from raysim.methods.fedbn import FedBN
 from raysim.methods.fedbss import FedBSS
 from raysim.methods.scaffold import Scaffold
-from raysim.simulation.coordinator import Coordinator, Saved
+from raysim.simulation.coordinator import Coordinator
+from raysim.simulation.events import Saved
 from raysim.simulation.schedule import Buffered, Synchronous
 from raysim.simulation.spill import Spill
 from raysim.training.run_spec import RunSpec, State

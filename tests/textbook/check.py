@@ -120,12 +120,11 @@ def _taken(coordinator: Coordinator) -> list[list[tuple[int, int, int, int]]]:
     taken: list[list[tuple[int, int, int, int]]] = []
     aggregate = coordinator._aggregate
 
-    def watched(step: Any, in_flight: Any) -> Any:
-        jobs = [each.message for each in in_flight]
+    def watched(aggregation: Any, jobs: Any) -> Any:
         taken.append(
             [(job.client, job.participation, job.version, int(coordinator.counts[job.client])) for job in jobs]
         )
-        return aggregate(step, in_flight)
+        return aggregate(aggregation, jobs)
 
     coordinator._aggregate = watched  # type: ignore[method-assign]
     return taken

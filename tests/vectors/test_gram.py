@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from raysim.api.declarations import Task
-from raysim.api.messages import SingleUpdate
+from raysim.api.messages import Update
 from raysim.api.method import Method
 from raysim.api.server_view import Aggregation
 from raysim.methods.fedbuff import FedBuff
@@ -40,12 +40,9 @@ def server(*methods: Method, layout: Layout = LAYOUT, clients: int = 12, **setti
     return server_of(layout, start, counters, methods, counts, 0, Task((1, 2, 2), 3, clients), **settings)
 
 
-def updates(rows: Tensor, version: int = 0) -> list[SingleUpdate]:
+def updates(rows: Tensor, version: int = 0) -> list[Update]:
     counters = np.ones(LAYOUT.shared_counters, np.int64)
-    return [
-        SingleUpdate(i, i, version, i + 1, i + 1, 1, 0.5, 0.0, counters, delta=row.numpy())
-        for i, row in enumerate(rows)
-    ]
+    return [Update(i, i, version, i + 1, i + 1, 1, 0.5, 0.0, counters, delta=row.numpy()) for i, row in enumerate(rows)]
 
 
 def given(rows: Tensor, weights: Sequence[float], divisor: float = 0.0) -> Aggregation:
@@ -111,7 +108,7 @@ def test_unchanged_updates_give_the_bits_of_the_weighted_mean(group: int) -> Non
     target, rows = server(group=group), normal(12, LAYOUT.shared)
     weights = [target.weight(client) for client in range(12)]
     got = recombined(given(rows, weights), target, "model", unchanged)
-    target.step(updates(rows), [], [0] * 12, {})
+    target.step(updates(rows), {}, [0] * 12, {})
     assert torch.equal(got, target.params), "from zero"
 
 
@@ -163,8 +160,8 @@ def test_buffers_are_averaged_whatever_becomes_of_the_parameters(rule: Callable[
     rows = normal(12, LAYOUT.shared)
     plain, other = server(weighting="uniform"), server(rule(), weighting="uniform")
     for target in (plain, other):
-        target.step(updates(rows), [], [0] * 12, {})
-        target.step(updates(rows.flip(1), version=1), [], [0] * 12, {})
+        target.step(updates(rows), {}, [0] * 12, {})
+        target.step(updates(rows.flip(1), version=1), {}, [0] * 12, {})
     assert not torch.equal(plain.params, other.params)
     assert torch.equal(plain.vector[LAYOUT.trained :], other.vector[LAYOUT.trained :]), "to the bit, in groups of five"
 
@@ -173,8 +170,8 @@ def test_buffers_are_averaged_whatever_becomes_of_the_parameters(rule: Callable[
 def test_a_divisor_of_another_method_scales_the_step(rule: Callable[[], Method]) -> None:
     rows = normal(5, LAYOUT.shared)
     plain, buffered = (server(rule(), *others, weighting="uniform") for others in ((), (FedBuff(),)))
-    plain.step(updates(rows), [], [0] * 5, {})
-    buffered.step(updates(rows), [], [3] * 5, {})  # all equally stale: weights (1 + 3)^-1/2, over their number
+    plain.step(updates(rows), {}, [0] * 5, {})
+    buffered.step(updates(rows), {}, [3] * 5, {})  # all equally stale: weights (1 + 3)^-1/2, over their number
     assert torch.allclose(buffered.params, plain.params / 2, rtol=1e-5, atol=1e-6)
 
 

@@ -24,10 +24,9 @@ from raysim.primitives.errors import first_line
 from raysim.runtime.placement import RayOptions, Size
 from raysim.runtime.ray.cluster import filling
 from raysim.simulation.coordinator import Coordinator
-from raysim.simulation.dispatcher import START
 from raysim.simulation.events import Event, Finished, ProcessLost, Round, RunStopped, Started
 from raysim.simulation.fleet import Fleet
-from raysim.simulation.runtime import HostDied
+from raysim.simulation.runtime import START_TIMEOUT_S, HostDied
 from raysim.simulation.schedule import Schedule
 from raysim.training.host import Host
 from raysim.training.identity import Identity, Participants, UnequalWorkersError, identify
@@ -119,7 +118,7 @@ class RayCoordinator:
         content: Sequence[ray.ObjectRef[Any]] = (),
     ):
         here = replace(read_here(spec, content), device="cpu")
-        self._patience = START + (spec.settings.faults.timeout or math.inf)
+        self._patience = START_TIMEOUT_S + (spec.settings.faults.timeout or math.inf)
         self._packages, self._runtime = spec.packages, runtime
         self._events = Coordinator(here, schedule, fleet, runtime, folder, resume).run()
 
@@ -330,7 +329,7 @@ def hosts_in(
 def become_all(actors: Sequence[Any], parts: Sequence[tuple[Any, ...]]) -> None:
     """Have actors that are there, if any, hold something else, side by side. Raises what went wrong with the first."""
     pairs = zip(actors, parts, strict=bool(actors))
-    ray.get([actor.become.remote(*each) for actor, each in pairs], timeout=START)
+    ray.get([actor.become.remote(*each) for actor, each in pairs], timeout=START_TIMEOUT_S)
 
 
 def _nodes(group: PlacementGroup) -> list[int]:

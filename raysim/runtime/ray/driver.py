@@ -16,9 +16,9 @@ from raysim.runtime.placement import RayOptions, Size, demand, fitting, gib, sha
 from raysim.runtime.ray.actors import REVIVAL, ROOM, content_for, read_here
 from raysim.runtime.ray.cluster import Say, filling, nodes, placed
 from raysim.runtime.ray.team import end_waiting, gathered, released
-from raysim.simulation.dispatcher import START
 from raysim.simulation.events import Event, ProcessLost, Started
 from raysim.simulation.fleet import Fleet
+from raysim.simulation.runtime import START_TIMEOUT_S
 from raysim.simulation.schedule import Schedule
 from raysim.training.identity import are_equal
 from raysim.training.run_spec import RunSpec
@@ -131,7 +131,7 @@ def run(
     team = gathered(spec, (schedule, fleet), size, options, say, (folder, resume))
     well = False
     try:
-        for part, more in ((team.coordinator.begin, START), (team.coordinator.events, REVIVAL)):
+        for part, more in ((team.coordinator.begin, START_TIMEOUT_S), (team.coordinator.events, REVIVAL)):
             messages = part.options(num_returns="streaming").remote()
             for ref in _in_time(messages, spec.settings.faults.timeout, more, say):
                 for event in ray.get(ref):

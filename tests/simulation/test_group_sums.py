@@ -13,9 +13,10 @@ from tiny_runs import NORMED_MLP, Ran, changed, coordinate, even, ran, run_spec,
 from raysim.api.local_job import LocalJob
 from raysim.api.method import Method
 from raysim.runtime.inprocess import InProcess
-from raysim.simulation import combining
-from raysim.simulation.combining import by_node, chain, turns
+from raysim.simulation import group_sums
+from raysim.simulation.assignment import assign_to_nodes
 from raysim.simulation.fleet import Ideal
+from raysim.simulation.group_sums import chain, turns
 from raysim.simulation.schedule import Synchronous
 from raysim.training.run_spec import RunSpec
 
@@ -25,7 +26,7 @@ COHORT = Synchronous(28)
 
 @given(st.lists(st.integers(1, 20), min_size=1, max_size=40), st.lists(st.integers(0, 4), min_size=1, max_size=12))
 def test_every_node_gets_consecutive_groups_and_the_coordinators_the_last(works: list[int], nodes: list[int]) -> None:
-    hosts = by_node(works, nodes)
+    hosts = assign_to_nodes(works, nodes)
     seen = [nodes[hosts[link[0]]] for link in chain(hosts, nodes)]
     assert len(hosts) == len(works) and len(set(seen)) == len(seen), "a node comes once"
     assert 0 not in seen[:-1]
@@ -84,7 +85,7 @@ def test_a_run_whose_nodes_add_up_has_the_bits_of_one_host(
 ) -> None:
     alone = ran(coordinate(study(*methods), COHORT, Ideal()))
     for part in (1 << 25, 500):  # whole vectors, and pieces of them
-        monkeypatch.setattr(combining, "PART", part)
+        monkeypatch.setattr(group_sums, "PART_FLOATS", part)
         there, calls = apart(study(*methods))
         assert (there.bits, there.history) == (alone.bits, alone.history)
         assert {node for name, node, _ in calls if name == "train_apart"} == {1, 2}

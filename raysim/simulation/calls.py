@@ -1,0 +1,168 @@
+"""Calls to workers: how they are made, waited for, and made again when a worker dies."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from raysim.simulation.events import RunStopped, Waiting
+from raysim.simulation.private_states import PrivateStates, StateUse
+from raysim.simulation.runtime import START_TIMEOUT_S, HostDied, Ref, Runtime
+
+MAX_DEATHS = 3  # of one worker, without an answer in between, that end a run
+SILENCE_WARNING_S = 10.0  # without any answer, after which a run reports which worker it waits for
+
+
+@dataclass(eq=False)
+class Call:
+    """A call to a worker, which can be made again if the worker dies before it answers."""
+
+    worker: int
+    method: str
+    args: tuple[object, ...]
+    states: Sequence[StateUse] = ()  # client states that the call starts from
+    remote_values: int = 0  # returned values behind the first one that stay on the worker
+    ref: Ref = None
+    remote_refs: Sequence[Ref] = ()
+    bytes_read: int = 0  # of client states that were read from disk for it
+    value: Any = None  # the first returned value
+    is_answered: bool = False
+
+    @property
+    def clients(self) -> tuple[int, ...]:
+        """The clients that the worker trains in this call, ascending."""
+        return ()
+
+
+AnyCall = TypeVar("AnyCall", bound=Call)
+
+
+class WorkerCalls:
+    """Makes every call to workers. Replaces a worker that died, and makes its unanswered calls again.
+
+    timeout_s: seconds without an answer to a call after which its worker counts as dead.
+    """
+
+    def __init__(self, runtime: Runtime, client_states: PrivateStates, timeout_s: float = math.inf):
+        self._runtime, self._client_states, self._timeout_s = runtime, client_states, timeout_s
+        self.workers = runtime.hosts
+        self.deaths = 0  # of workers
+        self.when_answered: Callable[[Call], None] = lambda call: None
+        self._unanswered: list[list[Call]] = [[] for _ in range(self.workers)]  # by worker, in order
+        self._waiting_since = [0.0] * self.workers  # by worker: when it began with its first unanswered call
+        self._has_started = [False] * self.workers
+        self._deaths_in_a_row = [0] * self.workers  # by worker: deaths since its last answer
+        self._constants: tuple[object, ...] | None = None  # what every worker was told to keep
+
+    # --- making calls ----------------------------------------------------------------------------------------------
+    def call(self, worker: int, method: str, *args: object, states: Sequence[StateUse] = ()) -> Call:
+        """Start a method of `Host`."""
+        return self.start(Call(worker, method, args, states))
+
+    def start(self, call: AnyCall) -> AnyCall:
+        """Make a call for the first time."""
+        if not self._unanswered[call.worker]:
+            self._waiting_since[call.worker] = time.monotonic()
+        self._unanswered[call.worker].append(call)
+        self._send(call)
+        return call
+
+    def unanswered(self, worker: int) -> Sequence[Call]:
+        """Return the calls that a worker has not answered yet, in order."""
+        return self._unanswered[worker]
+
+    def greet(self) -> None:
+        """Ask every worker whether it is there. A worker may be late until its first answer."""
+        for worker in range(self.workers):
+            self.call(worker, "ready")
+
+    def keep(self, *args: object) -> None:
+        """Have every worker keep these constants (`Host.keep`), also those that start later; waits."""
+        self._constants = args
+        for call in [self.call(worker, "keep", *args) for worker in range(self.workers)]:
+            self.wait(call)
+
+    def _send(self, call: Call) -> None:
+        self._client_states.returned(call.bytes_read)  # 0 unless the call is made again
+        sent, call.bytes_read = self._client_states.send(call.worker, call.states)
+        left = [use.next_job for use in call.states if use.next_job >= 0]
+        returned = 1 + len(left) + call.remote_values
+        refs = self._runtime.call(call.worker, call.method, *call.args, *sent, returns=returned)
+        call.ref, call.remote_refs = refs[0], refs[1 + len(left) :]
+        self._client_states.store(left, refs[1 : 1 + len(left)])
+
+    # --- waiting ---------------------------------------------------------------------------------------------------
+    def wait(self, call: Call) -> Any:
+        """Wait for a call, and return its value."""
+        for _ in self.awaited([call]):
+            pass
+        return call.value
+
+    def awaited(self, calls: Iterable[Call]) -> Iterator[Waiting]:
+        """Wait for these calls. Yields the worker that the run waits for whenever there is no answer for long."""
+        for call in calls:
+            while not call.is_answered:
+                if not self._wait_for_any():
+                    clients = self._unanswered[call.worker][0].clients
+                    yield Waiting(call.worker, clients, time.monotonic() - self._waiting_since[call.worker])
+
+    def _wait_for_any(self) -> bool:
+        """Wait for an answer of any worker, for a while; return False if nothing happened."""
+        first_calls = [calls[0] for calls in self._unanswered if calls]
+        deadline, slowest = min((self._deadline(call.worker), call.worker) for call in first_calls)
+        left_s = max(0.0, deadline - time.monotonic())
+        index = self._runtime.ready([call.ref for call in first_calls], min(left_s, SILENCE_WARNING_S))
+        if index is None and left_s > SILENCE_WARNING_S:
+            return False
+        if index is None:  # its process was stopped, or its node is out of reach
+            self._replace(slowest, HostDied(f"no answer for faults.timeout={self._timeout_s:g} s"))
+            return True
+        self._receive(first_calls[index])
+        return True
+
+    def _deadline(self, worker: int) -> float:
+        """Return the time at which a worker that does not answer counts as dead."""
+        start_s = 0.0 if self._has_started[worker] else START_TIMEOUT_S
+        return self._waiting_since[worker] + self._timeout_s + start_s
+
+    def _receive(self, call: Call) -> None:
+        """Take the answer to a call, or replace the worker that died."""
+        worker = call.worker
+        self._waiting_since[worker] = time.monotonic()
+        self._has_started[worker] = True
+        try:
+            call.value = self._runtime.get(call.ref)
+        except HostDied as death:
+            self._replace(worker, death)
+            return
+        call.is_answered, call.args, call.ref = True, (), None
+        self._unanswered[worker].remove(call)
+        self._deaths_in_a_row[worker] = 0
+        self._client_states.returned(call.bytes_read)
+        self.when_answered(call)
+
+    # --- deaths ----------------------------------------------------------------------------------------------------
+    def _replace(self, worker: int, death: HostDied) -> None:
+        """Start a worker in the place of a dead one, and make its unanswered calls again."""
+        self.deaths += 1
+        self._deaths_in_a_row[worker] += 1
+        if self._deaths_in_a_row[worker] == MAX_DEATHS:
+            raise RunStopped(self._describe_deaths(worker, death))
+        self._runtime.revive(worker)
+        self._waiting_since[worker] = time.monotonic()
+        self._client_states.host_died(worker)
+        if self._constants is not None:
+            self._runtime.call(worker, "keep", *self._constants)
+        for call in self._unanswered[worker]:
+            self._send(call)
+
+    def _describe_deaths(self, worker: int, death: HostDied) -> str:
+        clients = list(self._unanswered[worker][0].clients) if self._unanswered[worker] else []
+        work = f", last while training clients {clients}" if clients else ""
+        return (
+            f"runtime.hosts: host {worker} died {MAX_DEATHS} times in a row ({death}){work}. If memory is "
+            "short, reduce local.batch or runtime.hosts; then continue from the last checkpoint with resume=latest"
+        )

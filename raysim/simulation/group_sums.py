@@ -1,0 +1,83 @@
+"""Sums of groups of updates that are added up on their node, so that one vector travels instead of one per group.
+
+The server adds group after group, in the order of acceptance. So each node gets consecutive groups, and adds the sums
+of its workers to the sum of the node before: the same additions in the same order, so the same bits. The groups of the
+coordinator's own node come last and are added by the server. A vector passes through the nodes in parts, so that
+several nodes work at the same time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+from typing import NamedTuple
+
+import numpy as np
+
+from raysim.api.messages import GroupSums
+from raysim.simulation.calls import Call, WorkerCalls
+from raysim.simulation.runtime import Ref, Runtime
+from raysim.vectors.blocks import in_blocks, parts
+
+PART_FLOATS = 1 << 25  # of a sum that pass from node to node at once (128 MiB)
+
+
+class RemoteSum(NamedTuple):
+    """The sum of a group of jobs, which is still on the worker that made it."""
+
+    jobs: tuple[int, ...]
+    worker: int
+    ref: Ref
+
+
+def add_up_on_nodes(sums: Sequence[RemoteSum], calls: WorkerCalls, runtime: Runtime, floats: int) -> GroupSums:
+    """Have nodes add up the sums of their workers, and return the sum of all; empty if every client failed.
+
+    sums: in the order of acceptance, at least one. floats: of a sum.
+    """
+    links = chain([each.worker for each in sums], runtime.nodes)
+    pieces = parts(0, floats, PART_FLOATS)
+    latest: list[Call | None] = [None] * len(pieces)  # by piece: the call that added to it last
+    for place, index in turns(len(links), len(pieces)):
+        link, piece, before = links[place], pieces[index], latest[index]
+        if before is not None:
+            calls.wait(before)
+        worker = sums[link[index % len(link)]].worker
+        sum_before = before and before.remote_refs[0]
+        args = piece.start, piece.stop, sum_before, *(sums[member].ref for member in link)
+        latest[index] = calls.start(Call(worker, "combine", args, remote_values=1))
+    totals: list[np.ndarray] = []
+    for call in latest:
+        assert call is not None, "every piece goes through every node"
+        calls.wait(call)
+        total = runtime.get(call.remote_refs[0])
+        if total is None:
+            return {}
+        totals.append(total)
+    return {tuple(number for each in sums for number in each.jobs): join(totals)}
+
+
+def chain(workers: Sequence[int], nodes: Sequence[int]) -> list[list[int]]:
+    """Return the positions of sums, node after node. workers: of each sum, in the order of acceptance."""
+    return [list(link) for _, link in groupby(range(len(workers)), key=lambda place: nodes[workers[place]])]
+
+
+def turns(links: int, pieces: int) -> Iterator[tuple[int, int]]:
+    """Yield (link, piece) in an order in which every link has a piece while the others have other ones."""
+    for turn in range(links + pieces - 1):
+        yield from ((link, turn - link) for link in range(links) if 0 <= turn - link < pieces)
+
+
+def join(pieces: Sequence[np.ndarray]) -> np.ndarray:
+    """Return the vector of these pieces."""
+    if len(pieces) == 1:
+        return pieces[0]
+    ends = np.cumsum([len(piece) for piece in pieces])
+    vector = np.empty(ends[-1], pieces[0].dtype)
+
+    def copy(which: slice) -> None:
+        piece, end = pieces[which.start], ends[which.start]
+        vector[end - len(piece) : end] = piece
+
+    in_blocks(len(pieces), copy, size=1)
+    return vector

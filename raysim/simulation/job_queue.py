@@ -1,0 +1,52 @@
+"""Jobs that wait for a worker, in the order in which they will be aggregated."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable
+
+from raysim.api.messages import Job
+
+MAX_PASSED_JOBS = 64  # that a bundle passes over before it is closed
+
+
+class JobQueue:
+    """Jobs that will be aggregated and that no worker has yet. Every job enters once and leaves once."""
+
+    def __init__(self) -> None:
+        # A heap. The first four values order the jobs: aggregation, finish, client and number.
+        self._jobs: list[tuple[int, float, int, int, Job]] = []
+
+    def __bool__(self) -> bool:
+        return bool(self._jobs)
+
+    def put(self, job: Job, aggregation: int) -> None:
+        """Add a job; `aggregation` is the version that its update will be added to."""
+        heapq.heappush(self._jobs, (aggregation, job.finish, job.client, job.number, job))
+
+    def take_all(self, aggregation: int) -> list[Job]:
+        """Remove and return the jobs of the next aggregation."""
+        jobs: list[Job] = []
+        while self._jobs and self._jobs[0][0] <= aggregation:
+            jobs.append(heapq.heappop(self._jobs)[-1])
+        return jobs
+
+    def take_bundle(self, accepts: Callable[[Job, bool], bool], max_jobs: int, max_work: float) -> list[Job]:
+        """Remove and return the first jobs that a worker accepts, until they are `max_work` samples.
+
+        accepts: is called with a job, and whether it would be the first one of the bundle.
+        """
+        bundle: list[Job] = []
+        passed: list[tuple[int, float, int, int, Job]] = []
+        work = 0.0
+        while self._jobs and len(passed) < MAX_PASSED_JOBS and len(bundle) < max_jobs and work < max_work:
+            entry = heapq.heappop(self._jobs)
+            job = entry[-1]
+            if accepts(job, not bundle):
+                bundle.append(job)
+                work += job.work
+            else:
+                passed.append(entry)
+        for entry in passed:
+            heapq.heappush(self._jobs, entry)
+        return bundle

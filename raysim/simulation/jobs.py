@@ -1,0 +1,206 @@
+"""The jobs of a run, each with its state, from the plan to their end.
+
+The planner runs ahead of the training, so that the end of a job is known soon after its dispatch. Only jobs that an
+aggregation will take go to a worker.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from raysim.api.messages import Failure, Job, Update
+from raysim.simulation.dispatcher import Dispatcher
+from raysim.simulation.events import JobRecord
+from raysim.simulation.planner import NoClientsLeftError, PlannedAggregation, Planner
+from raysim.simulation.server import Server
+from raysim.simulation.versions import Versions
+from raysim.training.run_spec import RunSettings
+
+MAX_PLANNED_AGGREGATIONS = 64  # by which the planner may be ahead of the server
+
+
+class JobState(enum.StrEnum):
+    """Where a job is on its way from the plan to its end."""
+
+    PLANNED = "planned"  # its base version does not exist yet
+    DISPATCHED = "dispatched"  # its base version exists; whether an aggregation will take it is not known yet
+    IN_FLIGHT = "in flight"  # an aggregation will take it: it waits for a worker, or a worker trains it
+    FINISHED = "finished"  # its update is here
+    AGGREGATED = "aggregated"
+    FAILED = "failed"  # it raised, or its result is not finite
+    LOST = "lost"  # its client dropped out
+    DISCARDED = "discarded"  # it was too stale, or nobody needs it
+
+
+# States in which a job holds its base version: a worker may still have to start from it.
+_HOLDING = (JobState.DISPATCHED, JobState.IN_FLIGHT, JobState.FINISHED)
+
+
+@dataclass(slots=True)
+class JobRow:
+    """A row of the table. aggregation: the version that its update will be added to; -1 while that is not known."""
+
+    job: Job
+    state: JobState = JobState.PLANNED
+    aggregation: int = -1
+
+
+class JobTable:
+    """All jobs that are planned and whose end is not recorded yet, and the aggregations that are planned.
+
+    Only `_set_state` changes the state of a job. A job that is lost or discarded has that state as soon as its end is
+    planned, and stays in the table until the server has made the aggregation before which it ends.
+    """
+
+    def __init__(
+        self, planner: Planner, server: Server, versions: Versions, dispatcher: Dispatcher, settings: RunSettings
+    ):
+        self._planner, self._server, self._versions = planner, server, versions
+        self._dispatcher, self._settings = dispatcher, settings
+        self._rows: dict[int, JobRow] = {}  # by number of the job
+        self._dispatched = 0  # rows in the state `DISPATCHED`
+        self._aggregations: deque[PlannedAggregation] = deque()  # that the server has not made
+
+    @property
+    def rows(self) -> Iterable[JobRow]:
+        """The rows of the table."""
+        return self._rows.values()
+
+    @property
+    def aggregations(self) -> Sequence[PlannedAggregation]:
+        """The planned aggregations that the server has not made, in order."""
+        return self._aggregations
+
+    def jobs_of(self, aggregation: PlannedAggregation) -> list[Job]:
+        """Return the jobs of an aggregation as they were dispatched, in its order."""
+        return [self._rows[job.number].job for job in aggregation.aggregated]
+
+    # --- the plan --------------------------------------------------------------------------------------------------
+    def next_aggregation(self) -> PlannedAggregation:
+        """Return the aggregation that the server makes next, once its jobs are dispatched.
+
+        Further ones are planned until it is known how every dispatched job ends. Raises NoClientsLeftError.
+        """
+        if not self._aggregations:
+            self.plan()
+        aggregation = self._aggregations[0]
+        for job in aggregation.dispatched:
+            row = self._rows[job.number]
+            if row.state is JobState.PLANNED:
+                self._dispatch(row)
+        end = min(self._settings.rounds, self._server.version + MAX_PLANNED_AGGREGATIONS)
+        while self._dispatched and self._planner.version < end:
+            if not self._try_to_plan():
+                break
+        return aggregation
+
+    def look_ahead(self) -> None:
+        """Plan the aggregation after the next one, while workers train."""
+        if len(self._aggregations) < 2 and self._planner.version < self._settings.rounds:
+            self._try_to_plan()
+
+    def _try_to_plan(self) -> bool:
+        """Plan one more aggregation; return False if no clients are left.
+
+        The run stops for that only when the server has made the aggregations before.
+        """
+        try:
+            self.plan()
+        except NoClientsLeftError:
+            return False
+        return True
+
+    def plan(self) -> None:
+        """Plan one more aggregation."""
+        aggregation = self._planner.next_aggregation()
+        self._aggregations.append(aggregation)
+        for job in aggregation.dispatched:
+            self._rows[job.number] = JobRow(job)
+        for job in aggregation.aggregated:
+            row = self._rows[job.number]
+            row.aggregation = aggregation.version
+            if row.state is JobState.DISPATCHED:
+                self._put_in_flight(row)
+        for job in aggregation.lost:
+            self._set_state(self._rows[job.number], JobState.LOST)
+        for job in aggregation.discarded:
+            self._set_state(self._rows[job.number], JobState.DISCARDED)
+
+    # --- from one state to the next --------------------------------------------------------------------------------
+    def _set_state(self, row: JobRow, state: JobState) -> None:
+        held, holds = row.state in _HOLDING, state in _HOLDING
+        self._dispatched += (state is JobState.DISPATCHED) - (row.state is JobState.DISPATCHED)
+        row.state = state
+        if holds and not held:
+            self._versions.hold(row.job.version)
+        elif held and not holds:
+            self._versions.release(row.job.version)
+
+    def _dispatch(self, row: JobRow) -> None:
+        """Complete a job with what the server's current version adds to it."""
+        server, client = self._server, row.job.client
+        row.job = row.job._replace(
+            weight=server.weight(client),
+            probe=self._settings.evaluate.probes(server.version + 1),
+            extras=server.sent_to(client),
+        )
+        self._set_state(row, JobState.DISPATCHED)
+        if row.aggregation >= 0:
+            self._put_in_flight(row)
+
+    def _put_in_flight(self, row: JobRow) -> None:
+        self._set_state(row, JobState.IN_FLIGHT)
+        self._dispatcher.enqueue(row.job, row.aggregation)
+
+    def finish(self, jobs: Iterable[Job]) -> None:
+        """Note that the updates of these jobs are here."""
+        for job in jobs:
+            self._set_state(self._rows[job.number], JobState.FINISHED)
+
+    def end(self, aggregation: PlannedAggregation, updates: Sequence[Update | Failure]) -> tuple[JobRecord, ...]:
+        """Remove the jobs that end with an aggregation that the server has made; return what is recorded of them."""
+        self._aggregations.popleft()
+        for job, update in zip(aggregation.aggregated, updates, strict=True):
+            failed = isinstance(update, Failure)
+            self._set_state(self._rows[job.number], JobState.FAILED if failed else JobState.AGGREGATED)
+        ended = (*aggregation.aggregated, *aggregation.lost, *aggregation.discarded)
+        return tuple(self._remove(job.number, aggregation.version) for job in ended)
+
+    def _remove(self, number: int, version: int) -> JobRecord:
+        row = self._rows.pop(number)
+        staleness = version - row.job.version if row.aggregation >= 0 else 0
+        return _record(row.job, row.state, version + 1, staleness)
+
+    def unfinished(self) -> tuple[JobRecord, ...]:
+        """Return what is recorded of the jobs that no aggregation took before the run ended."""
+        return tuple(_record(row.job, JobState.IN_FLIGHT, self._server.version + 1, 0) for row in self.rows)
+
+    # --- checkpoints -----------------------------------------------------------------------------------------------
+    def restore(self, aggregations: Iterable[PlannedAggregation], rows: Iterable[JobRow]) -> None:
+        """Continue from a checkpoint; the planner is already restored.
+
+        Jobs that were in flight or finished are dispatched, and are trained again after `resume`.
+        """
+        self._aggregations.extend(aggregations)
+        for row in rows:
+            state, row.state = row.state, JobState.PLANNED
+            self._rows[row.job.number] = row
+            self._set_state(row, JobState.DISPATCHED if state in _HOLDING else state)
+        for aggregation in self._aggregations:
+            for job in aggregation.aggregated:
+                self._rows[job.number].aggregation = aggregation.version
+
+    def resume(self) -> None:
+        """Put the restored jobs in flight that an aggregation will take. Call it when workers can train."""
+        for row in self.rows:
+            if row.state is JobState.DISPATCHED and row.aggregation >= 0:
+                self._put_in_flight(row)
+
+
+def _record(job: Job, state: JobState, round_number: int, staleness: int) -> JobRecord:
+    return JobRecord(
+        job.client, job.participation, job.version, job.start, job.finish, state.value, round_number, staleness
+    )

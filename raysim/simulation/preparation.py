@@ -1,0 +1,51 @@
+"""What happens between the start of a run and its round 0: clients contribute, and workers get what never changes."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from raysim.api.declare import Declarations
+from raysim.primitives.streams import stream
+from raysim.simulation.calls import WorkerCalls
+from raysim.simulation.planner import Planner
+from raysim.simulation.runtime import Runtime
+from raysim.simulation.server import Server
+from raysim.training.probe import balanced_rows
+from raysim.training.run_spec import RunSpec
+
+
+def check_probe(spec: RunSpec) -> None:
+    """Raise ValueError if the run probes local models and its data has nothing to probe them on."""
+    if spec.settings.evaluate.probe and not len(spec.data.central):
+        raise ValueError(
+            f"evaluate.probe={spec.settings.evaluate.probe}: local models are probed on the central test set, and the "
+            "data has none. Set evaluate.probe=0"
+        )
+
+
+def collect_contributions(declarations: Declarations, server: Server, planner: Planner, calls: WorkerCalls) -> None:
+    """Collect what clients send before round 0, and let the methods assemble it."""
+    methods = [declared for declared in declarations.methods if declared.assemble is not None]
+    if not methods:
+        return
+    shares = np.array_split(planner.eligible, calls.workers)
+    started = [calls.call(worker, "contribute", clients.tolist()) for worker, clients in enumerate(shares)]
+    parts = [part for call in started for part in calls.wait(call)]
+    planner.contributed(sum(array.size for part in parts for array in part.values()))
+    for declared in methods:
+        server.assemble(declared, parts)
+
+
+def send_constants(spec: RunSpec, server: Server, runtime: Runtime, calls: WorkerCalls) -> None:
+    """Give every worker what its clients receive once, and the rows that local models are probed on."""
+    constants = server.sent_once()
+    if constants or spec.settings.evaluate.probe:
+        calls.keep(runtime.put(constants), _probed_rows(spec))
+
+
+def _probed_rows(spec: RunSpec) -> np.ndarray:
+    """Draw rows of the central test set, the same number of each class."""
+    central, rows = spec.data.central, spec.settings.evaluate.probe_rows
+    labels = spec.data.open().groups()[0][central]
+    rows_per_class = max(1, rows // max(1, len(np.unique(labels))))
+    return central[balanced_rows(labels, rows_per_class, stream(spec.settings.seed, "probe"))]

@@ -1,0 +1,54 @@
+"""Rounds that are aggregated and whose scores may still be computed, until they are reported."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from raysim.api.messages import Failure, Probe
+from raysim.simulation.best_model import BestModel
+from raysim.simulation.calls import WorkerCalls
+from raysim.simulation.evaluator import Evaluator, Scoring
+from raysim.simulation.events import JobRecord, Round, Row, Waiting
+from raysim.simulation.history_row import RowWriter
+
+
+@dataclass
+class PendingRound:
+    """An aggregation that is made and not reported yet."""
+
+    row: Row
+    failures: tuple[Failure, ...]
+    probes: tuple[Probe, ...]
+    jobs: tuple[JobRecord, ...]  # that ended in this round
+    scorings: list[Scoring] = field(default_factory=list)
+    # The vector and the counters of the model that is scored; None: this round is not scored.
+    scored: tuple[Tensor, Tensor] | None = None
+
+
+class RoundReports:
+    """Completes the rows of rounds with their scores, and keeps the weights of the best round."""
+
+    def __init__(self, evaluator: Evaluator, calls: WorkerCalls, history: RowWriter, best_model: BestModel):
+        self._evaluator, self._calls, self._history = evaluator, calls, history
+        self._best_model = best_model
+        self._pending: list[PendingRound] = []
+
+    def add(self, pending: PendingRound) -> None:
+        """Report this round next time."""
+        self._pending.append(pending)
+
+    def report(self) -> Iterator[Round | Waiting]:
+        """Wait for the scores of the pending rounds, and report them."""
+        for pending in self._pending:
+            for scoring in pending.scorings:
+                yield from self._calls.awaited(scoring.calls)
+                pending.row |= self._evaluator.columns(scoring)
+            if pending.scored is not None:
+                self._best_model.take(pending.row, *pending.scored)
+            self._history.rows.append(pending.row)
+            scores = self._evaluator.scores(pending.scorings)
+            yield Round(pending.row, pending.failures, pending.probes, pending.jobs, scores)
+        self._pending = []

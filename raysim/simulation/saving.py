@@ -1,0 +1,77 @@
+"""Writes the checkpoints of a run and its final model, and continues from a checkpoint."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from torch import Tensor
+
+from raysim.primitives.memory import peak_memory
+from raysim.simulation import checkpoint, snapshot
+from raysim.simulation.checkpoint import Checkpoints
+from raysim.simulation.events import Finished, Saved
+from raysim.simulation.snapshot import RunState
+from raysim.training.run_spec import RunSettings
+from raysim.vectors.layout import Vector
+
+
+class RunSaver:
+    """Saves a run.
+
+    initial: the initial model, which names the tensors of the final one. folder: where the model and checkpoints go;
+    "": nowhere, and no checkpoint is written. address: of the checkpoint that the run continues from; "": none.
+    """
+
+    def __init__(self, run: RunState, initial: Vector, settings: RunSettings, folder: str, address: str):
+        self._run, self._initial, self._folder, self._address = run, initial, folder, address
+        self._every = settings.checkpoint.every if folder else 0
+        self._rounds = settings.rounds
+        self._checkpoints = Checkpoints(settings.checkpoint.place(folder), settings.checkpoint.keep, address)
+
+    @property
+    def writes_checkpoints(self) -> bool:
+        """Whether the run writes any checkpoint."""
+        return self._every > 0
+
+    @property
+    def is_due(self) -> bool:
+        """Whether a checkpoint follows the current aggregation, which is not the last one."""
+        version = self._run.server.version
+        return self.writes_checkpoints and version % self._every == 0 and version < self._rounds
+
+    @property
+    def has_folder(self) -> bool:
+        """Whether a checkpoint can be written, even if the run writes none by itself."""
+        return bool(self._folder)
+
+    def save(self) -> Saved:
+        """Write a checkpoint."""
+        version = self._run.server.version
+        return Saved(version, self._checkpoints.write(version, snapshot.take(self._run)))
+
+    def restore(self) -> bool:
+        """Continue from the checkpoint; return False if there is none."""
+        if not self._address:
+            return False
+        snapshot.restore(checkpoint.read(self._address), self._run)
+        return True
+
+    def finish(self) -> Finished:
+        """Write the shared model and that of the best round.
+
+        Return the checksums of all that the run ended with.
+        """
+        server, best = self._run.server, self._run.best_model
+        self._write_model("model.safetensors", server.vector, server.counters)
+        if best.vector is not None and best.counters is not None:
+            self._write_model("best.safetensors", best.vector, best.counters)
+        model = snapshot.model_sha256(server)
+        state = snapshot.state_sha256(server, self._run.private)
+        return Finished(model, state, peak_memory(), self._run.jobs.unfinished(), best.summary())
+
+    def _write_model(self, name: str, vector: Tensor, counters: Tensor) -> None:
+        if not self._folder:
+            return
+        named = self._initial.named(vector, counters)
+        arrays = {key: tensor.numpy() for key, tensor in named.items()}
+        checkpoint.save_model(arrays, Path(self._folder) / name)
