@@ -22,7 +22,7 @@ from safetensors import SafetensorError
 
 import raysim
 from raysim import cli
-from raysim.api.hooked_method import HookedMethod
+from raysim.api.local_job import PersonalModel
 from raysim.api.method import Method
 from raysim.data.dataset import Samples, cached
 from raysim.experiment import execute as experiment
@@ -482,25 +482,24 @@ def test_an_output_that_cannot_be_written_is_one_sentence(words: list[str]) -> N
     assert ended.returncode in (1, 2)
 
 
-class Failing(HookedMethod):
-    """A hook that fails."""
+class Failing(Method):
+    """Fail in a hook."""
 
     name = "failing"
 
     def __init__(self, hook: str, error: type[BaseException]):
         self.hook, self.error = hook, error
 
-    def predict(self, logits: Any) -> Any:
-        if self.hook == "predict":
+    def personalise(self, client: PersonalModel) -> None:
+        if self.hook == "personalise":
             raise self.error("on purpose")
-        return logits
 
     def absorb(self, aggregation: Any, server: Any) -> None:
         if self.hook == "absorb":
             raise self.error("on purpose")
 
 
-@pytest.mark.parametrize("hook", ["predict", "absorb"])
+@pytest.mark.parametrize("hook", ["personalise", "absorb"])
 @pytest.mark.parametrize("error", [ZeroDivisionError, SystemExit])
 def test_a_hook_that_fails_ends_a_run_with_its_methods_name(hook: str, error: type[BaseException]) -> None:
     built = experiment.build([*QUICK, "out=a"])

@@ -317,12 +317,11 @@ def test_all_runs_share_one_ray_which_a_failed_run_takes_along(monkeypatch: pyte
 
 DYING = """
 import os
-from raysim.api.hooked_method import HookedMethod
 from raysim.api.method import Method
 
-class Dying(HookedMethod):
+class Dying(Method):
     name = "dying"
-    def absorb(self, updates, server):
+    def absorb(self, aggregation, server):
         os.kill(os.getpid(), 9)
 """
 

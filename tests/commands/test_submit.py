@@ -55,19 +55,18 @@ ALONE = (
 )
 RUN = ("runtime.hosts=1", *ALONE)
 MINE = """
-from raysim.api.hooked_method import HookedMethod
 from raysim.api.method import Method
 
 
-class Broken(HookedMethod):
+class Broken(Method):
     name = "broken"
     paper = "a test"
 
-    def gradient(self, ctx, grad, run):
+    def gradient(self, job, grad, at):
         raise ValueError("no gradient today")
 
 
-class Harmless(HookedMethod):
+class Harmless(Method):
     name = "harmless"
     paper = "a test"
 """

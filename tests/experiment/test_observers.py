@@ -12,9 +12,11 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 from rich.console import Console
+from tiny_runs import run_spec
 
 import raysim
-from raysim.api.hooked_method import HookedMethod
+from raysim.api.method import Method
+from raysim.api.setup import Setup
 from raysim.experiment.recorder import Follower
 from raysim.experiment.settings import Interrupted
 from raysim.primitives.errors import Refused
@@ -28,6 +30,7 @@ from raysim.results.observers import (
     ObserverFailed,
 )
 from raysim.simulation.events import Event, Finished, Round, Saved, Started
+from raysim.training.run_spec import declare_run
 
 QUICK = (
     *("runtime=inprocess", "tracking=none", "data=synthetic", "partition=iid", "partition.clients=10"),
@@ -267,14 +270,15 @@ def test_the_death_of_a_host_is_said_with_why_it_does_no_harm(tmp_path: Path, de
 
 
 def test_a_method_warns_once_while_a_run_goes_on(tmp_path: Path) -> None:
-    class Wary(HookedMethod):
+    class Wary(Method):
         name, paper = "wary", "a test"
 
-        def watch(self, row: Any) -> str:
-            return "too far" if row["round"] >= 2 else ""
+        def setup(self, run: Setup) -> None:
+            run.warn_when(lambda row: "too far" if row["round"] >= 2 else "")
 
     said: list[str] = []
-    observer = MethodWarnings([Wary()], said.append)
+    (declared,) = declare_run(run_spec(Wary())).methods
+    observer = MethodWarnings(declared.round_warnings, said.append)
     for number in range(1, 5):
         observer.on_round(CurrentRun(tmp_path, 4), Round({"round": number}, ()))
     assert said == ["round 2: too far"]

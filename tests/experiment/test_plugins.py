@@ -20,7 +20,7 @@ from raysim.primitives.errors import Refused
 METHOD = """
 from raysim import Method
 
-class Quiet(HookedMethod):
+class Quiet(Method):
     name = "quiet"
     paper = "a test"
 """

@@ -19,7 +19,7 @@ from tiny_runs import NormedMlp
 from torch import nn
 
 import raysim
-from raysim.api.hooked_method import HookedMethod
+from raysim.api.method import Method
 from raysim.data.arrays import Arrays
 from raysim.data.partition import IID, Dirichlet
 from raysim.data.sources import Synthetic
@@ -64,12 +64,12 @@ class Twice(FedProx):
         super().__init__(2 * mu)
 
 
-class Nameless(HookedMethod):
-    """Nobody can tell it from another."""
+class Nameless(Method):
+    """Has no name."""
 
 
-class Numbered(HookedMethod):
-    """Has no text for a name."""
+class Numbered(Method):
+    """Has a number for a name."""
 
     name = 7  # type: ignore[assignment]
 
@@ -184,9 +184,9 @@ def test_methods_that_no_file_can_hold_are_given_again_to_load() -> None:
         ({"methods": [FedProx(), "fedprox"]}, "methods holds fedprox twice"),
         ({"methods": [FedProx(), FedProx()]}, "methods holds fedprox twice"),
         ({"methods": [IID(clients=2)]}, "it is no raysim.Method"),
-        ({"methods": [Nameless()]}, r'method Nameless has no name: give its class one, as in name = "mine"'),
+        ({"methods": [Nameless()]}, r"method Nameless has no name"),
         ({"methods": Nameless()}, r"methods=Nameless\(\) is no list"),
-        ({"methods": [Numbered()]}, "method Numbered has the name 7, which is no text: give its class one"),
+        ({"methods": [Numbered()]}, "method Numbered has the name 7"),
         ({"methods": [], "method": "fedprox"}, "method is given twice"),
         ({"schedule": IID(clients=2)}, "schedule=.* does not fit there: it has no method 'decide'"),
         ({"partition": [[0], [0]]}, "partition gives row 0 to client 0 and to client 1"),

@@ -15,9 +15,8 @@ import torch.nn.functional as F
 from tiny_runs import NORMED_MLP, SEED, Ran, run, run_spec, silent, tiny
 from torch import Tensor
 
-from raysim.api.context import Own
 from raysim.api.declarations import Evaluation, Finetune
-from raysim.api.hooked_method import HookedMethod
+from raysim.api.local_job import PersonalModel
 from raysim.api.messages import Job
 from raysim.api.method import Method
 from raysim.data.federated import federate
@@ -221,14 +220,14 @@ SPREAD = federate(
 EVERYTHING = Evaluation(finetune=Finetune(2))
 
 
-class Opposite(HookedMethod):
-    """A client's own model has the shared one's parameters with the other sign."""
+class Opposite(Method):
+    """Negate the shared parameters for each client's own model."""
 
     name = "opposite"
     paper = "a test"
 
-    def personalise(self, own: Own) -> None:
-        own.vector.shared[: own.vector.layout.trained].neg_()
+    def personalise(self, client: PersonalModel) -> None:
+        client.vector.shared[: client.vector.layout.trained].neg_()
 
 
 def samples(rows: np.ndarray) -> tuple[Tensor, Tensor, np.ndarray]:
