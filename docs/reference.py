@@ -17,10 +17,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_type_hints
 
+import numpy as np
+
 from jobs.papers.tables import PAPERS, tables as paper_tables
-from raysim.api.composition import EXCLUSIVE, check_composition
-from raysim.api.declarations import Evaluation, Finetune, Local, Participation, RunFacts
+from raysim.api.client_state import pack
+from raysim.api.composition import check_names, check_together
+from raysim.api.declarations import Evaluation, Finetune, Local
 from raysim.api.method import Method
+from raysim.api.setup import Declared
 from raysim.commands.methods import first_line
 from raysim.experiment.compose import compose, groups as all_groups, load_yaml as read_yaml, plain
 from raysim.experiment.describe import slots
@@ -28,8 +32,10 @@ from raysim.experiment.execute import build
 from raysim.experiment.instantiate import TARGET, defaults, described, resolve, shown
 from raysim.experiment.settings import ExecutionOptions, RuntimeOptions, Tracking
 from raysim.methods import fedavg
+from raysim.models import SmallCnn
+from raysim.simulation.load import Loads
 from raysim.training.attack import Attack
-from raysim.training.run_spec import Checkpoint, Faults, RunSettings, RunSpec, State, build_networks
+from raysim.training.run_spec import Checkpoint, Faults, RunSettings, RunSpec, State, declare_run
 
 ROOT = Path(__file__).parent.parent
 load_yaml, groups, tables = map(functools.cache, (read_yaml, all_groups, paper_tables))
@@ -189,11 +195,11 @@ def _options(method: Method) -> str:
 def _hooks(method: Method) -> str:
     rows = []
     for slot in slots(type(method)):
-        about = first_sentence(getattr(Method, slot).__doc__).removeprefix("Exclusive. ")
-        rows.append((f"`{slot}`", "one method alone" if slot in EXCLUSIVE else "", about.replace("<", "&lt;")))
+        about = first_sentence(getattr(Method, slot).__doc__)
+        rows.append((f"`{slot}`", about.replace("<", "&lt;")))
     if not rows:
         return "## Hooks\n\nIt fills none: the coordinator only looks for its name."
-    return f"## Hooks\n\n{table(('hook', 'who', 'what it may do'), rows)}"
+    return f"## Hooks\n\n{table(('hook', 'what it does'), rows)}"
 
 
 @functools.cache
@@ -206,18 +212,21 @@ def small_run() -> RunSpec:
 
 def _traffic(method: Method) -> str:
     """What a client receives, sends and keeps besides the vector."""
-    spec = replace(small_run(), methods=(method,))
-    _, layout = build_networks(spec)
-    filled = frozenset(slots(type(method)))
-    job = Participation(5, 40, spec.settings.local.budget(40), 3, 3, RunFacts(spec.task, layout, 4, filled))
-    cost, state = method.cost(job), method.state(layout, 40)
+    spec = _alone(method)
+    if method.name == "dp_fedavg":  # it refuses BatchNorm
+        spec = replace(spec, model=SmallCnn())
+    declarations = declare_run(spec)
+    (declared,), layout = declarations.methods, declarations.layout
+    loads = Loads(spec, declarations, np.full(4, 40))
+    load, plain = loads(0, 5, 3, 3), spec.settings.local.budget(40)
+    state = declared.client_states(layout, 40)
     rows = [
-        ("a client receives, besides the vector", _floats(cost.down, layout.shared)),
-        ("a client sends, besides its update", _floats(cost.up, layout.shared)),
-        ("a client trains, besides its samples", f"{cost.samples:g} samples" if cost.samples else "nothing"),
+        ("a client receives, besides the vector", _floats(load.down - layout.shared, layout.shared)),
+        ("a client sends, besides its update", _floats(load.up - layout.shared, layout.shared)),
+        ("a client trains, besides its samples", _samples(load.work - plain)),
         ("parameters that never travel", f"{layout.personal:,} floats" if layout.personal else "none"),
-        ("a client keeps from one participation to the next", _state(state)),
-        ("sent once, before the first round", "yes" if "contribute" in filled else "nothing"),
+        ("a client keeps between its jobs", _state(state)),
+        ("sent once, before the first round", "yes" if declared.contribute else "nothing"),
         ("weights of clients", method.weighting),
     ]
     about = (
@@ -231,16 +240,41 @@ def _floats(count: float, shared: int) -> str:
     return f"{count:,.0f} floats, {count / shared:.2f} of the vector" if count else "nothing"
 
 
+def _samples(count: float) -> str:
+    return f"{count:g} samples" if count else "nothing"
+
+
 def _state(state: Mapping[str, Any]) -> str:
-    named = (f"`{name}` {list(tensor.shape)}" for name, tensor in state.items())
+    tensors = pack(state)
+    named = (f"`{name}` {list(tensor.shape)}" for name, tensor in tensors.items())
     return ", ".join(named) or "nothing"
+
+
+def _alone(method: Method) -> RunSpec:
+    """Return the small run with one method, its weights of clients and the settings it requires."""
+    spec = small_run()
+    local = spec.settings.local
+    for key, value in method.settings(local).items():
+        local = replace(local, **{key.removeprefix("local."): value})
+    settings = replace(spec.settings, local=local, weighting=method.weighting)
+    return replace(spec, methods=(method,), settings=settings)
+
+
+@functools.cache
+def _declared(name: str) -> Declared:
+    """Return what a method declares in the small run, on a model without BatchNorm."""
+    spec = replace(_alone(instances()[name]), model=SmallCnn())
+    return declare_run(spec).methods[0]
 
 
 def _company(method: Method) -> str:
     rows = []
-    for other in instances().values():
+    for option, other in instances().items():
+        if method.name == other.name:
+            continue
         try:
-            check_composition([method, other] if method.name != other.name else [])
+            check_names([method, other])
+            check_together([method, other], [_declared(method.name), _declared(option)])
         except ValueError as error:
             rows.append((f"`{other.name}`", _reason(str(error))))
     if not rows:

@@ -18,12 +18,12 @@ from raysim.api.composition import check_names, filled_hooks
 from raysim.api.context import Context, Stage
 from raysim.api.declarations import Evaluation, Local, Participation, RunFacts, Task
 from raysim.api.declare import Declarations
-from raysim.api.hooked_method import HookedMethod, OldSetup
+from raysim.api.hooked_method import OldSetup
 from raysim.api.local_job import LocalJob
 from raysim.api.messages import Job, TrainingResult, Update
 from raysim.api.method import Method
 from raysim.api.private_state import PrivateState
-from raysim.api.server_view import Aggregation
+from raysim.api.server_view import Aggregation, ServerView
 from raysim.api.setup import Declared, Setup
 from raysim.conformance.runs import (
     BUFFER as BUFFER,
@@ -256,8 +256,8 @@ class Ticking(Fixed):
         return self._each
 
 
-class Ledger(HookedMethod):
-    """Writes down which updates are combined, in their order; it changes no weight."""
+class Ledger(Method):
+    """Write down which updates are combined, in their order; no weight changes."""
 
     name = "ledger"
     paper = "a test"
@@ -266,14 +266,14 @@ class Ledger(HookedMethod):
         self.cohorts: list[list[int]] = []
         self.staleness: list[list[int]] = []
 
-    def weigh(self, aggregation: Aggregation, server: Any) -> Aggregation:
+    def weigh(self, aggregation: Aggregation, server: ServerView) -> Aggregation:
         self.cohorts.append([update.client for update in aggregation.updates])
         self.staleness.append(list(aggregation.staleness))
         return aggregation
 
 
-class Asking(HookedMethod):
-    """Takes the gradient at a shifted point, in every stage, and remembers both."""
+class Asking(Method):
+    """Take the gradient at a shifted point, in every stage, and remember both."""
 
     name = "asking"
     paper = "a test"
@@ -282,9 +282,15 @@ class Asking(HookedMethod):
         self.shift, self.take = shift, take
         self.seen: list[tuple[Stage, Tensor, Tensor, Tensor]] = []
 
-    def perturb(self, ctx: Context, params: Tensor, grad: Tensor, gradient_at: Callable[[Tensor], Tensor]) -> Tensor:
+    def perturb(
+        self,
+        job: LocalJob,
+        params: Tensor,
+        grad: Tensor,
+        gradient_at: Callable[[Tensor], Tensor],
+    ) -> Tensor:
         there = gradient_at(torch.full_like(params, self.shift))
-        self.seen.append((ctx.stage, params.clone(), grad.clone(), there.clone()))
+        self.seen.append((job.stage, params.clone(), grad.clone(), there.clone()))
         return there if self.take else grad
 
 

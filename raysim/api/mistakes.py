@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -52,6 +52,18 @@ def returned(value: T, kind: Any, method: str, hook: str, instead: str) -> T:
     return value
 
 
+def one_for_each_step(values: Any, method: str, name: str, steps: int) -> Sequence[Tensor]:
+    """Return what the function of `run.draw` returned, if it has one tensor for each step."""
+    hook, instead = f"the function of run.draw({name!r}, ...)", "one tensor for each step"
+    tensors: Sequence[Tensor] = returned(values, (Sequence, Tensor), method, hook, instead)
+    if len(tensors) != steps:
+        raise HookMistake(
+            f"method '{method}' returns {len(tensors)} tensors from {hook}, and the job has "
+            f"{steps} steps. Return {instead}."
+        )
+    return tensors
+
+
 def scalar(value: Any, method: str, hook: str) -> Tensor:
     """What a hook returned, if it is one number; a shape is known without waiting for the device."""
     if value is None or (isinstance(value, Tensor) and value.numel() != 1):
@@ -85,7 +97,11 @@ def check_report(report: Mapping[str, Any], where: str) -> None:
     for name, value in report.items():
         on_device = isinstance(value, Tensor) and value.numel() == 1  # wherever it is, it is a number
         if not (isinstance(value, (int, float)) or on_device) and np.asarray(value).dtype.kind not in "biuf":
-            raise HookMistake(f"{where}.report['{name}'] is {_kind(value)}: give a number, or leave it out")
+            method, _, column = name.partition(".")
+            raise HookMistake(
+                f"{where}.report['{column}'] of method '{method}' is {_kind(value)}. Give a number, "
+                "or leave it out."
+            )
 
 
 class StateNames:
@@ -116,7 +132,10 @@ def check_state(state: Mapping[str, Any], before: Collection[str], names: StateN
             raise Undeclared(name)
     missing = next((name for name in before if name not in state), "")
     if missing:
-        raise HookMistake(f"job.state['{missing}'] was removed. Put another value in its place.")
+        method, _, name = missing.partition(".")
+        raise HookMistake(
+            f"job.state['{name}'] of method '{method}' was removed. Put another value in its place."
+        )
 
 
 def check_upload(upload: Mapping[str, Tensor], declarations: Declarations) -> None:

@@ -19,10 +19,10 @@ Choices where the source is silent or ours differ
 
 from __future__ import annotations
 
-from raysim.api.hooked_method import HookedMethod
+from raysim.api.method import Method
 
 
-class Centralized(HookedMethod):
+class Centralized(Method):
     """Says that the data is to be pooled; nothing else."""
 
     name = "centralized"

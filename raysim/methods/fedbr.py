@@ -347,11 +347,11 @@ class FedBR(Method):
             size = self.pseudo_batch, self.samples_per_mean
             alike = self.sources != "unbalanced"
             return proxy_means(*public, size, alike, generator, server.task.dtype)
-        pool, size = server.state["pool"], self.pseudo_batch
+        pool = server.state["pool"]
         if self.sources == "unbalanced":
-            each = self.means_per_client
-            return pool[rows_by_samples(server.sample_ends, each, size, generator)]
-        return pool[generator.choice(len(pool), size=size, replace=False)]
+            each, ends = self.means_per_client, server.sample_ends
+            return pool[rows_by_samples(ends, each, self.pseudo_batch, generator)]
+        return pool[generator.choice(len(pool), size=self.pseudo_batch, replace=False)]
 
     # --- a client's job ------------------------------------------------------------------------
     def begin(self, job: LocalJob) -> None:

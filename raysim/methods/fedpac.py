@@ -29,32 +29,32 @@ Choices where paper and code disagree or are silent
 - Weights up to min_weight are cut off (code), unless all of them are.
 - With Mixup, R is the mean of the two labels' R with Mixup's weights.
 
-Where all participants are close, their mixtures take 0.1 s for 20 of them and 2 s for 100, on one core.
+The mixtures of 100 participants take about 0.1 s on one core.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, ClassVar, TypedDict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, TypedDict
 
-import numpy as np
 import torch
+from scipy.optimize import nnls
 from torch import Tensor, nn
+from torch.nn.functional import one_hot
 
 from raysim.api.context import Stage
-from raysim.api.declarations import FORWARD, Cost, Download, Participation
-from raysim.api.hooked_method import HookedMethod
+from raysim.api.declarations import FORWARD, Participation
+from raysim.api.method import Method
+from raysim.methods.client_rows import declare_rows, rows_of
 from raysim.primitives.checks import above, at_least, between
-from raysim.vectors.row_store import extended, reserve, settled
 
 if TYPE_CHECKING:
-    from raysim.api.context import Batch, Context, Outputs, Own, Plan
+    from raysim.api.context import Outputs, Plan
     from raysim.api.declarations import Local
-    from raysim.api.hooked_method import OldSetup as Setup
-    from raysim.api.server_view import Aggregation, Server
+    from raysim.api.local_job import LocalJob, PersonalModel
+    from raysim.api.server_view import Aggregation, ServerView
+    from raysim.api.setup import Setup
     from raysim.vectors.layout import Layout, Vector
-
-_OPTIMAL = 1e-12  # how far a gradient on the simplex may point inwards, relative to the best single client's objective
 
 
 class Statistics(TypedDict):
@@ -125,268 +125,262 @@ def feature_alignment_loss(
 def classifier_combination_weights(
     *, variances: Tensor, weighted_means: Tensor, client: int, min_weight: float = 1e-3
 ) -> Tensor:
-    """a_i, float64 [m], of ``client`` among m participants with V ``variances`` [m] and h ``weighted_means`` [m, C, D].
+    """Return a_i, float64 [m], of ``client`` among m participants.
 
-    At least 0, of sum 1; entries up to ``min_weight`` are 0 unless all would be.
+    variances: V [m]. weighted_means: h [m, C, D]. Weights are at least 0, of sum 1; entries up to
+    ``min_weight`` are 0 unless all would be.
     """
-    return _combination(variances.double(), _coordinates(weighted_means), client, min_weight)
+    return _mixture(variances.double(), _coordinates(weighted_means), client, min_weight)
 
 
 def _coordinates(weighted_means: Tensor) -> Tensor:
-    """Points [m, at most m], float64, with the distances of h: all that P needs, without its many features."""
+    """Return points [m, at most m], float64, with the distances of h: all that P needs of it."""
     flat = weighted_means.double().flatten(1)
     triangle: Tensor = torch.linalg.qr((flat - flat.mean(0)).T, mode="r").R
     return triangle.T
 
 
-def _combination(variances: Tensor, points: Tensor, client: int, min_weight: float) -> Tensor:
-    away = points[client] - points
-    weights = _simplex_minimum(variances.diag() + away @ away.T, client)
+def _mixture(variances: Tensor, points: Tensor, client: int, min_weight: float) -> Tensor:
+    weights = _simplex_minimum(variances, points[client] - points, client)
     large = torch.where(weights > min_weight, weights, 0.0)
     return large / large.sum() if bool(large.any()) else weights
 
 
-def _simplex_minimum(matrix: Tensor, preferred: int) -> Tensor:
-    """argmin of a'Pa over a >= 0, sum(a) = 1, for a positive semidefinite P [m, m], float64.
+def _simplex_minimum(variances: Tensor, offsets: Tensor, preferred: int) -> Tensor:
+    """Return the argmin of a'Pa over a >= 0, sum(a) = 1; all float64.
 
-    With P = A'A it is b / sum(b) of the non-negative least squares |Ab|^2 + (sum(b) - 1)^2, solved by the active sets
-    of Lawson and Hanson (1974, chapter 23) on the normal equations (P + 11') b = 1, from the best single entry on.
+    P = diag(variances) + offsets offsets', variances [m], offsets [m, k]. With P = A'A it is
+    b / sum(b) of the non-negative least squares |Ab|^2 + (sum(b) - 1)^2.
     """
-    diagonal = matrix.diagonal()
-    start = preferred if bool(diagonal[preferred] <= diagonal.min()) else int(diagonal.argmin())
-    best = diagonal[start]
-    weights, passive = torch.zeros_like(diagonal), torch.zeros_like(diagonal, dtype=torch.bool)
-    passive[start] = True
+    diagonal = variances + offsets.square().sum(1)
+    best = diagonal.min()
     if not best > 0:  # nothing is better than no variance and no bias
-        return passive.double()
-    system = matrix / best + 1.0  # a factor on P changes b but not b / sum(b)
-    weights[start] = 0.5
-    for _ in range(10 * len(matrix)):  # each turn lowers the objective, so few suffice; rounding must not hold it up
-        inward = (1.0 - system @ weights).masked_fill(passive, -torch.inf)
-        if float(inward.max()) <= _OPTIMAL:
-            break
-        passive[inward.argmax()] = True
-        weights = _solved(system, weights, passive)
-    return weights / weights.sum()
-
-
-def _solved(system: Tensor, weights: Tensor, passive: Tensor) -> Tensor:
-    """From `weights` to the minimum over the entries in `passive`, dropping from it those that reach 0 on the way."""
-    while True:
-        chosen = passive.nonzero().flatten()
-        trial = torch.zeros_like(weights)
-        trial[chosen] = torch.linalg.solve(system[chosen][:, chosen], torch.ones_like(weights[chosen]))
-        blocked = chosen[trial[chosen] <= 0]
-        if not len(blocked):
-            return trial
-        ways = weights[blocked] / (weights[blocked] - trial[blocked]).clamp_min(1e-300)
-        first = ways.argmin()
-        weights = weights + ways[first] * (trial - weights)
-        passive[blocked[first]] = False
-        weights = weights.clamp_min(0.0) * passive
+        chosen = preferred if not diagonal[preferred] > 0 else int(diagonal.argmin())
+        return one_hot(torch.tensor(chosen), len(variances)).double()
+    root = torch.cat([variances.sqrt().diag(), offsets.T]) / best.sqrt()  # A; its scale is free
+    system = torch.cat([root, torch.ones_like(variances).unsqueeze(0)])
+    target = torch.zeros(len(system), dtype=torch.float64)
+    target[-1] = 1.0
+    solution, _ = nnls(system.numpy(), target.numpy(), maxiter=30 * len(variances))
+    return torch.from_numpy(solution / solution.sum())
 
 
 def head_steps(sizes: Sequence[int], samples: int, head_epochs: int) -> int:
-    """How many of a job's steps, with batches of ``sizes``, train the head: the first of them; see above."""
+    """Return how many of a job's steps, with batches of ``sizes``, train the head: the first."""
     whole, rest = divmod(samples, max(sizes))
     dropped = rest == 1 and min(sizes) > 1  # for the sake of BatchNorm
     once = whole + (rest > 0 and not dropped)
     return min(head_epochs * once, len(sizes) * head_epochs // (head_epochs + 1))
 
 
-HEAD, MEANS, WEIGHTED, COUNTS, VARIANCE = (
-    f"fedpac.{name}" for name in ("head", "class_means", "weighted_means", "class_counts", "variance")
-)
-PROTOTYPES, PRESENT, LOCAL, HELD = (f"fedpac.{name}" for name in ("prototypes", "present", "local", "held"))
-HEADS, ROWS = "fedpac.heads", "fedpac.rows"
-
-
-def _runs(layout: Layout) -> tuple[slice, ...]:
-    """Where the head lies in the vector."""
+def _head_slices(layout: Layout) -> tuple[slice, ...]:
+    """Return where the head lies in the vector."""
     return layout.runs(layout.within(["model.head"]))
 
 
 def _head_size(layout: Layout) -> int:
-    return sum(run.stop - run.start for run in _runs(layout))
+    return sum(at.stop - at.start for at in _head_slices(layout))
 
 
 def _load_head(vector: Vector, head: Tensor) -> None:
-    runs = _runs(vector.layout)
-    for run, values in zip(runs, head.split([run.stop - run.start for run in runs]), strict=True):
-        vector.data[run].copy_(values)
+    slices = _head_slices(vector.layout)
+    parts = head.split([at.stop - at.start for at in slices])
+    for at, values in zip(slices, parts, strict=True):
+        vector.data[at].copy_(values)
 
 
-class FedPAC(HookedMethod):
+def _has_prototypes(view: Participation | ServerView) -> bool:
+    """Return whether there was an aggregation: the first one makes the prototypes."""
+    return view.version > 0
+
+
+def _sent_later(name: str) -> Callable[[ServerView], Tensor | None]:
+    """Return a function that sends the server state of a name once there are prototypes."""
+    return lambda server: server.state[name] if _has_prototypes(server) else None
+
+
+def _budget(local: Local) -> tuple[str, int]:
+    """Return the key of the local budget, and its value."""
+    if local.epochs is not None:
+        return "local.epochs", local.epochs
+    return "local.steps", local.steps or 0
+
+
+class FedPAC(Method):
     """lam weighs R. head_epochs: of local.epochs, for the head; head_lr_factor: on local.lr there.
 
-    min_weight: shares of other clients' heads that are too small to keep. The server keeps a head for each client that
-    took part: 20 KB each for 10 classes of 512 features, 2 GB for 100,000 clients.
+    min_weight: shares of other clients' heads that are too small to keep. The server keeps a head
+    for each client that took part: 20 KB each for 10 classes of 512 features, 2 GB for 100,000
+    clients.
     """
 
     name = "fedpac"
     paper = "Xu et al., ICLR 2023"
-    needs = frozenset(("classes", "features"))
-    excludes: ClassVar[Mapping[str, str]] = {
-        "local": "it compares clients by their features in one shared extractor, and local training shares none"
-    }
 
-    def __init__(self, lam: float = 1.0, head_epochs: int = 1, head_lr_factor: float = 10.0, min_weight: float = 1e-3):
+    def __init__(
+        self,
+        lam: float = 1.0,
+        head_epochs: int = 1,
+        head_lr_factor: float = 10.0,
+        min_weight: float = 1e-3,
+    ):
         self.lam = at_least("method.fedpac.lam", lam, 0.0)
         self.head_epochs = int(at_least("method.fedpac.head_epochs", head_epochs, 1))
         self.head_lr_factor = above("method.fedpac.head_lr_factor", head_lr_factor, 0.0)
         self.min_weight = between("method.fedpac.min_weight", min_weight, 0.0, 1.0)
 
-    # --- declared once -------------------------------------------------------------------------------------------
-    def personal(self, networks: Mapping[str, nn.Module]) -> Sequence[str]:
-        """The head; it travels on purpose, beside the update."""
-        return [f"model.head.{name}" for name, _ in networks["model"].get_submodule("head").named_parameters()]
+    # --- before the run -----------------------------------------------------------------------
+    def settings(self, local: Local) -> Mapping[str, object]:
+        """Return a budget that has an epoch or a step for the extractor after the head's."""
+        key, budget = _budget(local)
+        return {key: max(budget, self.head_epochs + 1)}
 
-    def require(self, local: Local) -> Mapping[str, object]:
-        """Return a budget that has an epoch or a step for the extractor after those of the head."""
-        key, budget = ("epochs", local.epochs) if local.epochs is not None else ("steps", local.steps or 0)
-        return {f"local.{key}": max(budget, self.head_epochs + 1)}
+    def setup(self, run: Setup) -> None:
+        """Keep the head on the client; it travels in addition to the update."""
+        run.needs("classes", "features")
+        run.excludes(
+            "local",
+            "it compares clients by their features in one shared extractor, and local training "
+            "shares none",
+        )
+        run.warn_if_single("every client keeps the head that it trained")
+        self._require_parts(run)
+        key, budget = _budget(run.local)
+        run.require(
+            budget > self.head_epochs,
+            f"{key}={budget} leaves nothing for the extractor after method.fedpac.head_epochs="
+            f"{self.head_epochs} for the head. Set {key}={self.head_epochs + 1} or more.",
+        )
+        run.private_parameters(
+            [f"model.head.{name}" for name, _ in run.model.head.named_parameters()]
+        )
+        run.stages(self._stages)
 
-    def check(self, setup: Setup) -> Sequence[str]:
-        """An extractor and a linear head, and a budget that both phases have a part in."""
-        parts = dict(setup.networks["model"].named_children())
-        if not isinstance(parts.get("head"), nn.Linear) or "extractor" not in parts:
-            raise ValueError(
-                f"method 'fedpac' needs a model of an extractor and a linear head, and this one has a "
-                f"{type(parts.get('head')).__name__} as its head and the parts {', '.join(parts)}: choose another model"
-            )
-        local = setup.local
-        key, budget = ("epochs", local.epochs) if local.epochs is not None else ("steps", local.steps or 0)
-        if budget <= self.head_epochs:
-            raise ValueError(
-                f"local.{key}={budget} leaves nothing for the extractor after method.fedpac.head_epochs="
-                f"{self.head_epochs} for the head: set local.{key}={self.head_epochs + 1} or more"
-            )
-        return setup.warn_if_single("fedpac", "every client keeps the head that it trained")
+        classes, features = run.task.num_classes, run.model.feature_dim
+        run.upload("head", _head_size)
+        run.upload("class_means", classes * features)
+        run.upload("weighted_means", classes * features)
+        run.upload("class_counts", classes)
+        run.upload("variance", 1)
 
-    def stages(self, plan: Plan) -> Sequence[tuple[Stage, ...]]:
-        """An entry per step: first the head's, then the extractor's."""
+        declare_rows(run, lambda server: (_head_size(server.layout),), "memory", "heads")
+        run.server_state("prototypes", lambda server: server.vector.new_zeros(classes, features))
+        run.server_state("present", lambda server: torch.zeros(classes, dtype=torch.bool))
+        run.send_to_client("head", _head_of, _head_size, when=lambda job: job.accepted > 0)
+        if self.lam:
+            for name, floats in (("prototypes", classes * features), ("present", classes)):
+                run.send(name, _sent_later(name), floats, when=_has_prototypes)
+
+    @staticmethod
+    def _require_parts(run: Setup) -> None:
+        """Refuse a model without an extractor or a linear head."""
+        parts = dict(run.model.named_children())
+        kind = type(parts.get("head")).__name__
+        run.require(
+            isinstance(parts.get("head"), nn.Linear) and "extractor" in parts,
+            "model: method 'fedpac' needs an extractor and a linear head, and this model has a "
+            f"{kind} as its head and the parts {', '.join(parts)}. Choose another model.",
+        )
+
+    def _stages(self, plan: Plan) -> Sequence[Sequence[Stage]]:
+        """Return one stage for each step: first the head's, then the extractor's."""
         modes = {"model": True, "model.extractor": False}
         head = Stage("fedpac.head", ("model.head",), rate=self.head_lr_factor, modes=modes)
         extractor = Stage("fedpac.extractor", ("model.extractor",), modes={"model": True})
         first = head_steps(plan.sizes, plan.samples, self.head_epochs)
-        return [(head,)] * first + [(extractor,)] * (plan.steps - first)
+        return [[head]] * first + [[extractor]] * (plan.steps - first)
 
-    def cost(self, job: Participation) -> Cost:
-        """Two passes over all samples for the statistics; the head phase saves the extractor's backward pass.
+    def cost(self, job: Participation) -> float:
+        """Add two passes for the statistics; the head phase saves the extractor's backward pass."""
+        most = job.trained * self.head_epochs / (self.head_epochs + 1)
+        head = min(self.head_epochs * job.samples, most)
+        return FORWARD * 2 * job.samples + (FORWARD - 1) * head
 
-        The prototypes travel from the second round on, a head to each client that has an update in an earlier version:
-        also where that update failed, since no result of training can be known here.
-        """
-        layout, classes = job.run.layout, job.run.task.num_classes
-        features = next(e.shape[1] for e in layout.within(["model.head"]) if e.path == "head.weight")
-        head = min(self.head_epochs * job.samples, job.trained * self.head_epochs / (self.head_epochs + 1))
-        return Cost(
-            samples=FORWARD * 2 * job.samples + (FORWARD - 1) * head,
-            down=(classes * (features + 1) if self.lam and job.version else 0)
-            + (_head_size(layout) if job.accepted else 0),
-            up=_head_size(layout) + 2 * classes * features + classes + 1,
-        )
+    # --- a client's job -----------------------------------------------------------------------
+    def begin(self, job: LocalJob) -> None:
+        """Load the mixture of heads, and measure the client with the received extractor."""
+        if "head" in job.received:
+            _load_head(job.vector, job.received["head"])
+        statistics = self._measure(job)
+        job.scratch["prototypes"] = statistics["class_means"].to(job.params)
+        job.scratch["present"] = statistics["class_counts"] > 0
+        job.upload["weighted_means"] = statistics["weighted_means"].to(job.params)
+        job.upload["class_counts"] = statistics["class_counts"]
+        job.upload["variance"] = job.params.new_tensor([statistics["variance"]])
 
-    # --- on a client ---------------------------------------------------------------------------------------------
-    def receive(self, ctx: Context) -> None:
-        """Take the combined head, and measure the client with the received extractor."""
-        if HEAD in ctx.download:
-            _load_head(ctx.vector, ctx.download[HEAD])
-        statistics = self._measure(ctx)
-        ctx.kept |= {LOCAL: statistics["class_means"].to(ctx.vector.data), HELD: statistics["class_counts"] > 0}
-        ctx.upload |= {
-            WEIGHTED: statistics["weighted_means"].to(ctx.vector.data),
-            COUNTS: statistics["class_counts"],
-            VARIANCE: ctx.vector.data.new_tensor([statistics["variance"]]),
-        }
+    def loss(self, job: LocalJob, out: Outputs, loss: Tensor) -> Tensor:
+        """Add lam R in the extractor phase."""
+        is_extractor_phase = job.stage.name == "fedpac.extractor"
+        if not self.lam or not is_extractor_phase or "prototypes" not in job.received:
+            return loss
+        return loss + self.lam * self._alignment(job, out)
 
-    def term(self, ctx: Context, out: Outputs, batch: Batch) -> Tensor:
-        """lam R, in the extractor phase."""
-        if not self.lam or ctx.stage.name != "fedpac.extractor" or PROTOTYPES not in ctx.download:
-            return out.logits.new_zeros(())
-        if batch.pair is None:
-            return self.lam * self._alignment(ctx, out.features, batch.targets)
-        own, partner, weight = batch.pair
-        first, second = (self._alignment(ctx, out.features, labels) for labels in (own, partner))
-        weight = weight.to(first)
-        return self.lam * (weight * first + (1 - weight) * second)
+    def end(self, job: LocalJob) -> None:
+        """Upload the trained head, and class means of the trained extractor's features."""
+        job.upload["head"] = torch.cat([job.params[at] for at in _head_slices(job.layout)])
+        job.upload["class_means"] = self._measure(job)["class_means"].to(job.params)
 
-    def finish(self, ctx: Context) -> None:
-        """The trained head, and class means of the trained extractor's features."""
-        ctx.upload[HEAD] = torch.cat([ctx.vector.data[run] for run in _runs(ctx.vector.layout)])
-        ctx.upload[MEANS] = self._measure(ctx)["class_means"].to(ctx.vector.data)
-
-    def personalise(self, own: Own) -> None:
-        """The combined head, once there is one."""
-        if HEAD in own.download:
-            _load_head(own.vector, own.download[HEAD])
+    def personalise(self, client: PersonalModel) -> None:
+        """Load the mixture of heads, once there is one."""
+        if "head" in client.received:
+            _load_head(client.vector, client.received["head"])
 
     @staticmethod
-    def _measure(ctx: Context) -> Statistics:
-        """In eval mode; training goes on in train mode."""
-        ctx.model.eval()
+    def _measure(job: LocalJob) -> Statistics:
+        """Return the client's statistics; the extractor is in eval mode meanwhile."""
+        job.model.eval()
         with torch.no_grad():
-            batches = ((ctx.model.features(inputs), labels) for inputs, labels in ctx.data())
-            statistics = _statistics(batches, ctx.trainer.task.num_classes)
-        ctx.model.train()
+            batches = ((job.model.features(inputs), labels) for inputs, labels in job.data())
+            statistics = _statistics(batches, job.task.num_classes)
+        job.model.train()
         return statistics
 
     @staticmethod
-    def _alignment(ctx: Context, features: Tensor, labels: Tensor) -> Tensor:
-        return feature_alignment_loss(
-            features=features,
-            labels=labels,
-            global_prototypes=ctx.download[PROTOTYPES],
-            global_present=ctx.download[PRESENT],
-            local_prototypes=ctx.kept[LOCAL],
-            local_present=ctx.kept[HELD],
-        )
+    def _alignment(job: LocalJob, out: Outputs) -> Tensor:
+        """Return R of a batch."""
 
-    # --- on the server -------------------------------------------------------------------------------------------
-    def start(self, server: Server) -> None:
-        """The combined heads of the clients seen so far, in the order in which they came, and each client's row."""
-        room = server.able, _head_size(server.layout)
-        server.state[HEADS] = reserve(room, server.vector.dtype, "memory")
-        server.state[ROWS] = torch.full((server.clients,), -1)
+        def alignment(labels: Tensor) -> Tensor:
+            return feature_alignment_loss(
+                features=out.features,
+                labels=labels,
+                global_prototypes=job.received["prototypes"],
+                global_present=job.received["present"],
+                local_prototypes=job.scratch["prototypes"],
+                local_present=job.scratch["present"],
+            )
 
-    def send(self, server: Server) -> Download:
-        """To all clients the prototypes and which of them exist, none in the first round; to each client its head."""
-        names = (PROTOTYPES, PRESENT) if self.lam else ()
+        if out.batch.pair is None:
+            return alignment(out.batch.targets)
+        labels, partners, weight = out.batch.pair
+        first, second = alignment(labels), alignment(partners)
+        weight = weight.to(first)
+        return weight * first + (1 - weight) * second
 
-        def prototypes() -> Mapping[str, Tensor]:
-            return {name: server.state[name] for name in names if name in server.state}
+    # --- an aggregation -----------------------------------------------------------------------
+    def absorb(self, aggregation: Aggregation, server: ServerView) -> None:
+        """Compute new prototypes, and a new head for each participant."""
+        rows = rows_of(aggregation, server, "memory", "heads")
+        last = {row: number for number, row in enumerate(rows)}  # the last update of each client
 
-        def head(client: int) -> Mapping[str, Tensor]:
-            """The combined one, a copy, once the client took part."""
-            row = int(server.state[ROWS][client])
-            return {HEAD: server.state[HEADS][row].clone()} if row >= 0 else {}
+        def latest(name: str) -> Tensor:
+            uploads = aggregation.uploads(name)
+            return torch.stack([uploads[number] for number in last.values()])
 
-        return Download(version=prototypes, client=head)
+        means, counts = latest("class_means"), latest("class_counts")
+        server.state.update(aggregate_prototypes(class_means=means, class_counts=counts))
 
-    def absorb(self, aggregation: Aggregation, server: Server) -> None:
-        """New prototypes, and a new head for each participant."""
-        latest = {update.client: update for update in aggregation.updates}
+        variances = latest("variance").double().flatten()
+        points = _coordinates(latest("weighted_means"))
+        mixtures = [_mixture(variances, points, i, self.min_weight) for i in range(len(last))]
+        weights = torch.stack(mixtures)
+        server.report["own_weight"] = float(weights.diagonal().mean())
 
-        def sent(name: str) -> Tensor:
-            return torch.from_numpy(np.stack([update.extras[name] for update in latest.values()]))
+        all_heads = server.state["heads"]
+        mixed = weights @ latest("head").double()
+        all_heads[list(last)] = mixed.to(all_heads.dtype)
 
-        aggregated = aggregate_prototypes(class_means=sent(MEANS), class_counts=sent(COUNTS))
-        server.state |= {PROTOTYPES: aggregated["prototypes"], PRESENT: aggregated["present"]}
-        variances, points = sent(VARIANCE).double().flatten(), _coordinates(sent(WEIGHTED))
-        weights = torch.stack([_combination(variances, points, i, self.min_weight) for i in range(len(latest))])
-        server.report["fedpac.own_weight"] = float(weights.diagonal().mean())
-        heads = weights @ sent(HEAD).double()
-        self._keep(list(latest), heads, server)
 
-    @staticmethod
-    def _keep(clients: Sequence[int], heads: Tensor, server: Server) -> None:
-        """Write the heads [m, head] into the clients' rows; new clients get the next ones."""
-        state = server.state
-        rows, seen = state[ROWS], len(state[HEADS])  # in place: there are as many as clients
-        for client in clients:
-            if rows[client] < 0:
-                rows[client], seen = seen, seen + 1
-        room = settled(state[HEADS], server.able, "memory")  # it may be a checkpoint's
-        all_heads = extended(room, seen)
-        all_heads[rows[list(clients)]] = heads.to(all_heads.dtype)
-        server.state |= {ROWS: rows, HEADS: all_heads}
+def _head_of(client: int, server: ServerView) -> Tensor | None:
+    """Return a copy of a client's mixture of heads, once it took part."""
+    rows = (server.state["clients"] == client).nonzero()
+    return server.state["heads"][int(rows)].clone() if len(rows) else None

@@ -37,7 +37,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Literal, cast
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import numpy as np
 import torch
@@ -45,22 +46,25 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from raysim.api.context import Stage, inferred
-from raysim.api.declarations import FORWARD, Cost, Network, Participation, Task
-from raysim.api.hooked_method import HookedMethod
+from raysim.api.declarations import FORWARD
+from raysim.api.method import Method
 from raysim.methods.fedbn import BATCHNORM, split_parameter_names
 from raysim.primitives.checks import above, at_least, between, one_of
 
 if TYPE_CHECKING:
-    from raysim.api.context import Batch, Context, Outputs, Plan
-    from raysim.api.declarations import Local
-    from raysim.api.hooked_method import OldSetup as Setup
+    from raysim.api.context import Outputs, Plan
+    from raysim.api.declarations import Local, Participation
+    from raysim.api.local_job import LocalJob
+    from raysim.api.setup import Setup
     from raysim.vectors.layout import Layout
 
 RAMPS = ("exp", "laine_aila", "reciprocal", "constant")
 METRICS = ("mmd", "mse", "mmd_moments")
 
 
-def class_prototype_ema(*, prototypes: Tensor, features: Tensor, labels: Tensor, momentum: float) -> Tensor:
+def class_prototype_ema(
+    *, prototypes: Tensor, features: Tensor, labels: Tensor, momentum: float
+) -> Tensor:
     """Prototypes [C, D] moved by ``momentum`` towards the means of ``features`` [B, D] of their class, int64 [B].
 
     Classes without a sample keep theirs.
@@ -90,7 +94,9 @@ def balanced_labels(*, batch_size: int, num_classes: int, step: int) -> Tensor:
     return (torch.arange(batch_size) + step * batch_size % num_classes) % num_classes
 
 
-def mmd(*, x: Tensor, y: Tensor, kernel: str = "gaussian", kernel_mul: float = 2.0, kernel_num: int = 5) -> Tensor:
+def mmd(
+    *, x: Tensor, y: Tensor, kernel: str = "gaussian", kernel_mul: float = 2.0, kernel_num: int = 5
+) -> Tensor:
     """Squared maximum mean discrepancy of ``x`` [n, D] and ``y`` [k, D], biased: a scalar, 0 if all rows coincide.
 
     Kernel q = 0..num-1 is exp(-|a - b|^2 / w_q), w_q the mean squared distance of all rows (a constant in gradients)
@@ -100,12 +106,16 @@ def mmd(*, x: Tensor, y: Tensor, kernel: str = "gaussian", kernel_mul: float = 2
     if kernel == "moments":
         return F.mse_loss(x.mean(0), y.mean(0)) + F.mse_loss(_covariance(x), _covariance(y))
     n, rows = len(x), torch.cat([x, y])
-    rows = rows - rows[:1].detach()  # distances stay as they are, and large common parts do not cancel in them
+    rows = (
+        rows - rows[:1].detach()
+    )  # distances stay as they are, and large common parts do not cancel in them
     norms = rows.square().sum(1)
     squares = (norms[:, None] + norms - 2 * rows @ rows.T).clamp(min=0)
     mean = squares.detach().sum() / (len(rows) ** 2 - len(rows))
     scaled = -squares / torch.where(mean > 0, mean, 1)
-    kernels = torch.stack([torch.exp(scaled / kernel_mul ** (q - kernel_num // 2)) for q in range(kernel_num)]).sum(0)
+    kernels = torch.stack(
+        [torch.exp(scaled / kernel_mul ** (q - kernel_num // 2)) for q in range(kernel_num)]
+    ).sum(0)
     return kernels[:n, :n].mean() + kernels[n:, n:].mean() - 2 * kernels[:n, n:].mean()
 
 
@@ -122,7 +132,9 @@ def classification_loss(
 
     ``weight``: beta, the share of the two synthetic parts, which count alike.
     """
-    synthetic = F.cross_entropy(domain_logits, real_labels) + F.cross_entropy(proto_logits, proto_labels)
+    synthetic = F.cross_entropy(domain_logits, real_labels) + F.cross_entropy(
+        proto_logits, proto_labels
+    )
     return (1 - weight) * F.cross_entropy(real_logits, real_labels) + weight / 2 * synthetic
 
 
@@ -157,8 +169,13 @@ def rtnet_loss(
     ``lam`` times the mean of two distances, of ``domain_embeddings`` from ``real_embeddings`` [B, D] and of
     ``proto_embeddings`` from ``anchors`` [B, D], less the mean of both kinds' entropy under the head.
     """
-    doubt = sum(_entropy(F.linear(each, head_weight, head_bias)) for each in (domain_embeddings, proto_embeddings))
-    distance = _distance(domain_embeddings, real_embeddings, metric) + _distance(proto_embeddings, anchors, metric)
+    doubt = sum(
+        _entropy(F.linear(each, head_weight, head_bias))
+        for each in (domain_embeddings, proto_embeddings)
+    )
+    distance = _distance(domain_embeddings, real_embeddings, metric) + _distance(
+        proto_embeddings, anchors, metric
+    )
     return lam / 2 * distance - doubt / 2
 
 
@@ -204,7 +221,9 @@ def make_generator(features: int, noise: int, num_classes: int) -> Conditional:
     return Conditional(num_classes, *layers)
 
 
-def make_rtnet(source: int, features: int, hidden: int, num_classes: int, norm: bool) -> Conditional:
+def make_rtnet(
+    source: int, features: int, hidden: int, num_classes: int, norm: bool
+) -> Conditional:
     """H: what G makes [B, source] to residuals [B, D] of either sign. norm: a BatchNorm at the end."""
     first, second = nn.Linear(source + num_classes, hidden), nn.Linear(hidden, features)
     last = (nn.BatchNorm1d(features),) if norm else ()
@@ -212,16 +231,11 @@ def make_rtnet(source: int, features: int, hidden: int, num_classes: int, norm: 
 
 
 GENERATOR, RTNET = "fraug.generator", "fraug.rtnet"
-PROTOTYPES, NOISE = "fraug.prototypes", "fraug.noise"
-# Columns of the history: mean norms of real and of generated embeddings, share of synthetic ones that the head knows.
-REAL_NORM, GENERATED_NORM, SYNTHETIC = "fraug.real_norm", "fraug.generated_norm", "fraug.synthetic_accuracy"
-LABELS = "fraug.labels"  # y^ of every step
-SEEN = "fraug.seen"  # their sums over the steps of a job, and the number of these
-FAR = 10.0  # times as large as real embeddings: no distance that the paper's settings come to
-_OPTIMIZER = "fraug.optimizer."
+# Norms of generated embeddings, in those of real ones, that no setting of the paper comes to.
+FAR = 10.0
 
 
-class FRAug(HookedMethod):
+class FRAug(Method):
     """rounds: T of the ramps, the run's own in the configuration. noise_dim: Z, half of D in the paper's networks.
 
     generator_lam, rtnet_lam: lambda of the two distances, of kind `*_metric`; with "mse" the generator's is the one
@@ -239,8 +253,6 @@ class FRAug(HookedMethod):
 
     name = "fraug"
     paper = "Chen et al., ICCV 2023"
-    needs = frozenset(("classes", "features"))
-    targets = "integer"
 
     def __init__(
         self,
@@ -266,205 +278,228 @@ class FRAug(HookedMethod):
         use_rtnet: bool = True,
         keep_optimizer: bool = True,
     ):
-        self.rounds = None if rounds is None else int(at_least("method.fraug.rounds", rounds, 1))
+        self.rounds = _whole("rounds", rounds)
         self.noise_dim = int(at_least("method.fraug.noise_dim", noise_dim, 1))
-        one_of("method.fraug.noise", noise, ("normal", "uniform"))
-        one_of("method.fraug.generator_norm", generator_norm, ("shared", "local"))
-        one_of("method.fraug.generator_metric", generator_metric, METRICS)
-        one_of("method.fraug.rtnet_metric", rtnet_metric, METRICS)
-        one_of("method.fraug.ramp", ramp, RAMPS)
-        self.noise, self.generator_norm, self.rtnet_norm = noise, generator_norm, rtnet_norm
+        self.noise = one_of("method.fraug.noise", noise, ("normal", "uniform"))
         self.generator_lam = at_least("method.fraug.generator_lam", generator_lam, 0.0)
+        self.generator_metric = one_of("method.fraug.generator_metric", generator_metric, METRICS)
+        self.generator_lr_factor = above(
+            "method.fraug.generator_lr_factor", generator_lr_factor, 0.0
+        )
+        self.generator_norm = one_of(
+            "method.fraug.generator_norm", generator_norm, ("shared", "local")
+        )
         self.rtnet_lam = at_least("method.fraug.rtnet_lam", rtnet_lam, 0.0)
-        self.generator_metric, self.rtnet_metric = generator_metric, rtnet_metric
-        for key, factor in (("generator_lr_factor", generator_lr_factor), ("rtnet_lr_factor", rtnet_lr_factor)):
-            above(f"method.fraug.{key}", factor, 0.0)
-        self.generator_lr_factor, self.rtnet_lr_factor = generator_lr_factor, rtnet_lr_factor
-        self.ramp, self.gamma = ramp, at_least("method.fraug.gamma", gamma, 0.0)
-        self.ramp_rounds = None if ramp_rounds is None else int(at_least("method.fraug.ramp_rounds", ramp_rounds, 1))
+        self.rtnet_metric = one_of("method.fraug.rtnet_metric", rtnet_metric, METRICS)
+        self.rtnet_lr_factor = above("method.fraug.rtnet_lr_factor", rtnet_lr_factor, 0.0)
+        self.rtnet_norm = rtnet_norm
+        self.ramp = one_of("method.fraug.ramp", ramp, RAMPS)
+        self.gamma = at_least("method.fraug.gamma", gamma, 0.0)
+        self.ramp_rounds = _whole("ramp_rounds", ramp_rounds)
         self.weight = between("method.fraug.weight", weight, 0.0, 1.0)
-        self.residual = None if residual is None else at_least("method.fraug.residual", residual, 0.0)
+        self.residual = (
+            None if residual is None else at_least("method.fraug.residual", residual, 0.0)
+        )
         self.prototype_weight = between("method.fraug.prototype_weight", prototype_weight, 0.0, 1.0)
         self.prototype_ramp, self.keep_optimizer = prototype_ramp, keep_optimizer
         if not (use_generator or use_rtnet):
             raise ValueError(
-                "method.fraug.use_generator=false and method.fraug.use_rtnet=false leave nothing to make embeddings "
-                "with: set one of them to true, or use method=fedbn"
+                "method.fraug.use_generator=false and method.fraug.use_rtnet=false leave nothing to "
+                "make embeddings with. Set one of them to true, or use method=fedbn."
             )
         self.use_generator, self.use_rtnet = use_generator, use_rtnet
 
-    # --- declared once -------------------------------------------------------------------------------------------
-    def networks(self, task: Task, model: nn.Module) -> Mapping[str, Network]:
-        """G, which travels, and H, which does not."""
-        size, classes = int(model.feature_dim), task.num_classes  # type: ignore[arg-type]
-        networks = {}
+    # --- before the run ------------------------------------------------------------------------
+    def setup(self, run: Setup) -> None:
+        """Add G, which travels, and H, which does not; keep BatchNorm and prototypes on clients."""
+        run.needs("classes", "features")
+        run.targets("integer")
+        run.owns("loss")
+        self._check(run)
+        size, classes = run.model.feature_dim, run.task.num_classes
         if self.use_generator:
-            networks[GENERATOR] = Network(make_generator(size, self.noise_dim, classes))
+            run.network("generator", make_generator(size, self.noise_dim, classes))
         if self.use_rtnet:
             source = size if self.use_generator else self.noise_dim
             rtnet = make_rtnet(source, size, self.noise_dim, classes, self.rtnet_norm)
-            networks[RTNET] = Network(rtnet, personal=True)
-        return networks
+            run.network("rtnet", rtnet, private=True)
+        run.private_parameters(self.private_norms)
+        outputs = run.model.head.weight.shape
+        run.client_state("prototypes", lambda samples: torch.zeros(outputs))
+        run.stages(self.three_steps)
+        run.draw("noise", self.draw_noise)
+        run.draw("labels", self.draw_labels)
+        if self.keep_optimizer:
+            run.keep_optimizer()
+        run.warn_when(self.scale_warning)
 
-    def personal(self, networks: Mapping[str, nn.Module]) -> Sequence[str]:
-        """BatchNorm of the model, as in FedBN, and that of the generator where it is local."""
-        local = (GENERATOR,) if self.use_generator and self.generator_norm == "local" else ()
-        return [name for network in ("model", *local) for name in _normalising(network, networks[network])]
+    def _check(self, run: Setup) -> None:
+        """Require a length for the ramps, batches of two and a linear head."""
+        ends = self.ramp in ("exp", "laine_aila")
+        which = f"ramp={self.ramp}" if ends else "prototype_ramp=true"
+        run.require(
+            self.rounds is not None or not (ends or self.prototype_ramp),
+            f"method.fraug.rounds=null leaves the end of method.fraug.{which} open. Set it to the "
+            "number of rounds.",
+        )
+        run.require(
+            self.rounds is not None or self.ramp_rounds is None,
+            f"method.fraug.ramp_rounds={self.ramp_rounds} scales gamma to the number of rounds, and "
+            "method.fraug.rounds=null gives none. Set method.fraug.rounds.",
+        )
+        run.require(
+            run.local.batch > 1,
+            "local.batch=1 makes batches of one sample, which method 'fraug' leaves out. Set "
+            "local.batch=2 or more.",
+        )
+        run.require(
+            isinstance(run.model.head, nn.Linear),
+            "method 'fraug' trains the model's head on embeddings, and "
+            f"{type(run.model.head).__name__} is no linear layer. Choose a model with one Linear as "
+            "its head.",
+        )
+        if not _normalising("model", run.model):
+            run.warn(
+                "method 'fraug' finds no BatchNorm in the model, so that no layer besides RTNet's "
+                "stays on the client. Choose a model with BatchNorm, such as model=small_cnn "
+                "model.norm=batch."
+            )
 
-    def state(self, layout: Layout, samples: int) -> Mapping[str, Tensor]:
-        """Prototypes, one for every output of the head, all zero."""
-        shape = next(entry.shape for entry in layout.entries if entry.name == "model.head.weight")
-        return {PROTOTYPES: torch.zeros(shape)}
-
-    def require(self, local: Local) -> Mapping[str, object]:
+    def settings(self, local: Local) -> Mapping[str, object]:
         """Return batches of two: those of one sample are left out."""
         return {"local.batch": max(local.batch, 2)}
 
-    def check(self, setup: Setup) -> Sequence[str]:
-        """A length for the ramps, batches of two, a linear head; without BatchNorm the classifier is all shared."""
-        ends = self.ramp in ("exp", "laine_aila")
-        if self.rounds is None and (ends or self.prototype_ramp):
-            which = f"ramp={self.ramp}" if ends else "prototype_ramp=true"
-            raise ValueError(
-                f"method.fraug.rounds=null leaves the end of method.fraug.{which} open: set it to the number of rounds"
-            )
-        if self.rounds is None and self.ramp_rounds is not None:
-            raise ValueError(
-                f"method.fraug.ramp_rounds={self.ramp_rounds} scales gamma to the number of rounds, and "
-                "method.fraug.rounds=null says none: set it"
-            )
-        if setup.local.batch == 1:
-            raise ValueError(
-                "local.batch=1 makes batches of one sample, which method 'fraug' leaves out: set local.batch=2 or more"
-            )
-        if not isinstance(head := setup.networks["model"].head, nn.Linear):
-            raise ValueError(
-                f"method 'fraug' trains the model's head on embeddings, and {type(head).__name__} is no linear layer: "
-                "choose a model with one Linear as its head"
-            )
-        if not _normalising("model", setup.networks["model"]):
-            return (
-                "method 'fraug' finds no BatchNorm in the model, so that no layer besides RTNet's stays on the client: "
-                "choose a model that has some, such as model=resnet18, or model=small_cnn with model.norm=batch",
-            )
-        return ()
+    def private_norms(self, networks: Mapping[str, nn.Module]) -> Sequence[str]:
+        """Return BatchNorm of the model, as in FedBN, and of the generator where it is local."""
+        names = _normalising("model", networks["model"])
+        if self.use_generator and self.generator_norm == "local":
+            names += _normalising(GENERATOR, networks[GENERATOR])
+        return names
 
-    def stages(self, plan: Plan) -> Sequence[tuple[Stage, ...]]:
-        """Classifier, generator, RTNet; nothing on a batch of one sample."""
-        extra_networks = [name for name, used in ((GENERATOR, self.use_generator), (RTNET, self.use_rtnet)) if used]
-        fixed = dict.fromkeys(("model", *extra_networks), False)
-        stages = [Stage(modes={**fixed, "model": True})]
+    def three_steps(self, plan: Plan) -> Sequence[tuple[Stage, ...]]:
+        """Return classifier, generator and RTNet of each batch; nothing on one of one sample."""
+        steps = {"model": Stage()}
         if self.use_generator:
-            factor = self.generator_lr_factor
-            stages.append(Stage(GENERATOR, (GENERATOR,), self.deceive, rate=factor, modes={**fixed, GENERATOR: True}))
+            rate = self.generator_lr_factor
+            steps[GENERATOR] = Stage(GENERATOR, (GENERATOR,), self.generator_step, rate=rate)
         if self.use_rtnet:
-            factor = self.rtnet_lr_factor
-            stages.append(Stage(RTNET, (RTNET,), self.transfer, rate=factor, modes={**fixed, RTNET: True}))
-        every = tuple(stages)
-        return [every if size > 1 else () for size in plan.sizes]
+            rate = self.rtnet_lr_factor
+            steps[RTNET] = Stage(RTNET, (RTNET,), self.rtnet_step, rate=rate)
+        fixed = dict.fromkeys(steps, False)
+        stages = tuple(
+            replace(stage, modes={**fixed, network: True}) for network, stage in steps.items()
+        )
+        return [stages if size > 1 else () for size in plan.sizes]
 
-    def draws(self, plan: Plan, generator: np.random.Generator) -> Mapping[str, Sequence[Tensor]]:
-        """Noise of a step [5, B, Z]: two for the classifier, one for the generator, two for RTNet."""
+    def cost(self, job: Participation) -> float:
+        """Return a forward pass in eval mode, and the small networks' passes by their parameters.
+
+        That makes them dearer than they are compared with convolutions, which use a parameter many
+        times.
+        """
+        layout = job.run.layout
+        generator, rtnet = _floats(layout, GENERATOR), _floats(layout, RTNET)
+        # Rows for each sample in the first and the third step.
+        first, last = 2 * bool(self.weight), 2 * self.use_rtnet
+        own = generator * (FORWARD * (first + last) + 1) + rtnet * (FORWARD * first + last)
+        looks = self.use_rtnet or self.generator_metric != "mse"  # at real embeddings
+        return (FORWARD * looks + own / max(1, _floats(layout, "model"))) * job.trained
+
+    def scale_warning(self, row: Mapping[str, Any]) -> str:
+        """Return a warning with what to do once generated embeddings leave the scale of real ones."""
+        real, generated = row.get("fraug.real_norm"), row.get("fraug.generated_norm")
+        if real is None or generated is None or generated <= FAR * real:
+            return ""
+        remedies = [f"method.fraug.generator_lr_factor (now {self.generator_lr_factor:g})"]
+        if self.generator_lam > 0:
+            remedies.insert(0, f"method.fraug.generator_lam (now {self.generator_lam:g})")
+        slower = ""
+        if self.generator_lam > 0 and self.generator_metric != "mmd":
+            slower = (
+                ", or set method.fraug.generator_metric=mmd, with which the norm grows more slowly"
+            )
+        return (
+            f"method 'fraug': generated embeddings have a norm of {generated:.4g}, real ones of "
+            f"{real:.4g}, so that the head learns from embeddings that no client has. "
+            f"Decrease {' or '.join(remedies)}{slower}."
+        )
+
+    # --- a client's job ------------------------------------------------------------------------
+    def begin(self, job: LocalJob) -> None:
+        """Start the sums of what embeddings are like, and of the steps that made any."""
+        job.scratch["seen"] = torch.zeros(4, dtype=job.params.dtype, device=job.params.device)
+
+    def draw_noise(self, job: LocalJob, generator: np.random.Generator) -> Sequence[Tensor]:
+        """Draw [5, B, Z] for each step: two for the classifier, one for G, two for RTNet."""
         draw = generator.standard_normal if self.noise == "normal" else generator.random
-        shapes = [(5, size, self.noise_dim) for size in plan.sizes]
-        return {NOISE: [torch.from_numpy(draw(shape, dtype=np.float32)) for shape in shapes]}
+        shapes = [(5, size, self.noise_dim) for size in job.plan.sizes]
+        return [torch.from_numpy(draw(shape, dtype=np.float32)) for shape in shapes]
 
-    def cost(self, job: Participation) -> Cost:
-        """A forward pass in eval mode, and the small networks' passes in proportion to their parameters.
+    def draw_labels(self, job: LocalJob, _: np.random.Generator) -> Sequence[Tensor]:
+        """Return y^ of each step, the same for all its stages, in turn instead of at random."""
+        classes, sizes = job.task.num_classes, job.plan.sizes
+        first = job.version * len(sizes)
+        return [
+            balanced_labels(batch_size=size, num_classes=classes, step=first + step)
+            for step, size in enumerate(sizes)
+        ]
 
-        That makes them dearer than they are beside convolutions, which use a parameter many times.
-        """
-        size = {name: _floats(job.run.layout, name) for name in ("model", GENERATOR, RTNET)}
-        first, last = 2 * bool(self.weight), 2 * self.use_rtnet  # rows per sample in the first and the third step
-        own = size[GENERATOR] * (FORWARD * (first + last) + 1) + size[RTNET] * (FORWARD * first + last)
-        return Cost(samples=(FORWARD * self._looks + own / max(1, size["model"])) * job.trained)
-
-    @property
-    def _looks(self) -> bool:
-        """Whether anything is compared with real embeddings."""
-        return self.use_rtnet or self.generator_metric != "mse"
-
-    # --- once per job --------------------------------------------------------------------------------------------
-    def receive(self, ctx: Context) -> None:
-        """Let the optimisers go on where they were."""
-        if self.keep_optimizer:
-            buffers = {key.removeprefix(_OPTIMIZER): v for key, v in ctx.state.items() if key.startswith(_OPTIMIZER)}
-            ctx.optimizers.resume(buffers)
-
-    def planned(self, ctx: Context) -> None:
-        """Start to look at embeddings, and draw y^ of every step; classes that a method adds to the head have no part.
-
-        All stages of a step have the same labels.
-        """
-        device, sizes = ctx.vector.data.device, ctx.plan.sizes
-        ctx.kept[SEEN] = torch.zeros(4, dtype=ctx.vector.data.dtype, device=device)
-        network = ctx.networks[GENERATOR if self.use_generator else RTNET]
-        classes, first = cast(Conditional, network).num_classes, ctx.version * len(sizes)
-        drawn = [balanced_labels(batch_size=b, num_classes=classes, step=first + i) for i, b in enumerate(sizes)]
-        ctx.draws = {**ctx.draws, LABELS: [labels.to(device) for labels in drawn]}
-
-    def finish(self, ctx: Context) -> None:
-        """Say what embeddings were like, and keep the optimisers' buffers."""
-        *sums, steps = ctx.kept[SEEN].tolist()
-        if steps:
-            columns = (REAL_NORM, GENERATED_NORM, SYNTHETIC) if self.use_generator else (REAL_NORM, "", SYNTHETIC)
-            ctx.report |= {name: total / steps for name, total in zip(columns, sums, strict=True) if name}
-        if self.keep_optimizer:
-            ctx.state |= {f"{_OPTIMIZER}{key}": value for key, value in ctx.optimizers.save().items()}
-
-    # --- the three steps -----------------------------------------------------------------------------------------
-    def loss(self, ctx: Context, out: Outputs, batch: Batch) -> Tensor:
-        """The classifier's; prototypes move first."""
-        features = out.features.detach()
-        self._remember(ctx, features, batch.targets)
-        rho = self._ramp(ctx, self.ramp, self.gamma if self.ramp == "laine_aila" else self._pace)
+    def loss(self, job: LocalJob, out: Outputs, loss: Tensor) -> Tensor:
+        """Return the classifier's loss; prototypes move first."""
+        real, labels = out.features.detach(), out.batch.targets
+        self._move_prototypes(job, real, labels)
+        gamma = self.gamma if self.ramp == "laine_aila" else self._pace
+        rho = self._ramp(job, self.ramp, gamma)
         beta = min(self.weight, rho)
         if not beta:
-            return F.cross_entropy(out.logits, batch.targets)
-        labels = ctx.drawn(LABELS)
+            return F.cross_entropy(out.logits, labels)
+        even = job.drawn("labels")
+        both = labels, even
         with torch.no_grad():
-            anchors = torch.cat([features, self._anchors(ctx, labels)])
+            anchors = torch.cat([real, self._anchors(job)])
+            source = self._source(job, self._noise(job, out)[:2], both)
             strength = rho if self.residual is None else self.residual
-            source = self._source(ctx, self._noise(ctx, out)[:2], (batch.targets, labels))
-            synthetic = self._around(ctx, anchors, source, (batch.targets, labels), strength)
-        domain, proto = scores = ctx.model.head(synthetic).split(len(labels))
+            synthetic = self._around(job, anchors, source, both, strength)
+        logits = job.model.head(synthetic)
         with torch.no_grad():
-            self._add_scale(ctx, features, source, torch.cat(scores).argmax(1) == torch.cat((batch.targets, labels)))
+            known = logits.argmax(1) == torch.cat(both)
+            self._add_scale(job, real, source, known)
+        domain, proto = logits.split(len(labels))
         return classification_loss(
             real_logits=out.logits,
-            real_labels=batch.targets,
+            real_labels=labels,
             domain_logits=domain,
             proto_logits=proto,
-            proto_labels=labels,
+            proto_labels=even,
             weight=beta,
         )
 
-    def deceive(self, ctx: Context, out: Outputs, batch: Batch) -> Tensor:
-        """The generator's loss."""
-        labels = ctx.drawn(LABELS)
-        fake = ctx.networks[GENERATOR](self._noise(ctx, out)[2], labels)
-        mse = self.generator_metric == "mse"
-        reference = self._anchors(ctx, labels) if mse else self._real(ctx, out)
-        weight, bias = _head(ctx)
+    def generator_step(self, job: LocalJob, out: Outputs) -> Tensor:
+        """Return the generator's loss."""
+        labels = job.drawn("labels")
+        fake = job.network("generator")(self._noise(job, out)[2], labels)
+        is_mse = self.generator_metric == "mse"
+        weight, bias = _constant_head(job)
         return generator_loss(
             fake_embeddings=fake,
             labels=labels,
-            reference=reference,
+            reference=self._anchors(job) if is_mse else self._real(job, out),
             head_weight=weight,
             head_bias=bias,
             lam=self.generator_lam,
             metric=self.generator_metric,
         )
 
-    def transfer(self, ctx: Context, out: Outputs, batch: Batch) -> Tensor:
-        """RTNet's loss. Its BatchNorm sees the two kinds of residuals apart, in the code's order."""
-        labels, real, rtnet = ctx.drawn(LABELS), self._real(ctx, out), ctx.networks[RTNET]
-        both, anchors = (labels, batch.targets), self._anchors(ctx, labels)
+    def rtnet_step(self, job: LocalJob, out: Outputs) -> Tensor:
+        """Return RTNet's loss. Its BatchNorm sees the two residuals apart, in the code's order."""
+        real, anchors, rtnet = self._real(job, out), self._anchors(job), job.network("rtnet")
+        labels, even = out.batch.targets, job.drawn("labels")
         with torch.no_grad():
-            first, second = self._source(ctx, self._noise(ctx, out)[3:], both).split(len(labels))
-        proto = anchors + rtnet(first, labels)
-        domain = real + rtnet(second, batch.targets)
-        weight, bias = _head(ctx)
+            source = self._source(job, self._noise(job, out)[3:], (even, labels))
+        first, second = source.split(len(labels))
+        proto = anchors + rtnet(first, even)
+        domain = real + rtnet(second, labels)
+        weight, bias = _constant_head(job)
         return rtnet_loss(
             domain_embeddings=domain,
             real_embeddings=real,
@@ -476,84 +511,108 @@ class FRAug(HookedMethod):
             metric=self.rtnet_metric,
         )
 
-    def watch(self, row: Mapping[str, int | float | None]) -> str:
-        """Warn if the generator has left the scale of real embeddings, and say which settings bring it back."""
-        real, generated = row.get(REAL_NORM), row.get(GENERATED_NORM)
-        if real is None or generated is None or generated <= FAR * real:
-            return ""
-        remedies = [f"method.fraug.generator_lr_factor (now {self.generator_lr_factor:g})"]
-        if self.generator_lam > 0:
-            remedies.insert(0, f"method.fraug.generator_lam (now {self.generator_lam:g})")
-        slower = ""
-        if self.generator_lam > 0 and self.generator_metric != "mmd":
-            slower = ", or set method.fraug.generator_metric=mmd, with which the norm grows more slowly"
-        return (
-            f"method 'fraug': generated embeddings have a norm of {generated:.4g}, real ones of {real:.4g}, "
-            "so that the head learns from embeddings that no client has. "
-            f"Decrease {' or '.join(remedies)}{slower}."
-        )
+    def end(self, job: LocalJob) -> None:
+        """Report what embeddings were like: norms, and the share of synthetic ones the head knows."""
+        real, generated, known, steps = job.scratch["seen"].tolist()
+        if not steps:
+            return
+        job.report["real_norm"] = real / steps
+        if self.use_generator:
+            job.report["generated_norm"] = generated / steps
+        job.report["synthetic_accuracy"] = known / steps
 
-    # --- their parts ---------------------------------------------------------------------------------------------
+    # --- their parts ---------------------------------------------------------------------------
     @staticmethod
-    def _add_scale(ctx: Context, real: Tensor, generated: Tensor, known: Tensor) -> None:
-        """Add a step's norms, and what the head knows of synthetic embeddings, to the sums of the job."""
+    def _add_scale(job: LocalJob, real: Tensor, generated: Tensor, known: Tensor) -> None:
+        """Add a step's norms, and what the head knows of synthetic embeddings, to the job's sums."""
         norms = [rows.norm(dim=1).mean() for rows in (real, generated)]
         seen = torch.stack([*norms, known.to(real.dtype).mean(), torch.ones_like(norms[0])])
-        ctx.kept[SEEN] = ctx.kept[SEEN] + seen.to(ctx.kept[SEEN].dtype)
+        job.scratch["seen"] = job.scratch["seen"] + seen.to(job.params.dtype)
 
     @property
     def _pace(self) -> float:
         """gamma, as fast as in a run of `ramp_rounds`."""
-        return self.gamma * self.ramp_rounds / self.rounds if self.ramp_rounds and self.rounds else self.gamma
+        if self.ramp_rounds and self.rounds:
+            return self.gamma * self.ramp_rounds / self.rounds
+        return self.gamma
 
-    def _ramp(self, ctx: Context, form: str, gamma: float) -> float:
-        step = ctx.version if self.rounds is None else min(ctx.version, self.rounds)
+    def _ramp(self, job: LocalJob, form: str, gamma: float) -> float:
+        step = job.version if self.rounds is None else min(job.version, self.rounds)
         return rampup_coefficient(step=step, total_steps=self.rounds or 1, gamma=gamma, form=form)
 
-    def _remember(self, ctx: Context, features: Tensor, labels: Tensor) -> None:
+    def _move_prototypes(self, job: LocalJob, features: Tensor, labels: Tensor) -> None:
         """Move the prototypes of the batch's classes."""
-        momentum = self.prototype_weight * (self._ramp(ctx, "laine_aila", 5.0) if self.prototype_ramp else 1.0)
-        before = ctx.state[PROTOTYPES]
-        seen = features.to(before.dtype)  # that may have come out of coarser products
-        ctx.state[PROTOTYPES] = class_prototype_ema(prototypes=before, features=seen, labels=labels, momentum=momentum)
-
-    def _noise(self, ctx: Context, out: Outputs) -> Tensor:
-        inputs = out.batch.inputs
-        return out.once(NOISE, lambda: ctx.drawn(NOISE).to(inputs.device, ctx.vector.data.dtype))
-
-    def _real(self, ctx: Context, out: Outputs) -> Tensor:
-        """f(x) of the classifier as it is after its step, in eval mode; one pass for generator and RTNet."""
-        return out.once("fraug.real", lambda: inferred(lambda: ctx.model.features(out.batch.inputs)))
+        momentum = self.prototype_weight
+        if self.prototype_ramp:
+            momentum *= self._ramp(job, "laine_aila", 5.0)
+        before = job.state["prototypes"]
+        # Features may have come out of products in a coarser type.
+        job.state["prototypes"] = class_prototype_ema(
+            prototypes=before,
+            features=features.to(before.dtype),
+            labels=labels,
+            momentum=momentum,
+        )
 
     @staticmethod
-    def _anchors(ctx: Context, labels: Tensor) -> Tensor:
-        return ctx.state[PROTOTYPES].index_select(0, labels)
+    def _anchors(job: LocalJob) -> Tensor:
+        """Return the prototypes of y^."""
+        prototypes: Tensor = job.state["prototypes"]
+        return prototypes.index_select(0, job.drawn("labels"))
 
-    def _source(self, ctx: Context, noise: Tensor, labels: tuple[Tensor, Tensor]) -> Tensor:
-        """What RTNet transforms [2B, n]: noise [2, B, Z] through the generator, all rows at once."""
-        noise = noise.flatten(0, 1)
-        return cast(Tensor, ctx.networks[GENERATOR](noise, torch.cat(labels))) if self.use_generator else noise
+    @staticmethod
+    def _noise(job: LocalJob, out: Outputs) -> Tensor:
+        """Return the step's noise in the vector's type."""
+        return out.once("fraug.noise", lambda: job.drawn("noise").to(job.params))
+
+    @staticmethod
+    def _real(job: LocalJob, out: Outputs) -> Tensor:
+        """Return f(x) after the classifier's step, in eval mode; one pass for G and RTNet."""
+        features = job.model.features
+        return out.once("fraug.real", lambda: inferred(lambda: features(out.batch.inputs)))
+
+    def _source(self, job: LocalJob, noise: Tensor, labels: tuple[Tensor, Tensor]) -> Tensor:
+        """Return what RTNet transforms [2B, n]: noise [2, B, Z] through G, all rows at once."""
+        rows = noise.flatten(0, 1)
+        if not self.use_generator:
+            return rows
+        return cast(Tensor, job.network("generator")(rows, torch.cat(labels)))
 
     def _around(
-        self, ctx: Context, anchors: Tensor, source: Tensor, labels: tuple[Tensor, Tensor], strength: float
+        self,
+        job: LocalJob,
+        anchors: Tensor,
+        source: Tensor,
+        labels: tuple[Tensor, Tensor],
+        strength: float,
     ) -> Tensor:
-        """Synthetic embeddings [2B, D], of what `_source` made."""
+        """Return synthetic embeddings [2B, D], made of what `_source` returned."""
         if not self.use_rtnet:
             return (1 - strength) * anchors + strength * source
-        return anchors + strength * cast(Tensor, ctx.networks[RTNET](source, torch.cat(labels)))
+        return anchors + strength * cast(Tensor, job.network("rtnet")(source, torch.cat(labels)))
+
+
+def _whole(key: str, value: int | None) -> int | None:
+    """Return a setting that is None or a number of rounds."""
+    return None if value is None else int(at_least(f"method.fraug.{key}", value, 1))
 
 
 def _normalising(network: str, module: nn.Module) -> list[str]:
-    """Full names of all that belongs to a network's BatchNorm layers."""
-    norms = [f"{network}.{path}" for path, each in module.named_modules() if isinstance(each, BATCHNORM)]
-    names = [f"{network}.{path}" for path, _ in (*module.named_parameters(), *module.named_buffers())]
+    """Return full names of all that belongs to a network's BatchNorm layers."""
+    norms = [
+        f"{network}.{path}"
+        for path, layer in module.named_modules()
+        if isinstance(layer, BATCHNORM)
+    ]
+    leaves = (*module.named_parameters(), *module.named_buffers())
+    names = [f"{network}.{path}" for path, _ in leaves]
     return split_parameter_names(names=names, norm_modules=norms)["personal"]
 
 
-def _head(ctx: Context) -> tuple[Tensor, Tensor | None]:
-    """Weight and bias as constants."""
-    head = ctx.model.head
-    bias = cast("Tensor | None", head.bias)  # another method may have taken it off
+def _constant_head(job: LocalJob) -> tuple[Tensor, Tensor | None]:
+    """Return the head's weight and bias, which another method may have removed, as constants."""
+    head = job.model.head
+    bias = cast("Tensor | None", head.bias)
     return head.weight.detach(), None if bias is None else bias.detach()
 
 

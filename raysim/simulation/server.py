@@ -186,8 +186,12 @@ class Server:
             tensor = self.state.get(f"{declared.method}.{send.name}")
         else:
             tensor = send.value(*client, view)
+        if tensor is None:
+            return None
+        hook = f"the function of run.send({send.name!r}, ...)"
+        returned(tensor, Tensor, declared.method, hook, "a tensor, or None where nothing is sent now")
         expected = number_of_floats(send.floats, self.layout)
-        if tensor is not None and tensor.numel() != expected:
+        if tensor.numel() != expected:
             raise HookMistake(
                 f"method '{declared.method}' sends {tensor.numel()} floats as '{send.name}' and "
                 f'declares {expected}. Correct the size in run.send("{send.name}", ...).'

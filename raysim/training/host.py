@@ -260,7 +260,7 @@ class Host(Combiner):
         """
         ctx = work.ctx
         plan, loss_rows = ctx.plan, work.loss_rows()
-        check_report(ctx.report, "ctx")
+        check_report(ctx.report, "job")
         probe = self._probe(ctx) if job.probe else None
         delta = self.vector.shared.sub_(base)
         loss = self._checked(job, ctx.losses, loss_rows, delta, ctx.upload)

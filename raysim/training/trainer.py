@@ -17,7 +17,14 @@ from raysim.api.declarations import Finetune, Local, Task
 from raysim.api.declare import Declarations
 from raysim.api.local_job import LocalJob
 from raysim.api.messages import Job
-from raysim.api.mistakes import State, StateNames, check_state, check_upload, returned
+from raysim.api.mistakes import (
+    State,
+    StateNames,
+    check_state,
+    check_upload,
+    one_for_each_step,
+    returned,
+)
 from raysim.api.private_state import PrivateState
 from raysim.api.setup import Declared
 from raysim.data.batches import Pipeline
@@ -351,6 +358,7 @@ class Trainer:
                 draws |= {key: self._placed(values) for key, values in drawn.items()}
             for name, draw in each.draws.items():
                 values = draw(ctx.view(each.method), generator)
+                values = one_for_each_step(values, each.method, name, ctx.plan.steps)
                 draws[f"{each.method}.{name}"] = self._placed(values)
         ctx.draws = draws
         for each in self.declarations.methods:
@@ -371,7 +379,7 @@ class Trainer:
             end(ctx.view(declared.method))
         if self.finishers or self.beginners:
             check_state(ctx.state, work.kept, self.keepers)
-            check_upload(ctx.upload, self.declarations)
+        check_upload(ctx.upload, self.declarations)
         if ctx.state:
             ctx.state = pack(ctx.state)
         if self.keeps:

@@ -1,4 +1,4 @@
-"""FedBSS: what its ranking pass costs and what it warns of; its training is held against tests/textbook/fedbss.py."""
+"""FedBSS: what its ranking pass costs and what it warns of; its textbook shows its training."""
 
 from __future__ import annotations
 
@@ -6,22 +6,23 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from tiny_runs import LOCAL, setup, taking_part
+from tiny_runs import LOCAL, run_spec, taking_part
 
 from raysim.methods.fedbss import FedBSS
+from raysim.training.run_spec import declare_run
 
 
 def charged(method: FedBSS, version: int) -> float:
-    return method.cost(taking_part(None, 30, 60.0, 1, version)).samples
+    return method.cost(taking_part(None, 30, 60.0, 1, version))
 
 
-def test_a_forward_pass_over_all_samples_is_charged_from_the_first_selecting_version_on() -> None:
+def test_ranking_pass_is_charged_from_first_selecting_version() -> None:
     assert [charged(FedBSS(2), version) for version in range(4)] == pytest.approx([0, 0, 10, 10])
     assert charged(FedBSS(0, kind="all"), 5) == 0
 
 
 @pytest.mark.parametrize(
-    ("kind", "change", "warns"),
+    ("kind", "change", "key"),
     [
         ("cosine", {"epochs": 1}, "local.epochs=1"),
         ("linear", {"epochs": None, "steps": 9, "phases": 1}, "local.phases=1"),
@@ -31,15 +32,15 @@ def test_a_forward_pass_over_all_samples_is_charged_from_the_first_selecting_ver
         ("filter", {"epochs": 1}, None),
     ],
 )
-def test_a_single_epoch_or_phase_is_warned_of(kind: Any, change: dict[str, Any], warns: str | None) -> None:
-    nothing: Any = None
-    found = FedBSS(kind=kind).check(setup(nothing, replace(LOCAL, **change), {}))
-    assert len(found) == (warns is not None)
-    assert warns is None or warns in found[0]
+def test_single_epoch_or_phase_is_warned_of(kind: Any, change: dict[str, Any], key: str | None) -> None:
+    spec = run_spec(FedBSS(kind=kind), local=replace(LOCAL, **change))
+    warnings = list(declare_run(spec).warnings)
+    assert len(warnings) == (key is not None)
+    assert key is None or key in warnings[0]
 
 
 @pytest.mark.parametrize("settings", [{"warmup_rounds": -1}, {"refresh": 0}, {"kind": "cosin"}], ids=str)
-def test_settings_out_of_range_are_refused_by_name(settings: dict[str, Any]) -> None:
+def test_setting_out_of_range_is_refused_by_key(settings: dict[str, Any]) -> None:
     (key,) = settings
     with pytest.raises(ValueError, match=rf"method\.fedbss\.{key}="):
         FedBSS(**settings)

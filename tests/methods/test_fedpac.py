@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
@@ -13,30 +14,31 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from scipy import optimize
 from tiny_runs import (
     MLP,
     NORMED_MLP,
     SEED,
     Ran,
     Spy,
-    check_composition,
     coordinate,
+    declared_for,
     ran,
     run,
     run_spec,
-    setup,
     taking_part,
     tiny,
 )
 from torch import Tensor, nn
 
-from raysim.api.context import Batch, Context, Own, Plan, Stage
-from raysim.api.declarations import Local, Task
-from raysim.api.hooked_method import HookedMethod
+from raysim.api.context import Batch, Context, Plan, Stage
+from raysim.api.declarations import Local
+from raysim.api.local_job import LocalJob, PersonalModel
 from raysim.api.messages import Job, Update
 from raysim.api.method import Method
 from raysim.api.private_state import PrivateState
-from raysim.api.server_view import Aggregation
+from raysim.api.server_view import Aggregation, ServerView
+from raysim.api.setup import Setup
 from raysim.data.federated import FederatedData
 from raysim.data.partition import CSR, Partition
 from raysim.methods import fedpac
@@ -51,15 +53,14 @@ from raysim.methods.fedpac import (
 )
 from raysim.methods.local import LocalTraining
 from raysim.simulation.fleet import Ideal
+from raysim.simulation.load import Loads
 from raysim.simulation.schedule import Buffered, Synchronous
-from raysim.simulation.server import Server
 from raysim.training.host import Host
-from raysim.training.run_spec import build_networks
+from raysim.training.run_spec import build_networks, declare_run
 from raysim.training.trainer import private_state
-from raysim.vectors.layout import Vector
+from raysim.vectors.layout import Vector, plan_layout
 
 TWO = Local(lr=0.02, momentum=0.5, weight_decay=1e-3, batch=8, epochs=3)
-TASK = Task((1, 8, 8), 5, 6)
 UPLOADS = {"fedpac.head", "fedpac.class_means", "fedpac.weighted_means", "fedpac.class_counts", "fedpac.variance"}
 
 
@@ -202,36 +203,30 @@ def test_weights_are_on_the_simplex_and_meet_the_conditions_of_a_minimum(seed: i
 
 @pytest.mark.parametrize("kind", ["plain", "near", "far"])
 @pytest.mark.parametrize("seed", range(4))
-def test_weights_are_those_of_three_independent_solvers(seed: int, kind: str) -> None:
-    optimize = pytest.importorskip("scipy.optimize")
+def test_weights_are_those_of_independent_solvers(seed: int, kind: str) -> None:
     variances, weighted = case(seed, 7, kind)
     for client in (0, 4):
         P = quadratic(variances, weighted, client)
-        a = classifier_combination_weights(variances=variances, weighted_means=weighted, client=client, min_weight=0.0)
-        difference = (weighted[client] - weighted).flatten(1)
-        A = torch.cat([variances.sqrt().diag(), difference.T, torch.ones(1, 7, dtype=torch.float64)])
-        wanted = np.zeros(len(A))
-        wanted[-1] = 1
-        b, _ = optimize.nnls(A.numpy(), wanted)
-        close(a, torch.from_numpy(b / b.sum()), 1e-8)
+        a = classifier_combination_weights(
+            variances=variances, weighted_means=weighted, client=client, min_weight=0.0
+        )
         close(a, projected_gradient(P), 1e-6)
         assert float(a @ P @ a) <= slsqp(P) * (1 + 1e-9)
 
 
 def slsqp(P: Tensor) -> float:
-    """The least a'Pa that sequential quadratic programming finds on the simplex."""
-    optimize = pytest.importorskip("scipy.optimize")
-    matrix, many = P.numpy(), len(P)
-    found = optimize.minimize(
+    """Return the least a'Pa that sequential quadratic programming finds on the simplex."""
+    matrix, size = P.numpy(), len(P)
+    solution = optimize.minimize(
         lambda x: x @ matrix @ x,
-        np.full(many, 1 / many),
+        np.full(size, 1 / size),
         jac=lambda x: 2 * matrix @ x,
-        bounds=[(0, 1)] * many,
+        bounds=[(0, 1)] * size,
         constraints={"type": "eq", "fun": lambda x: x.sum() - 1, "jac": np.ones_like},
         method="SLSQP",
         options={"ftol": 1e-15, "maxiter": 1000},
     )
-    return float(found.fun)
+    return float(solution.fun)
 
 
 def projected_gradient(P: Tensor) -> Tensor:
@@ -312,15 +307,22 @@ def test_small_weights_are_cut_off_and_the_rest_sums_to_one() -> None:
     assert 0 < full[4] < 1e-3 < full[3] and cut[4] == 0
     close(cut[:4], full[:4] / full[:4].sum())
     close(classifier_combination_weights(**given, min_weight=0.9), full)  # else nothing would be left
-    least = sorted(full[full > 0].tolist())[0]
-    assert classifier_combination_weights(**given, min_weight=least)[full == least] == 0  # up to it, not below it
+
+
+def test_weight_of_exactly_the_minimum_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    exact = torch.tensor([0.75, 0.25]).double()
+    monkeypatch.setattr(fedpac, "_simplex_minimum", lambda *arguments: exact)
+    asked: dict[str, Any] = {"variances": torch.ones(2), "weighted_means": torch.zeros(2, 1, 1)}
+    for least, weights in ((0.25, [1.0, 0.0]), (0.2, [0.75, 0.25])):
+        mixture = classifier_combination_weights(**asked, client=0, min_weight=least)
+        assert mixture.tolist() == weights
 
 
 # --- the phases -----------------------------------------------------------------------------------------------------
 
 
-class Watch(HookedMethod):
-    """Keeps the batches of every job, and all that the model holds before each step and after the last."""
+class Watch(Method):
+    """Keep the batches of each job, and the model before each step and after the last."""
 
     name = "watch"
     paper = "a test"
@@ -328,23 +330,24 @@ class Watch(HookedMethod):
     def __init__(self) -> None:
         self.batches: list[list[Batch]] = []
         self.seen: list[list[Mapping[str, Tensor]]] = []
-        self.jobs: list[Context] = []
-        self.modes: set[bool] = set()  # in which hooks of later methods find the model before and after training
+        self.jobs: list[LocalJob] = []
+        # In which modes hooks of later methods find the model before and after training.
+        self.modes: set[bool] = set()
 
-    def receive(self, ctx: Context) -> None:
-        self.jobs.append(ctx)
-        self.modes |= {module.training for module in ctx.model.modules()}
+    def begin(self, job: LocalJob) -> None:
+        self.jobs.append(job)
+        self.modes |= {module.training for module in job.model.modules()}
         self.batches.append([])
         self.seen.append([])
 
-    def transform(self, ctx: Context, batch: Batch) -> Batch:
+    def batch(self, job: LocalJob, batch: Batch) -> Batch:
         self.batches[-1].append(batch)
-        self.seen[-1].append(copy.deepcopy(ctx.model.state_dict()))
+        self.seen[-1].append(copy.deepcopy(job.model.state_dict()))
         return batch
 
-    def finish(self, ctx: Context) -> None:
-        self.modes |= {module.training for module in ctx.model.modules()}
-        self.seen[-1].append(copy.deepcopy(ctx.model.state_dict()))
+    def end(self, job: LocalJob) -> None:
+        self.modes |= {module.training for module in job.model.modules()}
+        self.seen[-1].append(copy.deepcopy(job.model.state_dict()))
 
     def steps(self, job: int) -> Iterator[tuple[bool, bool]]:
         """(the head moved, anything of the extractor or its buffers moved) of every step of a job."""
@@ -395,7 +398,7 @@ def test_the_head_has_its_passes_and_never_the_extractors_share(
 ) -> None:
     assert head_steps(sizes, samples, epochs) == expected
     plan = Plan(np.zeros(sum(sizes), np.int64), tuple(sizes), samples)
-    names = [stage.name for (stage,) in FedPAC(head_epochs=epochs).stages(plan)]
+    names = [stage.name for (stage,) in FedPAC(head_epochs=epochs)._stages(plan)]
     assert names == ["fedpac.head"] * expected + ["fedpac.extractor"] * (len(sizes) - expected)
 
 
@@ -407,12 +410,12 @@ def test_each_phase_leaves_the_other_part_alone_to_the_bit(first: bool, epochs: 
     methods = [method, *others] if first else [*others, method]
     found = run(run_spec(*methods, watch, model=NORMED_MLP, local=TWO), rounds=3)
     assert not found.failures and watch.modes == {True}
-    for job, ctx in enumerate(watch.jobs):
-        assert ctx.plan is not None
-        many = head_steps(ctx.plan.sizes, ctx.samples, epochs)
+    for number, job in enumerate(watch.jobs):
+        many = head_steps(job.plan.sizes, job.samples, epochs)
         if not others:
-            assert many * 3 == ctx.plan.steps * epochs, "so many of three epochs"
-        assert list(watch.steps(job)) == [(True, False)] * many + [(False, True)] * (ctx.plan.steps - many)
+            assert many * 3 == job.plan.steps * epochs, "so many of three epochs"
+        phases = [(True, False)] * many + [(False, True)] * (job.plan.steps - many)
+        assert list(watch.steps(number)) == phases
 
 
 @pytest.mark.parametrize("lam", [0.0, 0.7])
@@ -477,24 +480,29 @@ def test_a_job_starts_from_the_head_that_the_server_sends_and_sends_its_own() ->
     assert torch.equal(host.vector.personal, trained)
 
 
-def test_the_alignment_of_mixed_samples_is_the_mean_over_both_labels() -> None:
+def test_alignment_of_mixed_samples_is_a_mean_over_labels() -> None:
     method = FedPAC(2.0)
-    no = torch.zeros(5, dtype=torch.bool)
-    ctx: Any = SimpleNamespace(
+    features = random(4, 12, seed=3).float()
+    labels, partners = torch.tensor([0, 1, 2, 3]), torch.tensor([3, 0, 4, 1])
+    sent = prototypes([True] * 5)
+    job: Any = SimpleNamespace(
         stage=Stage("fedpac.extractor"),
-        download=prototypes([True] * 5),
-        kept={"fedpac.local": torch.zeros(5, 12), "fedpac.held": no},
+        received={name.removeprefix("fedpac."): value for name, value in sent.items()},
+        scratch={"prototypes": torch.zeros(5, 12), "present": torch.zeros(5, dtype=torch.bool)},
     )
-    features, own, other = random(4, 12, seed=3).float(), torch.tensor([0, 1, 2, 3]), torch.tensor([3, 0, 4, 1])
-    out: Any = SimpleNamespace(features=features, logits=features)
-    inputs = torch.zeros(4)
-    mixed = Batch(inputs, torch.zeros(4, 5), inputs, own, (own, other, torch.tensor(0.3, dtype=torch.float64)))
-    one, two = (method.term(ctx, out, Batch(inputs, y, inputs, y)) for y in (own, other))
-    got = method.term(ctx, out, mixed)
-    close(got, 0.3 * one + 0.7 * two, 1e-6)
-    assert got.dtype == torch.float32
-    ctx.stage = Stage("fedpac.head")
-    assert method.term(ctx, out, mixed) == 0
+    inputs, zero = torch.zeros(4), torch.zeros(())
+
+    def term(batch: Batch) -> Tensor:
+        out: Any = SimpleNamespace(features=features, batch=batch)
+        return method.loss(job, out, zero)
+
+    pair = labels, partners, torch.tensor(0.3, dtype=torch.float64)
+    mixed = Batch(inputs, torch.zeros(4, 5), inputs, labels, pair)
+    one, two = (term(Batch(inputs, y, inputs, y)) for y in (labels, partners))
+    close(term(mixed), 0.3 * one + 0.7 * two, 1e-6)
+    assert term(mixed).dtype == torch.float32
+    job.stage = Stage("fedpac.head")
+    assert term(mixed) is zero
 
 
 def test_in_the_first_round_there_is_nothing_to_align_with() -> None:
@@ -508,23 +516,23 @@ def test_in_the_first_round_there_is_nothing_to_align_with() -> None:
 # --- the heads ------------------------------------------------------------------------------------------------------
 
 
-class Alternation(HookedMethod):
-    """FedRep-like: a personal head, trained for the first of three epochs; then the extractor. Nothing else."""
+class Alternation(Method):
+    """Train a private head for the first of three epochs, then the extractor; nothing else."""
 
     name = "alternation"
     paper = "a test"
 
-    def personal(self, networks: Mapping[str, nn.Module]) -> Sequence[str]:
-        return ["model.head.weight", "model.head.bias"]
+    def setup(self, run: Setup) -> None:
+        run.private_parameters(["model.head.weight", "model.head.bias"])
+        run.stages(self._stages)
 
-    def stages(self, plan: Plan) -> Sequence[tuple[Stage, ...]]:
-        each = plan.steps // 3
+    def _stages(self, plan: Plan) -> Sequence[Sequence[Stage]]:
+        epoch = plan.steps // 3
         head, body = Stage("head", ("model.head",), rate=10.0), Stage("body", ("model.extractor",))
-        return [(head,)] * each + [(body,)] * (2 * each)
+        return [[head]] * epoch + [[body]] * (2 * epoch)
 
-    def transform(self, ctx: Context, batch: Batch) -> Batch:
-        assert ctx.plan is not None
-        ctx.model.extractor.train(ctx.step >= ctx.plan.steps // 3)
+    def batch(self, job: LocalJob, batch: Batch) -> Batch:
+        job.model.extractor.train(job.step >= job.plan.steps // 3)
         return batch
 
 
@@ -540,11 +548,11 @@ def test_without_alignment_and_mixing_it_alternates_between_a_personal_head_and_
         watch = Watch()
         found = run(run_spec(method, watch, model=model, local=TWO), schedule, Ideal(), rounds=6)
         ended = [copy.deepcopy(seen[-1]["head.weight"]) for seen in watch.seen]
-        return found, {ctx.client: head for ctx, head in zip(watch.jobs, ended, strict=True)}
+        return found, {job.client: head for job, head in zip(watch.jobs, ended, strict=True)}
 
     mixed, _ = finished(FedPAC(0.0))
     plain, heads = finished(Alternation())
-    monkeypatch.setattr(fedpac, "_combination", identity)
+    monkeypatch.setattr(fedpac, "_mixture", identity)
     same, own = finished(FedPAC(0.0))
     assert same.finished.model_sha256 == plain.finished.model_sha256
     assert (same.finished.model_sha256 != mixed.finished.model_sha256) == isinstance(schedule, Synchronous)
@@ -552,28 +560,23 @@ def test_without_alignment_and_mixing_it_alternates_between_a_personal_head_and_
     assert own.keys() == heads.keys() and all(torch.equal(own[client], heads[client]) for client in own)
 
 
-def sent_to(method: FedPAC, server: Server, client: int) -> Mapping[str, Tensor]:
-    """What this client alone would receive now."""
-    own = method.send(server).client
-    assert own is not None
-    return own(client)
-
-
 class Recorded(FedPAC):
-    """Keeps, of every aggregation, the updates, all clients' heads before and after, and the rows of the server's."""
+    """Keep, of each aggregation, the updates and all clients' heads before and after it."""
 
     def __init__(self, **settings: Any):
         super().__init__(**settings)
         self._rounds: list[tuple[list[Update], dict[int, Tensor], dict[int, Tensor], int]] = []
 
-    def absorb(self, aggregation: Aggregation, server: Server) -> None:
+    def absorb(self, aggregation: Aggregation, server: ServerView) -> None:
         before = self._heads(server)
         super().absorb(aggregation, server)
-        self._rounds.append((list(aggregation.updates), before, self._heads(server), len(server.state["fedpac.heads"])))
+        after, rows = self._heads(server), len(server.state["heads"])
+        self._rounds.append((list(aggregation.updates), before, after, rows))
 
-    def _heads(self, server: Server) -> dict[int, Tensor]:
-        sent = {client: sent_to(self, server, client) for client in range(server.clients)}
-        return {client: own["fedpac.head"] for client, own in sent.items() if own}
+    @staticmethod
+    def _heads(server: ServerView) -> dict[int, Tensor]:
+        heads = {client: fedpac._head_of(client, server) for client in range(server.clients)}
+        return {client: head for client, head in heads.items() if head is not None}
 
 
 def test_participants_get_mixtures_of_what_they_sent_and_others_keep_their_heads() -> None:
@@ -600,49 +603,38 @@ def test_participants_get_mixtures_of_what_they_sent_and_others_keep_their_heads
     assert 0 < found.rows[-1]["fedpac.own_weight"] < 1  # type: ignore[operator]
 
 
-def test_a_client_that_is_twice_in_a_buffer_counts_once_with_its_last_update() -> None:
+def test_client_twice_in_a_buffer_counts_once() -> None:
     study = run_spec(FedPAC(), local=TWO)
-    host, method = Host(study), FedPAC()
-    server = coordinate(study).server
+    host = Host(study)
     updates = []
     for number, client in enumerate([1, 4, 1]):
         ctx = train(host, client=client, turn=number)
         extras = {name: value.numpy() for name, value in ctx.upload.items()}
         updates.append(SimpleNamespace(client=client, extras=extras))
-    states = []
-    for arrived in (updates, [updates[2], updates[1]]):
-        method.start(server)
-        count = len(arrived)
-        method.absorb(Aggregation(arrived, [], [1.0] * count, [0] * count, {}), server)  # type: ignore[arg-type]
-        states.append({str(client): sent_to(method, server, client)["fedpac.head"] for client in (1, 4)})
-        states[-1]["prototypes"] = server.state["fedpac.prototypes"]
-    assert all(np.array_equal(states[0][key], states[1][key]) for key in states[0])
+
+    def sent_after(arrived: list[Any]) -> dict[str, np.ndarray]:
+        server, count = coordinate(study).server, len(arrived)
+        aggregation = Aggregation(
+            arrived, [], [1.0] * count, [0] * count, {}, method="fedpac"
+        )
+        FedPAC().absorb(aggregation, ServerView(server, "fedpac"))
+        sent = {str(client): server.sent_to(client)["fedpac.head"] for client in (1, 4)}
+        return sent | {"prototypes": server.state["fedpac.prototypes"].numpy()}
+
+    twice, once = sent_after(updates), sent_after([updates[2], updates[1]])
+    assert all(np.array_equal(twice[key], once[key]) for key in twice)
 
 
-def test_a_clients_own_model_has_its_mixture_or_the_initial_head() -> None:
+def test_own_model_has_its_mixture_or_the_initial_head() -> None:
     study = run_spec(FedPAC(), local=TWO)
     host = Host(study)
     before, head = host.vector.data.clone(), random(65).float()
-    for extras in ({}, {"fedpac.head": head}):
-        study.methods[0].personalise(Own(0, host.vector, {}, extras, host.trainer, bool(extras)))
+    for sent in ({}, {"fedpac.head": head}):
+        data = functools.partial(host.trainer.own, 0)
+        client = PersonalModel(0, host.vector, {}, sent, data, bool(sent), "fedpac")
+        study.methods[0].personalise(client)
         assert torch.equal(host.vector.shared, before[:-65])
-        assert torch.equal(host.vector.personal, head if extras else before[-65:])
-
-
-def test_own_models_are_scored_with_the_mixtures_that_the_next_job_starts_from() -> None:
-    method = Recorded()
-    study = run_spec(method, local=TWO)
-    found = run(study, Synchronous(3), rounds=3)
-    server, tests = found.coordinator.server, tiny().partition.test
-    host, hits = Host(study), []
-    for client in range(6):
-        host.vector.shared.copy_(server.vector)
-        initial = build_networks(host.spec)[0]["model"].state_dict()
-        mine = method._rounds[-1][2].get(client, torch.cat([initial["head.weight"].flatten(), initial["head.bias"]]))
-        host.vector.personal.copy_(mine)
-        inputs, labels = host.trainer.gather(tests.rows(client))
-        hits.append(float((host.vector.networks["model"].eval()(inputs).argmax(1) == labels).double().mean()))
-    assert found.rows[-1]["accuracy"] == pytest.approx(np.mean(hits), abs=1e-6)
+        assert torch.equal(host.vector.personal, head if sent else before[-65:])
 
 
 # --- classes that nobody has ----------------------------------------------------------------------------------------
@@ -677,38 +669,49 @@ def test_classes_that_no_participant_holds_have_no_prototype_and_stop_nobody() -
 # --- costs and refusals ---------------------------------------------------------------------------------------------
 
 
-def test_what_it_costs() -> None:
+def test_statistics_cost_two_passes_and_the_head_saves_one() -> None:
     spec = run_spec(FedPAC(), local=TWO)
-    server = coordinate(spec).server
     cost = FedPAC().cost(taking_part(spec, 30, 90))
-    assert (cost.up, cost.down) == (65 + 2 * 5 * 12 + 5 + 1, 0)
-    assert FedPAC().cost(taking_part(spec, 30, 90, version=1)).down == 5 * 12 + 5, "prototypes"
-    assert FedPAC().cost(taking_part(spec, 30, 90, 2, version=1, accepted=1)).down == 5 * 12 + 5 + 65, "and its head"
-    assert cost.samples == pytest.approx(2 * 30 / 3 - 30 * 2 / 3), (
-        "two forward passes; the head needs no other backward"
-    )
+    assert cost == pytest.approx(2 * 30 / 3 - 30 * 2 / 3)
+    # Of 45 samples the head has two thirds, not 60.
     short = FedPAC(head_epochs=2).cost(taking_part(spec, 30, 45))
-    assert short.samples == pytest.approx(2 * 30 / 3 - 30 * 2 / 3), "of 45 samples the head has two thirds, no 60"
-    assert server.layout.shared == sum(p.numel() for p in MLP.build((1, 8, 8), 5, SEED).extractor.parameters())
+    assert short == pytest.approx(2 * 30 / 3 - 30 * 2 / 3)
 
 
-@pytest.mark.parametrize("head", [nn.Sequential(nn.Linear(12, 5)), nn.Conv2d(1, 5, 1)], ids=["sequence", "conv"])
-def test_a_head_that_is_not_linear_is_refused(head: nn.Module) -> None:
+def test_heads_and_prototypes_are_counted_once_they_travel() -> None:
+    spec = run_spec(FedPAC(), local=TWO)
+    declarations, counts = declare_run(spec), spec.data.partition.train.counts
+    loads, shared = Loads(spec, declarations, counts), declarations.layout.shared
+    extractor = MLP.build((1, 8, 8), 5, SEED).extractor
+    assert shared == sum(parameter.numel() for parameter in extractor.parameters())
+
+    first = loads(0, version=0, earlier=0, accepted=0)
+    assert (first.up - shared, first.down - shared) == (65 + 2 * 5 * 12 + 5 + 1, 0)
+    second = loads(0, version=1, earlier=0, accepted=0)
+    assert second.down - shared == 5 * 12 + 5
+    third = loads(0, version=1, earlier=2, accepted=1)
+    assert third.down - shared == 5 * 12 + 5 + 65
+
+
+@pytest.mark.parametrize("head", [nn.Sequential(nn.Linear(12, 5)), nn.Conv2d(1, 5, 1)], ids=str)
+def test_head_that_is_not_linear_is_refused(head: nn.Module) -> None:
     model = MLP.build((1, 8, 8), 5, 0)
-    assert FedPAC().check(setup(TASK, TWO, {"model": model})) == ()
     model.head = head  # type: ignore[assignment]
-    with pytest.raises(ValueError, match=f"needs a model of an extractor and a linear head.*{type(head).__name__}"):
-        FedPAC().check(setup(TASK, TWO, {"model": model}))
+    networks = {"model": model}
+    with pytest.raises(ValueError, match=rf"^model: .*{type(head).__name__}"):
+        declared_for([FedPAC()], networks, plan_layout(networks), local=TWO)
 
 
 @pytest.mark.parametrize("key", ["epochs", "steps"])
-def test_a_budget_that_the_head_uses_up_is_refused(key: str) -> None:
-    networks = {"model": MLP.build((1, 8, 8), 5, 0)}
+def test_budget_that_the_head_uses_up_is_refused(key: str) -> None:
+    def declare(budget: int) -> None:
+        local: Any = {"epochs": None, key: budget}
+        declare_run(run_spec(FedPAC(head_epochs=2), local=Local(**local)))
+
     for budget in (1, 2):
-        local = Local(**({"epochs": None, key: budget}))  # type: ignore[arg-type]
-        with pytest.raises(ValueError, match=rf"local\.{key}={budget} .* set local\.{key}=3 or more"):
-            FedPAC(head_epochs=2).check(setup(TASK, local, networks))
-    assert FedPAC(head_epochs=2).check(setup(TASK, Local(**({"epochs": None, key: 3})), networks)) == ()  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match=rf"^local\.{key}\b"):
+            declare(budget)
+    declare(3)
 
 
 @pytest.mark.parametrize(
@@ -716,7 +719,7 @@ def test_a_budget_that_the_head_uses_up_is_refused(key: str) -> None:
 )
 def test_settings_out_of_range_are_refused_by_name(settings: dict[str, Any]) -> None:
     (key,) = settings
-    with pytest.raises(ValueError, match=rf"method\.fedpac\.{key}="):
+    with pytest.raises(ValueError, match=rf"^method\.fedpac\.{key}="):
         FedPAC(**settings)
 
 
@@ -725,8 +728,8 @@ def test_the_head_may_learn_more_slowly_than_the_extractor() -> None:
 
 
 def test_local_training_is_refused_beside_it() -> None:
-    with pytest.raises(ValueError, match="method 'fedpac' does not combine with method 'local'"):
-        check_composition([LocalTraining(), FedPAC()])
+    with pytest.raises(ValueError, match=r"'fedpac'.*'local'"):
+        declare_run(run_spec(LocalTraining(), FedPAC(), local=TWO))
 
 
 @pytest.mark.parametrize("seed", [2235, 2447, 3417])

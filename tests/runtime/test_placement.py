@@ -21,7 +21,7 @@ from rich.console import Console
 from tiny_runs import FOLDERS, NORMED, changed, coordinate, even, ran, run, run_spec, several, tiny
 
 from raysim.api.declarations import Evaluation
-from raysim.api.hooked_method import HookedMethod
+from raysim.api.local_job import LocalJob
 from raysim.api.method import Method
 from raysim.data.dataset import copied
 from raysim.experiment.execute import build
@@ -129,14 +129,14 @@ def test_jobs_and_private_states_share_a_gpu() -> None:
     assert gib(need.job) == "1.3 GiB" and gib(300 * 2**20) == "300 MiB" and gib(139 * GIB) == "139 GiB"
 
 
-class Seen(HookedMethod):
-    """Writes down who trains."""
+class Seen(Method):
+    """Write down which clients train."""
 
     name = "seen"
     clients: list[tuple[int, int]] = []  # noqa: RUF012
 
-    def receive(self, ctx: Any) -> None:
-        self.clients.append((ctx.client, ctx.samples))
+    def begin(self, job: LocalJob) -> None:
+        self.clients.append((job.client, job.samples))
 
 
 def test_the_preflight_trains_the_largest_client_once_and_reads_the_device() -> None:
@@ -225,10 +225,10 @@ class Hidden(PosixPath):
         return "SECOND_NODE" not in os.environ and super().exists()
 
 
-class Failing(HookedMethod):
+class Failing(Method):
     name = "failing"
 
-    def receive(self, ctx: Any) -> None:
+    def begin(self, job: LocalJob) -> None:
         raise KeyError("lost")
 
 
@@ -655,8 +655,10 @@ def test_nothing_is_written_before_whoever_began_the_run_asks_for_more(tmp_path:
     # The driver makes the run's folder at its start; on a busy machine the coordinator would be there first.
     spec = run_spec()
     spec = replace(spec, settings=replace(spec.settings, rounds=2, checkpoint=Checkpoint(every=1)))
-    runtime, folder = InProcess(Host(spec)), tmp_path / "run"
-    coordinator = RayCoordinator(spec, Synchronous(3), Ideal(), runtime, str(folder), "")  # type: ignore[arg-type]
+    runtime: Any = InProcess(Host(spec))
+    runtime.participants = None  # no worker to compare with this process
+    folder = tmp_path / "run"
+    coordinator = RayCoordinator(spec, Synchronous(3), Ideal(), runtime, str(folder), "")
     begun = [event for batch in coordinator.begin() for event in batch]
     assert isinstance(begun[-1], Started) and not folder.exists()
     others = [event for batch in coordinator.events() for event in batch]

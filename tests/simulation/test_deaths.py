@@ -18,9 +18,9 @@ from tiny_runs import LOCAL, MLP, NORMED, Ran, changed, coordinate, ran, run, ru
 from torch import Tensor
 
 from raysim.api.declarations import Evaluation, Local
-from raysim.api.hooked_method import HookedMethod
+from raysim.api.local_job import LocalJob
 from raysim.api.method import Method
-from raysim.api.server_view import Aggregation
+from raysim.api.server_view import Aggregation, ServerView
 from raysim.methods.fedbn import FedBN
 from raysim.methods.fedbss import FedBSS
 from raysim.methods.fedmix import FedMix
@@ -39,10 +39,8 @@ from raysim.training.run_spec import Faults, RunSpec
 SCHEDULES = {"rounds": Synchronous(3), "buffer": Buffered(concurrency=4, size=2)}
 METHODS: dict[str, Callable[[], list[Method]]] = {
     "sums on hosts": lambda: [],
-    "images for all": lambda: [
-        Vhl(virtual_batch=4, virtual=20),
-        FedMix(means=4, samples_per_mean=3),
-    ],  # contribute, and keep
+    # They contribute before round 0, and keep what they receive once.
+    "images for all": lambda: [Vhl(virtual_batch=4, virtual=20), FedMix(means=4, samples_per_mean=3)],
     "upload and state": lambda: [Scaffold()],
     "state and personal models": lambda: [FedBN(), FedBSS(warmup_rounds=1, refresh=2)],
 }
@@ -198,8 +196,8 @@ def test_one_that_dies_at_every_call_ends_the_run_with_a_sentence() -> None:
 
 
 # --- actors -----------------------------------------------------------------------------------------------------------
-class Deadly(HookedMethod):
-    """Ends its process so many times in all, at a client's job; a folder counts."""
+class Deadly(Method):
+    """End the process so many times in all, at a client's job; a folder counts."""
 
     name = "deadly"
     paper = "a test"
@@ -207,9 +205,9 @@ class Deadly(HookedMethod):
     def __init__(self, folder: str, times: int, client: int = 2, how: int = signal.SIGKILL):
         self.folder, self.times, self.client, self.how = folder, times, client, how
 
-    def finish(self, ctx: Any) -> None:
+    def end(self, job: LocalJob) -> None:
         done = len(list(Path(self.folder).iterdir()))
-        if ctx.client == self.client and done < self.times:
+        if job.client == self.client and done < self.times:
             Path(self.folder, str(done)).touch()
             os.kill(os.getpid(), self.how)
 
@@ -261,12 +259,12 @@ def test_an_actor_that_is_stopped_is_replaced_and_the_bits_are_the_same(ray_sess
     assert sum(int(row["host_deaths"] or 0) for row in found.rows) == 1
 
 
-class Halting(HookedMethod):
-    """Stops the process of the coordinator in the second round."""
+class Halting(Method):
+    """Stop the process of the coordinator in the second round."""
 
     name = "halting"
 
-    def mix(self, direction: Tensor, aggregation: Aggregation, server: Any) -> Tensor:
+    def step(self, direction: Tensor, aggregation: Aggregation, server: ServerView) -> Tensor:
         if server.version:
             os.kill(os.getpid(), signal.SIGSTOP)
         return direction

@@ -25,11 +25,11 @@ from tiny_runs import (
 )
 from torch import Tensor, nn
 
-from raysim.api.context import Own
 from raysim.api.declarations import Evaluation, Finetune, Local
-from raysim.api.hooked_method import HookedMethod
+from raysim.api.local_job import PersonalModel
 from raysim.api.method import Method
-from raysim.api.server_view import Server
+from raysim.api.server_view import ServerView
+from raysim.api.setup import Setup
 from raysim.data.federated import FederatedData, federate, pooled
 from raysim.data.partition import CSR, IID, Domain
 from raysim.data.sources import Synthetic, Tabular
@@ -50,14 +50,14 @@ def apart(clients: int = 4) -> FederatedData:
     return federate(source, IID(clients=clients, test_fraction=0.2), SEED)
 
 
-class Doubled(HookedMethod):
-    """A client's own model is the shared one with other weights; the shared one stays a model."""
+class Doubled(Method):
+    """Make each client's own model of zeros; the shared one stays a model."""
 
     name = "doubled"
     paper = "a test"
 
-    def personalise(self, own: Own) -> None:
-        own.vector.shared.zero_()
+    def personalise(self, client: PersonalModel) -> None:
+        client.vector.shared.zero_()
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class Dropping(NormedMlp):
         return nn.Sequential(network, nn.Dropout(0.5)), features
 
 
-class Pooled(HookedMethod):
+class Pooled(Method):
     """One model for all samples."""
 
     name = "centralized"
@@ -223,13 +223,16 @@ def validated(clients: int = 4, seed: int = SEED) -> FederatedData:
     return federate(source, IID(clients=clients, test_fraction=0.2, validation_fraction=0.2), seed)
 
 
-class Drift(HookedMethod):
-    """The model of the third version is the worst: all of its outputs are alike."""
+class Drift(Method):
+    """Score zeros in place of the third version: all outputs are alike."""
 
     name = "drift"
     paper = "a test"
 
-    def scored(self, server: Server) -> Tensor:
+    def setup(self, run: Setup) -> None:
+        run.scores(self.drift)
+
+    def drift(self, server: ServerView) -> Tensor:
         return torch.zeros_like(server.vector) if server.version == 3 else server.vector
 
 
@@ -315,7 +318,7 @@ def test_pooled_data_train_one_model_that_every_client_tests() -> None:
     found = run(run_spec(Pooled(), data=data), Synchronous(1))
     assert found.rows[-1]["floats_up"] is None and found.rows[-1]["floats_down"] is None
     assert found.coordinator.evaluator.tests.counts.all() and found.rows[-1]["accuracy"] is not None
-    with pytest.raises(ValueError, match="one model for all"):
+    with pytest.raises(ValueError, match="method 'centralized'"):
         coordinate(run_spec(Pooled(), FedBN(), model=NORMED_MLP, data=data), Synchronous(1))
 
 

@@ -13,11 +13,13 @@ from cluster import Hosts
 from tiny_runs import NORMED, ROUNDS, coordinate, ran, run, run_spec, same
 from torch import Tensor
 
-from raysim.api.hooked_method import HookedMethod
+from raysim.api.context import Outputs
+from raysim.api.local_job import LocalJob
 from raysim.api.messages import Failure
 from raysim.api.method import Method
 from raysim.api.mistakes import HookMistake
-from raysim.api.server_view import Aggregation
+from raysim.api.server_view import Aggregation, ServerView
+from raysim.api.setup import Setup
 from raysim.methods.fedbn import FedBN
 from raysim.methods.scaffold import Scaffold
 from raysim.primitives.errors import Refused
@@ -33,37 +35,40 @@ HITS = frozenset({(2, 1), (5, 2), (0, 2)})
 ALL = Synchronous(6)
 
 
-class Raising(HookedMethod):
+class Raising(Method):
     name = "raising"
 
     def __init__(self, hits: frozenset[tuple[int, int]] = HITS):
         self.hits = hits
 
-    def hit(self, ctx: Any) -> bool:
-        return (ctx.client, ctx.version) in self.hits
+    def hit(self, job: LocalJob) -> bool:
+        return (job.client, job.version) in self.hits
 
-    def receive(self, ctx: Any) -> None:
-        if self.hit(ctx):
+    def begin(self, job: LocalJob) -> None:
+        if self.hit(job):
             raise KeyError("lost")
 
 
 class Diverging(Raising):
     name = "diverging"
 
-    def gradient(self, ctx: Any, grad: Tensor, part: slice) -> None:
-        if self.hit(ctx):
+    def gradient(self, job: LocalJob, grad: Tensor, at: slice) -> None:
+        if self.hit(job):
             grad.fill_(torch.nan)
 
-    def receive(self, ctx: Any) -> None:
+    def begin(self, job: LocalJob) -> None:
         pass
 
 
-class Infinite(HookedMethod):
-    """Makes the loss of every batch endless."""
+class Infinite(Method):
+    """Make the loss of each batch infinite."""
 
     name = "infinite"
 
-    def loss(self, ctx: Any, out: Any, batch: Any) -> Tensor:
+    def setup(self, run: Setup) -> None:
+        run.owns("loss")
+
+    def loss(self, job: LocalJob, out: Outputs, loss: Tensor) -> Tensor:
         return out.logits.mean() + torch.inf
 
 
@@ -72,10 +77,13 @@ class Overflowing(Raising):
 
     name = "overflowing"
 
-    def finish(self, ctx: Any) -> None:
-        ctx.upload["overflowing.value"] = torch.full((3,), torch.inf if self.hit(ctx) else 1.0)
+    def setup(self, run: Setup) -> None:
+        run.upload("value", 3)
 
-    def receive(self, ctx: Any) -> None:
+    def end(self, job: LocalJob) -> None:
+        job.upload["value"] = torch.full((3,), torch.inf if self.hit(job) else 1.0)
+
+    def begin(self, job: LocalJob) -> None:
         pass
 
 
@@ -84,20 +92,20 @@ class Spoiling(Raising):
 
     name = "spoiling"
 
-    def finish(self, ctx: Any) -> None:
-        if self.hit(ctx):
-            ctx.vector.personal[0] = torch.nan
+    def end(self, job: LocalJob) -> None:
+        if self.hit(job):
+            job.vector.personal[0] = torch.nan
 
-    def receive(self, ctx: Any) -> None:
+    def begin(self, job: LocalJob) -> None:
         pass
 
 
-class Absent(HookedMethod):
+class Absent(Method):
     """Those who would fail train well, and are left out of the average."""
 
     name = "absent"
 
-    def weigh(self, aggregation: Aggregation, server: Any) -> Aggregation:
+    def weigh(self, aggregation: Aggregation, server: ServerView) -> Aggregation:
         gone = [(update.client, update.version) in HITS for update in aggregation.updates]
         return aggregation.reweighted([0.0 if out else w for out, w in zip(gone, aggregation.weights, strict=True)])
 
@@ -107,8 +115,8 @@ class Leaving(Raising):
 
     name = "leaving"
 
-    def receive(self, ctx: Any) -> None:
-        if self.hit(ctx):
+    def begin(self, job: LocalJob) -> None:
+        if self.hit(job):
             raise SystemExit(7)
 
 
@@ -120,15 +128,15 @@ class Long(Raising):
     def __init__(self, hits: frozenset[tuple[int, int]] = HITS, length: float = 1e20):
         self.hits, self.length = hits, length
 
-    def receive(self, ctx: Any) -> None:
+    def begin(self, job: LocalJob) -> None:
         pass
 
-    def finish(self, ctx: Any) -> None:
-        if self.hit(ctx):
-            ctx.vector.shared[0] = self.length
+    def end(self, job: LocalJob) -> None:
+        if self.hit(job):
+            job.params[0] = self.length
 
 
-class Server(HookedMethod):
+class Server(Method):
     """A hook that fails on the server in the third round."""
 
     name = "server"
@@ -136,32 +144,28 @@ class Server(HookedMethod):
     def __init__(self, hook: str, error: type[BaseException] = ZeroDivisionError):
         self.hook, self.error = hook, error
 
-    def fail(self, hook: str, server: Any) -> None:
+    def fail(self, hook: str, server: ServerView) -> None:
         if hook == self.hook and server.version == 2:
             raise self.error("on purpose")
 
-    def weigh(self, aggregation: Aggregation, server: Any) -> Aggregation:
+    def weigh(self, aggregation: Aggregation, server: ServerView) -> Aggregation:
         self.fail("weigh", server)
         return aggregation
 
-    def mix(self, direction: Tensor, aggregation: Aggregation, server: Any) -> Tensor:
-        self.fail("mix", server)
+    def step(self, direction: Tensor, aggregation: Aggregation, server: ServerView) -> Tensor:
+        self.fail("step", server)
         return direction
 
-    def apply(self, direction: Tensor, out: Tensor, aggregation: Aggregation, server: Any) -> None:
-        self.fail("apply", server)
-        out.copy_(server.params + direction)
-
-    def absorb(self, aggregation: Aggregation, server: Any) -> None:
+    def absorb(self, aggregation: Aggregation, server: ServerView) -> None:
         self.fail("absorb", server)
 
 
-class Weightless(HookedMethod):
+class Weightless(Method):
     """Nobody counts."""
 
     name = "weightless"
 
-    def weigh(self, aggregation: Aggregation, server: Any) -> Aggregation:
+    def weigh(self, aggregation: Aggregation, server: ServerView) -> Aggregation:
         return aggregation.reweighted([0.0 for _ in aggregation.weights])
 
 
@@ -185,7 +189,7 @@ def test_a_failure_says_who_when_what_and_where() -> None:
     (failure,) = run(run_spec(Raising(frozenset({(2, 1)}))), ALL, tolerate=0.5).failures
     assert (failure.client, failure.version, failure.host, failure.method) == (2, 1, "host-0", "raising")
     assert failure.error == "client 2, version 1, host host-0: KeyError: 'lost'"
-    assert "in receive" in failure.traceback
+    assert "in begin" in failure.traceback
 
 
 def test_a_client_that_diverges_is_told_what_to_lower() -> None:
@@ -306,32 +310,45 @@ def mine(**attributes: Any) -> Method:
     return type("Mine", (Method,), {"__module__": __name__, "name": "mine", **attributes})()  # type: ignore[no-any-return]
 
 
-def raises(self: Any, ctx: Any) -> None:
+def raises(self: Any, job: LocalJob) -> None:
     raise ValueError("my bug")
 
 
-def reads(self: Any, ctx: Any) -> None:
-    ctx.state["mine.x"].clone()
+def reads(self: Any, job: LocalJob) -> None:
+    job.state["x"].clone()
 
 
-def writes(self: Any, ctx: Any) -> None:
-    ctx.state["mine.x"] = torch.zeros(1)
+def writes(self: Any, job: LocalJob) -> None:
+    job.state["x"] = torch.zeros(1)
 
 
-def removes(self: Any, ctx: Any) -> None:
-    del ctx.state["mine.x"]
+def removes(self: Any, job: LocalJob) -> None:
+    del job.state["x"]
 
 
-def keeps_a_number(self: Any, ctx: Any) -> None:
-    ctx.state["mine.x"] = 0.5
+def reports(self: Any, job: LocalJob) -> None:
+    job.report["z"] = None  # type: ignore[assignment]
 
 
-def reports(self: Any, ctx: Any) -> None:
-    ctx.report["mine.z"] = None
+def uploads(self: Any, job: LocalJob) -> None:
+    job.upload["x"] = torch.zeros(2)
 
 
-def declares(self: Any, layout: Any, samples: int) -> dict[str, Tensor]:
-    return {"mine.x": torch.zeros(1)}
+def keeps(self: Any, run: Setup) -> None:
+    run.client_state("x", lambda samples: torch.zeros(1))
+
+
+def declares_upload(self: Any, run: Setup) -> None:
+    run.upload("x", 3)
+
+
+def draws(value: Any) -> Any:
+    """Return a `setup` that declares a draw with this result."""
+
+    def setup(self: Any, run: Setup) -> None:
+        run.draw("x", lambda job, generator: value)
+
+    return setup
 
 
 def stopped_by(method: Method) -> list[str]:
@@ -341,24 +358,26 @@ def stopped_by(method: Method) -> list[str]:
     return str(stopped.value).splitlines()
 
 
-UNDECLARED = "ctx.state['mine.x'] is not declared: return it from the method's `state`, or use ctx.kept"
+UNDECLARED = "job.state['x'] of method 'mine' is not declared"
 
 
 @pytest.mark.parametrize(
     ("method", "sentence"),
     [
-        (mine(loss=lambda *given: None), "method 'mine' returns nothing from loss: return a scalar"),
-        (mine(transform=lambda *given: None), "method 'mine' returns nothing from transform: return the batch"),
-        (mine(logits=lambda *given: None), "method 'mine' returns nothing from logits: return the logits"),
-        (mine(perturb=lambda *given: 1.0), "method 'mine' returns a value of type float from perturb: return the grad"),
-        (mine(draws=lambda *given: None), "method 'mine' returns nothing from draws: return a mapping"),
-        (mine(finish=reports), "ctx.report['mine.z'] is None: give a number, or leave it out"),
-        (mine(finish=writes), UNDECLARED),
-        (mine(finish=removes, state=declares), "ctx.state['mine.x'] was removed: put another tensor in its place"),
-        (mine(finish=keeps_a_number, state=declares), "ctx.state['mine.x'] is a value of type float: keep a tensor"),
+        (mine(loss=lambda *given: None), "method 'mine' returns nothing from loss"),
+        (mine(batch=lambda *given: None), "method 'mine' returns nothing from batch"),
+        (mine(perturb=lambda *given: 1.0), "method 'mine' returns a value of type float from perturb"),
+        (mine(setup=draws(None)), "method 'mine' returns nothing from the function of run.draw"),
+        (mine(setup=draws([])), "method 'mine' returns 0 tensors from the function of run.draw"),
+        (mine(end=reports), "job.report['z'] of method 'mine' is None"),
+        (mine(end=writes), UNDECLARED),
+        (mine(end=removes, setup=keeps), "job.state['x'] of method 'mine' was removed"),
+        (mine(end=uploads), "job.upload['x'] is not declared"),
+        (mine(setup=declares_upload), "job.upload['x'] is missing"),
+        (mine(end=uploads, setup=declares_upload), "job.upload['x'] has 2 floats, and 3 are"),
     ],
 )
-def test_what_a_hook_does_wrong_is_one_sentence_without_a_traceback(method: Method, sentence: str) -> None:
+def test_mistake_of_a_hook_is_one_sentence_without_traceback(method: Method, sentence: str) -> None:
     (line,) = stopped_by(method)
     assert line.startswith("6 of 6 clients failed in round 1, first: client 1, version 0, host host-0: " + sentence)
     assert "tolerate" not in line, "nobody would be left"
@@ -366,7 +385,7 @@ def test_what_a_hook_does_wrong_is_one_sentence_without_a_traceback(method: Meth
 
 @pytest.mark.parametrize(("hook", "sentence"), [(raises, "ValueError: my bug"), (reads, UNDECLARED)])
 def test_a_hook_that_fails_shows_the_users_own_lines(hook: Any, sentence: str) -> None:
-    first, *trace = stopped_by(mine(finish=hook))
+    first, *trace = stopped_by(mine(end=hook))
     assert first.startswith(
         "6 of 6 clients failed in round 1, first: method 'mine', client 1, version 0, host host-0: "
     )
@@ -381,7 +400,7 @@ WHERE = "on the server in round 1: "
 
 
 def reports_text(self: Any, aggregation: Any, server: Any) -> None:
-    server.report["mine.z"] = "much"
+    server.report["z"] = "much"
 
 
 @pytest.mark.parametrize(
@@ -396,10 +415,9 @@ def reports_text(self: Any, aggregation: Any, server: Any) -> None:
             "method 'mine' returns a tensor of shape [3] from combine: return",
         ),
         (
-            {"mix": lambda *given: None},
-            "method 'mine' returns nothing from mix: return a tensor of shape [layout.trained]",
+            {"step": lambda *given: None},
+            "method 'mine' returns nothing from step: return a tensor of shape [layout.trained]",
         ),
-        ({"apply": lambda *given: given[1]}, "from apply: return nothing, and write the parameters into `out`"),
         (
             {"weigh": lambda *given: None},
             "method 'mine' returns nothing from weigh: return aggregation.reweighted(weights)",
@@ -416,7 +434,7 @@ def reports_text(self: Any, aggregation: Any, server: Any) -> None:
             {"weigh": lambda s, a, server: a.reweighted([math.nan] * 6)},
             "method 'mine' returns the weight nan for client",
         ),
-        ({"absorb": reports_text}, "server.report['mine.z'] is a value of type str: give a number, or leave it out"),
+        ({"absorb": reports_text}, "server.report['z'] of method 'mine' is a value of type str"),
     ],
 )
 def test_what_a_hook_returns_to_the_server_is_one_sentence(hooks: Mapping[str, Any], sentence: str) -> None:
@@ -425,21 +443,28 @@ def test_what_a_hook_returns_to_the_server_is_one_sentence(hooks: Mapping[str, A
     assert line.endswith("The run goes on from its last checkpoint with resume=latest")
 
 
-def test_apply_may_return_what_it_wrote() -> None:
-    returning = mine(
-        apply=lambda self, direction, out, aggregation, server: torch.add(server.params, direction, out=out)
-    )
-    assert run(run_spec(returning), ALL, rounds=1).bits == run(run_spec(), ALL, rounds=1).bits
+def sends_a_number(self: Any, run: Setup) -> None:
+    run.send("x", lambda server: 1.0, 1)  # type: ignore[arg-type,return-value]
 
 
-@pytest.mark.parametrize(("hook", "sentence"), [("send", "return a Download"), ("scored", "return a tensor of shape")])
-def test_what_a_hook_returns_to_be_sent_or_scored_is_checked(hook: str, sentence: str) -> None:
-    with pytest.raises(HookMistake, match=f"method 'mine' returns nothing from {hook}: {sentence}"):
-        run(run_spec(mine(**{hook: lambda *given: None})), ALL, rounds=1)
+def scores_nothing(self: Any, run: Setup) -> None:
+    run.scores(lambda server: None)  # type: ignore[arg-type,return-value]
+
+
+@pytest.mark.parametrize(
+    ("setup", "sentence"),
+    [
+        (sends_a_number, r"a value of type float from the function of run\.send"),
+        (scores_nothing, "nothing from scores"),
+    ],
+)
+def test_what_is_sent_or_scored_must_be_a_tensor(setup: Any, sentence: str) -> None:
+    with pytest.raises(HookMistake, match=f"method 'mine' returns {sentence}"):
+        run(run_spec(mine(setup=setup)), ALL, rounds=1)
 
 
 @pytest.mark.parametrize("error", [ZeroDivisionError, ValueError, SystemExit])
-@pytest.mark.parametrize("hook", ["weigh", "mix", "apply", "absorb"])
+@pytest.mark.parametrize("hook", ["weigh", "step", "absorb"])
 def test_a_hook_that_fails_on_the_server_names_its_method(hook: str, error: type[BaseException]) -> None:
     with pytest.raises(RunStopped) as stopped:
         run(run_spec(Server(hook, error)), ALL, rounds=4)
@@ -456,12 +481,12 @@ def test_a_vector_that_is_not_finite_never_becomes_the_next_version(tmp_path: Pa
     assert not (tmp_path / "model.safetensors").exists()
 
 
-class Exploding(HookedMethod):
+class Exploding(Method):
     """A server whose step is too long for a float."""
 
     name = "exploding"
 
-    def mix(self, direction: Tensor, aggregation: Aggregation, server: Any) -> Tensor:
+    def step(self, direction: Tensor, aggregation: Aggregation, server: ServerView) -> Tensor:
         return direction * (3e38 if server.version else 1.0)
 
 

@@ -10,8 +10,7 @@ from hypothesis import given, strategies as st
 from test_deaths import Mortal
 from tiny_runs import NORMED_MLP, Ran, changed, coordinate, even, ran, run_spec, several
 
-from raysim.api.context import Context
-from raysim.api.hooked_method import HookedMethod
+from raysim.api.local_job import LocalJob
 from raysim.api.method import Method
 from raysim.runtime.inprocess import InProcess
 from raysim.simulation import group_sums
@@ -42,14 +41,14 @@ def test_parts_follow_each_other_through_the_nodes() -> None:
     assert order.index((0, 1)) < order.index((1, 0)) < order.index((2, 0)) < order.index((1, 2))
 
 
-class Sick(HookedMethod):
-    """Some clients fail, among them a whole group and the first of another."""
+class Sick(Method):
+    """Fail for some clients, among them a whole group and the first of another."""
 
     name = "sick"
     clients = (0, 1, 2, 5, 9, 30)
 
-    def receive(self, ctx: Context) -> None:
-        if ctx.client in self.clients:
+    def begin(self, job: LocalJob) -> None:
+        if job.client in self.clients:
             raise RuntimeError("sick")
 
 

@@ -8,17 +8,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tiny_runs import declared_for, server_of
+from tiny_runs import changed, declared_for, run_spec, server_of
 from torch import Tensor, nn
 
-from raysim.api.declarations import Download, Task
-from raysim.api.hooked_method import HookedMethod
+from raysim.api.declarations import Task
 from raysim.api.messages import GroupSums, Published, Update
 from raysim.api.method import Method
-from raysim.api.server_view import Aggregation
+from raysim.api.server_view import Aggregation, ServerView
+from raysim.api.setup import Setup
 from raysim.methods.fedbuff import FedBuff
 from raysim.methods.fedopt import FedAvgM
 from raysim.simulation.server import AggregationFailed, Server
+from raysim.training.run_spec import declare_run
 from raysim.vectors.layout import plan_layout
 
 CLIENTS = 12
@@ -159,14 +160,14 @@ def test_equal_clients_leave_the_mean_of_their_updates_whatever_their_weights() 
 # --- buffers and counters -----------------------------------------------------------------------------------------
 
 
-class Doubling(HookedMethod):
+class Doubling(Method):
     name = "doubling"
 
-    def weigh(self, aggregation: Aggregation, server: Any) -> Aggregation:
+    def weigh(self, aggregation: Aggregation, server: ServerView) -> Aggregation:
         return aggregation.reweighted(aggregation.weights, lambda weights: 1.0)
 
-    def apply(self, direction: Tensor, out: Tensor, aggregation: Aggregation, server: Any) -> None:
-        torch.add(server.params, direction, alpha=100, out=out)
+    def step(self, direction: Tensor, aggregation: Aggregation, server: ServerView) -> Tensor:
+        return 100 * direction
 
 
 @pytest.mark.parametrize("method", [Doubling(), FedAvgM(server_lr=7.0)], ids=lambda method: method.name)
@@ -201,10 +202,10 @@ def test_counters_take_the_largest_value() -> None:
 
 
 def test_hosts_may_sum_unless_weights_or_single_updates_are_needed() -> None:
-    class Combining(HookedMethod):
+    class Combining(Method):
         name = "combining"
 
-        def combine(self, aggregation: Aggregation, server: Any) -> Tensor:
+        def combine(self, aggregation: Aggregation, server: ServerView) -> Tensor:
             return torch.stack([delta[:TRAINED] for delta in aggregation.deltas]).mean(0)
 
     assert server().summable
@@ -222,59 +223,63 @@ def test_hosts_may_sum_unless_weights_or_single_updates_are_needed() -> None:
 def test_the_parts_of_a_step_come_in_their_order() -> None:
     log: list[str] = []
 
-    class Logging(HookedMethod):
+    class Logging(Method):
         name = "logging"
 
-        def weigh(self, aggregation: Aggregation, server: Any) -> Aggregation:
+        def weigh(self, aggregation: Aggregation, server: ServerView) -> Aggregation:
             log.append("weigh")
             return aggregation.reweighted([2 * weight for weight in aggregation.weights])
 
-        def mix(self, direction: Tensor, aggregation: Aggregation, server: Any) -> Tensor:
-            log.append("mix")
+        def step(self, direction: Tensor, aggregation: Aggregation, server: ServerView) -> Tensor:
+            log.append("step")
             return direction
 
-        def apply(self, direction: Tensor, out: Tensor, aggregation: Aggregation, server: Any) -> None:
-            log.append("apply")
-            torch.add(server.params, direction, out=out)
-
-        def absorb(self, aggregation: Aggregation, server: Any) -> None:
+        def absorb(self, aggregation: Aggregation, server: ServerView) -> None:
             log.append("absorb")
             assert not torch.equal(server.vector, torch.tensor(START))
 
     found = step(server(Logging()), [update(client) for client in ALL])
-    assert log == ["weigh", "mix", "apply", "absorb"]
+    assert log == ["weigh", "step", "absorb"]
     plain = step(server(), [update(client) for client in ALL])
     assert torch.equal(found.vector, plain.vector), "weights that are all twice as large are the same weights"
 
 
-def test_a_rule_for_the_step_sees_the_direction_before_others_change_it() -> None:
-    log: list[str] = []
+def test_owner_of_the_step_is_called_last() -> None:
+    class Halving(Method):
+        name = "halving"
 
-    class Mixing(HookedMethod):
-        name = "mixing"
-
-        def mix(self, direction: Tensor, aggregation: Aggregation, server: Any) -> Tensor:
+        def step(self, direction: Tensor, aggregation: Aggregation, server: ServerView) -> Tensor:
             log.append(self.name)
-            return direction
+            return direction.mul_(0.5)
 
-    class Ruling(Mixing):
+    class Ruling(Method):
         name = "ruling"
 
-        def apply(self, direction: Tensor, out: Tensor, aggregation: Aggregation, server: Any) -> None:
-            torch.add(server.params, direction, out=out)
+        def setup(self, run: Setup) -> None:
+            run.owns("step")
 
-    for methods in ([Mixing(), Ruling()], [Ruling(), Mixing()]):
-        step(server(*methods), [update(client) for client in ALL])
-    assert log == ["ruling", "mixing"] * 2
+        def step(self, direction: Tensor, aggregation: Aggregation, server: ServerView) -> Tensor:
+            log.append(self.name)
+            assert aggregation.combined is not None
+            assert torch.equal(direction, 0.5 * aggregation.combined)
+            return 3 * aggregation.combined
+
+    log: list[str] = []
+    plain = step(server(), [update(client) for client in ALL])
+    for methods in ([Halving(), Ruling()], [Ruling(), Halving()]):
+        ruled = step(server(*methods), [update(client) for client in ALL])
+        moved, wanted = (found.params.numpy() - START[:TRAINED] for found in (ruled, plain))
+        np.testing.assert_allclose(moved, 3 * wanted, rtol=1e-4, atol=1e-6)
+    assert log == ["halving", "ruling"] * 2
 
 
 def test_what_is_reported_of_a_step_is_of_that_step_alone() -> None:
-    class First(HookedMethod):
+    class First(Method):
         name = "first"
 
-        def absorb(self, aggregation: Aggregation, server: Any) -> None:
+        def absorb(self, aggregation: Aggregation, server: ServerView) -> None:
             if server.version == 0:
-                server.report["first.seen"] = 1.0
+                server.report["seen"] = 1.0
 
     found = step(server(First()), [update(0)])
     assert found.report == {"first.seen": 1.0}
@@ -287,12 +292,12 @@ def test_clients_with_one_sample_have_their_share_and_those_without_none() -> No
     assert found.sample_ends.tolist() == [0.25, 0.75, 1.0] and found.able == 3
 
 
-class Halving(HookedMethod):
-    """Weights by half, whoever else weighs."""
+class Halving(Method):
+    """Halve the weights, whoever else weighs."""
 
     name = "halving"
 
-    def weigh(self, aggregation: Aggregation, server: Any) -> Aggregation:
+    def weigh(self, aggregation: Aggregation, server: ServerView) -> Aggregation:
         return aggregation.reweighted([weight / 2 for weight in aggregation.weights])
 
 
@@ -311,15 +316,17 @@ def test_a_rule_for_the_divisor_sees_the_weights_that_all_methods_have_changed(
 
 
 def test_an_aggregation_has_single_deltas_only_if_a_method_needs_them() -> None:
-    class Watching(HookedMethod):
+    class Watching(Method):
         name = "watching"
 
-        def absorb(self, aggregation: Aggregation, server: Any) -> None:
+        def absorb(self, aggregation: Aggregation, server: ServerView) -> None:
             seen.append(len(aggregation.deltas))
 
     class Needing(Watching):
         name = "needing"
-        needs_single_updates = True
+
+        def setup(self, run: Setup) -> None:
+            run.read_updates()
 
     seen: list[int] = []
     for methods in ([Watching()], [Needing()], [Watching(), FedBuff()]):
@@ -328,24 +335,25 @@ def test_an_aggregation_has_single_deltas_only_if_a_method_needs_them() -> None:
 
 
 def test_what_is_sent_is_made_when_it_is_due() -> None:
-    log: list[str] = []
-
-    def sent(name: str) -> dict[str, Tensor]:
-        log.append(name)
-        return {f"sending.{name}": torch.ones(2)}
-
-    class Sending(HookedMethod):
+    class Sending(Method):
         name = "sending"
 
-        def send(self, server: Any) -> Download:
-            return Download(
-                once=lambda: sent("once"), version=lambda: sent("version"), client=lambda client: sent(str(client))
-            )
+        def setup(self, run: Setup) -> None:
+            run.send("once", lambda server: self.make("once"), 2, once=True)
+            run.send("version", lambda server: self.make("version"), 2)
+            run.send_to_client("own", lambda client, server: self.make(str(client)), 2)
 
+        @staticmethod
+        def make(name: str) -> Tensor:
+            log.append(name)
+            return torch.ones(2)
+
+    log: list[str] = []
     target = server(Sending())
     assert not log and list(target.sent_once()) == ["sending.once"]
-    assert list(target.published().extras) == ["sending.version"] and target.published().floats == SHARED + 2
-    assert list(target.sent_to(3)) == ["sending.3"]
+    assert list(target.published().extras) == ["sending.version"]
+    assert target.published().floats == SHARED + 2
+    assert list(target.sent_to(3)) == ["sending.own"]
     assert log == ["once", "version", "version", "3"]
 
 
@@ -357,9 +365,10 @@ def test_a_step_leaves_what_was_published_as_it_was() -> None:
     assert published.counters.tolist() == [0]
 
 
-def test_sample_weights_and_a_fixed_divisor_are_refused_together() -> None:
-    with pytest.raises(ValueError, match=r"weighting=samples .* set weighting=uniform"):
-        server(FedBuff(), weighting="samples")
+def test_sample_weights_with_fixed_divisor_are_refused() -> None:
+    declare_run(changed(run_spec(FedBuff()), weighting="uniform"))
+    with pytest.raises(ValueError, match=r"weighting=samples "):
+        declare_run(changed(run_spec(FedBuff()), weighting="samples"))
 
 
 def test_where_it_diverges_the_three_longest_updates_are_named() -> None:

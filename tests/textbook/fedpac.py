@@ -113,9 +113,7 @@ def fedpac(world: World, lam: float = 1.0, head_epochs: int = 1, factor: float =
             trained[job.client] = {name: y[name] for name in HEAD}
         x = averaged([{name: y[name] for name in x} for y in models], weights(world, jobs))
 
-    rows = torch.full((world.clients,), -1)
-    rows[list(heads)] = torch.arange(len(heads))
     flat = torch.stack([torch.cat([h[name].flatten() for name in HEAD]) for h in heads.values()])
-    server = {"prototypes": prototypes, "present": present, "heads": flat, "rows": rows}
+    server = {"prototypes": prototypes, "present": present, "heads": flat, "clients": torch.tensor(list(heads))}
     own = {i: x | heads.get(i, first) for i in range(world.clients)}
     return Book(x, trained, {f"fedpac.{n}": t for n, t in server.items()}, {"fedpac.own_weight": shares}, own)

@@ -199,8 +199,8 @@ def fraug(world: World, rounds: int | None = None, **settings: Any) -> Book:
         stages = zip(("task", GENERATOR, RTNET), (names, trainable(x, GENERATOR), trainable(x, RTNET)), strict=True)
         for sgd, (stage, own) in zip(kept[i], stages, strict=False):
             if own and count[i]:
-                private[i][f"fraug.optimizer.{stage}/steps"] = torch.tensor([count[i]])
+                private[i][f"local.kept.{stage}/steps"] = torch.tensor([count[i]])
             if sgd.buffers:
-                private[i][f"fraug.optimizer.{stage}/first"] = torch.cat([sgd.buffers[n].flatten() for n in own])
+                private[i][f"local.kept.{stage}/first"] = torch.cat([sgd.buffers[n].flatten() for n in own])
     models = {i: {n: t for n, t in (x | mine[i]).items() if n.startswith("model.")} for i in range(world.clients)}
     return Book(x, private, columns={"train_loss": train_loss} | looks, own=models)

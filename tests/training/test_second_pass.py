@@ -10,8 +10,9 @@ from test_step import BATCH, X, Y, at_work, net
 from tiny_runs import NORMED, Asking, run_spec, views
 from torch import Tensor, nn
 
-from raysim.api.context import Batch, Context, Stage
-from raysim.api.hooked_method import HookedMethod
+from raysim.api.context import Batch, Context, Outputs, Stage
+from raysim.api.local_job import LocalJob
+from raysim.api.method import Method
 from raysim.methods.fedprox import FedProx
 from raysim.training.host import Host
 from raysim.vectors.optimizer import Optimizer
@@ -61,16 +62,16 @@ def test_the_shift_covers_shared_and_personal_parameters_of_the_stage_and_no_oth
 
 
 def test_corrections_clipping_and_the_optimiser_act_on_what_the_hook_returns() -> None:
-    class Ones(HookedMethod):
+    class Ones(Method):
         name = "ones"
 
-        def perturb(self, ctx: Context, params: Tensor, grad: Tensor, gradient_at: Any) -> Tensor:
+        def perturb(self, job: LocalJob, params: Tensor, grad: Tensor, gradient_at: Any) -> Tensor:
             return torch.ones_like(grad)
 
-    class Halving(HookedMethod):
+    class Halving(Method):
         name = "halving"
 
-        def gradient(self, ctx: Context, grad: Tensor, part: slice) -> None:
+        def gradient(self, job: LocalJob, grad: Tensor, at: slice) -> None:
             assert torch.equal(grad, torch.ones_like(grad))
             grad.mul_(0.5)
 
@@ -85,11 +86,11 @@ def test_corrections_clipping_and_the_optimiser_act_on_what_the_hook_returns() -
 
 
 def test_terms_are_in_both_gradients() -> None:
-    class Pull(HookedMethod):
+    class Pull(Method):
         name = "pull"
 
-        def term(self, ctx: Context, out: Any, batch: Batch) -> Tensor:
-            return 0.5 * ctx.model.head.bias.square().sum()
+        def loss(self, job: LocalJob, out: Outputs, loss: Tensor) -> Tensor:
+            return loss + 0.5 * job.model.head.bias.square().sum()
 
     pulled, free = Asking(0.5), Asking(0.5)
     for methods in ([pulled, Pull()], [free]):
@@ -105,23 +106,21 @@ def test_an_ascending_stage_hands_over_the_gradient_of_its_negated_loss() -> Non
     step, ctx = at_work([asking], Optimizer())
     loss = nn.functional.cross_entropy(ctx.model.head(ctx.model.features(X)), Y)
     expected = torch.cat([g.flatten() for g in torch.autograd.grad(-loss, list(ctx.model.parameters()))])
-    rise = Stage(
-        "rise", loss=lambda job, out: nn.functional.cross_entropy(out.logits, out.batch.targets), ascend=True
-    )
+    rise = Stage("rise", loss=lambda job, out: nn.functional.cross_entropy(out.logits, out.batch.targets), ascend=True)
     step(ctx, BATCH, (rise,))
     ((_, _, here, there),) = asking.seen
     assert torch.equal(here, expected) and torch.equal(there, expected)
 
 
 def test_state_that_a_loss_writes_is_that_of_the_first_pass() -> None:
-    class Counting(HookedMethod):
-        """Moves its state with every loss that it makes, as FRAug's prototypes do."""
+    class Counting(Method):
+        """Change the client state with each loss, as FRAug's prototypes do."""
 
         name = "counting"
 
-        def term(self, ctx: Context, out: Any, batch: Batch) -> Tensor:
-            ctx.state["counting.sum"] = ctx.state["counting.sum"] + out.logits.detach().sum()
-            return ctx.state["counting.sum"] * ctx.model.head.bias.sum()
+        def loss(self, job: LocalJob, out: Outputs, loss: Tensor) -> Tensor:
+            job.state["sum"] = job.state["sum"] + out.logits.detach().sum()
+            return loss + job.state["sum"] * job.model.head.bias.sum()
 
     step, ctx = at_work([Asking(0.1), Counting()], Optimizer())
     ctx.state["counting.sum"] = torch.zeros(())
@@ -131,13 +130,13 @@ def test_state_that_a_loss_writes_is_that_of_the_first_pass() -> None:
 
 
 def test_a_failing_second_pass_puts_the_parameters_back() -> None:
-    class Failing(HookedMethod):
+    class Failing(Method):
         name = "failing"
 
-        def term(self, ctx: Context, out: Any, batch: Batch) -> Tensor:
-            if not torch.equal(ctx.model.head.bias, net().head.bias):
+        def loss(self, job: LocalJob, out: Outputs, loss: Tensor) -> Tensor:
+            if not torch.equal(job.model.head.bias, net().head.bias):
                 raise RuntimeError("elsewhere")
-            return out.logits.new_zeros(())
+            return loss
 
     step, ctx = at_work([Asking(0.1), Failing()], Optimizer())
     before = ctx.vector.data.clone()

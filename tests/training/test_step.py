@@ -13,11 +13,11 @@ import torch
 from tiny_runs import NORMED, declared_for, run_spec, views
 from torch import Tensor, nn
 
-from raysim.api.context import Batch, Context, Stage
-from raysim.api.declarations import Network
-from raysim.api.hooked_method import HookedMethod
+from raysim.api.context import Batch, Context, Outputs, Stage
+from raysim.api.local_job import LocalJob
 from raysim.api.method import Method
 from raysim.api.objectives import OBJECTIVES
+from raysim.api.setup import Setup
 from raysim.training.host import Host
 from raysim.training.step import Step, gradients
 from raysim.vectors.layout import Vector, plan_layout
@@ -105,7 +105,8 @@ def at_work(
 ) -> tuple[Step, Context]:
     nets = {"model": net(), **networks}
     vector = Vector(nets, plan_layout(nets, personal), torch.device("cpu"), torch.float32)
-    trainer: Any = SimpleNamespace(tracking=[], task=SimpleNamespace(num_classes=2, objective=OBJECTIVES["classification"]))
+    task = SimpleNamespace(num_classes=2, objective=OBJECTIVES["classification"])
+    trainer: Any = SimpleNamespace(tracking=[], task=task)
     ctx = Context(
         trainer=trainer, seed=0, client=0, participation=0, version=0, samples=5, rate=0.1, vector=vector,
         received=vector.shared, base=vector.shared.clone(), download={}, state={},
@@ -130,12 +131,12 @@ def plain(steps: int, clip: float = 0.0, **settings: Any) -> dict[str, Tensor]:
     return model.state_dict()
 
 
-class Idle(HookedMethod):
-    """Corrects nothing, so that the gradient becomes one flat vector."""
+class Idle(Method):
+    """Correct nothing, so that the gradient becomes one flat vector."""
 
     name = "idle"
 
-    def gradient(self, ctx: Context, grad: Tensor, part: slice) -> None:
+    def gradient(self, job: LocalJob, grad: Tensor, at: slice) -> None:
         pass
 
 
@@ -173,32 +174,32 @@ def test_clipping_is_that_of_pytorch_by_the_norm_of_the_whole_gradient(clip: flo
 # --- stages -------------------------------------------------------------------------------------------------------
 
 
-class TwoStages(HookedMethod):
-    """Climbs with an extra network on the mean of its outputs, at twice the rate, then trains the model."""
+class TwoStages(Method):
+    """Raise the mean output of an extra network at twice the rate, then train the model."""
 
     name = "two"
 
-    def stages(self, plan: Any) -> Sequence[tuple[Stage, ...]]:
-        rise = Stage(
-            "rise", ("extra",), lambda ctx, out, batch: self.height(ctx, out).mean(), True, 2.0, {"model": False}
-        )
-        return ((rise, Stage(modes={"model": True})),)
+    def setup(self, run: Setup) -> None:
+        run.stages(self.stages)
+
+    @property
+    def stages(self) -> tuple[Stage, ...]:
+        modes = {"model": False}
+        rise = Stage("rise", ("two.extra",), self.height, ascend=True, rate=2.0, modes=modes)
+        return rise, Stage(modes={"model": True})
 
     @staticmethod
-    def height(ctx: Context, out: Any) -> Tensor:
-        return ctx.networks["extra"](out.features.detach())
-
-    def networks(self, task: Any, model: nn.Module) -> dict[str, Network]:
-        return {"extra": Network(nn.Linear(4, 1))}
+    def height(job: LocalJob, out: Outputs) -> Tensor:
+        height: Tensor = job.network("extra")(out.features.detach()).mean()
+        return height
 
 
 def test_each_stage_moves_its_own_networks_in_its_own_direction_at_its_own_rate() -> None:
     method, extra = TwoStages(), nn.Linear(4, 1)
     start = {name: value.clone() for name, value in extra.state_dict().items()}
-    step, ctx = at_work([method], Optimizer(), extra=extra)
-    (stages,) = method.stages(None)
+    step, ctx = at_work([method], Optimizer(), **{"two.extra": extra})
     features = net().features(X).detach()
-    step(ctx, BATCH, stages)
+    step(ctx, BATCH, method.stages)
     # The mean of w.z + b rises along the mean of z, and along 1.
     assert torch.allclose(extra.weight, start["weight"] + 0.2 * features.mean(0), atol=1e-7)
     assert torch.allclose(extra.bias, start["bias"] + 0.2, atol=1e-7)
@@ -213,15 +214,15 @@ def test_each_stage_moves_its_own_networks_in_its_own_direction_at_its_own_rate(
 
 
 def test_terms_of_methods_join_the_task_loss_only_and_the_report_leaves_them_out() -> None:
-    class Pull(HookedMethod):
+    class Pull(Method):
         name = "pull"
 
-        def term(self, ctx: Context, out: Any, batch: Batch) -> Tensor:
-            return 0.5 * ctx.model.head.bias.square().sum()
+        def loss(self, job: LocalJob, out: Outputs, loss: Tensor) -> Tensor:
+            return loss + 0.5 * job.model.head.bias.square().sum()
 
     method = TwoStages()
-    step, ctx = at_work([method, Pull()], Optimizer(), extra=nn.Linear(4, 1))
-    loss = step(ctx, BATCH, method.stages(None)[0])
+    step, ctx = at_work([method, Pull()], Optimizer(), **{"two.extra": nn.Linear(4, 1)})
+    loss = step(ctx, BATCH, method.stages)
     model = net()
     task = nn.functional.cross_entropy(model.head(model.features(X)), Y)
     assert torch.equal(loss, task.detach())
@@ -254,14 +255,16 @@ def test_a_stage_that_has_nothing_to_train_is_refused() -> None:
 # --- corrections --------------------------------------------------------------------------------------------------
 
 
-def correcting(kind: str, log: list[tuple[str, slice]]) -> Method:
-    class Correcting(HookedMethod):
+def correcting(kind: Any, log: list[tuple[str, slice]]) -> Method:
+    class Correcting(Method):
         name = kind
-        correction = kind
 
-        def gradient(self, ctx: Context, grad: Tensor, part: slice) -> None:
-            log.append((kind, part))
-            assert len(grad) == part.stop - part.start
+        def setup(self, run: Setup) -> None:
+            run.corrects(kind)
+
+        def gradient(self, job: LocalJob, grad: Tensor, at: slice) -> None:
+            log.append((kind, at))
+            assert len(grad) == at.stop - at.start
 
     return Correcting()
 
@@ -289,11 +292,11 @@ def test_corrections_see_shared_parameters_only() -> None:
 def test_features_are_computed_once_however_many_methods_ask() -> None:
     asked = []
 
-    class Asking(HookedMethod):
+    class Asking(Method):
         name = "asking"
 
-        def term(self, ctx: Context, out: Any, batch: Batch) -> Tensor:
-            return 0.0 * out.features.sum()
+        def loss(self, job: LocalJob, out: Outputs, loss: Tensor) -> Tensor:
+            return loss + 0.0 * out.features.sum()
 
     step, ctx = at_work([Asking(), Asking()], Optimizer())
     ctx.model.extractor.register_forward_hook(lambda *_: asked.append(1))

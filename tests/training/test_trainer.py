@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -10,11 +9,13 @@ import numpy as np
 import pytest
 import torch
 from tiny_runs import LOCAL, NOTHING, ROUNDS, SEED, even, run, run_spec
-from torch import Tensor, nn
+from torch import Tensor
 
-from raysim.api.context import Batch, Context, Outputs
-from raysim.api.hooked_method import HookedMethod
+from raysim.api.context import Outputs
+from raysim.api.local_job import LocalJob
 from raysim.api.messages import Job
+from raysim.api.method import Method
+from raysim.api.setup import Setup
 from raysim.methods.fedprox import FedProx
 from raysim.primitives.streams import stream
 from raysim.training import trainer as module
@@ -102,32 +103,33 @@ def test_usual_are_full_batches_and_the_rest_that_most_clients_have() -> None:
     assert module._usual_sizes(np.array([20, 30, 20, 24]), 10) == {10}, "most have none"
 
 
-class Kept(FedProx):
-    """Keeps its optimisers, as far as it says so."""
+class Continuing(Method):
+    """Keep a client's optimizer."""
 
-    def __init__(self, name: str, keeps: bool):
-        super().__init__(0.1)
-        self.name, self.keep_optimizer = name, keeps  # type: ignore[misc]
+    name = "continuing"
 
-
-@pytest.mark.parametrize("keeps", [(False, False), (False, True), (True, False)])
-def test_the_run_keeps_optimisers_unless_a_method_does(keeps: tuple[bool, bool]) -> None:
-    methods = [Kept(f"kept{index}", each) for index, each in enumerate(keeps)]
-    trainer = Host(run_spec(*methods, local=replace(LOCAL, keep_optimizer=True))).trainer
-    assert trainer.keeps == (not any(keeps))
+    def setup(self, run: Setup) -> None:
+        run.keep_optimizer()
 
 
-class Compared(HookedMethod):
-    """A term that is computed from the model's features by the head as it was received."""
+@pytest.mark.parametrize("by_setting", [True, False])
+@pytest.mark.parametrize("by_method", [True, False])
+def test_optimizer_is_kept_once_whoever_asks(by_setting: bool, by_method: bool) -> None:
+    methods = [FedProx(0.1), Continuing()] if by_method else [FedProx(0.1)]
+    spec = run_spec(*methods, local=replace(LOCAL, keep_optimizer=by_setting))
+    assert Host(spec).trainer.keeps == (by_setting or by_method)
+
+
+class Compared(Method):
+    """Add a term that the received head computes from the features in training."""
 
     name = "compared"
     paper = "a test"
 
-    def term(self, ctx: Context, out: Outputs, batch: Batch) -> Tensor:
-        """See `Method`."""
-        head = ctx.frozen("received", None)["model"].get_submodule("head")
-        found: Tensor = head(out.features).square().mean()
-        return found
+    def loss(self, job: LocalJob, out: Outputs, loss: Tensor) -> Tensor:
+        head = job.frozen()["model"].get_submodule("head")
+        term: Tensor = head(out.features).square().mean()
+        return loss + term
 
 
 def test_gradients_pass_through_frozen_networks() -> None:
@@ -138,28 +140,32 @@ def test_gradients_pass_through_frozen_networks() -> None:
         assert outcome is not None
 
 
-class Starting(HookedMethod):
-    """Its own head starts from zero at every participation; notes the head of the frozen model."""
+class Starting(Method):
+    """Set the private head to zero before each job, and count the steps that see it frozen so."""
 
     name = "starting"
     paper = "none"
+    steps = 0
 
-    def personal(self, networks: Mapping[str, nn.Module]) -> Sequence[str]:
-        return ("model.head.weight", "model.head.bias")
+    def setup(self, run: Setup) -> None:
+        run.private_parameters(["model.head.weight", "model.head.bias"])
 
-    def receive(self, ctx: Context) -> None:
+    def begin(self, job: LocalJob) -> None:
         with torch.no_grad():
-            for value in ctx.vector.networks["model"].get_submodule("head").parameters():
+            for value in job.model.head.parameters():
                 value.zero_()
 
-    def term(self, ctx: Context, out: Outputs, batch: Batch) -> Tensor:
-        frozen = ctx.frozen()["model"].get_submodule("head")
+    def loss(self, job: LocalJob, out: Outputs, loss: Tensor) -> Tensor:
+        frozen = job.frozen()["model"].get_submodule("head")
         assert not any(bool(value.any()) for value in frozen.parameters())
-        return out.logits.sum() * 0.0
+        self.steps += 1
+        return loss
 
 
-def test_frozen_networks_start_from_what_methods_made_of_the_personal_part() -> None:
-    run(run_spec(Starting()), ROUNDS, rounds=2)
+def test_frozen_networks_have_the_private_part_of_begin() -> None:
+    method = Starting()
+    assert not run(run_spec(method), ROUNDS, rounds=2).failures
+    assert method.steps
 
 
 def test_a_chunk_is_a_million_floats(monkeypatch: pytest.MonkeyPatch) -> None:
