@@ -36,7 +36,6 @@ from torch import Tensor
 import raysim.methods
 from raysim.api.composition import check_names, check_together
 from raysim.api.declarations import Local
-from raysim.api.hooked_method import HookedMethod
 from raysim.api.local_job import LocalJob
 from raysim.api.method import Method
 from raysim.api.private_state import flat
@@ -99,8 +98,8 @@ EPOCHS = Local(lr=0.05, momentum=0.9, batch=12, epochs=2)
 class Frozen(Scaffold):
     """SCAFFOLD whose control variates stay at zero."""
 
-    def finish(self, ctx: Any) -> None:
-        ctx.upload["scaffold.control"] = torch.zeros_like(ctx.state["scaffold.control"])
+    def end(self, job: LocalJob) -> None:
+        job.upload["control"] = torch.zeros_like(job.state["control"])
 
 
 class Alone(Mixup):
@@ -300,7 +299,12 @@ TABLE: dict[str, Row] = {
     "norm_clipping": Row(lambda: NormClipping(0.1), {"a large bound": Plain(lambda: NormClipping(1e9))}),
     "dp_fedavg": Row(
         lambda: DPFedAvg(noise=0.3, clip=0.2),
-        {"no noise, a large bound that stays": Plain(lambda: DPFedAvg(0.0, 1e9, None), run=UNIFORM)},
+        {
+            "no noise, a large bound that stays": Plain(
+                lambda: DPFedAvg(0.0, 1e9, None), {"model": MLP}, UNIFORM
+            )
+        },
+        model=MLP,  # it refuses shared statistics
     ),
     "fedavgm": Row(
         lambda: FedAvgM(server_lr=0.9),
@@ -420,14 +424,14 @@ def test_of_a_client_that_is_late_or_lost_the_state_of_its_last_accepted_job_cou
         latest[job.client] = job.number
 
 
-class Failing(HookedMethod):
-    """Fails for one client from its second job on."""
+class Failing(Method):
+    """Fail for one client from its second job on."""
 
     name = "failing"
     paper = "a test"
 
-    def receive(self, ctx: Any) -> None:
-        if ctx.client == 1 and ctx.participation:
+    def begin(self, job: LocalJob) -> None:
+        if job.client == 1 and job.participation:
             raise RuntimeError("on purpose")
 
 

@@ -15,11 +15,11 @@ import torch.nn.functional as F
 from tiny_runs import BUFFER, ROUNDS, run, run_spec, tiny
 from torch import Tensor
 
-from raysim.api.context import Batch, Context
+from raysim.api.context import Batch
 from raysim.api.declarations import Local
-from raysim.api.hooked_method import HookedMethod
+from raysim.api.local_job import LocalJob
 from raysim.api.method import Method
-from raysim.api.server_view import Aggregation
+from raysim.api.server_view import Aggregation, ServerView
 from raysim.methods.dann import Dann
 from raysim.methods.feddecorr import FedDecorr
 from raysim.methods.fedprox import FedProx
@@ -33,14 +33,11 @@ LOG_WEIGHTS = "groupdro.log_weights"
 LOCAL = Local(lr=0.05, momentum=0.9, batch=8, epochs=2)
 
 
-class Watch(HookedMethod):
-    """Keeps what the server saw and knew at every aggregation, and what the received model makes of first batches."""
+class Watch(GroupDRO):
+    """Keep what the server sees at each aggregation, and the received model's first losses."""
 
-    name = "watch"
-    paper = "a test"
-    needs_single_updates = True
-
-    def __init__(self) -> None:
+    def __init__(self, settings: GroupDRO) -> None:
+        super().__init__(settings.step_size, settings.batches, settings.prior)
         self.clients: list[list[int]] = []
         self.losses: list[Tensor] = []
         self.means: list[list[float]] = []
@@ -51,35 +48,40 @@ class Watch(HookedMethod):
         self.first: dict[tuple[int, int], float] = {}
         self.batch_means: dict[tuple[int, int], float] = {}
 
-    def start(self, server: Any) -> None:
-        self.log_weights.append(server.state[LOG_WEIGHTS].clone())
+    def _first_log_weights(self, server: ServerView) -> Tensor:
+        first = super()._first_log_weights(server)
+        self.log_weights.append(first.clone())
         self.vectors.append(server.vector)
+        return first
 
-    def finish(self, ctx: Context) -> None:
-        assert ctx.losses is not None
-        self.batch_means[ctx.client, ctx.version] = float(ctx.losses.mean())
+    def batch(self, job: LocalJob, batch: Batch) -> Batch:
+        if job.step == 0:
+            with torch.no_grad():
+                loss = F.cross_entropy(job.model(batch.inputs), batch.targets)
+            self.first[job.client, job.version] = loss.item()
+        return batch
 
-    def absorb(self, aggregation: Aggregation, server: Any) -> None:
+    def end(self, job: LocalJob) -> None:
+        super().end(job)
+        self.batch_means[job.client, job.version] = float(job.losses.mean())
+
+    def absorb(self, aggregation: Aggregation, server: ServerView) -> None:
         updates = aggregation.updates
-        self.clients.append([update.client for update in updates])
-        self.losses.append(torch.tensor([update.extras["groupdro.loss"].item() for update in updates]).double())
+        self.clients.append(aggregation.clients)
+        self.losses.append(torch.cat(aggregation.uploads("loss")).double())
         self.means.append([self.batch_means[update.client, update.version] for update in updates])
         self.deltas.append(torch.stack(list(aggregation.deltas)))
-        self.log_weights.append(server.state[LOG_WEIGHTS].log_softmax(0))
+        self.log_weights.append(server.state["log_weights"].log_softmax(0))
         self.weights.append(torch.tensor(aggregation.weights, dtype=torch.float64))
         self.vectors.append(server.vector)
 
-    def transform(self, ctx: Context, batch: Batch) -> Batch:
-        if ctx.step == 0:
-            with torch.no_grad():
-                loss = F.cross_entropy(ctx.model(batch.inputs), batch.targets)
-            self.first[ctx.client, ctx.version] = loss.item()
-        return batch
-
 
 def watched(*methods: Method, schedule: Schedule = ROUNDS, rounds: int = 5, **settings: Any) -> Watch:
-    watch = Watch()
-    run(run_spec(*methods, watch, local=LOCAL), schedule, rounds=rounds, **settings)
+    """Run the methods with a watched GroupDRO in place of theirs, which comes last."""
+    *others, groupdro = methods
+    assert isinstance(groupdro, GroupDRO)
+    watch = Watch(groupdro)
+    run(run_spec(*others, watch, local=LOCAL), schedule, rounds=rounds, **settings)
     return watch
 
 
@@ -165,9 +167,9 @@ def test_weights_are_in_a_checkpoint(tmp_path: Path) -> None:
         saved = checkpoint.read(tmp_path / "checkpoints" / f"round-{version:06d}").server[f"state/{LOG_WEIGHTS}"]
         assert saved.dtype == np.float64
         assert torch.equal(torch.tensor(saved).log_softmax(0), watch.log_weights[version])
-    resumed = Watch()
+    resumed = Watch(GroupDRO(0.5))
     checkpoint_2 = str(tmp_path / "checkpoints" / "round-000002")
-    run(run_spec(GroupDRO(0.5), resumed, local=LOCAL), rounds=4, resume=checkpoint_2)
+    run(run_spec(resumed, local=LOCAL), rounds=4, resume=checkpoint_2)
     assert torch.equal(resumed.log_weights[-1], watch.log_weights[4])
     assert resumed.clients == watch.clients[2:]
 

@@ -25,7 +25,6 @@ from tiny_runs import (
 )
 from torch import Tensor
 
-from raysim.api.hooked_method import HookedMethod
 from raysim.api.method import Method
 from raysim.api.server_view import Aggregation
 from raysim.methods import inco
@@ -330,7 +329,7 @@ def test_a_resumed_run_has_the_bits_and_the_history_of_a_straight_one(schedule: 
 
 @pytest.mark.parametrize("name", ["fedcda", "fedasync"])
 def test_methods_without_a_mean_update_are_refused(name: str) -> None:
-    class Other(HookedMethod):
+    class Other(Method):
         paper = "a test"
 
     Other.name = name
