@@ -219,7 +219,7 @@ def _traffic(method: Method) -> str:
     (declared,), layout = declarations.methods, declarations.layout
     loads = Loads(spec, declarations, np.full(4, 40))
     load, plain = loads(0, 5, 3, 3), spec.settings.local.budget(40)
-    state = declared.client_states(layout, 40)
+    state = declared.client_states(40)
     rows = [
         ("a client receives, besides the vector", _floats(load.down - layout.shared, layout.shared)),
         ("a client sends, besides its update", _floats(load.up - layout.shared, layout.shared)),

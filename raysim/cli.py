@@ -678,12 +678,13 @@ def _check_workloads(names: Sequence[str]) -> None:
 
 def _bench_gpu(given: argparse.Namespace) -> int:
     from raysim.commands.bench import gpu
+    from raysim.commands.bench.gpu_page import PAGE
 
     parts = tuple(given.parts.split(",")) if given.parts else gpu.PARTS
     options = gpu.Options(given.device, given.minutes, parts=parts)
     folder = user_path("bench-gpu" if given.out == _BENCH_OUT else given.out)
     gpu.main(folder, gpu.tried_out(options) if given.tiny else options)
-    print(f"{folder / gpu.PAGE} says what was found")
+    print(f"{folder / PAGE} says what was found")
     return 0
 
 

@@ -18,7 +18,6 @@ from raysim.api.composition import check_names, filled_hooks
 from raysim.api.context import Context, Stage
 from raysim.api.declarations import Evaluation, Local, Participation, RunFacts, Task
 from raysim.api.declare import Declarations
-from raysim.api.hooked_method import OldSetup
 from raysim.api.local_job import LocalJob
 from raysim.api.messages import Job, TrainingResult, Update
 from raysim.api.method import Method
@@ -56,7 +55,7 @@ from raysim.simulation.schedule import Schedule
 from raysim.simulation.server import Server
 from raysim.training.run_spec import RunSpec, declare_run
 from raysim.training.step import Step
-from raysim.vectors.layout import Layout, Vector, plan_layout
+from raysim.vectors.layout import Layout, Vector
 
 
 class Bare(NormedMlp):
@@ -114,18 +113,6 @@ def sized(counts: Sequence[int]) -> FederatedData:
     offsets = np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])
     train, test = CSR(np.zeros(offsets[-1], np.int64), offsets), CSR(np.empty(0, np.int64), np.zeros_like(offsets))
     return replace(tiny(), partition=Partition(train, test), central=np.empty(0, np.int64))
-
-
-def setup(
-    task: Task,
-    local: Local,
-    networks: Mapping[str, nn.Module],
-    methods: Sequence[Method] = (),
-    size: int = 4,
-    stale: bool = False,
-) -> OldSetup:
-    """What `Method.check` is given: by default in rounds of 4."""
-    return OldSetup(task, local, networks, plan_layout(networks, set()), methods, size, stale)
 
 
 def check_composition(methods: Sequence[Method], model: ModelRecipe = NORMED_MLP) -> None:
@@ -186,7 +173,7 @@ def step_of(vector: Vector, methods: Sequence[Method], *others: Any, **settings:
 
 def views(ctx: Context, declarations: Declarations) -> dict[str, Any]:
     """Return what the hooks of each method see of a job."""
-    return {each.method: ctx if each.full_names else LocalJob(ctx, each.method) for each in declarations.methods}
+    return {each.method: LocalJob(ctx, each.method) for each in declarations.methods}
 
 
 def private(methods: Mapping[str, Tensor]) -> PrivateState[Tensor]:

@@ -33,9 +33,7 @@ _ALONE = {
 
 def fills(method: Method, hook: str) -> bool:
     """Return whether the method's class has a hook of its own."""
-    function = getattr(type(method), hook)
-    is_translated = getattr(function, "__module__", "") == "raysim.api.hooked_method"
-    return function is not getattr(Method, hook) and not is_translated
+    return getattr(type(method), hook) is not getattr(Method, hook)
 
 
 def filled_hooks(method: Method) -> frozenset[str]:
@@ -101,8 +99,6 @@ _RENAMED = {
 
 def _check_renamed(method: Method) -> None:
     """Raise ValueError for a hook of an earlier version, and name the present one."""
-    if hasattr(method, "needs_single_updates"):  # a method that translates the earlier hooks
-        return
     for name in _uncalled_functions(type(method)):
         if name in _RENAMED:
             raise ValueError(

@@ -200,7 +200,7 @@ def _check_state_names(declarations: Declarations) -> None:
     for declared in declarations.methods:
         if not declared.keeps_client_state:
             continue
-        values: object = declared.client_states(declarations.layout, 1)
+        values: object = declared.client_states(1)
         if not isinstance(values, Mapping):
             raise ValueError(
                 f"method '{declared.method}' returns {values!r} from state. Return a mapping of "

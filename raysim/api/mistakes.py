@@ -111,15 +111,9 @@ class StateNames:
         self.names = {
             f"{each.method}.{name}" for each in declarations.methods for name in each.client_state
         }
-        # Methods with the earlier hooks may keep more than their initial state has.
-        self.prefixes = {
-            each.method
-            for each in declarations.methods
-            if each.initial_state is not None or each.old_keeps_optimizer
-        }
 
     def __contains__(self, name: str) -> bool:
-        return name in self.names or name.partition(".")[0] in self.prefixes
+        return name in self.names
 
 
 def check_state(state: Mapping[str, Any], before: Collection[str], names: StateNames) -> None:
@@ -141,8 +135,6 @@ def check_state(state: Mapping[str, Any], before: Collection[str], names: StateN
 def check_upload(upload: Mapping[str, Tensor], declarations: Declarations) -> None:
     """Raise HookMistake for an upload that is not as a method declared it."""
     for each in declarations.methods:
-        if each.full_names:
-            continue
         prefix = f"{each.method}."
         for key in upload:
             name = key.removeprefix(prefix)

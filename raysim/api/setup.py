@@ -13,13 +13,10 @@ from torch import Tensor, nn
 
 from raysim.api.context import Contribution, Plan, Stage
 from raysim.api.declarations import (
-    Cost,
-    Download,
     Finetune,
     Local,
     Network,
     Participation,
-    RunFacts,
     Task,
 )
 from raysim.api.local_job import LocalJob
@@ -114,26 +111,9 @@ class Declared:
     checks: list[Callable[[Any], Sequence[str]]] = field(default_factory=list)
     # Hooks that the run calls, each with the arguments that `Method` gives it.
     hooks: dict[str, Callable[..., Any]] = field(default_factory=dict)
-    initial_state: Callable[[Layout, int], dict[str, Any]] | None = None
-    # What only methods with the earlier hooks have.
-    full_names: bool = False
-    task: Any = None
-    old_keeps_optimizer: bool = False
-    old_draws: Callable[..., Mapping[str, Sequence[Tensor]]] | None = None
-    old_planned: Callable[[Any], None] | None = None
-    old_rows: Callable[..., Tensor | None] | None = None
-    old_start: Callable[[Any], None] | None = None
-    old_send: Callable[[Any], Download] | None = None
-    old_apply: Callable[..., None] | None = None
-    old_mix: Callable[..., Tensor] | None = None
-    old_cost: Callable[[Participation], Cost] | None = None
-    old_predict: Callable[[Tensor], Tensor] | None = None
-    old_check: Callable[[Any], Sequence[str]] | None = None
 
-    def client_states(self, layout: Layout, samples: int) -> dict[str, Any]:
+    def client_states(self, samples: int) -> dict[str, Any]:
         """Return the initial state of a client with so many training samples, by full name."""
-        if self.initial_state is not None:
-            return self.initial_state(layout, samples)
         return {
             f"{self.method}.{name}": initial(samples)
             for name, initial in self.client_state.items()
@@ -143,21 +123,17 @@ class Declared:
         """Return whether the run calls this hook of the method."""
         return hook in self.hooks and hook not in self.skipped
 
-    def sees_updates(self, layout: Layout) -> bool:
+    def sees_updates(self) -> bool:
         """Return whether the method uploads anything, or looks at updates on the server."""
-        if self.contribute is not None or self.uploads or self.old_mix is not None:
+        if self.contribute is not None or self.uploads:
             return True
-        if self.old_cost is not None:
-            clients, job = 1, (0, 1, 1.0, 0, 0)
-            facts = RunFacts(self.task, layout, clients, frozenset())
-            return bool(self.old_cost(Participation(*job, facts)).up)
         changes_mean = self.has_hook("step") and "step" not in self.owned
         return changes_mean or self.has_hook("weigh") or self.has_hook("absorb")
 
     @property
     def keeps_client_state(self) -> bool:
         """Whether the method keeps something for each client."""
-        return bool(self.client_state) or self.initial_state is not None
+        return bool(self.client_state)
 
 
 @dataclass

@@ -309,7 +309,7 @@ def draft(overrides: Sequence[str], folders: Sequence[str | Path], keys: Sequenc
     Also a sentence for each of the keys that it does not have. Raises Refused.
     """
     known = groups(roots := config_folders(folders))
-    config, _, named = _drafted(overrides, known, roots)
+    config, _, named, _ = _drafted(overrides, known, roots)
     _remember_set(config, named)
     missing = {}
     for key in keys:

@@ -15,7 +15,6 @@ from torch import nn
 from raysim.api.composition import HOOKS
 from raysim.api.declarations import Local
 from raysim.api.declare import Declarations
-from raysim.api.hooked_method import OLD_SLOTS, HookedMethod
 from raysim.api.method import Method
 from raysim.data.federated import FederatedData, statistics
 from raysim.data.heterogeneity import described
@@ -164,9 +163,6 @@ def _extra(experiment: Experiment, declarations: Declarations) -> list[str]:
 
 def slots(cls: type[Method]) -> list[str]:
     """The slots that a method fills; its checks of the settings are none."""
-    if issubclass(cls, HookedMethod):
-        filled = [slot for slot in OLD_SLOTS if getattr(cls, slot) is not getattr(HookedMethod, slot)]
-        return [slot for slot in filled if slot not in ("check", "require")]
     return [hook for hook in HOOKS if hook != "settings" and getattr(cls, hook) is not getattr(Method, hook)]
 
 

@@ -24,7 +24,6 @@ from torch import nn
 from raysim.api.composition import check_names, failing_method_name, suspicious_methods
 from raysim.api.declarations import Local
 from raysim.api.declare import Declarations
-from raysim.api.hooked_method import OldSetup
 from raysim.api.losses import RowLoss
 from raysim.api.method import Method
 from raysim.api.mistakes import HookMistake, said, traced
@@ -340,20 +339,7 @@ def _built(node: Node, allow: Sequence[str], objects: Given) -> Experiment:
     spec = replace(spec, lanes=runtime.lanes or usual_lanes(spec, declarations, schedule.concurrency))
     check_step_mode(spec, declarations)
     node = {**node, "runtime": {**node["runtime"], "lanes": spec.lanes, "graph": spec.graph}}
-    facts = OldSetup(
-        spec.task,
-        settings.local,
-        networks,
-        declarations.layout,
-        methods,
-        schedule.size,
-        schedule.stale,
-        declarations,
-    )
     warnings = [*declarations.warnings]
-    for declared in declarations.methods:
-        if declared.old_check is not None:
-            warnings += declared.old_check(facts)
     warnings = [
         *suspicious_methods(methods),
         *doubts_of_data(data),

@@ -151,7 +151,7 @@ class DPFedAvg(Method):
                 "clients with method=dp_fedavg+fedbn."
             )
         for other in run.methods:
-            if other.method != self.name and other.sees_updates(run.layout):
+            if other.method != self.name and other.sees_updates():
                 raise ValueError(
                     f"method '{other.method}' uploads or looks at more than clipped updates, which "
                     "method 'dp_fedavg' does not hide. Leave one of them out."

@@ -193,7 +193,7 @@ class Vhl(Method):
         """Note whether another method changes inputs, so that virtual images pass on their own."""
         others = [each for each in run.methods if each.method != self.name]
         self._apart = any(
-            each.has_hook("batch") and not (each.adds_rows or each.old_rows) for each in others
+            each.has_hook("batch") and not each.adds_rows for each in others
         )
         return ()
 

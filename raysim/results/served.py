@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -16,14 +15,14 @@ from raysim.training.run_spec import RunSpec, declare_run
 class Served(nn.Module):
     """Raw inputs [B, ...] to the scores [B, outputs] that evaluation ranks: normalise, forward, and a method's own."""
 
-    def __init__(self, model: nn.Module, pipeline: Pipeline, predict: Callable[[Tensor], Tensor] | None):
+    def __init__(self, model: nn.Module, pipeline: Pipeline):
         super().__init__()
-        self.model, self._pipeline, self._predict = model, pipeline, predict
+        self.model, self._pipeline = model, pipeline
 
     def forward(self, inputs: Tensor) -> Tensor:
         """In eval mode; the weights are those after the last aggregation."""
         scores: Tensor = self.model(self._pipeline.normalise(inputs))
-        return scores if self._predict is None else self._predict(scores)
+        return scores
 
 
 def served(spec: RunSpec, weights: Path) -> tuple[Served, np.ndarray] | None:
@@ -37,8 +36,6 @@ def served(spec: RunSpec, weights: Path) -> tuple[Served, np.ndarray] | None:
         network, _, path = name.partition(".")
         if network == "model":
             own[path].copy_(tensor)
-    declared = declarations.one("old_predict")
-    predict = None if declared is None else declared.old_predict
-    model = Served(networks["model"], spec.data.pipeline, predict)
+    model = Served(networks["model"], spec.data.pipeline)
     inputs = spec.data.open().inputs
     return model.eval().requires_grad_(False), np.zeros((2, *inputs.shape[1:]), inputs.dtype)

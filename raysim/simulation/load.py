@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from raysim.api.declarations import Cost, Participation, RunFacts
+from raysim.api.declarations import Participation, RunFacts
 from raysim.api.declare import Declarations
 from raysim.api.setup import Declared, number_of_floats
 from raysim.simulation.fleet import Fleet
@@ -33,7 +33,6 @@ class Loads:
         layout = declarations.layout
         self._local, self._counts = spec.settings.local, counts
         self._costs = [hook for _, hook in declarations.filling("cost")]
-        self._costs += [each.old_cost for each in declarations.methods if each.old_cost]
         self._down = [traffic for each in declarations.methods for traffic in _downloads(each, layout)]
         uploads = [
             number_of_floats(floats, layout) for each in declarations.methods for floats in each.uploads.values()
@@ -54,11 +53,7 @@ class Loads:
         job = Participation(version, samples, trained, earlier, accepted, self._run)
         passed, down, up = trained, self._floats_down, self._floats_up
         for hook in self._costs:
-            cost = hook(job)
-            if isinstance(cost, Cost):
-                passed, down, up = passed + cost.samples, down + cost.down, up + cost.up
-            else:
-                passed += cost
+            passed += hook(job)
         down += sum(traffic.floats for traffic in self._down if traffic.when(job))
         load = Load(passed, down, up)
         if not self._costs and not self._down:

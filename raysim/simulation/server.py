@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
 from dataclasses import replace
-from types import NoneType
-from typing import cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from raysim.api.composition import failing_method_name
-from raysim.api.declarations import Download, Task, Tensors
+from raysim.api.declarations import Task
 from raysim.api.declare import Declarations
 from raysim.api.messages import Arrays, GroupSums, Published, Update
 from raysim.api.method import Method
@@ -78,26 +76,16 @@ class Server:
         # The owner of the step is the server's rule: it acts on what the others made.
         steppers = declarations.filling("step")
         self._steppers = sorted(steppers, key=lambda pair: "step" in pair[0].owned)
-        self._old_mixers = sorted(
-            [each for each in declarations.methods if each.old_mix],
-            key=lambda each: each.old_apply is None,
-        )
-        self._old_applier = next((e for e in declarations.methods if e.old_apply), None)
         self._scored = declarations.one("scored")
         # What hooks may return, by the size's name.
         self._trained = {"layout.trained": layout.trained}
         self._shared = {"layout.shared": layout.shared}
-        self._downloads: list[Download] = []
         for each in declarations.methods:
             for name, initial in each.server_state.items():
                 self.state[f"{each.method}.{name}"] = initial(self._views[each.method])
-            if each.old_start is not None:
-                each.old_start(self)
-            if each.old_send is not None:
-                self._downloads.append(returned(each.old_send(self), Download, each.method, "send", "a Download"))
 
     def _view(self, declared: Declared) -> ServerView:
-        return cast(ServerView, self) if declared.full_names else ServerView(self, declared.method)
+        return ServerView(self, declared.method)
 
     @property
     def clients(self) -> int:
@@ -118,12 +106,6 @@ class Server:
     def summable(self) -> bool:
         """Whether hosts may sum updates: weights are known beforehand and nobody needs single updates."""
         return not self._weighers and self._combiner is None and not self.needs_single_updates
-
-    def fills(self, hook: str) -> bool:
-        """Whether a method of the run fills this hook."""
-        return bool(self.declarations.filling(hook)) or any(
-            getattr(each, f"old_{hook}", None) for each in self.declarations.methods
-        )
 
     def stream(self, purpose: str) -> np.random.Generator:
         """The random stream of this purpose and version."""
@@ -147,26 +129,22 @@ class Server:
         prefix = f"{declared.method}."
         names = [name for name in parts[0] if name.startswith(prefix)]
         lists = {name: [part[name] for part in parts] for name in names}
-        if not declared.full_names:
-            lists = {name.removeprefix(prefix): arrays for name, arrays in lists.items()}
-        declared.assemble(lists, self._views[declared.method])
+        own = {name.removeprefix(prefix): arrays for name, arrays in lists.items()}
+        declared.assemble(own, self._views[declared.method])
 
     # --- what is sent ---------------------------------------------------------------------------
     def published(self) -> Published:
         """Return what all clients of this version receive."""
-        extras = _arrays(each.version() for each in self._downloads if each.version is not None)
-        extras |= self._sent("all")
+        extras = self._sent("all")
         return Published(self.version, self.vector.numpy(), self.counters.numpy(), extras)
 
     def sent_once(self) -> Arrays:
         """Return what every client receives besides, with its first job."""
-        extras = _arrays(each.once() for each in self._downloads if each.once is not None)
-        return extras | self._sent("once")
+        return self._sent("once")
 
     def sent_to(self, client: int) -> Arrays:
         """Return what this client alone receives besides."""
-        extras = _arrays(each.client(client) for each in self._downloads if each.client is not None)
-        return extras | self._sent("client", client)
+        return self._sent("client", client)
 
     def _sent(self, to: str, *client: int) -> dict[str, np.ndarray]:
         """Return what methods declared to send, by full name, after a check of its size."""
@@ -258,10 +236,6 @@ class Server:
 
     def _stepped(self, direction: Tensor, aggregation: Aggregation) -> Tensor:
         """Return the step that the methods make of the combined direction."""
-        for each in self._old_mixers:
-            assert each.old_mix is not None, "only methods with this hook are listed"
-            mixed = each.old_mix(direction, aggregation, self)
-            direction = vector(mixed, each.method, "mix", self._trained)
         if len(self._steppers) > 1:  # the first may change the direction in place
             aggregation = replace(aggregation, combined=direction.clone())
         else:
@@ -293,14 +267,7 @@ class Server:
         """Take the step, into a new vector: the old one may lie in an object store."""
         trained, start, moved = self.layout.trained, self.params, torch.empty_like(self.vector)
         out = moved[:trained]
-        if self._old_applier is None:
-            in_blocks(trained, lambda part: torch.add(start[part], direction[part], out=out[part]))
-        else:
-            assert self._old_applier.old_apply is not None, "only a method with this hook is here"
-            made: object = self._old_applier.old_apply(direction, out, aggregation, self)
-            if made is not None and made is not out:
-                instead = "nothing, and write the parameters into `out`"
-                returned(made, NoneType, self._old_applier.method, "apply", instead)
+        in_blocks(trained, lambda part: torch.add(start[part], direction[part], out=out[part]))
         # Buffers are statistics: no server rate or momentum touches them.
         torch.add(self.vector[trained:], buffers, out=moved[trained:])
         if not all(in_blocks(len(moved), lambda part: is_finite(moved[part]))):
@@ -368,10 +335,6 @@ def _check_weights(aggregation: Aggregation, method: str, number: Callable[[int]
                 f"method '{method}' returns the weight {weight} for client "
                 f"{number(update.client)} from weigh: return a finite number"
             )
-
-
-def _arrays(sent: Iterable[Tensors]) -> dict[str, np.ndarray]:
-    return {name: tensor.numpy() for entries in sent for name, tensor in entries.items()}
 
 
 def make_server(spec: RunSpec, declarations: Declarations, initial: Vector, size: int) -> Server:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from math import isfinite, nan
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from raysim.api.client_state import pack, unpack
 from raysim.api.composition import STEP_HOOKS, failing_method_name
-from raysim.api.context import Context, Own
+from raysim.api.context import Context
 from raysim.api.declarations import Finetune
 from raysim.api.local_job import PersonalModel
 from raysim.api.messages import (
@@ -81,7 +82,6 @@ class Host(Combiner):
         self.loop = self._make_loop()
         self._stateful = [each for each in declarations.methods if each.keeps_client_state]
         self._personalisers = declarations.filling("personalise")
-        self._predictor = declarations.one("old_predict")
         self._reports_moves = declarations.reads_updates
         self._resident = Resident(self.device, spec.settings.state.device_bytes)
         self._copies = Copies(self.device)
@@ -130,7 +130,7 @@ class Host(Combiner):
                 if declared.contribute is None:
                     continue
                 for name, array in declared.contribute(seen).items():
-                    part[name if declared.full_names else f"{declared.method}.{name}"] = array
+                    part[f"{declared.method}.{name}"] = array
             parts.append(part)
         return parts
 
@@ -237,7 +237,7 @@ class Host(Combiner):
             samples = len(self.spec.data.partition.held.rows(client))
             methods: dict[str, Tensor] = {}
             for declared in self._stateful:
-                values = declared.client_states(self.layout, samples)
+                values = declared.client_states(samples)
                 methods |= {name: self._own_kind(name, tensor) for name, tensor in pack(values).items()}
             return PrivateState(self._initial.personal, self._initial.counters, methods)
         if (resident := self._resident.get(client, number)) is not None:
@@ -341,7 +341,7 @@ class Host(Combiner):
         labels, scores, columns = [], [], []
         with torch.inference_mode():
             for inputs, own in self.trainer.in_parts(self._probed, self.spec.score_batch):
-                scores.append(self._ranked(ctx.model(inputs)))
+                scores.append(ctx.model(inputs))
                 labels.append(own)
                 columns.append((ctx.model.features(inputs), received.features(inputs)))
         truth, score = torch.cat(labels), torch.cat(scores)
@@ -425,7 +425,7 @@ class Host(Combiner):
         with torch.no_grad():
             for inputs, own in self.trainer.in_parts(task.rows, self.spec.score_batch):
                 labels.append(own.cpu())
-                scores.append(self._ranked(model(inputs)).cpu())
+                scores.append(model(inputs).cpu())
         return torch.cat(labels).numpy(), torch.cat(scores).numpy()
 
     @property
@@ -440,22 +440,15 @@ class Host(Combiner):
         if task.client >= 0 and task.personalised:
             self._personalise(task, state)
 
-    def _ranked(self, logits: Tensor) -> Tensor:
-        """What evaluation ranks."""
-        if self._predictor is None or self._predictor.old_predict is None:
-            return logits
-        ranked: Tensor = self._predictor.old_predict(logits)
-        return ranked
-
     def _personalise(self, task: Score, state: PrivateState[Tensor]) -> None:
         """Make the vector the client's own model."""
         download = {key: up(value, self.device) for key, value in task.extras.items()}
         trained, kept = task.state >= 0, unpack(state.methods)
-        own = Own(task.client, self.vector, kept, download, self.trainer, trained)
-        client = PersonalModel(task.client, self.vector, kept, download, own.data, trained)
+        data = functools.partial(self.trainer.own, task.client)
+        client = PersonalModel(task.client, self.vector, kept, download, data, trained)
         with torch.no_grad():
             for declared, personalise in self._personalisers:
-                personalise(own if declared.full_names else client.of(declared.method))
+                personalise(client.of(declared.method))
 
     def _finetune(self, client: int, version: int, how: Finetune) -> None:
         partition = self.spec.data.partition
@@ -475,7 +468,7 @@ class Host(Combiner):
         scores, losses = [], []
         for logits, labels in self._outputs(task):
             losses.append(learnt.objective.losses(logits, labels))
-            scores.append(learnt.metric.rows(self._ranked(logits), labels))
+            scores.append(learnt.metric.rows(logits, labels))
         return Report(task.client, torch.cat(scores).cpu().numpy(), torch.cat(losses).cpu().numpy())
 
 

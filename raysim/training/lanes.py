@@ -58,7 +58,7 @@ class Lane:
     def stages(self) -> tuple[Stage, ...]:
         """The stages of the next iteration."""
         cycle = self.client.cycle
-        return cycle[self.step % len(cycle)]
+        return tuple(cycle[self.step % len(cycle)])
 
     def advance(self, loss: Tensor | None) -> None:
         """Note the loss of the task, if the iteration had one, and take the next batch."""

@@ -58,13 +58,11 @@ class _StepHooks:
 
     def __init__(self, declarations: Declarations | None):
         self.batches: list[NamedHook] = []
-        self.old_rows: list[NamedHook] = []
         self.loss_owner: NamedHook | None = None
         self.terms: list[NamedHook] = []
         self.corrections: list[NamedHook] = []
         self.perturb: NamedHook | None = None
         self._stager = ""
-        self._stages_see_context = False
         if declarations is not None:
             self._fill(declarations)
 
@@ -75,9 +73,6 @@ class _StepHooks:
 
     def _fill(self, declarations: Declarations) -> None:
         self.batches = [(each.method, hook) for each, hook in declarations.filling("batch")]
-        self.old_rows = [
-            (each.method, each.old_rows) for each in declarations.methods if each.old_rows
-        ]
         for each, hook in declarations.filling("loss"):
             if "loss" in each.owned:
                 self.loss_owner = (each.method, hook)
@@ -91,14 +86,11 @@ class _StepHooks:
         stager = declarations.one("stages")
         if stager is not None:
             self._stager = stager.method
-            self._stages_see_context = stager.full_names
 
     def stage_loss(self, ctx: Context, loss: Callable[..., Tensor], out: Outputs) -> Tensor:
         """Return the loss that a stage brings."""
-        if self._stages_see_context:
-            value: Tensor = loss(ctx, out, out.batch)
-        else:
-            value = loss(ctx.view(self._stager) if self._stager else ctx, out)
+        job = ctx.view(self._stager) if self._stager else ctx
+        value: Tensor = loss(job, out)
         return value
 
 
@@ -146,10 +138,6 @@ class Step:
         """Return what the model will make of the batch, changed as methods ask."""
         for name, change in self.hooks.batches:
             batch = returned(change(ctx.view(name), batch), Batch, name, "batch", "the batch")
-        for name, rows in self.hooks.old_rows:
-            added = rows(ctx, batch)
-            if added is not None:
-                batch.add_rows(name, added)
         if self.hooks.perturb is None:
             return Outputs(ctx, batch)
         return RecordedOutputs(ctx, batch)

@@ -23,7 +23,6 @@ from raysim.api.mistakes import (
     check_state,
     check_upload,
     one_for_each_step,
-    returned,
 )
 from raysim.api.private_state import PrivateState
 from raysim.api.setup import Declared
@@ -77,7 +76,7 @@ def layer_that_needs_two_rows(declarations: Declarations) -> str:
 
     A method that adds rows to each batch makes it fit.
     """
-    if any(each.adds_rows or each.old_rows for each in declarations.methods):
+    if any(each.adds_rows for each in declarations.methods):
         return ""
     return refusing_layer(declarations.networks["model"], declarations.task.example)
 
@@ -139,9 +138,7 @@ class Trainer:
         self.finishers = declarations.filling("end")
         self.keepers = StateNames(declarations)
         asked = any(each.keeps_optimizer for each in declarations.methods)
-        self.keeps = (local.keep_optimizer or asked) and not any(
-            each.old_keeps_optimizer for each in declarations.methods
-        )
+        self.keeps = local.keep_optimizer or asked
         modules = self.modules = [m for network in vector.networks.values() for m in network.modules()]
         self.needs_two_rows = bool(layer_that_needs_two_rows(declarations))
         batchnorm = any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in modules)
@@ -341,29 +338,21 @@ class Trainer:
     def views(self, ctx: Context) -> dict[str, Any]:
         """Return what the hooks of each method see of a job."""
         return {
-            each.method: ctx if each.full_names else LocalJob(ctx, each.method)
-            for each in self.declarations.methods
+            each.method: LocalJob(ctx, each.method) for each in self.declarations.methods
         }
 
     def _draw(self, ctx: Context) -> None:
         """Draw the random tensors that methods declared, and let them prepare their steps."""
         draws: dict[str, Sequence[Tensor]] = {}
         for each in self.declarations.methods:
-            if each.old_draws is None and not each.draws:
+            if not each.draws:
                 continue
             generator = ctx.stream(f"draws.{each.method}")
-            if each.old_draws is not None:
-                drawn = each.old_draws(ctx.plan, generator)
-                drawn = returned(drawn, Mapping, each.method, "draws", "a mapping")
-                draws |= {key: self._placed(values) for key, values in drawn.items()}
             for name, draw in each.draws.items():
                 values = draw(ctx.view(each.method), generator)
                 values = one_for_each_step(values, each.method, name, ctx.plan.steps)
                 draws[f"{each.method}.{name}"] = self._placed(values)
         ctx.draws = draws
-        for each in self.declarations.methods:
-            if each.old_planned is not None:
-                each.old_planned(ctx)
 
     def _cycle(self, plan: Plan) -> Sequence[Sequence[Stage]]:
         """Return the stages of each step, over and over."""

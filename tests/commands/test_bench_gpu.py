@@ -13,7 +13,7 @@ from tiny_runs import FOLDERS
 
 from raysim import cli
 from raysim.commands.bench import gpu
-from raysim.commands.bench.gpu_page import write_page
+from raysim.commands.bench.gpu_page import PAGE, write_page
 
 WITHOUT = """
 import sys
@@ -36,7 +36,7 @@ def test_the_command_measures_and_writes_a_page_without_ray_or_hydra(tmp_path: P
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    found, page = json.loads((tmp_path / gpu.RESULTS).read_text()), (tmp_path / gpu.PAGE).read_text()
+    found, page = json.loads((tmp_path / gpu.RESULTS).read_text()), (tmp_path / PAGE).read_text()
     assert not [row for part in ("correctness", "bits", "G1") for row in found[part] if "refused" in row]
     assert all(row["distance"] <= row["allowed"] for row in found["correctness"])
     assert all(row["again"] and row["two hosts"] for row in found["bits"])
@@ -51,7 +51,7 @@ def test_the_command_measures_and_writes_a_page_without_ray_or_hydra(tmp_path: P
 def test_the_page_that_is_kept_is_made_of_the_results_beside_it(tmp_path: Path) -> None:
     kept = Path(__file__).parents[2] / "docs/gpu"
     write_page(json.loads((kept / gpu.RESULTS).read_text()), tmp_path)
-    assert (tmp_path / gpu.PAGE).read_text() == (kept / gpu.PAGE).read_text()
+    assert (tmp_path / PAGE).read_text() == (kept / PAGE).read_text()
     assert {path.name for path in tmp_path.iterdir()} == {path.name for path in kept.iterdir()} - {gpu.RESULTS}
 
 

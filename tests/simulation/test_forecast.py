@@ -11,12 +11,12 @@ from raysim.simulation.forecast import Forecast, forecast
 from raysim.simulation.load import make_planner
 from raysim.simulation.planner import PlannedAggregation, Planner
 from raysim.simulation.schedule import Immediate, Oversample, Schedule, Synchronous
-from raysim.training.run_spec import build_networks
+from raysim.training.run_spec import declare_run
 
 
 def planner(schedule: Schedule, fleet: Fleet, clients: int) -> Planner:
     spec = run_spec(data=even(clients))
-    return make_planner(spec, build_networks(spec)[1], schedule, fleet)
+    return make_planner(spec, declare_run(spec), schedule, fleet)
 
 
 @pytest.mark.parametrize("rounds", [1, 2, 100])

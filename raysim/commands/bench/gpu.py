@@ -30,6 +30,7 @@ import raysim.methods
 from raysim.api.declarations import Evaluation, Local
 from raysim.api.method import Method
 from raysim.api.private_state import StoredState
+from raysim.commands.bench.gpu_page import TOLERANCE, write_page
 from raysim.data.federated import FederatedData, federate
 from raysim.data.partition import IID
 from raysim.data.sources import Synthetic
@@ -55,8 +56,7 @@ from raysim.training.run_spec import Faults, RunSettings, RunSpec, build_network
 
 NEVER = 10**9
 PARTS = ("correctness", "bits", "memory", "G1", "G2", "G3", "G4", "profile")
-RESULTS, PAGE = "results.json", "page.md"
-TOLERANCE = {"float64": 1e-6, "float32": 1e-2}  # of a method's largest change: float32 drifts over some 50 steps
+RESULTS = "results.json"
 # A float32 is rounded so many times as coarsely as a float64. Where the same way is far off in float64, as with
 # FedDecorr, which divides by deviations near 0, ten times as much is allowed.
 COARSER = 10 * torch.finfo(torch.float32).eps / torch.finfo(torch.float64).eps
@@ -454,8 +454,6 @@ def about(device: str) -> Found:
 
 def main(folder: Path, options: Options, say: Say = print) -> Found:
     """Measure the parts, write results.json and page.md after each. Returns all results of the folder."""
-    from raysim.commands.bench.gpu_page import write_page
-
     if unknown := [part for part in options.parts if part not in PARTS]:
         raise ValueError(f"--parts {unknown[0]} does not exist: use {', '.join(PARTS)}")
     if options.device.startswith("cuda") and not torch.cuda.is_available():
