@@ -44,7 +44,7 @@ def test_a_methods_page_says_what_its_code_says(from_docs: Any) -> None:
     assert "`scaffold.control`" in page
     page = reference.method_page("krum")
     assert "| `method.krum.byzantine` | `1` | an integer; at least 0 |" in page
-    assert "| `geometric_median` | both combine the updates (slot 'combine') |" in page
+    assert "| `geometric_median` | both combine the updates (combine)." in page
     assert "`uv run python -m jobs.papers.report fedbr/table1`" in reference.method_page("fedbr")
 
 

@@ -257,7 +257,7 @@ def test_weighting_is_by_samples_unless_a_method_or_the_user_asks_otherwise() ->
         (["method=[fedprox]", "method.fedprox.nu=1"], ["method.fedprox.nu", "did you mean mu?"]),
         (["method=[fedprox]", "method.fedprox.mu=abc"], ["method.fedprox.mu=abc", "a number"]),
         (["method=[fedprox]", "method.fedprox.mu=-1"], ["method.fedprox.mu=-1", "at least 0"]),
-        (["method=[fedavgm,fedadam]"], ["'fedavgm'", "'fedadam'", "keep one"]),
+        (["method=[fedavgm,fedadam]"], ["'fedavgm'", "'fedadam'", "(step)"]),
         (["method=[fedprox]", "method.fedprox._target_=os.system"], ["os.system", "outside raysim, in Python itself"]),
         (["method=[fedprox]", "method.fedprox._target_=numpy.a"], ["numpy.a", "outside raysim", "--allow numpy"]),
         (["method=[fedprox]", "method.fedprox._target_=raysim.simulation.fleet.Ideal"], ["is no method"]),
