@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from raysim.results.tables import markdown
-from raysim.simulation.combining import PART
+from raysim.simulation.group_sums import PART_FLOATS
 
 PAGE = Path(__file__).parent / "many_nodes.md"
 
@@ -76,7 +76,7 @@ def stages(cluster: Cluster, floats: float, summation: int, combine: bool) -> It
         yield Stage("sums to the first node", arrays * vector / cluster.network, arrays * vector, 0, "its network")
         yield Stage("added there", groups * add, serial="coordinator, its cores")
     else:
-        parts = math.ceil(floats / PART)
+        parts = math.ceil(floats / PART_FLOATS)
         slowest = max(vector / cluster.network, on_node * add) / parts
         seconds = (others + parts - 1) * slowest + others * parts * CALL
         yield Stage("from node to node", seconds, others * vector, others * parts, "a chain of nodes")

@@ -392,8 +392,10 @@ def unsafe(text: str) -> list[str]:
 
 
 def _refuses(call: ast.Call) -> bool:
-    """Whether a call says that it reads arrays and no pickles."""
-    return any(k.arg == "allow_pickle" and getattr(k.value, "value", None) is False for k in call.keywords)
+    """Return whether a call says that it reads arrays, or tensors, and no pickles."""
+    reads_tensors = ast.unparse(call.func) == "torch.load"
+    safe = ("weights_only", True) if reads_tensors else ("allow_pickle", False)
+    return any((keyword.arg, getattr(keyword.value, "value", None)) == safe for keyword in call.keywords)
 
 
 def _decides(cls: ast.ClassDef) -> bool:
@@ -416,6 +418,9 @@ def test_nothing_of_ours_pickles(path: Path) -> None:
         "f(allow_pickle=True)",
         "np.load(path)",
         "np.load(path, allow_pickle=flag)",
+        "np.load(path, weights_only=True)",
+        "torch.load(path, weights_only=flag)",
+        "torch.load(path, allow_pickle=False)",
     ],
 )
 def test_the_search_for_pickles_finds_them(line: str) -> None:
@@ -598,7 +603,7 @@ def test_the_saved_model_is_the_final_shared_model(tmp_path: Path) -> None:
     (tmp_path / "other").touch()
     modes = [(tmp_path / name).stat().st_mode for name in ("model.safetensors", "other")]
     assert modes[0] == modes[1], "as the umask says"
-    assert names(tmp_path) == ["model.safetensors", "other"]
+    assert names(tmp_path) == ["best.safetensors", "model.safetensors", "other"]
 
 
 def test_a_folder_is_made_with_those_above_it(tmp_path: Path) -> None:

@@ -13,7 +13,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from raysim.api.local_job import LocalJob
 from raysim.api.method import Method
+from raysim.api.setup import Setup
 from raysim.data.listed import listed
 from raysim.experiment.execute import Experiment, build, run
 from raysim.methods.fedbr import FedBR
@@ -174,10 +176,9 @@ def test_client_of_one_row_trains_where_the_network_can(name: str) -> None:
     assert experiment.spec.data.partition.train.counts.tolist() == SIZES
 
 
-@pytest.mark.parametrize("lanes", [1, 3])
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_schedule_never_draws_a_client_of_one_row(name: str, lanes: int, tmp_path: Path) -> None:
-    words = ["rounds=8", "faults.tolerate=0", f"runtime.lanes={lanes}", *SCHEDULES[name]]
+def test_schedule_never_draws_a_client_of_one_row(name: str, tmp_path: Path) -> None:
+    words = ["rounds=8", "faults.tolerate=0", *SCHEDULES[name]]
     finished(made(REFUSING["BatchNorm1d"], *words), tmp_path)
 
 
@@ -240,8 +241,11 @@ class First(Method):
     def __init__(self, every: bool) -> None:
         self.every = every
 
-    def select(self, ctx: Any, epoch: int, epochs: int) -> np.ndarray:
-        return np.arange(1 if self.every or epoch == 1 else ctx.samples)
+    def setup(self, run: Setup) -> None:
+        run.select(self.choose)
+
+    def choose(self, job: LocalJob, epoch: int, epochs: int) -> np.ndarray:
+        return np.arange(1 if self.every or epoch == 1 else job.samples)
 
 
 @pytest.mark.parametrize("name", REFUSING)
