@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import re
 import subprocess
 import sys
@@ -44,33 +43,6 @@ def test_each_of_them_is_imported_in_its_place_alone(library: str, places: set[s
     pattern = re.compile(rf"^\s*(import|from) {library}\b", re.MULTILINE)
     found = {str(path.relative_to(PACKAGE)) for path in PACKAGE.rglob("*.py") if pattern.search(path.read_text())}
     assert found == places
-
-
-PRIVATE = re.compile(r"""\bray\._\w*|\bray\.[\w.]*\._\w*|["']ray\.[\w.]*\._\w*""")
-
-
-@pytest.mark.parametrize("path", [*ON_RAY, "commands/submit/job_server.py", "commands/sweep/tune.py"])
-def test_only_public_names_of_ray_are_used(path: str) -> None:
-    assert PRIVATE.findall((PACKAGE / path).read_text()) == []
-
-
-@pytest.mark.parametrize("path", [*ON_RAY, "commands/submit/job_server.py", "commands/sweep/tune.py"])
-def test_no_attribute_of_rays_objects_is_replaced(path: str) -> None:
-    tree = ast.parse((PACKAGE / path).read_text())
-    targets = [
-        target
-        for node in ast.walk(tree)
-        if isinstance(node, (ast.Assign, ast.AugAssign, ast.AnnAssign))
-        for target in (node.targets if isinstance(node, ast.Assign) else [node.target])
-    ]
-    attributes = [target for target in targets if isinstance(target, ast.Attribute)]
-    own = {"self", "_stay", "records"}  # objects of this package
-    assert [ast.unparse(target) for target in attributes if ast.unparse(target).partition(".")[0] not in own] == []
-
-
-@pytest.mark.parametrize("text", ["ray._private.node", "import_module('ray._private')", "ray.tune._x", "ray._raylet"])
-def test_private_names_of_ray_are_recognised(text: str) -> None:
-    assert PRIVATE.search(text)
 
 
 def import_circles(imports: Mapping[str, set[str]]) -> list[set[str]]:

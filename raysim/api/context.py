@@ -292,23 +292,3 @@ class Contribution:
     def labels(self) -> Tensor:
         """[n]"""
         return self._samples[1]
-
-
-@dataclass(frozen=True)
-class Own:
-    """What a method's `personalise` sees of a client.
-
-    state: its accepted private state (the initial one if it never trained). download: what `send` has for it alone at
-    the scored version.
-    """
-
-    client: int
-    vector: Vector
-    state: Mapping[str, Tensor]
-    download: Mapping[str, Tensor]
-    trainer: Trainer
-    trained: bool
-
-    def data(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """As `Context.data`."""
-        return self.trainer.own(self.client)

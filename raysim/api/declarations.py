@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple, TypeAlias
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -77,18 +76,6 @@ FORWARD = 1 / 3
 
 
 @dataclass(frozen=True)
-class Cost:
-    """What a participation costs besides plain training; known at dispatch.
-
-    samples: extra forward-and-backward passes, in samples; down, up: extra floats that travel.
-    """
-
-    samples: float = 0.0
-    down: int = 0
-    up: int = 0
-
-
-@dataclass(frozen=True)
 class RunFacts:
     """What does not change during a run. clients: those with training samples; filled: slots that a method fills."""
 
@@ -107,24 +94,6 @@ class Participation(NamedTuple):
     earlier: int  # how often the client was dispatched before
     accepted: int  # how many of those jobs entered an aggregation before this version
     run: RunFacts
-
-
-Tensors: TypeAlias = Mapping[str, Tensor]  # by full name ("scaffold.control")
-
-
-@dataclass(frozen=True)
-class Download:
-    """What clients receive besides the vector: functions that are called when it is sent. Every float is counted.
-
-    once: to every client, at its first participation. A function of the seed and of what `assemble` left in the
-    server's state: it is called once before the first dispatch, and again after a resume.
-    version: to every client that starts from the current version; called, and stored, once per version.
-    client: to this client alone; called at each of its participations, and when its own model is scored.
-    """
-
-    once: Callable[[], Tensors] | None = None
-    version: Callable[[], Tensors] | None = None
-    client: Callable[[int], Tensors] | None = None
 
 
 @dataclass(frozen=True)

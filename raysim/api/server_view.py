@@ -167,6 +167,3 @@ class ServerView:
     def weight(self, client: int) -> float:
         """Return a client's weight before a method changes it."""
         return self._server.weight(client)  # type: ignore[no-any-return]
-
-
-Server: TypeAlias = Any

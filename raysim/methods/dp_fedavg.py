@@ -97,6 +97,7 @@ class DPFedAvg(Method):
     name = "dp_fedavg"
     paper = "McMahan et al., ICLR 2018; Andrew et al., NeurIPS 2021"
     weighting = "uniform"
+
     def __init__(
         self,
         noise: float = 1.0,
@@ -124,8 +125,7 @@ class DPFedAvg(Method):
         run.excludes("centralized", "there is only one client, and nobody to hide among")
         run.require(
             not run.stale,
-            "schedule: method 'dp_fedavg' accounts for rounds, and updates may be stale. Choose a "
-            "schedule of rounds.",
+            "schedule: method 'dp_fedavg' accounts for rounds, and updates may be stale. Choose a schedule of rounds.",
         )
         run.check(self._check_privacy)
         if self.noise:
@@ -135,7 +135,16 @@ class DPFedAvg(Method):
 
     def _check_privacy(self, run: Declarations) -> Sequence[str]:
         """Raise ValueError where more than clipped updates travels or is read."""
-        if run.layout.shared > run.layout.trained:
+        statistics = [e for e in run.layout.entries if not (e.parameter or e.personal)]
+        for entry in statistics:
+            if entry.network != "model":
+                method = entry.network.partition(".")[0]
+                raise ValueError(
+                    f"method '{method}' shares statistics of BatchNorm in its network "
+                    f"'{entry.network}', which method 'dp_fedavg' does not hide. Leave one of "
+                    "them out."
+                )
+        if statistics:
             raise ValueError(
                 "model: method 'dp_fedavg' hides parameters alone, and this model shares "
                 "statistics of BatchNorm. Choose a model without BatchNorm, or keep it on the "

@@ -17,8 +17,9 @@ from torch import Tensor
 
 from raysim.api.context import Batch
 from raysim.api.declarations import Local
+from raysim.api.local_job import LocalJob
 from raysim.api.method import Method
-from raysim.api.server_view import Aggregation
+from raysim.api.server_view import Aggregation, ServerView
 from raysim.methods.dann import Dann
 from raysim.methods.feddecorr import FedDecorr
 from raysim.methods.fedprox import FedProx
@@ -32,13 +33,11 @@ LOG_WEIGHTS = "groupdro.log_weights"
 LOCAL = Local(lr=0.05, momentum=0.9, batch=8, epochs=2)
 
 
-class Watch(Method):
-    """Keeps what the server saw and knew at every aggregation, and what the received model makes of first batches."""
+class Watch(GroupDRO):
+    """Keep what the server sees at each aggregation, and the received model's first losses."""
 
-    name = "watch"
-    paper = "a test"
-
-    def __init__(self) -> None:
+    def __init__(self, settings: GroupDRO) -> None:
+        super().__init__(settings.step_size, settings.batches, settings.prior)
         self.clients: list[list[int]] = []
         self.losses: list[Tensor] = []
         self.means: list[list[float]] = []
@@ -49,40 +48,40 @@ class Watch(Method):
         self.first: dict[tuple[int, int], float] = {}
         self.batch_means: dict[tuple[int, int], float] = {}
 
-    def setup(self, run: Any) -> None:
-        run.read_updates()
-        run.server_state("start", self._note_start)
-
-    def _note_start(self, server: Any) -> Tensor:
-        self.log_weights.append(server._server.state[LOG_WEIGHTS].clone())
+    def _first_log_weights(self, server: ServerView) -> Tensor:
+        first = super()._first_log_weights(server)
+        self.log_weights.append(first.clone())
         self.vectors.append(server.vector)
-        return torch.zeros(0)
+        return first
 
-    def end(self, job: Any) -> None:
-        assert job.losses is not None
-        self.batch_means[job.client, job.version] = float(job.losses.mean())
-
-    def absorb(self, aggregation: Aggregation, server: Any) -> None:
-        updates = aggregation.updates
-        self.clients.append([update.client for update in updates])
-        self.losses.append(torch.tensor([update.extras["groupdro.loss"].item() for update in updates]).double())
-        self.means.append([self.batch_means[update.client, update.version] for update in updates])
-        self.deltas.append(torch.stack(list(aggregation.deltas)))
-        self.log_weights.append(server._server.state[LOG_WEIGHTS].log_softmax(0))
-        self.weights.append(torch.tensor(aggregation.weights, dtype=torch.float64))
-        self.vectors.append(server.vector)
-
-    def batch(self, job: Any, batch: Batch) -> Batch:
+    def batch(self, job: LocalJob, batch: Batch) -> Batch:
         if job.step == 0:
             with torch.no_grad():
                 loss = F.cross_entropy(job.model(batch.inputs), batch.targets)
             self.first[job.client, job.version] = loss.item()
         return batch
 
+    def end(self, job: LocalJob) -> None:
+        super().end(job)
+        self.batch_means[job.client, job.version] = float(job.losses.mean())
+
+    def absorb(self, aggregation: Aggregation, server: ServerView) -> None:
+        updates = aggregation.updates
+        self.clients.append(aggregation.clients)
+        self.losses.append(torch.cat(aggregation.uploads("loss")).double())
+        self.means.append([self.batch_means[update.client, update.version] for update in updates])
+        self.deltas.append(torch.stack(list(aggregation.deltas)))
+        self.log_weights.append(server.state["log_weights"].log_softmax(0))
+        self.weights.append(torch.tensor(aggregation.weights, dtype=torch.float64))
+        self.vectors.append(server.vector)
+
 
 def watched(*methods: Method, schedule: Schedule = ROUNDS, rounds: int = 5, **settings: Any) -> Watch:
-    watch = Watch()
-    run(run_spec(*methods, watch, local=LOCAL), schedule, rounds=rounds, **settings)
+    """Run the methods with a watched GroupDRO in place of theirs, which comes last."""
+    *others, groupdro = methods
+    assert isinstance(groupdro, GroupDRO)
+    watch = Watch(groupdro)
+    run(run_spec(*others, watch, local=LOCAL), schedule, rounds=rounds, **settings)
     return watch
 
 
@@ -168,9 +167,9 @@ def test_weights_are_in_a_checkpoint(tmp_path: Path) -> None:
         saved = checkpoint.read(tmp_path / "checkpoints" / f"round-{version:06d}").server[f"state/{LOG_WEIGHTS}"]
         assert saved.dtype == np.float64
         assert torch.equal(torch.tensor(saved).log_softmax(0), watch.log_weights[version])
-    resumed = Watch()
+    resumed = Watch(GroupDRO(0.5))
     checkpoint_2 = str(tmp_path / "checkpoints" / "round-000002")
-    run(run_spec(GroupDRO(0.5), resumed, local=LOCAL), rounds=4, resume=checkpoint_2)
+    run(run_spec(resumed, local=LOCAL), rounds=4, resume=checkpoint_2)
     assert torch.equal(resumed.log_weights[-1], watch.log_weights[4])
     assert resumed.clients == watch.clients[2:]
 

@@ -7,8 +7,8 @@ import re
 
 import pytest
 from cluster import Hosts
-from test_conformance import TABLE
-from tiny_runs import MLP, changed, coordinate, ran, run, run_spec
+from test_conformance import TABLE, declared
+from tiny_runs import changed, coordinate, ran, run, run_spec
 
 from raysim.api.declarations import Evaluation, Finetune, Local
 from raysim.data.federated import FederatedData, federate
@@ -18,7 +18,7 @@ from raysim.methods.fedprox import FedProx
 from raysim.methods.scaffold import Scaffold
 from raysim.models import Gru, Lora, Mlp, ModelRecipe, Transformer
 from raysim.simulation.schedule import Synchronous
-from raysim.training.run_spec import RunSpec, declare_run
+from raysim.training.run_spec import RunSpec
 
 GRU = Gru(embedding=4, width=6)
 TRANSFORMER = Transformer(width=8, blocks=1)
@@ -38,22 +38,13 @@ def data(kind: str) -> FederatedData:
     return DATA[kind]()
 
 
-@functools.cache
-def needs(name: str) -> set[str]:
-    """Return what a method declares that it cannot do without."""
-    row = TABLE[name]
-    model = MLP if name == "dp_fedavg" else row.model  # it refuses shared statistics
-    (declared,) = declare_run(run_spec(row.make(), model=model)).methods
-    return {*declared.needs}
-
-
 @pytest.mark.parametrize("kind", DATA)
 @pytest.mark.parametrize("name", TABLE)
 def test_a_method_trains_or_says_by_name_why_it_cannot(name: str, kind: str) -> None:
     method = TABLE[name].make()
     lacks = {"tokens": {"images", "numbers"}, "values": {"classes", "images"}}[kind]
     spec = run_spec(method, model=MODELS[kind], data=data(kind), local=LOCAL)
-    if lacks & needs(name):
+    if lacks & {*declared(name).needs}:
         with pytest.raises(ValueError, match=f"^method '{method.name}' needs "):
             run(spec)
         return
@@ -66,7 +57,7 @@ def test_a_method_trains_or_says_by_name_why_it_cannot(name: str, kind: str) -> 
 
 
 def test_the_methods_that_add_inputs_up_are_those_that_say_so() -> None:
-    assert {name for name in TABLE if "numbers" in needs(name)} == MIXES
+    assert {name for name in TABLE if "numbers" in declared(name).needs} == MIXES
 
 
 @pytest.mark.parametrize("model", [GRU, TRANSFORMER, Transformer(width=8, blocks=1, dropout=0.2)], ids=repr)

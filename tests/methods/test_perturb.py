@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_conformance import TABLE, clash, small_fedbr
+from test_conformance import EPOCHS, TABLE, clash, small_fedbr
 from tiny_runs import NORMED_MLP, ROUNDS, Asking, NormedMlp, run, run_spec
 from torch import nn
 
@@ -31,7 +31,7 @@ class Dropping(NormedMlp):
 
 
 def study(*methods: Method, model: Any = NORMED_MLP, **others: Any) -> Any:
-    return run_spec(*methods, model=model, **others)
+    return run_spec(*methods, model=model, **({"local": EPOCHS} | others))
 
 
 OWNERS = ("fedsam", "fedspeed")
