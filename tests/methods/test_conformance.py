@@ -43,6 +43,7 @@ from raysim.api.setup import Declared
 from raysim.conformance import agreement
 from raysim.conformance.methods import named, travels
 from raysim.methods.ace import ACE
+from raysim.methods.afl import AFL
 from raysim.methods.ca2fl import CA2FL
 from raysim.methods.centralized import Centralized
 from raysim.methods.coordinate_median import CoordinateMedian
@@ -64,6 +65,7 @@ from raysim.methods.fedgh import FedGH, HierarchicalFedGH
 from raysim.methods.fedlc import FedLC
 from raysim.methods.fedld import DampedMargin, MarginControl, PrincipalGradient
 from raysim.methods.fedmix import FedMix
+from raysim.methods.fednova import FedNova
 from raysim.methods.fedntd import FedNTD
 from raysim.methods.fedopt import FedAdagrad, FedAdam, FedAvgM, FedYogi
 from raysim.methods.fedpac import FedPAC
@@ -84,6 +86,7 @@ from raysim.methods.moon import Moon
 from raysim.methods.norm_clipping import NormClipping
 from raysim.methods.partialfed import PartialFed
 from raysim.methods.pfedavg import PFedAvg
+from raysim.methods.qfedavg import QFedAvg
 from raysim.methods.scaffold import Scaffold
 from raysim.methods.trimmed_mean import TrimmedMean
 from raysim.methods.vhl import Vhl
@@ -93,6 +96,7 @@ from raysim.simulation.schedule import Buffered, Synchronous
 from raysim.training.run_spec import declare_run
 
 EPOCHS = Local(lr=0.05, momentum=0.9, batch=12, epochs=2)
+STEPS = Local(lr=0.05, momentum=0.9, batch=12, epochs=None, steps=3)
 
 
 class Frozen(Scaffold):
@@ -316,6 +320,24 @@ TABLE: dict[str, Row] = {
     "fedspeed": Row(FedSpeed, private=True),
     "ditto": Row(Ditto, {"any lam": Plain(lambda: Ditto(0.3))}, personal=True, private=True, as_fedavg=True),
     "fedrep": Row(lambda: FedRep(head_epochs=1), personal=True, private=True),
+    "fednova": Row(
+        FedNova,
+        {"with equal steps": Plain(FedNova, study={"local": STEPS})},
+        frozenset({"fednova.steps"}),
+    ),
+    "qfedavg": Row(
+        QFedAvg,
+        {"q=0": Plain(lambda: QFedAvg(0.0), run=UNIFORM)},
+        frozenset({"qfedavg.loss", "qfedavg.curvature"}),
+    ),
+    "afl": Row(
+        AFL,
+        {
+            "step_size=0": Plain(lambda: AFL(0.0), run=UNIFORM),
+            "in the first round": Plain(AFL, run=UNIFORM | {"rounds": 1}),
+        },
+        frozenset({"afl.loss"}),
+    ),
 }
 
 
@@ -578,10 +600,13 @@ ALTERNATIVES = [
     [
         *("fedcda", "fedld_principal", "fedgh", "fedgh_hierarchical", "fedasync", "ca2fl", "ace"),
         *("coordinate_median", "trimmed_mean", "krum", "geometric_median", "norm_clipping", "dp_fedavg"),
+        "fednova",
     ],
     # FedAsync mixes single models; CA2FL and ACE count all clients alike, and most of a step is not of its arrivals.
     *(["fedasync", name] for name in ("fedavgm", "fedadagrad", "fedadam", "fedyogi", "fadas", "inco")),
     *([first, second] for first in ("fedasync", "ca2fl", "ace") for second in ("fedexp", "fedbuff", "groupdro")),
+    *(["qfedavg", name] for name in ("fedbuff", "fedasync", "fedcda", "ca2fl", "ace")),  # the divisor
+    *(["afl", name] for name in ("fedasync", "fedcda", "ca2fl", "ace")),  # weights of clients
     *(["dp_fedavg", name] for name in ("fedexp", "centralized")),  # single updates, and nobody to hide among
     ["fedlc", "fedrs", "fedmix", "fraug", "fedld_damped"],  # the logits of the loss, or all of it
     # One model for all.
