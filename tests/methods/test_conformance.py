@@ -44,6 +44,7 @@ from raysim.conformance import agreement
 from raysim.conformance.methods import named, travels
 from raysim.methods.ace import ACE
 from raysim.methods.afl import AFL
+from raysim.methods.apfl import APFL
 from raysim.methods.ca2fl import CA2FL
 from raysim.methods.centralized import Centralized
 from raysim.methods.coordinate_median import CoordinateMedian
@@ -52,6 +53,7 @@ from raysim.methods.ditto import Ditto
 from raysim.methods.dp_fedavg import DPFedAvg
 from raysim.methods.fadas import FADAS
 from raysim.methods.fedasync import FedAsync
+from raysim.methods.fedbabu import FedBABU
 from raysim.methods.fedbn import FedBN
 from raysim.methods.fedbr import FedBR
 from raysim.methods.fedbss import FedBSS
@@ -338,6 +340,8 @@ TABLE: dict[str, Row] = {
         },
         frozenset({"afl.loss"}),
     ),
+    "fedbabu": Row(lambda: FedBABU(1), personal=True, private=True),
+    "apfl": Row(APFL, {"any alpha": Plain(lambda: APFL(0.3))}, personal=True, private=True, as_fedavg=True),
 }
 
 
@@ -591,9 +595,9 @@ ALTERNATIVES = [
     *(["fedcda", name] for name in ("fedavgm", "fedadagrad", "fedadam", "fedyogi", "fedexp", "fadas")),
     *(["fedcda", name] for name in ("fedbuff", "groupdro", "inco")),
     *(["feddyn", name] for name in ("fedcda", "fedasync", "ca2fl", "ace")),  # the mean of one round's updates
-    ["fedbr", "dann", "fedpac", "fraug", "fedsr", "fedrep"],  # the stages of an iteration
+    ["fedbr", "dann", "fedpac", "fraug", "fedsr", "fedrep", "fedbabu", "apfl"],  # the stages of an iteration
     ["fedsam", "fedspeed"],  # the points at which gradients are taken
-    *(["local", name] for name in ("fedpac", "ditto")),  # one extractor, or one model to be drawn to, for all
+    *(["local", name] for name in ("fedpac", "ditto", "apfl")),  # one extractor, or one model to be drawn to, for all
     *(["mixup", name] for name in ("fedmix", "fraug")),  # soft labels and a need for integer ones
     ["moon", "vhl", "fedrs", "fedsr"],  # the model
     # The combination of updates.
@@ -612,7 +616,21 @@ ALTERNATIVES = [
     # One model for all.
     *(
         ["centralized", name]
-        for name in (*("fedbn", "local", "partialfed", "pfedavg", "fedpac", "fraug", "fedsr", "ditto", "fedrep"),)
+        for name in (
+            *(
+                "fedbn",
+                "local",
+                "partialfed",
+                "pfedavg",
+                "fedpac",
+                "fraug",
+                "fedsr",
+                "ditto",
+                "fedrep",
+                "fedbabu",
+                "apfl",
+            ),
+        )
     ),
 ]
 

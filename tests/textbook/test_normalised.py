@@ -11,17 +11,23 @@ import torch
 from tiny_runs import NORMED_MLP
 
 from raysim.methods.afl import AFL, project_onto_simplex
+from raysim.methods.apfl import APFL
+from raysim.methods.fedbabu import FedBABU
 from raysim.methods.fednova import FedNova, effective_steps, normalising_factors
 from raysim.methods.fedprox import FedProx
 from raysim.methods.qfedavg import QFedAvg
+from raysim.simulation.schedule import Synchronous
 from textbook.afl import afl, nearest_on_simplex
+from textbook.apfl import apfl
 from textbook.check import LOCAL, Row, check
+from textbook.fedbabu import fedbabu
 from textbook.fednova import fednova
 from textbook.qfedavg import qfedavg
 
 NORMED: dict[str, Any] = {"model": NORMED_MLP}
 STEPS: dict[str, Any] = {"local": replace(LOCAL, epochs=None, steps=5)}
 PLAIN: dict[str, Any] = {"local": replace(LOCAL, momentum=0.0, weight_decay=0.0)}
+FEW: dict[str, Any] = {"schedule": Synchronous(1), "run": {"rounds": 2}}  # so some client never takes part
 UNIFORM, SAMPLES = {"weighting": "uniform"}, {"weighting": "samples"}
 
 ROWS = {
@@ -37,6 +43,18 @@ ROWS = {
     "afl": Row(partial(afl, gamma=0.1), lambda: [AFL()]),
     "afl with BatchNorm, a small step": Row(partial(afl, gamma=0.01), lambda: [AFL(0.01)], NORMED),
     "afl, a large step, by samples": Row(partial(afl, gamma=3.0), lambda: [AFL(3.0)], run=SAMPLES | {"rounds": 5}),
+    "fedbabu": Row(partial(fedbabu, epochs=2, head_only=True), lambda: [FedBABU(2)]),
+    "fedbabu with BatchNorm": Row(partial(fedbabu, epochs=2, head_only=True), lambda: [FedBABU(2)], NORMED),
+    "fedbabu, fine-tuned as a whole": Row(
+        partial(fedbabu, epochs=1, head_only=False), lambda: [FedBABU(1, "all")], NORMED
+    ),
+    "fedbabu, some never train": Row(partial(fedbabu, epochs=1, head_only=True), lambda: [FedBABU(1)], NORMED, **FEW),
+    "apfl": Row(partial(apfl, alpha=0.5), lambda: [APFL()]),
+    "apfl with BatchNorm": Row(partial(apfl, alpha=0.3), lambda: [APFL(0.3)], NORMED),
+    "apfl, plain SGD": Row(partial(apfl, alpha=0.8), lambda: [APFL(0.8)], PLAIN),
+    "apfl, fixed alpha": Row(partial(apfl, alpha=0.3, adaptive=False), lambda: [APFL(0.3, False)], NORMED),
+    "apfl, a large rate": Row(partial(apfl, alpha=0.99), lambda: [APFL(0.99)], {"local": replace(LOCAL, lr=0.7)}),
+    "apfl, some never train": Row(partial(apfl, alpha=0.5), lambda: [APFL()], NORMED, **FEW),
 }
 
 
