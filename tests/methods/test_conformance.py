@@ -67,6 +67,7 @@ from raysim.methods.fedmix import FedMix
 from raysim.methods.fedntd import FedNTD
 from raysim.methods.fedopt import FedAdagrad, FedAdam, FedAvgM, FedYogi
 from raysim.methods.fedpac import FedPAC
+from raysim.methods.fedproto import FedProto
 from raysim.methods.fedprox import FedProx
 from raysim.methods.fedrep import FedRep
 from raysim.methods.fedrs import FedRS
@@ -316,6 +317,12 @@ TABLE: dict[str, Row] = {
     "fedspeed": Row(FedSpeed, private=True),
     "ditto": Row(Ditto, {"any lam": Plain(lambda: Ditto(0.3))}, personal=True, private=True, as_fedavg=True),
     "fedrep": Row(lambda: FedRep(head_epochs=1), personal=True, private=True),
+    "fedproto": Row(
+        lambda: FedProto(predict="prototype"),
+        uploads=frozenset({"fedproto.class_means", "fedproto.class_counts"}),
+        personal=True,
+        private=True,
+    ),
 }
 
 
@@ -448,6 +455,8 @@ FREIGHT: dict[str, Callable[[], Method]] = {
     "fedbr once": lambda: small_fedbr(pseudo_refresh="once"),
     "fedbr without a projector": lambda: small_fedbr(mu=0.0),
     "partialfed by hand": PartialFed,
+    # A prototype that a client keeps may be, byte for byte, what the one holder of its class uploaded.
+    "fedproto": FedProto,
 }
 
 
@@ -571,8 +580,10 @@ ALTERNATIVES = [
     *(["feddyn", name] for name in ("fedcda", "fedasync", "ca2fl", "ace")),  # the mean of one round's updates
     ["fedbr", "dann", "fedpac", "fraug", "fedsr", "fedrep"],  # the stages of an iteration
     ["fedsam", "fedspeed"],  # the points at which gradients are taken
-    *(["local", name] for name in ("fedpac", "ditto")),  # one extractor, or one model to be drawn to, for all
-    *(["mixup", name] for name in ("fedmix", "fraug")),  # soft labels and a need for integer ones
+    *(
+        [first, second] for first in ("local", "fedproto") for second in ("fedpac", "ditto")
+    ),  # one extractor, or one model to be drawn to, for all
+    *(["mixup", name] for name in ("fedmix", "fraug", "fedproto")),  # soft labels and a need for integer ones
     ["moon", "vhl", "fedrs", "fedsr"],  # the model
     # The combination of updates.
     [
@@ -587,7 +598,9 @@ ALTERNATIVES = [
     # One model for all.
     *(
         ["centralized", name]
-        for name in (*("fedbn", "local", "partialfed", "pfedavg", "fedpac", "fraug", "fedsr", "ditto", "fedrep"),)
+        for name in (
+            *("fedbn", "local", "partialfed", "pfedavg", "fedpac", "fraug", "fedsr", "ditto", "fedrep", "fedproto"),
+        )
     ),
 ]
 
