@@ -85,6 +85,7 @@ from raysim.methods.moon import Moon
 from raysim.methods.norm_clipping import NormClipping
 from raysim.methods.partialfed import PartialFed
 from raysim.methods.pfedavg import PFedAvg
+from raysim.methods.pfedme import PFedMe
 from raysim.methods.scaffold import Scaffold
 from raysim.methods.trimmed_mean import TrimmedMean
 from raysim.methods.vhl import Vhl
@@ -323,6 +324,7 @@ TABLE: dict[str, Row] = {
         personal=True,
         private=True,
     ),
+    "pfedme": Row(lambda: PFedMe(2, beta=0.9), private=True),
 }
 
 
@@ -579,11 +581,12 @@ ALTERNATIVES = [
     *(["fedcda", name] for name in ("fedbuff", "groupdro", "inco")),
     *(["feddyn", name] for name in ("fedcda", "fedasync", "ca2fl", "ace")),  # the mean of one round's updates
     ["fedbr", "dann", "fedpac", "fraug", "fedsr", "fedrep"],  # the stages of an iteration
-    ["fedsam", "fedspeed"],  # the points at which gradients are taken
+    ["fedsam", "fedspeed", "pfedme"],  # the points at which gradients are taken
     *(
         [first, second] for first in ("local", "fedproto") for second in ("fedpac", "ditto")
     ),  # one extractor, or one model to be drawn to, for all
     *(["mixup", name] for name in ("fedmix", "fraug", "fedproto")),  # soft labels and a need for integer ones
+    *(["pfedme", name] for name in ("ditto", "fedpac")),  # the model that a client is scored with
     ["moon", "vhl", "fedrs", "fedsr"],  # the model
     # The combination of updates.
     [
@@ -599,7 +602,7 @@ ALTERNATIVES = [
     *(
         ["centralized", name]
         for name in (
-            *("fedbn", "local", "partialfed", "pfedavg", "fedpac", "fraug", "fedsr", "ditto", "fedrep", "fedproto"),
+            *("fedbn", "local", "partialfed", "pfedavg", "fedpac", "fraug", "fedsr", "ditto", "fedrep", "fedproto", "pfedme"),
         )
     ),
 ]

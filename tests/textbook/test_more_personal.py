@@ -12,9 +12,11 @@ from raysim.data.federated import federate
 from raysim.data.partition import Dirichlet
 from raysim.data.sources import Synthetic
 from raysim.methods.fedproto import FedProto
+from raysim.methods.pfedme import PFedMe
 from raysim.simulation.schedule import Synchronous
 from textbook.check import Row, check
 from textbook.fedproto import fedproto
+from textbook.pfedme import pfedme
 
 NORMED: dict[str, Any] = {"model": NORMED_MLP}
 FEW: dict[str, Any] = {"schedule": Synchronous(1), "run": {"rounds": 2}}  # some client never trains
@@ -30,6 +32,11 @@ def prototypes(lam: float, predict: Any, **study: Any) -> Row:
     return Row(book, lambda: [FedProto(lam, predict)], study)
 
 
+def envelopes(steps: int = 5, lam: float = 15.0, rate: float = 0.01, beta: float = 1.0, **others: Any) -> Row:
+    book = partial(pfedme, steps=steps, lam=lam, rate=rate, beta=beta)
+    return Row(book, lambda: [PFedMe(steps, lam, rate, beta)], **others)
+
+
 ROWS = {
     "fedproto": prototypes(1.0, "head"),
     "fedproto with BatchNorm": prototypes(0.7, "head", **NORMED),
@@ -38,6 +45,11 @@ ROWS = {
     "fedproto, some never train": Row(
         partial(fedproto, by_prototype=True), lambda: [FedProto(predict="prototype")], NORMED, **FEW
     ),
+    "pfedme": envelopes(),
+    "pfedme with BatchNorm": envelopes(3, 5.0, 0.1, study=NORMED),
+    "pfedme, part of the mean": envelopes(2, 8.0, 0.05, 0.6, study=NORMED),
+    "pfedme, one inner step": envelopes(1, run={"weighting": "samples"}),
+    "pfedme, some never train": envelopes(beta=1.5, study=NORMED, **FEW),
 }
 
 
