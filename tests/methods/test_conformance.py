@@ -50,6 +50,7 @@ from raysim.methods.dann import Dann
 from raysim.methods.ditto import Ditto
 from raysim.methods.dp_fedavg import DPFedAvg
 from raysim.methods.fadas import FADAS
+from raysim.methods.fedala import FedALA
 from raysim.methods.fedasync import FedAsync
 from raysim.methods.fedbn import FedBN
 from raysim.methods.fedbr import FedBR
@@ -323,6 +324,9 @@ TABLE: dict[str, Row] = {
         uploads=frozenset({"fedproto.class_means", "fedproto.class_counts"}),
         personal=True,
         private=True,
+    ),
+    "fedala": Row(
+        FedALA, {"in a client's first participation": Plain(FedALA, run={"rounds": 1})}, private=True
     ),
     "pfedme": Row(lambda: PFedMe(2, beta=0.9), private=True),
 }
@@ -602,7 +606,8 @@ ALTERNATIVES = [
     *(
         ["centralized", name]
         for name in (
-            *("fedbn", "local", "partialfed", "pfedavg", "fedpac", "fraug", "fedsr", "ditto", "fedrep", "fedproto", "pfedme"),
+            *("fedbn", "local", "partialfed", "pfedavg", "fedpac", "fraug", "fedsr", "ditto", "fedrep"),
+            *("fedproto", "pfedme", "fedala"),
         )
     ),
 ]

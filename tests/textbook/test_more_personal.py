@@ -11,10 +11,12 @@ from tiny_runs import NORMED_MLP, SEED
 from raysim.data.federated import federate
 from raysim.data.partition import Dirichlet
 from raysim.data.sources import Synthetic
+from raysim.methods.fedala import FedALA
 from raysim.methods.fedproto import FedProto
 from raysim.methods.pfedme import PFedMe
 from raysim.simulation.schedule import Synchronous
 from textbook.check import Row, check
+from textbook.fedala import fedala
 from textbook.fedproto import fedproto
 from textbook.pfedme import pfedme
 
@@ -37,6 +39,13 @@ def envelopes(steps: int = 5, lam: float = 15.0, rate: float = 0.01, beta: float
     return Row(book, lambda: [PFedMe(steps, lam, rate, beta)], **others)
 
 
+def local_aggregation(
+    layers: int = 1, top: str = "model.head", rate: float = 1.0, share: float = 0.8, **others: Any
+) -> Row:
+    book = partial(fedala, rate=rate, share=share, top=top)
+    return Row(book, lambda: [FedALA(layers, share, rate)], **others)
+
+
 ROWS = {
     "fedproto": prototypes(1.0, "head"),
     "fedproto with BatchNorm": prototypes(0.7, "head", **NORMED),
@@ -45,6 +54,11 @@ ROWS = {
     "fedproto, some never train": Row(
         partial(fedproto, by_prototype=True), lambda: [FedProto(predict="prototype")], NORMED, **FEW
     ),
+    "fedala": local_aggregation(),
+    "fedala, all layers": local_aggregation(9, "model"),
+    "fedala with BatchNorm": local_aggregation(rate=5.0, share=1.0, study=NORMED),
+    "fedala, some never train": local_aggregation(study=NORMED, **FEW),
+    "fedala, more rounds": local_aggregation(rate=2.0, share=0.5, run={"rounds": 5}),
     "pfedme": envelopes(),
     "pfedme with BatchNorm": envelopes(3, 5.0, 0.1, study=NORMED),
     "pfedme, part of the mean": envelopes(2, 8.0, 0.05, 0.6, study=NORMED),
