@@ -52,6 +52,7 @@ from raysim.methods.dann import Dann
 from raysim.methods.ditto import Ditto
 from raysim.methods.dp_fedavg import DPFedAvg
 from raysim.methods.fadas import FADAS
+from raysim.methods.fedala import FedALA
 from raysim.methods.fedasync import FedAsync
 from raysim.methods.fedbabu import FedBABU
 from raysim.methods.fedbn import FedBN
@@ -71,6 +72,7 @@ from raysim.methods.fednova import FedNova
 from raysim.methods.fedntd import FedNTD
 from raysim.methods.fedopt import FedAdagrad, FedAdam, FedAvgM, FedYogi
 from raysim.methods.fedpac import FedPAC
+from raysim.methods.fedproto import FedProto
 from raysim.methods.fedprox import FedProx
 from raysim.methods.fedrep import FedRep
 from raysim.methods.fedrs import FedRS
@@ -88,6 +90,7 @@ from raysim.methods.moon import Moon
 from raysim.methods.norm_clipping import NormClipping
 from raysim.methods.partialfed import PartialFed
 from raysim.methods.pfedavg import PFedAvg
+from raysim.methods.pfedme import PFedMe
 from raysim.methods.qfedavg import QFedAvg
 from raysim.methods.scaffold import Scaffold
 from raysim.methods.trimmed_mean import TrimmedMean
@@ -347,6 +350,16 @@ TABLE: dict[str, Row] = {
     ),
     "fedbabu": Row(lambda: FedBABU(1), personal=True, private=True),
     "apfl": Row(APFL, {"any alpha": Plain(lambda: APFL(0.3))}, personal=True, private=True, as_fedavg=True),
+    "fedproto": Row(
+        lambda: FedProto(predict="prototype"),
+        uploads=frozenset({"fedproto.class_means", "fedproto.class_counts"}),
+        personal=True,
+        private=True,
+    ),
+    "fedala": Row(
+        FedALA, {"in a client's first participation": Plain(FedALA, run={"rounds": 1})}, private=True
+    ),
+    "pfedme": Row(lambda: PFedMe(2, beta=0.9), private=True),
 }
 
 
@@ -482,6 +495,8 @@ FREIGHT: dict[str, Callable[[], Method]] = {
     "fedbr once": lambda: small_fedbr(pseudo_refresh="once"),
     "fedbr without a projector": lambda: small_fedbr(mu=0.0),
     "partialfed by hand": PartialFed,
+    # A prototype that a client keeps may be, byte for byte, what the one holder of its class uploaded.
+    "fedproto": FedProto,
 }
 
 
@@ -605,10 +620,13 @@ ALTERNATIVES = [
     *(["fedcda", name] for name in ("fedavgm", "fedadagrad", "fedadam", "fedyogi", "fedexp", "fadas")),
     *(["fedcda", name] for name in ("fedbuff", "groupdro", "inco")),
     *(["feddyn", name] for name in ("fedcda", "fedasync", "ca2fl", "ace")),  # the mean of one round's updates
-    ["fedbr", "dann", "fedpac", "fraug", "fedsr", "fedrep", "fedbabu", "apfl"],  # the stages of an iteration
-    ["fedsam", "fedspeed"],  # the points at which gradients are taken
-    *(["local", name] for name in ("fedpac", "ditto", "apfl")),  # one extractor, or one model to be drawn to, for all
-    *(["mixup", name] for name in ("fedmix", "fraug")),  # soft labels and a need for integer ones
+    ["fedbr", "dann", "fedpac", "fraug", "fedsr", "fedrep", "fedbabu", "apfl"],  # the stages of a step
+    ["fedsam", "fedspeed", "pfedme"],  # the points at which gradients are taken
+    # One extractor, or one model to be drawn to, for all.
+    *([first, second] for first in ("local", "fedproto") for second in ("fedpac", "ditto")),
+    ["local", "apfl"],
+    *(["mixup", name] for name in ("fedmix", "fraug", "fedproto")),  # soft labels and a need for integer ones
+    *(["pfedme", name] for name in ("ditto", "fedpac")),  # the model that a client is scored with
     ["moon", "vhl", "fedrs", "fedsr"],  # the model
     # The combination of updates.
     [
@@ -625,24 +643,14 @@ ALTERNATIVES = [
     # They send or read more than clipped updates; FRAug's generator shares statistics of BatchNorm.
     *(["dp_fedavg", name] for name in ("scaffold", "fedcm", "groupdro", "inco", "fedbuff")),
     *(["dp_fedavg", name] for name in ("fedbr", "fedmix", "fedpac", "fraug")),
+    *(["dp_fedavg", name] for name in ("qfedavg", "afl", "fedproto", "pfedme")),
     ["fedlc", "fedrs", "fedmix", "fraug", "fedld_damped"],  # the logits of the loss, or all of it
     # One model for all.
     *(
         ["centralized", name]
         for name in (
-            *(
-                "fedbn",
-                "local",
-                "partialfed",
-                "pfedavg",
-                "fedpac",
-                "fraug",
-                "fedsr",
-                "ditto",
-                "fedrep",
-                "fedbabu",
-                "apfl",
-            ),
+            *("fedbn", "local", "partialfed", "pfedavg", "fedpac", "fraug", "fedsr", "ditto", "fedrep"),
+            *("fedproto", "pfedme", "fedala", "fedbabu", "apfl"),
         )
     ),
 ]

@@ -1,0 +1,170 @@
+"""FedALA: each client learns how much of the received model its own last one takes over, weight by weight.
+
+Zhang, Hua, Wang, Song, Xue, Ma and Guan, "FedALA: Adaptive Local Aggregation for Personalized Federated Learning"
+(AAAI 2023), Algorithm 1. x is the received model, y' what the client trained last, L the client's loss; in the top
+p layers:
+
+    theta = y' + (x - y') W                         where training starts; the lower layers start from x
+    W <- clip(W - eta (dL/dtheta) (x - y'), 0, 1)   W = 1 at first; on batches of a share s of the client's samples
+
+At a client's second participation W is learnt in several passes, until the losses of the last ten passes have a standard
+deviation below 0.1; later in one. The update is measured from x.
+
+Choices where the source is silent
+- A layer is a module with parameters that travel, in the order of the model: p = 1 is the head.
+- W is learnt in eval mode, without augmentation, on samples that are drawn anew in each participation. The loss of a
+  pass is that of its last batch, and there are at least eleven passes (the authors' code), at most 100.
+- A client is scored with y' + (x - y') W of its last W, without learning it again; before it has one, with x.
+- The number of passes is not known at dispatch: the cost is the largest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.func import functional_call
+
+from raysim.api.declarations import Participation
+from raysim.api.method import Method
+from raysim.primitives.checks import above, at_least, in_range
+
+if TYPE_CHECKING:
+    from raysim.api.local_job import LocalJob, PersonalModel
+    from raysim.api.setup import Setup
+    from raysim.vectors.layout import Entry, Layout
+
+MAX_PASSES = 100
+COMPARED_PASSES = 10
+CONVERGED_DEVIATION = 0.1
+
+
+def mixed(old: Tensor, new: Tensor, weights: Tensor) -> Tensor:
+    """Return y' + (x - y') W."""
+    return old + (new - old) * weights
+
+
+def updated_weights(weights: Tensor, gradient: Tensor, old: Tensor, new: Tensor, rate: float) -> Tensor:
+    """Return W after one step, in [0, 1]; gradient: of the loss by the mixed parameters."""
+    return (weights - rate * gradient * (new - old)).clamp(0, 1)
+
+
+def has_converged(losses: Sequence[float]) -> bool:
+    """Return whether the losses of the last passes hardly differ."""
+    if len(losses) <= COMPARED_PASSES:
+        return False
+    return float(np.std(losses[-COMPARED_PASSES:])) < CONVERGED_DEVIATION
+
+
+def top_entries(layout: Layout, layers: int) -> list[Entry]:
+    """Return the shared parameters of the model's last layers, by position."""
+    entries = [entry for entry in layout.within(["model"]) if not entry.personal]
+    modules = list(dict.fromkeys(entry.path.rpartition(".")[0] for entry in entries))
+    top = modules[-layers:]
+    return [entry for entry in entries if entry.path.rpartition(".")[0] in top]
+
+
+def parts_of(vector: Tensor, entries: Sequence[Entry]) -> Tensor:
+    """Return a copy of the entries' values, one after another."""
+    parts = [vector[entry.start : entry.stop] for entry in entries]
+    return torch.cat(parts) if parts else vector[:0].clone()
+
+
+def write_parts(vector: Tensor, entries: Sequence[Entry], values: Tensor) -> None:
+    """Write what `parts_of` returned back into a vector."""
+    sizes = [entry.stop - entry.start for entry in entries]
+    for entry, part in zip(entries, values.split(sizes), strict=True):
+        vector[entry.start : entry.stop] = part
+
+
+class FedALA(Method):
+    """layers: p. share: s, of the client's samples. rate: eta."""
+
+    name = "fedala"
+    paper = "Zhang et al., AAAI 2023"
+
+    def __init__(self, layers: int = 1, share: float = 0.8, rate: float = 1.0):
+        self.layers = at_least("method.fedala.layers", layers, 1)
+        self.share = in_range("method.fedala.share", share, above=0, most=1)
+        self.rate = above("method.fedala.rate", rate, 0.0)
+
+    def setup(self, run: Setup) -> None:
+        """Keep y' and W of the top layers on the client, both empty at first."""
+        run.client_state("trained", lambda samples: torch.empty(0))
+        run.client_state("weights", lambda samples: torch.empty(0))
+
+    def cost(self, job: Participation) -> float:
+        """Return the largest number of passes over the share of samples."""
+        if not job.earlier:
+            return 0.0
+        passes = 1 if job.accepted > 1 else MAX_PASSES
+        return passes * self._subset_size(job.samples)
+
+    def begin(self, job: LocalJob) -> None:
+        """Learn W and start from the mixture, once the client has trained before."""
+        old = job.state["trained"]
+        if not len(old):
+            return
+        entries = top_entries(job.layout, self.layers)
+        new = parts_of(job.params, entries)
+        weights = self._learn_weights(job, entries, old, new)
+        start = job.start.clone()
+        write_parts(start, entries, mixed(old, new, weights))
+        job.start = start
+        job.state["weights"] = weights
+
+    def end(self, job: LocalJob) -> None:
+        """Keep the trained top layers."""
+        job.state["trained"] = parts_of(job.params, top_entries(job.layout, self.layers))
+
+    def personalise(self, client: PersonalModel) -> None:
+        """Mix the current model and the client's last one, once it has weights."""
+        weights = client.state["weights"]
+        if not len(weights):
+            return
+        vector = client.vector
+        entries = top_entries(vector.layout, self.layers)
+        new = parts_of(vector.data, entries)
+        write_parts(vector.data, entries, mixed(client.state["trained"], new, weights))
+
+    def _learn_weights(self, job: LocalJob, entries: Sequence[Entry], old: Tensor, new: Tensor) -> Tensor:
+        """Return W after this job's passes."""
+        weights = job.state["weights"]
+        is_first_time = not len(weights)
+        if is_first_time:
+            weights = torch.ones_like(old)
+        batches = self._batches(job)
+        losses: list[float] = []
+        job.model.eval()
+        for _ in range(MAX_PASSES if is_first_time else 1):
+            for inputs, labels in batches:
+                top = mixed(old, new, weights).requires_grad_()
+                loss = self._loss(job, entries, top, inputs, labels)
+                (gradient,) = torch.autograd.grad(loss, top)
+                weights = updated_weights(weights, gradient, old, new, self.rate)
+            losses.append(float(loss.detach()))
+            if has_converged(losses):
+                break
+        job.model.train()
+        return weights
+
+    @staticmethod
+    def _loss(job: LocalJob, entries: Sequence[Entry], top: Tensor, inputs: Tensor, labels: Tensor) -> Tensor:
+        """Return the loss of the received model with other top layers."""
+        parts = top.split([entry.stop - entry.start for entry in entries])
+        tensors = {entry.path: part.view(entry.shape) for entry, part in zip(entries, parts, strict=True)}
+        outputs = functional_call(job.model, tensors, (inputs,))
+        return job.task.objective.loss(outputs, labels)
+
+    def _batches(self, job: LocalJob) -> list[tuple[Tensor, Tensor]]:
+        """Return the batches that W is learnt on: the same in each pass."""
+        order = job.stream("subset").permutation(job.rows)
+        rows = order[: self._subset_size(len(order))]
+        size = job.local.batch
+        return [job.gather(rows[first : first + size]) for first in range(0, len(rows), size)]
+
+    def _subset_size(self, samples: int) -> int:
+        return max(1, int(self.share * samples))

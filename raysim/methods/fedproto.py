@@ -1,0 +1,178 @@
+"""FedProto: clients exchange the means of their features for each class, and no parameter.
+
+Tan, Long, Liu, Zhou, Lu, Jiang and Zhang, "FedProto: Federated Prototype Learning across Heterogeneous Clients" (AAAI
+2022), Algorithm 1. Client i has n_ij samples of class j; h is the extractor, d the number of its features.
+
+    loss   cross-entropy + lam mean over the batch of |h(x) - C_y|^2 / d
+    c_ij = mean of h(x) over client i's samples of class j, after training
+    C_j  = sum_i n_ij c_ij / sum_i n_ij, over the participants
+
+A client is scored with its own model (predict=head), or predicts the class of the nearest prototype
+(predict=prototype).
+
+Choices where the source is silent
+- A sample whose class has no C_j adds 0 to the mean over the batch, and still counts in it (the authors' code).
+- c_ij is measured in eval mode, without augmentation. A class that no participant holds keeps its last C_j.
+- With predict=prototype a client compares with the C_j that it received for its last job, of the classes that it holds
+  (the authors' code has the same classes). Until it received one it predicts with its head.
+- Every client uploads all classes, zeros and a count of 0 for those that it does not hold: the size of an upload is
+  declared before the run and is the same for all clients.
+- All clients have the same network. The paper also has clients with different ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Literal
+
+import torch
+from torch import Tensor, nn
+
+from raysim.api.declarations import FORWARD, Participation
+from raysim.api.method import Method
+from raysim.methods.fedpac import aggregate_prototypes
+from raysim.primitives.checks import at_least, one_of
+
+if TYPE_CHECKING:
+    from raysim.api.context import Outputs
+    from raysim.api.local_job import LocalJob, PersonalModel
+    from raysim.api.server_view import Aggregation, ServerView
+    from raysim.api.setup import Setup
+
+# The logit of a class without a prototype: finite, so that a loss of it is finite.
+NEVER = -1e30
+
+
+def class_means(batches: Iterable[tuple[Tensor, Tensor]], num_classes: int) -> tuple[Tensor, Tensor]:
+    """Return the mean features [C, d] of each class and its samples [C], both float64.
+
+    batches: features [B, d] and labels int64 [B]. A class without samples has zeros.
+    """
+    sums, counts = [], []
+    for features, labels in batches:
+        # A product adds up in a fixed order, which an indexed sum on a GPU does not.
+        classes = torch.arange(num_classes, device=labels.device)
+        member = (labels == classes.unsqueeze(1)).double()
+        sums.append(member @ features.double())
+        counts.append(member.sum(1))
+    count = torch.stack(counts).sum(0)
+    return torch.stack(sums).sum(0) / count.clamp_min(1).unsqueeze(1), count
+
+
+def prototype_loss(features: Tensor, labels: Tensor, prototypes: Tensor, present: Tensor) -> Tensor:
+    """Return the mean of |h(x) - C_y|^2 / d over the batch; 0 for labels without a prototype.
+
+    features: [B, d]. labels: int64 [B]. prototypes: [C, d]. present: bool [C].
+    """
+    known = present[labels].unsqueeze(1).to(features.dtype)
+    distance = (features - prototypes[labels]) * known
+    return distance.square().mean()
+
+
+def nearest_prototype_head(prototypes: Mapping[int, Tensor], num_classes: int) -> tuple[Tensor, Tensor]:
+    """Return the weight [C, d] and bias [C] of a linear head whose largest logit is the nearest C_j.
+
+    |h - C_j|^2 = |h|^2 - (2 h.C_j - |C_j|^2), and the first term is the same for all classes.
+    """
+    example = next(iter(prototypes.values()))
+    weight = example.new_zeros(num_classes, len(example))
+    bias = example.new_full((num_classes,), NEVER)
+    for label, prototype in prototypes.items():
+        weight[label] = 2 * prototype
+        bias[label] = -prototype.square().sum()
+    return weight, bias
+
+
+class FedProto(Method):
+    """lam: weight of the distance to prototypes. predict: "head" or "prototype"."""
+
+    name = "fedproto"
+    paper = "Tan et al., AAAI 2022"
+
+    def __init__(self, lam: float = 1.0, predict: Literal["head", "prototype"] = "head"):
+        self.lam = at_least("method.fedproto.lam", lam, 0.0)
+        self.predict = one_of("method.fedproto.predict", predict, ("head", "prototype"))
+
+    # --- before the run -----------------------------------------------------------------------
+    def setup(self, run: Setup) -> None:
+        """Keep all networks on the client; class means and counts go up, prototypes come down."""
+        run.needs("classes", "features")
+        run.targets("integer")
+        for other in ("fedpac", "ditto"):
+            run.excludes(other, "it needs a shared model, and here no parameter is shared")
+        run.private_parameters(_all_names)
+
+        classes, features = run.task.num_classes, run.model.feature_dim
+        run.upload("class_means", classes * features)
+        run.upload("class_counts", classes)
+        run.server_state("prototypes", lambda server: server.vector.new_zeros(classes, features))
+        run.server_state("present", lambda server: torch.zeros(classes, dtype=torch.bool))
+        run.send("prototypes", floats=classes * features)
+        run.send("present", floats=classes)
+        if self.predict == "head":
+            run.skip("personalise")
+            return
+        run.require(
+            isinstance(run.model.head, nn.Linear) and run.model.head.bias is not None,
+            "method.fedproto.predict=prototype: it needs a linear head with a bias, and the model "
+            f"has {run.model.head}. Set method.fedproto.predict=head, or choose another model.",
+        )
+        run.client_state("prototypes", lambda samples: {})
+
+    def cost(self, job: Participation) -> float:
+        """Return the forward pass for the class means."""
+        return FORWARD * job.samples
+
+    # --- a client's job -----------------------------------------------------------------------
+    def loss(self, job: LocalJob, out: Outputs, loss: Tensor) -> Tensor:
+        """Add lam times the distance to the prototypes."""
+        prototypes, present = job.received["prototypes"], job.received["present"]
+        term = prototype_loss(out.features, out.batch.targets, prototypes, present)
+        return loss + self.lam * term
+
+    def end(self, job: LocalJob) -> None:
+        """Upload the class means of the trained model's features; keep what was received."""
+        job.model.eval()
+        with torch.no_grad():
+            batches = ((job.model.features(inputs), labels) for inputs, labels in job.data())
+            means, counts = class_means(batches, job.task.num_classes)
+        job.model.train()
+        job.upload["class_means"] = means.to(job.params)
+        job.upload["class_counts"] = counts.long()
+        if self.predict == "prototype":
+            usable = job.received["present"] & (counts > 0)
+            job.state["prototypes"] = {
+                label: job.received["prototypes"][label].clone() for label in usable.nonzero().flatten().tolist()
+            }
+
+    def personalise(self, client: PersonalModel) -> None:
+        """Replace the head by one that predicts the class of the nearest prototype."""
+        prototypes = client.state["prototypes"]
+        if not prototypes:
+            return
+        tensors = client.vector.named(client.vector.data, client.vector.counters)
+        head = tensors["model.head.weight"], tensors["model.head.bias"]
+        for tensor, value in zip(head, nearest_prototype_head(prototypes, len(head[1])), strict=True):
+            tensor.copy_(value)
+
+    # --- an aggregation -----------------------------------------------------------------------
+    def absorb(self, aggregation: Aggregation, server: ServerView) -> None:
+        """Compute the prototypes of the classes that a participant holds; others stay."""
+        new = aggregate_prototypes(
+            class_means=torch.stack(aggregation.uploads("class_means")),
+            class_counts=torch.stack(aggregation.uploads("class_counts")),
+        )
+        is_new = new["present"].unsqueeze(1)
+        old = server.state["prototypes"]
+        server.state["prototypes"] = torch.where(is_new, new["prototypes"], old)
+        server.state["present"] = server.state["present"] | new["present"]
+
+
+def _all_names(networks: Mapping[str, nn.Module]) -> Sequence[str]:
+    """Return the trainable parameters and buffers of all networks."""
+    names = []
+    for name, network in networks.items():
+        trained = [path for path, tensor in network.named_parameters() if tensor.requires_grad]
+        buffers = [path for path, _ in network.named_buffers()]
+        names += [f"{name}.{path}" for path in (*trained, *buffers)]
+    return names

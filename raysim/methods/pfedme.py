@@ -1,0 +1,117 @@
+"""pFedMe: each client's own model is a Moreau envelope's minimiser around the shared one.
+
+Dinh, Tran and Nguyen, "Personalized Federated Learning with Moreau Envelopes" (NeurIPS 2020), Algorithm 1. On each
+batch, with f its loss:
+
+    theta = w, then K times   theta <- theta - eta_p (grad f(theta) + lam (theta - w))
+    w <- w - eta lam (w - theta)
+    x <- (1 - beta) x + beta mean(w)            on the server, over the participants
+
+A client is scored with the theta of its last batch.
+
+Choices where the source is silent
+- theta starts from w in each batch. lam (w - theta) is the gradient of w: eta is local.lr, and weight decay, momentum,
+  clipping and corrections of other methods act on it. f has the terms that other methods add to the loss.
+- w overshoots theta where local.lr * lam is above 1.
+- Running statistics are those of the passes at w. theta is scored with the client's statistics after its last job.
+- x moves by beta in its parameters; buffers are averaged.
+- A client that never trained is scored with the shared model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from raysim.api.declarations import Participation
+from raysim.api.method import Method
+from raysim.primitives.checks import above, at_least
+
+if TYPE_CHECKING:
+    from raysim.api.local_job import LocalJob, PersonalModel
+    from raysim.api.server_view import Aggregation, ServerView
+    from raysim.api.setup import Setup
+
+
+def envelope_shift(
+    grad: Tensor, gradient_at: Callable[[Tensor], Tensor], steps: int, rate: float, lam: float
+) -> Tensor:
+    """Return theta - w [n] after so many steps of this rate on f(theta) + lam/2 |theta - w|^2.
+
+    grad: [n] the gradient of f at w. gradient_at(shift): the one at w + shift.
+    """
+    shift = -rate * grad
+    for _ in range(steps - 1):
+        shift = shift - rate * (gradient_at(shift) + lam * shift)
+    return shift
+
+
+class PFedMe(Method):
+    """steps: K. lam: weight of the pull to w. personal_lr: eta_p. beta: the server's share of the mean."""
+
+    name = "pfedme"
+    paper = "Dinh et al., NeurIPS 2020"
+    weighting = "uniform"
+
+    def __init__(self, steps: int = 5, lam: float = 15.0, personal_lr: float = 0.01, beta: float = 1.0):
+        self.steps = at_least("method.pfedme.steps", steps, 1)
+        self.lam = above("method.pfedme.lam", lam, 0.0)
+        self.personal_lr = above("method.pfedme.personal_lr", personal_lr, 0.0)
+        self.beta = above("method.pfedme.beta", beta, 0.0)
+
+    def setup(self, run: Setup) -> None:
+        """Keep theta [layout.total] on the client, nothing at first."""
+        for other in ("ditto", "fedpac"):
+            run.excludes(other, "each of them makes the model that a client is scored with")
+        run.client_state("theta", lambda samples: torch.empty(0))
+        if self.beta == 1:
+            run.skip("step")
+
+    def cost(self, job: Participation) -> float:
+        """Return the passes after the first of each batch."""
+        return (self.steps - 1) * job.trained
+
+    # --- a client's job -----------------------------------------------------------------------
+    def begin(self, job: LocalJob) -> None:
+        """Start theta from what training starts from."""
+        job.scratch["theta"] = job.params.clone()
+
+    def perturb(
+        self,
+        job: LocalJob,
+        params: Tensor,
+        grad: Tensor,
+        gradient_at: Callable[[Tensor], Tensor],
+    ) -> Tensor:
+        """Return lam (w - theta), in stages with the task loss."""
+        if not job.stage.task:
+            return grad
+        shift = envelope_shift(grad, gradient_at, self.steps, self.personal_lr, self.lam)
+        theta = job.scratch["theta"].clone()
+        stretches = job.layout.runs(job.layout.within(job.stage.trains))
+        sizes = [at.stop - at.start for at in stretches]
+        for at, values in zip(stretches, (params + shift).split(sizes), strict=True):
+            theta[at] = values
+        job.scratch["theta"] = theta
+        return -self.lam * shift
+
+    def end(self, job: LocalJob) -> None:
+        """Keep theta, with the running statistics after training."""
+        theta = job.scratch["theta"].clone()
+        for entry in job.layout.entries:
+            if not entry.parameter:
+                theta[entry.start : entry.stop] = job.params[entry.start : entry.stop]
+        job.state["theta"] = theta
+
+    def personalise(self, client: PersonalModel) -> None:
+        """Load theta, once the client has one."""
+        if client.trained:
+            client.vector.data.copy_(client.state["theta"])
+
+    # --- an aggregation -----------------------------------------------------------------------
+    def step(self, direction: Tensor, aggregation: Aggregation, server: ServerView) -> Tensor:
+        """Return beta times the direction."""
+        return self.beta * direction

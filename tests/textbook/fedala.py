@@ -1,0 +1,79 @@
+"""FedALA: Zhang et al. 2023, Algorithm 1, on the head or on all of a network with one hidden layer."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from raysim.primitives.streams import stream
+from textbook.plain import (
+    averaged,
+    copied,
+    cross_entropy,
+    detached,
+    gradients,
+    logits,
+    optimizer,
+    trainable,
+    weights,
+)
+from textbook.world import Book, Job, Params, World
+
+
+def fedala(world: World, rate: float, share: float, top: str = "model.head") -> Book:
+    """Start from y' + (x - y') W in the modules under `top`; learn W on a share of the samples."""
+    x, names = dict(world.start), trainable(world.start, top)
+    trained, shares = dict[int, Params](), dict[int, Params]()
+
+    def mixture(client: int, w: Params) -> Params:
+        old = trained[client]
+        return x | {name: old[name] + (x[name] - old[name]) * w[name] for name in names}
+
+    def learnt(job: Job) -> Params:
+        """Return W after this participation's passes."""
+        i, first = job.client, job.client not in shares
+        w = shares.get(i, {name: torch.ones_like(x[name]) for name in names})
+        inputs, labels = world.data[i]
+        order = stream(world.seed, "fedala.subset", i, job.turn).permutation(len(labels))
+        rows = torch.from_numpy(order[: max(1, int(share * len(labels)))])
+        seen = list[float]()
+        while True:
+            for chosen in rows.split(world.local.batch):
+                p = copied(mixture(i, w))
+                loss = F.cross_entropy(logits(p, inputs[chosen], False), labels[chosen])
+                for name, grad in gradients(loss, p, names).items():
+                    moved = w[name] - rate * grad * (x[name] - trained[i][name])
+                    w = w | {name: moved.clamp(0, 1)}
+            seen.append(float(loss.detach()))
+            last = torch.tensor(seen[-10:], dtype=torch.float64)
+            settled = len(seen) > 10 and float(last.std(correction=0)) < 0.1
+            if not first or settled or len(seen) == 100:
+                return w
+
+    def client(job: Job) -> Params:
+        received = x
+        if job.client in trained:
+            shares[job.client] = learnt(job)
+            received = mixture(job.client, shares[job.client])
+        p, sgd = copied(received), optimizer(world, job)
+        for step, batch in enumerate(job.batches):
+            sgd.step(p, gradients(cross_entropy(p, step, *batch), p, trainable(p)))
+        return detached(p)
+
+    for jobs in world.rounds:
+        models = [client(job) for job in jobs]
+        trained |= {job.client: p for job, p in zip(jobs, models, strict=True)}
+        x = averaged(models, weights(world, jobs))
+
+    def flat(p: Params) -> torch.Tensor:
+        return torch.cat([p[name].flatten() for name in names])
+
+    private = {
+        i: {
+            "fedala.trained": flat(p),
+            "fedala.weights": flat(shares[i]) if i in shares else torch.empty(0),
+        }
+        for i, p in trained.items()
+    }
+    own = {i: mixture(i, shares[i]) if i in shares else x for i in range(world.clients)}
+    return Book(x, private, own=own)
