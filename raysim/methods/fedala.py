@@ -7,7 +7,7 @@ p layers:
     theta = y' + (x - y') W                         where training starts; the lower layers start from x
     W <- clip(W - eta (dL/dtheta) (x - y'), 0, 1)   W = 1 at first; on batches of a share s of the client's samples
 
-At a client's second participation W is learnt in several passes, until the losses of the last ten passes have a standard
+At a client's second participation W is learnt in several passes, until the losses of the last ten have a standard
 deviation below 0.1; later in one. The update is measured from x.
 
 Choices where the source is silent

@@ -78,6 +78,7 @@ from raysim.methods.fedsr import FedSR
 from raysim.methods.fraug import FRAug
 from raysim.methods.geometric_median import GeometricMedian
 from raysim.methods.groupdro import GroupDRO
+from raysim.methods.ifca import IFCA
 from raysim.methods.inco import InCo
 from raysim.methods.krum import Krum
 from raysim.methods.local import LocalTraining
@@ -328,6 +329,7 @@ TABLE: dict[str, Row] = {
     "fedala": Row(
         FedALA, {"in a client's first participation": Plain(FedALA, run={"rounds": 1})}, private=True
     ),
+    "ifca": Row(IFCA, {"clusters=1": Plain(lambda: IFCA(1))}, frozenset({"ifca.cluster"})),
     "pfedme": Row(lambda: PFedMe(2, beta=0.9), private=True),
 }
 
@@ -596,7 +598,11 @@ ALTERNATIVES = [
     [
         *("fedcda", "fedld_principal", "fedgh", "fedgh_hierarchical", "fedasync", "ca2fl", "ace"),
         *("coordinate_median", "trimmed_mean", "krum", "geometric_median", "norm_clipping", "dp_fedavg"),
+        "ifca",
     ],
+    # One of several models is trained: values for one model, or a part of it on the client, do not fit.
+    *(["ifca", name] for name in ("scaffold", "fedcm", "feddyn", "fedspeed", "moon", "pfedme", "fedala", "ditto")),
+    *(["ifca", name] for name in ("fedbn", "fraug", "fedpac", "fedrep", "fedproto", "local")),
     # FedAsync mixes single models; CA2FL and ACE count all clients alike, and most of a step is not of its arrivals.
     *(["fedasync", name] for name in ("fedavgm", "fedadagrad", "fedadam", "fedyogi", "fadas", "inco")),
     *([first, second] for first in ("fedasync", "ca2fl", "ace") for second in ("fedexp", "fedbuff", "groupdro")),
@@ -607,7 +613,7 @@ ALTERNATIVES = [
         ["centralized", name]
         for name in (
             *("fedbn", "local", "partialfed", "pfedavg", "fedpac", "fraug", "fedsr", "ditto", "fedrep"),
-            *("fedproto", "pfedme", "fedala"),
+            *("fedproto", "pfedme", "fedala", "ifca"),
         )
     ),
 ]
