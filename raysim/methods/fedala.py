@@ -157,7 +157,8 @@ class FedALA(Method):
         parts = top.split([entry.stop - entry.start for entry in entries])
         tensors = {entry.path: part.view(entry.shape) for entry, part in zip(entries, parts, strict=True)}
         outputs = functional_call(job.model, tensors, (inputs,))
-        return job.task.objective.loss(outputs, labels)
+        loss: Tensor = job.task.objective.loss(outputs, labels)
+        return loss
 
     def _batches(self, job: LocalJob) -> list[tuple[Tensor, Tensor]]:
         """Return the batches that W is learnt on: the same in each pass."""

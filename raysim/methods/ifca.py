@@ -158,8 +158,8 @@ class IFCA(Method):
         numbers = {name: number for number, name in enumerate(self._names)}
         direction = torch.zeros_like(server.vector)
         for entry in server.layout.entries:
-            number = numbers.get(entry.network)  # None: a network that all clients train
-            chosen = [number is None or cluster == number for cluster in clusters]
+            index = numbers.get(entry.network)  # None: a network that all clients train
+            chosen = [index is None or cluster == index for cluster in clusters]
             direction[entry.start : entry.stop] = _mean_change(entry, aggregation, server, chosen)
         return direction
 

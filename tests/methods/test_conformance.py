@@ -594,6 +594,7 @@ ALTERNATIVES = [
     *(["mixup", name] for name in ("fedmix", "fraug", "fedproto")),  # soft labels and a need for integer ones
     *(["pfedme", name] for name in ("ditto", "fedpac")),  # the model that a client is scored with
     ["moon", "vhl", "fedrs", "fedsr"],  # the model
+    ["fedproto", "fedrs"],  # a head with a bias and one without
     # The combination of updates.
     [
         *("fedcda", "fedld_principal", "fedgh", "fedgh_hierarchical", "fedasync", "ca2fl", "ace"),
