@@ -132,7 +132,7 @@ class FedALA(Method):
 
     def _learn_weights(self, job: LocalJob, entries: Sequence[Entry], old: Tensor, new: Tensor) -> Tensor:
         """Return W after this job's passes."""
-        weights = job.state["weights"]
+        weights: Tensor = job.state["weights"]
         is_first_time = not len(weights)
         if is_first_time:
             weights = torch.ones_like(old)
