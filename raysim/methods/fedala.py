@@ -7,7 +7,7 @@ p layers:
     theta = y' + (x - y') W                         where training starts; the lower layers start from x
     W <- clip(W - eta (dL/dtheta) (x - y'), 0, 1)   W = 1 at first; on batches of a share s of the client's samples
 
-At a client's second participation W is learnt in several passes, until the losses of the last ten passes have a standard
+At a client's second participation W is learnt in several passes, until the losses of the last ten have a standard
 deviation below 0.1; later in one. The update is measured from x.
 
 Choices where the source is silent
@@ -132,7 +132,7 @@ class FedALA(Method):
 
     def _learn_weights(self, job: LocalJob, entries: Sequence[Entry], old: Tensor, new: Tensor) -> Tensor:
         """Return W after this job's passes."""
-        weights = job.state["weights"]
+        weights: Tensor = job.state["weights"]
         is_first_time = not len(weights)
         if is_first_time:
             weights = torch.ones_like(old)
@@ -157,7 +157,8 @@ class FedALA(Method):
         parts = top.split([entry.stop - entry.start for entry in entries])
         tensors = {entry.path: part.view(entry.shape) for entry, part in zip(entries, parts, strict=True)}
         outputs = functional_call(job.model, tensors, (inputs,))
-        return job.task.objective.loss(outputs, labels)
+        loss: Tensor = job.task.objective.loss(outputs, labels)
+        return loss
 
     def _batches(self, job: LocalJob) -> list[tuple[Tensor, Tensor]]:
         """Return the batches that W is learnt on: the same in each pass."""

@@ -112,6 +112,7 @@ class FedProto(Method):
         if self.predict == "head":
             run.skip("personalise")
             return
+        run.excludes("fedrs", "its head has no bias, which the nearest prototype needs")
         run.require(
             isinstance(run.model.head, nn.Linear) and run.model.head.bias is not None,
             "method.fedproto.predict=prototype: it needs a linear head with a bias, and the model "

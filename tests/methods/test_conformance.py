@@ -82,6 +82,7 @@ from raysim.methods.fedsr import FedSR
 from raysim.methods.fraug import FRAug
 from raysim.methods.geometric_median import GeometricMedian
 from raysim.methods.groupdro import GroupDRO
+from raysim.methods.ifca import IFCA
 from raysim.methods.inco import InCo
 from raysim.methods.krum import Krum
 from raysim.methods.local import LocalTraining
@@ -359,6 +360,7 @@ TABLE: dict[str, Row] = {
     "fedala": Row(
         FedALA, {"in a client's first participation": Plain(FedALA, run={"rounds": 1})}, private=True
     ),
+    "ifca": Row(IFCA, {"clusters=1": Plain(lambda: IFCA(1))}, frozenset({"ifca.cluster"})),
     "pfedme": Row(lambda: PFedMe(2, beta=0.9), private=True),
 }
 
@@ -628,12 +630,17 @@ ALTERNATIVES = [
     *(["mixup", name] for name in ("fedmix", "fraug", "fedproto")),  # soft labels and a need for integer ones
     *(["pfedme", name] for name in ("ditto", "fedpac")),  # the model that a client is scored with
     ["moon", "vhl", "fedrs", "fedsr"],  # the model
+    ["fedproto", "fedrs"],  # a head with a bias and one without
     # The combination of updates.
     [
         *("fedcda", "fedld_principal", "fedgh", "fedgh_hierarchical", "fedasync", "ca2fl", "ace"),
         *("coordinate_median", "trimmed_mean", "krum", "geometric_median", "norm_clipping", "dp_fedavg"),
         "fednova",
+        "ifca",
     ],
+    # One of several models is trained: values for one model, or a part of it on the client, do not fit.
+    *(["ifca", name] for name in ("scaffold", "fedcm", "feddyn", "fedspeed", "moon", "pfedme", "fedala", "ditto")),
+    *(["ifca", name] for name in ("fedbn", "fraug", "fedpac", "fedrep", "fedproto", "local")),
     # FedAsync mixes single models; CA2FL and ACE count all clients alike, and most of a step is not of its arrivals.
     *(["fedasync", name] for name in ("fedavgm", "fedadagrad", "fedadam", "fedyogi", "fadas", "inco")),
     *([first, second] for first in ("fedasync", "ca2fl", "ace") for second in ("fedexp", "fedbuff", "groupdro")),
@@ -650,7 +657,7 @@ ALTERNATIVES = [
         ["centralized", name]
         for name in (
             *("fedbn", "local", "partialfed", "pfedavg", "fedpac", "fraug", "fedsr", "ditto", "fedrep"),
-            *("fedproto", "pfedme", "fedala", "fedbabu", "apfl"),
+            *("fedproto", "pfedme", "fedala", "fedbabu", "apfl", "ifca"),
         )
     ),
 ]

@@ -1,0 +1,192 @@
+"""IFCA: the server has k models; each client trains the one that has the least loss on its data.
+
+Ghosh, Chung, Yin and Ramchandran, "An Efficient Framework for Clustered Federated Learning" (NeurIPS 2020), Algorithm
+1, with model averaging. Client i receives all k models:
+
+    j_i = argmin_j of the loss of model j on client i's training samples
+    client i trains model j_i
+    model j <- mean of the models that were trained for it, by samples; unchanged if there is none
+
+A client is scored with the model that has the least loss on its training samples.
+
+Choices where the source is silent
+- Losses are measured in eval mode, without augmentation; of equal losses the first model counts.
+- Model 0 is the run's model. The others are copies of it whose layers draw their initial values again, by PyTorch's own
+  rule for each layer, as models that start equal stay equal.
+- The k models lie in the one vector that travels, so that k models are sent down and k up; the paper sends one up. The
+  other k - 1 are unchanged in an update.
+- The shared model's score is that of model 0.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from raysim.api.declarations import FORWARD, Participation
+from raysim.api.method import Method
+from raysim.primitives.checks import at_least
+
+if TYPE_CHECKING:
+    from raysim.api.declarations import Task
+    from raysim.api.declare import Declarations
+    from raysim.api.local_job import LocalJob, PersonalModel
+    from raysim.api.server_view import Aggregation, ServerView
+    from raysim.api.setup import Setup
+    from raysim.vectors.layout import Entry
+
+# Methods that keep values for each parameter of "model", which here is another model in each job.
+PER_PARAMETER = ("scaffold", "fedcm", "feddyn", "fedspeed", "moon", "pfedme", "fedala", "ditto")
+
+# Methods that keep a part of the model on the client, where it would be one part for all models.
+KEEP_PARTS = ("fedbn", "fraug", "fedpac", "fedrep", "fedproto", "local")
+
+
+def draw_again(model: nn.Module) -> nn.Module:
+    """Return a copy of the model with new initial values. Raises ValueError if a layer has no rule."""
+    model = copy.deepcopy(model)
+    for name, layer in model.named_modules():
+        if not any(True for _ in layer.parameters(recurse=False)):
+            continue
+        if not hasattr(layer, "reset_parameters"):
+            raise ValueError(
+                f"model: method 'ifca' cannot draw initial values of {name or 'the model'} "
+                f"({type(layer).__name__}), which has no reset_parameters. Choose another model."
+            )
+        layer.reset_parameters()
+    return model
+
+
+def mean_loss(model: nn.Module, task: Task, batches: Iterable[tuple[Tensor, Tensor]]) -> float:
+    """Return the mean loss over all samples, in eval mode."""
+    was_training = model.training
+    model.eval()
+    with torch.no_grad():
+        losses = [task.objective.losses(model(inputs), labels) for inputs, labels in batches]
+    model.train(was_training)
+    return float(torch.cat(losses).double().mean())
+
+
+def copy_network(values: Tensor, entries: Sequence[Entry], source: str, target: str, origin: Tensor) -> None:
+    """Write the values that `origin` has of one network into another network's place."""
+    places = {entry.path: entry for entry in entries if entry.network == target}
+    for entry in entries:
+        if entry.network == source and entry.path in places:
+            place = places[entry.path]
+            values[place.start : place.stop] = origin[entry.start : entry.stop]
+
+
+class IFCA(Method):
+    """clusters: k, the number of models."""
+
+    name = "ifca"
+    paper = "Ghosh et al., NeurIPS 2020"
+
+    def __init__(self, clusters: int = 2):
+        self.clusters = at_least("method.ifca.clusters", clusters, 1)
+
+    @property
+    def _names(self) -> list[str]:
+        """Return the names of the k networks."""
+        return ["model", *(f"ifca.model{number}" for number in range(1, self.clusters))]
+
+    # --- before the run -----------------------------------------------------------------------
+    def setup(self, run: Setup) -> None:
+        """Add k - 1 models; with one, the run is FedAvg."""
+        for other in PER_PARAMETER:
+            run.excludes(other, "it keeps values for one model, and clients train one of several models")
+        for other in KEEP_PARTS:
+            run.excludes(other, "it keeps a part of one model, and clients train one of several")
+        if self.clusters == 1:
+            run.skip("cost", "begin", "end", "combine", "personalise")
+            return
+        for number in range(1, self.clusters):
+            run.network(f"model{number}", draw_again(run.model))
+        run.upload("cluster", 1)
+        run.check(_require_shared)
+        self._task = run.task
+
+    def cost(self, job: Participation) -> float:
+        """Return the forward passes of all models."""
+        return FORWARD * self.clusters * job.samples
+
+    # --- a client's job -----------------------------------------------------------------------
+    def begin(self, job: LocalJob) -> None:
+        """Choose a model, and train it in the place of model 0."""
+        losses = [mean_loss(job.networks[name], job.task, job.data()) for name in self._names]
+        cluster = losses.index(min(losses))
+        job.upload["cluster"] = job.params.new_tensor([cluster])
+        job.scratch["counters"] = job.vector.counters.clone()
+        if cluster == 0:
+            return
+        name, layout = self._names[cluster], job.layout
+        start = job.start.clone()
+        copy_network(start, layout.entries, name, "model", job.start)
+        job.start = start
+        counters = job.scratch["counters"]
+        copy_network(job.vector.counters, layout.counters, name, "model", counters)
+
+    def end(self, job: LocalJob) -> None:
+        """Move the trained model to its own place, and model 0 back to the received one."""
+        cluster = int(job.upload["cluster"])
+        if cluster == 0:
+            return
+        name, layout, counters = self._names[cluster], job.layout, job.vector.counters
+        copy_network(job.params, layout.entries, "model", name, job.params)
+        copy_network(job.params, layout.entries, "model", "model", job.broadcast)
+        copy_network(counters, layout.counters, "model", name, counters)
+        copy_network(counters, layout.counters, "model", "model", job.scratch["counters"])
+
+    def personalise(self, client: PersonalModel) -> None:
+        """Load the model with the least loss on the client's training samples."""
+        vector = client.vector
+        losses = [mean_loss(vector.networks[name], self._task, client.data()) for name in self._names]
+        name = self._names[losses.index(min(losses))]
+        copy_network(vector.data, vector.layout.entries, name, "model", vector.data)
+        copy_network(vector.counters, vector.layout.counters, name, "model", vector.counters)
+
+    # --- an aggregation -----------------------------------------------------------------------
+    def combine(self, aggregation: Aggregation, server: ServerView) -> Tensor:
+        """Average each model over the clients that chose it."""
+        clusters = [int(cluster) for cluster in aggregation.uploads("cluster")]
+        for number in range(self.clusters):
+            server.report[f"share_{number}"] = clusters.count(number) / len(clusters)
+        numbers = {name: number for number, name in enumerate(self._names)}
+        direction = torch.zeros_like(server.vector)
+        for entry in server.layout.entries:
+            index = numbers.get(entry.network)  # None: a network that all clients train
+            chosen = [index is None or cluster == index for cluster in clusters]
+            direction[entry.start : entry.stop] = _mean_change(entry, aggregation, server, chosen)
+        return direction
+
+
+def _mean_change(entry: Entry, aggregation: Aggregation, server: ServerView, chosen: Sequence[bool]) -> Tensor:
+    """Return the weighted mean of the chosen updates' changes of one tensor; 0 without any."""
+    at = slice(entry.start, entry.stop)
+    total, divisor = torch.zeros_like(server.vector[at]), 0.0
+    for number, update in enumerate(aggregation.updates):
+        if not chosen[number]:
+            continue
+        change = aggregation.deltas[number][at]
+        if not entry.parameter:  # statistics are averaged themselves: a stale change may not fit
+            change = change + aggregation.base(update)[at] - server.vector[at]
+        total += aggregation.weights[number] * change
+        divisor += aggregation.weights[number]
+    if not divisor:
+        return total
+    return total / divisor
+
+
+def _require_shared(run: Declarations) -> Sequence[str]:
+    """Raise ValueError if another method keeps a part of the model on the client."""
+    for entry in (*run.layout.entries, *run.layout.counters):
+        if entry.network == "model" and entry.personal:
+            raise ValueError(
+                f"method 'ifca' needs the whole model on the server, and {entry.name} stays on the "
+                "client. Leave out the method that keeps it there."
+            )
+    return []
