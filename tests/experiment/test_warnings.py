@@ -72,17 +72,11 @@ def test_a_method_sees_the_whole_list_and_what_the_schedule_aggregates(monkeypat
     assert settings == {key: ["fedprox", "mixup"] for key in [(3, False), (3, True), (1, True), (1, False)]}
 
 
-def test_a_run_whose_private_state_has_the_name_of_a_personal_tensor_does_not_start(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    from raysim.methods.fedbn import FedBN
-    from raysim.methods.fedprox import FedProx
-
-    layer = torch.nn.Linear(2, 1)
-    monkeypatch.setattr(FedBN, "setup", lambda self, run: run.network("fedprox", layer, private=True))
-    monkeypatch.setattr(FedProx, "setup", lambda self, run: run.client_state("bias", run.zeros))
-    with pytest.raises(Refused, match=r"method 'fedprox' keeps 'fedprox\.bias'"):
-        build([*DATA, *ROUNDS, "method=[fedbn,fedprox]"])
+def test_client_state_with_the_name_of_a_private_tensor_is_refused() -> None:
+    private = own("first", setup=lambda self, run: run.private_parameters(["model.head.bias"]))
+    clash = own("model", setup=lambda self, run: run.client_state("head.bias", run.zeros))
+    with pytest.raises(Refused, match=r"method 'model' keeps 'model\.head\.bias'"):
+        build([*DATA, *ROUNDS], methods=[private, clash])
 
 
 def test_the_median_of_two_is_told_to_be_their_mean() -> None:
