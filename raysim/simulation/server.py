@@ -160,10 +160,8 @@ class Server:
 
     def _value(self, declared: Declared, send: Send, *client: int) -> Tensor | None:
         view = self._views[declared.method]
-        if send.value is None:
-            tensor = self.state.get(f"{declared.method}.{send.name}")
-        else:
-            tensor = send.value(*client, view)
+        state = self.state.get(f"{declared.method}.{send.name}")
+        tensor = state if send.value is None else send.value(*client, view)
         if tensor is None:
             return None
         hook = f"the function of run.send({send.name!r}, ...)"

@@ -227,8 +227,8 @@ def _check_loss(task: Task, declarations: Declarations) -> None:
     tried(task.loss, task.kind, task.num_classes)
     if (owner := declarations.owner("loss")) is not None:
         raise ValueError(
-            f"method '{owner.method}' brings a loss of its own, and loss={named(task.loss)} would change nothing: leave "
-            "one of them out"
+            f"method '{owner.method}' brings a loss of its own, and loss={named(task.loss)} would change nothing: "
+            "leave one of them out"
         )
 
 

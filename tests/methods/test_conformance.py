@@ -43,6 +43,8 @@ from raysim.api.setup import Declared
 from raysim.conformance import agreement
 from raysim.conformance.methods import named, travels
 from raysim.methods.ace import ACE
+from raysim.methods.afl import AFL
+from raysim.methods.apfl import APFL
 from raysim.methods.ca2fl import CA2FL
 from raysim.methods.centralized import Centralized
 from raysim.methods.coordinate_median import CoordinateMedian
@@ -51,6 +53,7 @@ from raysim.methods.ditto import Ditto
 from raysim.methods.dp_fedavg import DPFedAvg
 from raysim.methods.fadas import FADAS
 from raysim.methods.fedasync import FedAsync
+from raysim.methods.fedbabu import FedBABU
 from raysim.methods.fedbn import FedBN
 from raysim.methods.fedbr import FedBR
 from raysim.methods.fedbss import FedBSS
@@ -64,6 +67,7 @@ from raysim.methods.fedgh import FedGH, HierarchicalFedGH
 from raysim.methods.fedlc import FedLC
 from raysim.methods.fedld import DampedMargin, MarginControl, PrincipalGradient
 from raysim.methods.fedmix import FedMix
+from raysim.methods.fednova import FedNova
 from raysim.methods.fedntd import FedNTD
 from raysim.methods.fedopt import FedAdagrad, FedAdam, FedAvgM, FedYogi
 from raysim.methods.fedpac import FedPAC
@@ -84,6 +88,7 @@ from raysim.methods.moon import Moon
 from raysim.methods.norm_clipping import NormClipping
 from raysim.methods.partialfed import PartialFed
 from raysim.methods.pfedavg import PFedAvg
+from raysim.methods.qfedavg import QFedAvg
 from raysim.methods.scaffold import Scaffold
 from raysim.methods.trimmed_mean import TrimmedMean
 from raysim.methods.vhl import Vhl
@@ -93,6 +98,7 @@ from raysim.simulation.schedule import Buffered, Synchronous
 from raysim.training.run_spec import declare_run
 
 EPOCHS = Local(lr=0.05, momentum=0.9, batch=12, epochs=2)
+STEPS = Local(lr=0.05, momentum=0.9, batch=12, epochs=None, steps=3)
 
 
 class Frozen(Scaffold):
@@ -321,6 +327,26 @@ TABLE: dict[str, Row] = {
     "fedspeed": Row(FedSpeed, private=True),
     "ditto": Row(Ditto, {"any lam": Plain(lambda: Ditto(0.3))}, personal=True, private=True, as_fedavg=True),
     "fedrep": Row(lambda: FedRep(head_epochs=1), personal=True, private=True),
+    "fednova": Row(
+        FedNova,
+        {"with equal steps": Plain(FedNova, study={"local": STEPS})},
+        frozenset({"fednova.steps"}),
+    ),
+    "qfedavg": Row(
+        QFedAvg,
+        {"q=0": Plain(lambda: QFedAvg(0.0), run=UNIFORM)},
+        frozenset({"qfedavg.loss", "qfedavg.curvature"}),
+    ),
+    "afl": Row(
+        AFL,
+        {
+            "step_size=0": Plain(lambda: AFL(0.0), run=UNIFORM),
+            "in the first round": Plain(AFL, run=UNIFORM | {"rounds": 1}),
+        },
+        frozenset({"afl.loss"}),
+    ),
+    "fedbabu": Row(lambda: FedBABU(1), personal=True, private=True),
+    "apfl": Row(APFL, {"any alpha": Plain(lambda: APFL(0.3))}, personal=True, private=True, as_fedavg=True),
 }
 
 
@@ -579,19 +605,22 @@ ALTERNATIVES = [
     *(["fedcda", name] for name in ("fedavgm", "fedadagrad", "fedadam", "fedyogi", "fedexp", "fadas")),
     *(["fedcda", name] for name in ("fedbuff", "groupdro", "inco")),
     *(["feddyn", name] for name in ("fedcda", "fedasync", "ca2fl", "ace")),  # the mean of one round's updates
-    ["fedbr", "dann", "fedpac", "fraug", "fedsr", "fedrep"],  # the stages of an iteration
+    ["fedbr", "dann", "fedpac", "fraug", "fedsr", "fedrep", "fedbabu", "apfl"],  # the stages of an iteration
     ["fedsam", "fedspeed"],  # the points at which gradients are taken
-    *(["local", name] for name in ("fedpac", "ditto")),  # one extractor, or one model to be drawn to, for all
+    *(["local", name] for name in ("fedpac", "ditto", "apfl")),  # one extractor, or one model to be drawn to, for all
     *(["mixup", name] for name in ("fedmix", "fraug")),  # soft labels and a need for integer ones
     ["moon", "vhl", "fedrs", "fedsr"],  # the model
     # The combination of updates.
     [
         *("fedcda", "fedld_principal", "fedgh", "fedgh_hierarchical", "fedasync", "ca2fl", "ace"),
         *("coordinate_median", "trimmed_mean", "krum", "geometric_median", "norm_clipping", "dp_fedavg"),
+        "fednova",
     ],
     # FedAsync mixes single models; CA2FL and ACE count all clients alike, and most of a step is not of its arrivals.
     *(["fedasync", name] for name in ("fedavgm", "fedadagrad", "fedadam", "fedyogi", "fadas", "inco")),
     *([first, second] for first in ("fedasync", "ca2fl", "ace") for second in ("fedexp", "fedbuff", "groupdro")),
+    *(["qfedavg", name] for name in ("fedbuff", "fedasync", "fedcda", "ca2fl", "ace")),  # the divisor
+    *(["afl", name] for name in ("fedasync", "fedcda", "ca2fl", "ace")),  # weights of clients
     *(["dp_fedavg", name] for name in ("fedexp", "centralized")),  # single updates, and nobody to hide among
     # They send or read more than clipped updates; FRAug's generator shares statistics of BatchNorm.
     *(["dp_fedavg", name] for name in ("scaffold", "fedcm", "groupdro", "inco", "fedbuff")),
@@ -600,7 +629,21 @@ ALTERNATIVES = [
     # One model for all.
     *(
         ["centralized", name]
-        for name in (*("fedbn", "local", "partialfed", "pfedavg", "fedpac", "fraug", "fedsr", "ditto", "fedrep"),)
+        for name in (
+            *(
+                "fedbn",
+                "local",
+                "partialfed",
+                "pfedavg",
+                "fedpac",
+                "fraug",
+                "fedsr",
+                "ditto",
+                "fedrep",
+                "fedbabu",
+                "apfl",
+            ),
+        )
     ),
 ]
 

@@ -44,9 +44,7 @@ def watched(method: FedBR, schedule: Any = ROUNDS, **settings: Any) -> tuple[Ran
 @pytest.mark.parametrize("refresh", ["round", "once"])
 @pytest.mark.parametrize("schedule", [ROUNDS, BUFFER], ids=["rounds", "buffer"])
 @pytest.mark.parametrize("make", [small, mixture], ids=["rsm", "mixture"])
-def test_pseudo_data_are_counted_whenever_they_are_new(
-    make: Callable[..., FedBR], schedule: Any, refresh: Any
-) -> None:
+def test_pseudo_data_are_counted_whenever_they_are_new(make: Callable[..., FedBR], schedule: Any, refresh: Any) -> None:
     found, spy = watched(make(pseudo_refresh=refresh), schedule, rounds=5)
     shared, jobs = found.coordinator.layout.shared, found.coordinator.planner.dispatched
     clients = len(found.participations)
@@ -120,9 +118,7 @@ def test_rows_by_samples_needs_no_array_over_clients() -> None:
     ],
     ids=str,
 )
-def test_projector_exists_where_something_is_projected(
-    settings: dict[str, Any], adds: bool
-) -> None:
+def test_projector_exists_where_something_is_projected(settings: dict[str, Any], adds: bool) -> None:
     assert (PROJECTOR in declare_run(run_spec(small(**settings))).networks) == adds
 
 
@@ -130,9 +126,7 @@ def test_projector_exists_where_something_is_projected(
     ("projection", "sizes"),
     [("paper", [(256, 12), (256, 256), (128, 256)]), ("code", [(24, 12), (24, 24), (12, 24)])],
 )
-def test_projector_has_the_widths_of_its_source(
-    projection: Any, sizes: list[tuple[int, int]]
-) -> None:
+def test_projector_has_the_widths_of_its_source(projection: Any, sizes: list[tuple[int, int]]) -> None:
     projector = declare_run(run_spec(small(projection=projection))).networks[PROJECTOR]
     assert [tuple(p.shape) for p in projector.parameters() if p.dim() == 2] == sizes
 

@@ -207,9 +207,7 @@ def test_weights_are_those_of_independent_solvers(seed: int, kind: str) -> None:
     variances, weighted = case(seed, 7, kind)
     for client in (0, 4):
         P = quadratic(variances, weighted, client)
-        a = classifier_combination_weights(
-            variances=variances, weighted_means=weighted, client=client, min_weight=0.0
-        )
+        a = classifier_combination_weights(variances=variances, weighted_means=weighted, client=client, min_weight=0.0)
         close(a, projected_gradient(P), 1e-6)
         assert float(a @ P @ a) <= slsqp(P) * (1 + 1e-9)
 
@@ -614,9 +612,7 @@ def test_client_twice_in_a_buffer_counts_once() -> None:
 
     def sent_after(arrived: list[Any]) -> dict[str, np.ndarray]:
         server, count = coordinate(study).server, len(arrived)
-        aggregation = Aggregation(
-            arrived, [], [1.0] * count, [0] * count, {}, method="fedpac"
-        )
+        aggregation = Aggregation(arrived, [], [1.0] * count, [0] * count, {}, method="fedpac")
         FedPAC().absorb(aggregation, ServerView(server, "fedpac"))
         sent = {str(client): server.sent_to(client)["fedpac.head"] for client in (1, 4)}
         return sent | {"prototypes": server.state["fedpac.prototypes"].numpy()}

@@ -138,11 +138,7 @@ def test_every_stage_keeps_an_optimizer_of_its_own() -> None:
 def test_kept_optimizers_follow_the_setting_of_the_run() -> None:
     local = Local(lr=0.05, momentum=0.9)
     by_method = run(run_spec(LocalTraining(True), local=local), rounds=3)
-    by_setting = run(
-        run_spec(LocalTraining(), local=replace(local, keep_optimizer=True)), rounds=3
-    )
+    by_setting = run(run_spec(LocalTraining(), local=replace(local, keep_optimizer=True)), rounds=3)
     fresh = run(run_spec(LocalTraining(), local=local), rounds=3)
     assert same(by_method.private, by_setting.private)
-    assert any(
-        not np.array_equal(values, by_method.private[key]) for key, values in fresh.private.items()
-    )
+    assert any(not np.array_equal(values, by_method.private[key]) for key, values in fresh.private.items())

@@ -86,9 +86,7 @@ class Watch(Method):
 class Client:
     """Client 0, which trains from whatever it is given."""
 
-    def __init__(
-        self, *methods: Method, model: ModelRecipe = NORMED_MLP, local: Any = LOCAL
-    ) -> None:
+    def __init__(self, *methods: Method, model: ModelRecipe = NORMED_MLP, local: Any = LOCAL) -> None:
         self.host = Host(run_spec(*methods, model=model, local=local))
         self.initial = self.host.vector.shared.clone()
         self.counters = self.host.vector.counters.clone()

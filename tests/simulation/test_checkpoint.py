@@ -392,8 +392,9 @@ def unsafe(text: str) -> list[str]:
 
 
 def _refuses(call: ast.Call) -> bool:
-    """Whether a call says that it reads arrays and no pickles."""
-    return any(k.arg == "allow_pickle" and getattr(k.value, "value", None) is False for k in call.keywords)
+    """Return whether a call says that it reads arrays or tensors alone."""
+    said = {word.arg: getattr(word.value, "value", None) for word in call.keywords}
+    return said.get("allow_pickle") is False or said.get("weights_only") is True
 
 
 def _decides(cls: ast.ClassDef) -> bool:
@@ -598,7 +599,7 @@ def test_the_saved_model_is_the_final_shared_model(tmp_path: Path) -> None:
     (tmp_path / "other").touch()
     modes = [(tmp_path / name).stat().st_mode for name in ("model.safetensors", "other")]
     assert modes[0] == modes[1], "as the umask says"
-    assert names(tmp_path) == ["model.safetensors", "other"]
+    assert names(tmp_path) == ["best.safetensors", "model.safetensors", "other"]
 
 
 def test_a_folder_is_made_with_those_above_it(tmp_path: Path) -> None:

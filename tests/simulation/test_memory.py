@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tiny_runs import coordinate, even, run_spec, sized
+from tiny_runs import LOCAL, coordinate, even, run_spec, sized
 from torch._subclasses import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -111,7 +111,8 @@ def test_an_aggregation_and_an_evaluation_cost_nothing_for_clients_that_take_no_
     clients = 40_000
     data = sized([3] * 4 + [1] * (clients - 4))
     tests = CSR(np.zeros(clients, np.int64), np.arange(clients + 1))
-    spec = run_spec(*method, data=replace(data, partition=replace(data.partition, test=tests)))
+    data = replace(data, partition=replace(data.partition, test=tests))
+    spec = run_spec(*method, data=data, local=replace(LOCAL, epochs=2))
     evaluate = Evaluation(clients=3)
     coordinator = coordinate(spec, Synchronous(3), rounds=3, evaluate=evaluate, weighting="samples")
     sizes = Sizes()

@@ -16,10 +16,12 @@ from cluster import Hosts
 from tiny_runs import NORMED, NORMED_MLP, coordinate, run, run_spec, same, tiny
 
 from raysim.api.declarations import Evaluation, Local
+from raysim.api.local_job import LocalJob
+from raysim.api.method import Method
 from raysim.api.private_state import flat, from_named, named
+from raysim.api.setup import Setup
 from raysim.methods.fedbn import FedBN
 from raysim.methods.fedbss import FedBSS
-from raysim.methods.fedprox import FedProx
 from raysim.methods.fraug import FRAug
 from raysim.methods.scaffold import Scaffold
 from raysim.simulation import checkpoint
@@ -27,7 +29,6 @@ from raysim.simulation.coordinator import Coordinator
 from raysim.simulation.events import Saved
 from raysim.simulation.schedule import Buffered, Synchronous
 from raysim.training.run_spec import declare_run
-from raysim.vectors.layout import Layout
 
 LOCAL = Local(lr=0.05, momentum=0.9, batch=8, epochs=3)
 SCHEDULES = {"rounds": Synchronous(2), "buffer": Buffered(concurrency=3, size=2)}
@@ -143,7 +144,7 @@ def test_a_clients_normalisation_goes_on_from_where_it_was() -> None:
 
 
 def test_every_tensor_that_stays_is_saved_under_its_own_name(tmp_path: Path) -> None:
-    saved = every_round(tmp_path, FRAug(), schedule="rounds")[-1]
+    saved = every_round(tmp_path, FRAug(rounds=ROUNDS), schedule="rounds")[-1]
     tensors = [(name, array) for state in saved.clients.values() for name, array in state.items()]
     names = {name for name, _ in tensors}
     assert {"model.extractor.1.weight", "model.extractor.1.running_mean", "fraug.prototypes"} <= names
@@ -167,10 +168,10 @@ def test_a_private_state_taken_apart_by_name_and_put_together_again_is_what_it_w
 class Forgetful(FedBSS):
     """Loses its caches between two participations."""
 
-    def receive(self, ctx: Any) -> None:
-        for key in ("fedbss.losses", "fedbss.uncertainties"):
-            ctx.state[key] = torch.arange(ctx.samples, 0, -1).float()
-        super().receive(ctx)
+    def begin(self, job: LocalJob) -> None:
+        for key in ("losses", "uncertainties"):
+            job.state[key] = torch.arange(job.samples, 0, -1).float()
+        super().begin(job)
 
 
 @pytest.mark.parametrize(("refresh", "matters"), [(1, False), (2, True)])
@@ -205,24 +206,24 @@ def test_the_ranking_pass_leaves_parameters_buffers_and_random_states_as_they_we
     seen = []
 
     class Watched(FedBSS):
-        def receive(self, ctx: Any) -> None:
-            before = _everything(ctx)
-            super().receive(ctx)
-            seen.append(ctx.version)
-            after = _everything(ctx)
+        def begin(self, job: LocalJob) -> None:
+            before = _everything(job)
+            super().begin(job)
+            seen.append(job.version)
+            after = _everything(job)
             assert before.keys() == after.keys()
             assert all(torch.equal(before[key], after[key]) for key in before)
-            assert all(module.training for module in ctx.model.modules())
+            assert all(module.training for module in job.model.modules())
 
     assert not run(study(Watched(warmup_rounds=1)), rounds=3).failures
     assert max(seen) > 1
 
 
-def _everything(ctx: Any) -> dict[str, torch.Tensor]:
+def _everything(job: LocalJob) -> dict[str, torch.Tensor]:
     numbers = np.random.get_state()[1]  # noqa: NPY002
     return {
-        "vector": ctx.vector.data.clone(),
-        "counters": ctx.vector.counters.clone(),
+        "vector": job.vector.data.clone(),
+        "counters": job.vector.counters.clone(),
         "torch": torch.get_rng_state(),
         "numpy": torch.tensor(np.asarray(numbers, dtype=np.int64)),
     }
@@ -232,15 +233,15 @@ def test_samples_are_ranked_by_the_received_model_in_eval_mode() -> None:
     ranked: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     class Watched(FedBSS):
-        def receive(self, ctx: Any) -> None:
-            super().receive(ctx)
-            model = ctx.frozen()["model"]
+        def begin(self, job: LocalJob) -> None:
+            super().begin(job)
+            model = job.frozen()["model"]
             with torch.no_grad():
                 parts = [
                     torch.nn.functional.cross_entropy(model(inputs), labels, reduction="none")
-                    for inputs, labels in ctx.data()
+                    for inputs, labels in job.data()
                 ]
-            ranked.append((ctx.state["fedbss.losses"], torch.cat(parts)))
+            ranked.append((job.state["losses"], torch.cat(parts)))
 
     run(study(Watched(warmup_rounds=0)), rounds=2)
     assert ranked
@@ -250,33 +251,26 @@ def test_samples_are_ranked_by_the_received_model_in_eval_mode() -> None:
 # --- names --------------------------------------------------------------------------------------------------------
 
 
-class Keeps(FedProx):
+class Keeps(Method):
     """A method that keeps one tensor under a name of one's choice."""
 
     def __init__(self, name: str, kept: str):
-        super().__init__()
         self.name, self._kept = name, kept  # type: ignore[misc]
 
-    def state(self, layout: Layout, samples: int) -> dict[str, torch.Tensor]:
-        return {self._kept: torch.zeros(3)}
+    def setup(self, run: Setup) -> None:
+        run.client_state(self._kept, lambda samples: torch.zeros(3))
 
 
-@pytest.mark.parametrize("kept", ["model.extractor.2.weight", "personal", "personal.counters"])
-def test_private_state_under_the_name_of_a_personal_tensor_is_refused_before_the_start(kept: str) -> None:
-    methods = [FedBN(), Keeps("mine", kept)]
-    with pytest.raises(ValueError, match=rf"method 'mine' keeps '{kept}'"):
+@pytest.mark.parametrize(("name", "kept"), [("model", "extractor.2.weight"), ("personal", "counters")])
+def test_private_state_under_the_name_of_a_personal_tensor_is_refused_before_the_start(name: str, kept: str) -> None:
+    methods = [FedBN(), Keeps(name, kept)]
+    with pytest.raises(ValueError, match=rf"method '{name}' keeps '{name}\.{kept}'"):
         declare_run(run_spec(*methods, model=NORMED_MLP))
 
 
 def test_private_state_of_two_methods_under_one_name_is_refused_before_the_start() -> None:
-    class Mine(Keeps):
-        name = "mine"
-
-    class Yours(Mine):
-        """May keep what its base class keeps, but not beside it."""
-
-    methods = [Mine("mine", "mine.state"), Yours("yours", "mine.state")]
-    with pytest.raises(ValueError, match=r"'yours' keeps 'mine\.state', the name of an entry of method 'mine'"):
+    methods = [Keeps("mine", "own.state"), Keeps("mine.own", "state")]
+    with pytest.raises(ValueError, match=r"method 'mine\.own' keeps 'mine\.own\.state', .*'mine'"):
         declare_run(run_spec(*methods, model=NORMED_MLP))
-    fine = [Keeps("mine", "mine.state"), FedBN(), Keeps("yours", "yours.state")]
+    fine = [Keeps("mine", "state"), FedBN(), Keeps("yours", "state")]
     declare_run(run_spec(*fine, model=NORMED_MLP))

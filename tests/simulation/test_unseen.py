@@ -10,7 +10,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
-from tiny_runs import NORMED_MLP, SEED, Ran, coordinate, ran, run, run_spec, several
+from tiny_runs import LOCAL, NORMED_MLP, SEED, Ran, coordinate, ran, run, run_spec, several
 
 import raysim
 from raysim.api.declarations import Evaluation, Finetune
@@ -133,7 +133,7 @@ def test_unseen_clients_are_scored_and_never_trained(schedule: Schedule) -> None
 
 @pytest.mark.parametrize("make", PERSONAL)
 def test_personal_models_of_unseen_clients_are_initial(make: Any) -> None:
-    found = run(study(make()), Synchronous(4))
+    found = run(study(make(), local=replace(LOCAL, epochs=2)), Synchronous(4))
     assert not found.failures
     unseen = unseen_of(found)
     assert not {*unseen} & {*found.coordinator.private.accepted_jobs}

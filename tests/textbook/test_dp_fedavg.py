@@ -80,9 +80,7 @@ class Sending(Method):
         ((), MLP, True, "schedule"),
     ],
 )
-def test_dp_fedavg_refuses_what_it_does_not_hide(
-    others: Any, model: Any, stale: bool, named: str
-) -> None:
+def test_dp_fedavg_refuses_what_it_does_not_hide(others: Any, model: Any, stale: bool, named: str) -> None:
     with pytest.raises(ValueError, match=named):
         declare_run(run_spec(DPFedAvg(0.0), *others, model=model, stale=stale))
 

@@ -13,8 +13,10 @@ from tiny_runs import LOCAL, Ran, ran, run_spec, several, tiny
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from raysim.api.context import Context, Outputs, Plan, Stage
+from raysim.api.context import Outputs, Plan, Stage
+from raysim.api.local_job import LocalJob
 from raysim.api.method import Method
+from raysim.api.setup import Setup
 from raysim.data.federated import FederatedData
 from raysim.data.partition import CSR, Partition
 from raysim.runtime.inprocess import InProcess
@@ -37,24 +39,25 @@ class Recording(Method):
     def __init__(self) -> None:
         self.plans: dict[tuple[int, int], Plan] = {}
 
-    def finish(self, ctx: Context) -> None:
-        self.plans[ctx.client, ctx.participation] = ctx.plan
+    def end(self, job: LocalJob) -> None:
+        self.plans[job.client, job.participation] = job.plan
 
 
 class Alternating(Recording):
     """Every second iteration has a loss of its own, which is no training loss."""
 
-    def stages(self, plan: Plan) -> Sequence[tuple[Stage, ...]]:
-        return [(Stage(),), (Stage("other", loss=self.other),)]
+    def setup(self, run: Setup) -> None:
+        run.stages(lambda plan: [(Stage(),), (Stage("other", loss=self.other),)])
 
-    def other(self, ctx: Context, out: Outputs, batch: Any) -> Tensor:
+    def other(self, job: LocalJob, out: Outputs) -> Tensor:
         return 100 + out.logits.square().mean()
 
 
 class Single(Recording):
     """Needs single updates, so that no worker sums them."""
 
-    needs_single_updates = True
+    def setup(self, run: Setup) -> None:
+        run.read_updates()
 
 
 def unequal() -> FederatedData:
@@ -94,6 +97,8 @@ def aggregated(found: Ran) -> list[list[tuple[int, int]]]:
 @pytest.mark.parametrize("way", [{}, {"lanes": 3}, {"lanes": 2, "graph": True}, {"workers": 2}])
 def test_train_loss_is_mean_over_rows(schedule: Schedule, method: type[Recording], way: Mapping[str, Any]) -> None:
     watch = method()
+    if way.get("lanes", 1) > 1 and method is Alternating:
+        way = {**way, "graph": True}  # batched products have no stages
     spec, found = train(watch, schedule, **way)
     losses = initial_losses(spec)
     for row, jobs in zip(found.rows, aggregated(found), strict=True):

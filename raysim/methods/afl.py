@@ -1,0 +1,105 @@
+"""AFL, agnostic federated learning: minimise the loss of the worst mixture of the clients.
+
+Mohri, Sivek and Suresh, "Agnostic Federated Learning" (ICML 2019), with local steps as in the
+comparison of Deng, Kamani and Mahdavi, "Distributionally Robust Federated Averaging" (NeurIPS
+2020). The server keeps lambda on the simplex of all N clients, uniform at first. In a round with
+the participants S, F_i being the loss of the received model on all training samples of client i:
+
+    x <- x + sum_{i in S} lambda_i D_i / sum_{i in S} lambda_i
+    lambda_i <- lambda_i + gamma (N / |S|) F_i         participants
+    lambda <- Euclidean projection of lambda onto the simplex (Duchi et al., ICML 2008)
+
+Choices where the sources are silent
+- N counts the clients with training samples; all others have lambda_i = 0.
+- F_i is taken as q-FedAvg does. Buffers have the weights of the updates.
+- Where lambda_i = 0 for all participants, all of them weigh the same.
+- The projection costs O(N log N) in each round, so that N is limited to 100,000.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from raysim.api.declarations import FORWARD, Participation
+from raysim.api.method import Method
+from raysim.methods.qfedavg import loss_before_training
+from raysim.primitives.checks import at_least
+
+if TYPE_CHECKING:
+    from raysim.api.local_job import LocalJob
+    from raysim.api.server_view import Aggregation, ServerView
+    from raysim.api.setup import Setup
+
+MAX_CLIENTS = 100_000
+
+
+def project_onto_simplex(values: Tensor) -> Tensor:
+    """Return the point of the probability simplex that is nearest to `values` [n]."""
+    largest_first = values.sort(descending=True).values
+    excess = largest_first.cumsum(0) - 1.0
+    counts = torch.arange(1, len(values) + 1, dtype=values.dtype)
+    num_positive = int((largest_first * counts > excess).sum())
+    threshold = excess[num_positive - 1] / num_positive
+    return (values - threshold).clamp_min(0.0)
+
+
+class AFL(Method):
+    """step_size: gamma, with which lambda ascends; 0 keeps it uniform."""
+
+    name = "afl"
+    paper = "Mohri et al., ICML 2019"
+    weighting = "uniform"
+
+    def __init__(self, step_size: float = 0.1):
+        self.step_size = at_least("method.afl.step_size", step_size, 0.0)
+
+    def setup(self, run: Setup) -> None:
+        """Keep lambda on the server; each job uploads F_i."""
+        run.require(
+            run.clients <= MAX_CLIENTS,
+            f"method.afl: {run.clients} clients have training samples, and AFL projects a weight "
+            f"of each in every round. Use at most {MAX_CLIENTS} clients, or another method.",
+        )
+        run.warn_if_single("its weights change nothing")
+        for other in ("fedasync", "fedcda", "ca2fl", "ace"):
+            run.excludes(other, "its weights of clients have no part in that method's step")
+        run.server_state("weights", self._first_weights)
+        run.upload("loss", 1)
+
+    def _first_weights(self, server: ServerView) -> Tensor:
+        """Return lambda at the start: float64 [clients]."""
+        has_samples = torch.from_numpy(server.counts > 0).double()
+        return has_samples / has_samples.sum()
+
+    def cost(self, job: Participation) -> float:
+        """Return a forward pass over the client's samples."""
+        return FORWARD * job.samples
+
+    def end(self, job: LocalJob) -> None:
+        """Upload F_i."""
+        job.upload["loss"] = loss_before_training(job)
+
+    def weigh(self, aggregation: Aggregation, server: ServerView) -> Aggregation:
+        """Weigh by lambda; only ratios count, so the largest is 1."""
+        chosen = server.state["weights"][torch.tensor(aggregation.clients)]
+        largest = float(chosen.max())
+        if largest == 0:
+            return aggregation
+        ratios = (chosen / largest).tolist()
+        pairs = zip(aggregation.weights, ratios, strict=True)
+        return aggregation.reweighted([weight * ratio for weight, ratio in pairs])
+
+    def absorb(self, aggregation: Aggregation, server: ServerView) -> None:
+        """Ascend with lambda, and project it."""
+        if not self.step_size:
+            return
+        clients = torch.tensor(aggregation.clients)
+        losses = torch.cat(aggregation.uploads("loss"))
+        ascent = losses * (self.step_size * server.able / len(clients))
+        weights = server.state["weights"].index_add(0, clients, ascent)
+        active = torch.from_numpy(server.counts > 0)
+        weights[active] = project_onto_simplex(weights[active])
+        server.state["weights"] = weights

@@ -1,0 +1,114 @@
+"""APFL: each client's own model is a mixture of the shared model and a model of its own.
+
+Deng, Kamani and Mahdavi, "Adaptive Personalized Federated Learning" (arXiv 2003.13461, 2020),
+Algorithm 1. w is the shared model in training, v_i the client's, alpha_i its mixing weight; in each
+step, on one batch and with both gradients taken at its start:
+
+    m = alpha_i v_i + (1 - alpha_i) w
+    v_i <- v_i - eta alpha_i grad f(m)
+    w <- w - eta grad f(w)                          averaged as in FedAvg
+
+and once in each job, with its first batch and before its first step, if alpha is adaptive:
+
+    alpha_i <- clip(alpha_i - eta <v_i - w, grad f(m)>, 0, 1)
+
+The client is scored with m.
+
+Choices where the source is silent
+- v_i starts as the initial model, and so does that of a client that never trained.
+- f of m is the task's loss, without terms of other methods. v_i has the run's optimizer (momentum,
+  weight decay, clipping), new in each job.
+- m normalises with BatchNorm's statistics of v_i's network, which its training moves. The gradient
+  for alpha is taken in train mode, without augmentation; its one batch is not part of the cost.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from raysim.api.context import Stage
+from raysim.api.declarations import Participation
+from raysim.api.method import Method
+from raysim.primitives.checks import between
+
+if TYPE_CHECKING:
+    from raysim.api.context import Outputs
+    from raysim.api.local_job import LocalJob, PersonalModel
+    from raysim.api.setup import Setup
+
+PERSONAL, SHARED = "apfl.model", "model"
+
+
+def mix(personal: nn.Module, shared: nn.Module, alpha: Tensor | float) -> dict[str, Tensor]:
+    """Return alpha v + (1 - alpha) w by path; gradients reach v alone."""
+    received = dict(shared.named_parameters())
+    return {path: alpha * own + (1.0 - alpha) * received[path].detach() for path, own in personal.named_parameters()}
+
+
+class APFL(Method):
+    """alpha: the weight of a client's own model at first. adaptive: whether it is learnt."""
+
+    name = "apfl"
+    paper = "Deng et al., 2020"
+
+    def __init__(self, alpha: float = 0.5, adaptive: bool = True):
+        self.alpha = between("method.apfl.alpha", alpha, 0.0, 1.0)
+        self.adaptive = adaptive
+
+    def setup(self, run: Setup) -> None:
+        """Add v_i, a private network, which is trained before w in each step."""
+        run.excludes("local", "it mixes with a shared model, and local training shares none")
+        run.network("model", copy.deepcopy(run.model), private=True)
+        run.client_state("alpha", lambda samples: self.alpha)
+        run.draw("alpha", self._alphas)
+        run.stages([Stage("apfl.personal", (PERSONAL,), self._mixture_loss), Stage()])
+
+    def cost(self, job: Participation) -> float:
+        """Return a second pass of every batch."""
+        return job.trained
+
+    def _alphas(self, job: LocalJob, generator: np.random.Generator) -> Sequence[Tensor]:
+        """Return this job's alpha for each step; keep it for the next job."""
+        if self.adaptive:
+            job.state["alpha"] = self._adapted(job)
+        alpha = torch.tensor(job.state["alpha"], dtype=job.params.dtype)
+        return [alpha] * job.plan.steps
+
+    def _adapted(self, job: LocalJob) -> float:
+        """Return alpha after its step on the job's first batch."""
+        personal, alpha = job.network("model"), job.state["alpha"]
+        own, shared = dict(personal.named_parameters()), dict(job.model.named_parameters())
+        mixture = mix(personal, job.model, alpha)
+        params = {path: value.detach().requires_grad_() for path, value in mixture.items()}
+        inputs, labels = job.gather(job.rows[job.plan.positions[: job.plan.sizes[0]]])
+        with job.statistics_kept():
+            outputs = functional_call(personal, params, (inputs,))
+        loss = job.task.objective.loss(outputs, labels)
+        grads = torch.autograd.grad(loss, list(params.values()), allow_unused=True, materialize_grads=True)
+        slope = 0.0
+        for path, grad in zip(params, grads, strict=True):
+            slope += float(((own[path] - shared[path]).detach() * grad).sum(dtype=torch.float64))
+        return min(1.0, max(0.0, alpha - job.rate * slope))
+
+    def _mixture_loss(self, job: LocalJob, out: Outputs) -> Tensor:
+        """Return f(m)."""
+        personal = job.network("model")
+        mixture = mix(personal, job.model, job.drawn("alpha"))
+        outputs = functional_call(personal, mixture, (out.batch.inputs,))
+        return job.task.objective.loss(outputs, out.batch.targets)
+
+    def personalise(self, client: PersonalModel) -> None:
+        """Load m into the model that is scored, with the statistics of v_i's network."""
+        networks, alpha = client.vector.networks, client.state["alpha"]
+        mixture = mix(networks[PERSONAL], networks[SHARED], alpha)
+        tensors = mixture | dict(networks[PERSONAL].named_buffers())
+        with torch.no_grad():
+            for path, value in networks[SHARED].state_dict(keep_vars=True).items():
+                value.copy_(tensors[path])

@@ -1,0 +1,44 @@
+"""FedBABU: train the body alone in federation, and fine-tune a head for each client when it is scored.
+
+Oh, Kim and Yun, "FedBABU: Toward Enhanced Representation for Federated Image Classification" (ICLR
+2022). The head keeps its initial values, the same on all clients, and does not travel; bodies are
+trained with that head and averaged. A client's own model is the averaged body with a head, or all
+of the model, fine-tuned on the client's samples.
+
+Choices where the source is silent
+- finetune="head" steps the head with the body in eval mode; "all" steps the whole model.
+- The score before fine-tuning is that of the shared model, on each client's test samples. The
+  columns with `_finetuned` are those of clients' own models.
+- In local training the body has the run's optimizer; weight decay does not move the head.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+from raysim.api.context import Stage
+from raysim.api.declarations import Finetune
+from raysim.api.method import Method
+from raysim.primitives.checks import at_least, one_of
+
+if TYPE_CHECKING:
+    from raysim.api.setup import Setup
+
+
+class FedBABU(Method):
+    """epochs: of fine-tuning, 0 for none. finetune: what is fine-tuned."""
+
+    name = "fedbabu"
+    paper = "Oh et al., ICLR 2022"
+
+    def __init__(self, epochs: int = 5, finetune: Literal["head", "all"] = "head"):
+        self.epochs = int(at_least("method.fedbabu.epochs", epochs, 0))
+        self.finetune = one_of("method.fedbabu.finetune", finetune, ("head", "all"))
+
+    def setup(self, run: Setup) -> None:
+        """Keep the head on the client, train the body alone, and fine-tune for scores."""
+        run.needs("features")
+        head = run.model.get_submodule("head")
+        run.private_parameters([f"model.head.{name}" for name, _ in head.named_parameters()])
+        run.stages([Stage("fedbabu.body", ("model.extractor",))])
+        run.finetune(Finetune(self.epochs, head=self.finetune == "head"))

@@ -1,0 +1,92 @@
+"""q-FedAvg: clients with a high loss count more, by the power q of their loss.
+
+Li, Sanjabi, Beirami and Smith, "Fair Resource Allocation in Federated Learning" (ICLR 2020),
+Algorithm 2, for the objective q-FFL, sum_i F_i^(q+1) / (q+1). With F_i the loss of the received
+model on all training samples of client i, D_i what the client moved, and L = 1 / eta:
+
+    x <- x + sum_i L F_i^q D_i / sum_i h_i
+    h_i = q F_i^(q-1) |L D_i|^2 + L F_i^q
+
+q = 0 is the mean of updates.
+
+Choices where the source is silent
+- The sums have the weights of the run: uniform, unless the configuration says otherwise.
+- F_i is taken in eval mode, without augmentation and terms of other methods, and is at least 1e-10.
+- eta is the learning rate of the job. |D_i| is taken over the shared trainable parameters.
+- Each client uploads F_i and L |D_i|^2, because the server does not know the job's rate.
+- Buffers are averaged with the weights F_i^q.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from raysim.api.declarations import FORWARD, Participation
+from raysim.api.method import Method
+from raysim.primitives.checks import at_least
+
+if TYPE_CHECKING:
+    from raysim.api.local_job import LocalJob
+    from raysim.api.server_view import Aggregation, ServerView
+    from raysim.api.setup import Setup
+
+LEAST_LOSS = 1e-10
+
+
+def loss_before_training(job: LocalJob) -> Tensor:
+    """Return the mean loss of the received model on the client's training samples: float64 [1]."""
+    model = job.frozen()["model"]
+    total = torch.zeros(1, dtype=torch.float64, device=job.params.device)
+    with torch.no_grad():
+        for inputs, labels in job.data():
+            total += job.task.objective.loss(model(inputs), labels) * len(labels)
+    return total / job.samples
+
+
+def divisor(weights: Sequence[float], losses: Sequence[float], curvatures: Sequence[float], q: float) -> float:
+    """Return sum_i w_i (1 + q c_i / F_i): with w_i = F_i^q and c_i = L |D_i|^2, sum_i h_i / L."""
+    total = 0.0
+    for weight, loss, curvature in zip(weights, losses, curvatures, strict=True):
+        total += weight * (1.0 + q * curvature / loss)
+    return total
+
+
+class QFedAvg(Method):
+    """q: how much more a high loss counts; 0 is the mean of updates."""
+
+    name = "qfedavg"
+    paper = "Li et al., ICLR 2020"
+    weighting = "uniform"
+
+    def __init__(self, q: float = 1.0):
+        self.q = at_least("method.qfedavg.q", q, 0.0)
+
+    def setup(self, run: Setup) -> None:
+        """Let each job upload F_i and L |D_i|^2; refuse methods that divide the sum otherwise."""
+        for other in ("fedbuff", "fedasync", "fedcda", "ca2fl", "ace"):
+            run.excludes(other, "both decide what the sum of updates is divided by")
+        run.upload("loss", 1)
+        run.upload("curvature", 1)
+
+    def cost(self, job: Participation) -> float:
+        """Return a forward pass over the client's samples."""
+        return FORWARD * job.samples
+
+    def end(self, job: LocalJob) -> None:
+        """Upload F_i and L |D_i|^2."""
+        trained = job.layout.trained
+        moved = job.params[:trained] - job.broadcast[:trained]
+        job.upload["loss"] = loss_before_training(job)
+        job.upload["curvature"] = moved.square_().sum(dtype=torch.float64).reshape(1) / job.rate
+
+    def weigh(self, aggregation: Aggregation, server: ServerView) -> Aggregation:
+        """Weigh by F_i^q, and divide by sum_i h_i / L."""
+        losses = [max(float(loss), LEAST_LOSS) for loss in aggregation.uploads("loss")]
+        curvatures = [float(curvature) for curvature in aggregation.uploads("curvature")]
+        pairs = zip(aggregation.weights, losses, strict=True)
+        weights = [weight * loss**self.q for weight, loss in pairs]
+        return aggregation.reweighted(weights, lambda final: divisor(final, losses, curvatures, self.q))

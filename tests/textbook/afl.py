@@ -1,0 +1,39 @@
+"""AFL: Mohri et al. 2019 with local steps; the projection by bisection of its threshold."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from textbook.plain import averaged, detached, train, weights
+from textbook.qfedavg import loss_before
+from textbook.world import Book, World
+
+
+def nearest_on_simplex(values: Tensor) -> Tensor:
+    """max(values - t, 0), with the t at which it sums to 1."""
+    low, high = float(values.min()) - 1.0, float(values.max())
+    for _ in range(200):
+        middle = (low + high) / 2
+        if float((values - middle).clamp_min(0).sum()) > 1:
+            low = middle
+        else:
+            high = middle
+    return (values - high).clamp_min(0)
+
+
+def afl(world: World, gamma: float) -> Book:
+    """Weights lambda_i within the round; then lambda ascends by the losses before training."""
+    x, lam = detached(world.start), torch.full((world.clients,), 1 / world.clients, dtype=torch.float64)
+    for jobs in world.rounds:
+        losses = [loss_before(world, job, x) for job in jobs]
+        models = [detached(train(world, job, x)) for job in jobs]
+        chosen = [float(lam[job.client]) for job in jobs]
+        shares = weights(world, jobs)
+        if any(chosen):
+            shares = [share * own for share, own in zip(shares, chosen, strict=True)]
+        x = averaged(models, shares)
+        for job, loss in zip(jobs, losses, strict=True):
+            lam[job.client] += gamma * world.clients / len(jobs) * loss
+        lam = nearest_on_simplex(lam)
+    return Book(x, server={"afl.weights": lam})

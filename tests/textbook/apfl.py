@@ -1,0 +1,64 @@
+"""APFL: Deng et al. 2020, Algorithm 1: FedAvg, and for each client a model v that is trained within a mixture."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from textbook.plain import (
+    averaged,
+    copied,
+    cross_entropy,
+    detached,
+    gradients,
+    is_buffer,
+    optimizer,
+    trainable,
+    weights,
+)
+from textbook.world import Book, Job, Params, World
+
+
+def mixture(v: Params, w: Params, alpha: float) -> Params:
+    """alpha v + (1 - alpha) w, which can be trained; statistics are those of v, and move with it."""
+    mixed = {}
+    for name, tensor in v.items():
+        if is_buffer(name):
+            mixed[name] = tensor
+        else:
+            mixed[name] = (alpha * tensor + (1 - alpha) * w[name]).detach().requires_grad_()
+    return mixed
+
+
+def apfl(world: World, alpha: float, adaptive: bool = True) -> Book:
+    """v <- v - eta alpha grad f(m) and w <- w - eta grad f(w), both at the start of a step."""
+    x = {name: tensor for name, tensor in world.start.items() if not name.startswith("apfl.")}
+    v = {client: copied(x) for client in range(world.clients)}
+    alphas = dict.fromkeys(v, alpha)
+
+    def client(job: Job) -> Params:
+        w, own = copied(x), v[job.client]
+        own_sgd, shared_sgd = optimizer(world, job), optimizer(world, job)
+        if adaptive:
+            before = alphas[job.client]
+            m = mixture({name: tensor.clone() for name, tensor in own.items()}, w, before)
+            slope = gradients(cross_entropy(m, 0, *job.batches[0]), m, trainable(m))
+            inner = sum(float(((own[name] - w[name]).detach() * grad).sum()) for name, grad in slope.items())
+            alphas[job.client] = min(1.0, max(0.0, before - shared_sgd.lr * inner))
+        share = alphas[job.client]
+        for inputs, labels in job.batches:
+            m = mixture(own, w, share)
+            of_mixture = gradients(cross_entropy(m, 0, inputs, labels), m, trainable(m))
+            of_shared = gradients(cross_entropy(w, 0, inputs, labels), w, trainable(w))
+            own_sgd.step(own, {name: share * grad for name, grad in of_mixture.items()})
+            shared_sgd.step(w, of_shared)
+        return detached(w)
+
+    for jobs in world.rounds:
+        x = averaged([client(job) for job in jobs], weights(world, jobs))
+    private: dict[int, dict[str, Tensor]] = {}
+    for i in {job.client for jobs in world.rounds for job in jobs}:
+        private[i] = {f"apfl.{name}": tensor for name, tensor in detached(v[i]).items()}
+        private[i]["apfl.alpha#float"] = torch.tensor(alphas[i], dtype=torch.float64)
+    own_models = {i: detached(mixture(v[i], x, alphas[i])) for i in v}
+    return Book(x, private, own=own_models)

@@ -1,0 +1,42 @@
+"""FedBABU: Oh et al. 2022: bodies are trained with the initial head; a copy is fine-tuned for each client."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from textbook.pfedavg import tuned
+from textbook.plain import averaged, copied, cross_entropy, detached, gradients, logits, optimizer, trainable, weights
+from textbook.world import Book, Job, Params, World
+
+
+def fedbabu(world: World, epochs: int, head_only: bool) -> Book:
+    """FedAvg of the parts in front of the head, which nobody trains before fine-tuning."""
+
+    def client(job: Job, x: Params) -> Params:
+        p, sgd = copied(x), optimizer(world, job)
+        for inputs, labels in job.batches:
+            loss = cross_entropy(p, 0, inputs, labels)
+            sgd.step(p, gradients(loss, p, trainable(p, "model.extractor")))
+        return detached(p)
+
+    x, before, after = detached(world.start), list[float](), list[float]()
+    head = {name: tensor for name, tensor in x.items() if name.startswith("model.head.")}
+    own: dict[int, Params] = {}
+    for version, jobs in enumerate(world.rounds, 1):
+        x = averaged([client(job, x) for job in jobs], weights(world, jobs)) | head
+        own = {i: tuned(world, x, i, version, epochs, head_only) for i in range(world.clients)}
+        before.append(accuracy(world, dict.fromkeys(own, x)))
+        after.append(accuracy(world, own))
+    took_part = {job.client for jobs in world.rounds for job in jobs}
+    shared = {name: tensor for name, tensor in x.items() if name not in head}
+    columns = {"accuracy": before, "accuracy_finetuned": after}
+    return Book(shared, dict.fromkeys(took_part, head), columns=columns, own=own)
+
+
+def accuracy(world: World, models: dict[int, Params]) -> float:
+    """The mean over the clients of each one's share of right answers."""
+    shares = []
+    for client, (inputs, labels) in enumerate(world.tests):
+        right = logits(models[client], inputs, False).argmax(1) == labels
+        shares.append(float(right.double().mean()))
+    return float(np.mean(shares))

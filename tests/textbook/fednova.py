@@ -1,0 +1,43 @@
+"""FedNova: Wang et al. 2020, with a_i from the paper's closed forms: of momentum, or of a proximal term."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from textbook.plain import Loss, cross_entropy
+from textbook.servers import Cohort, stepped
+from textbook.world import Book, Params, World
+
+
+def fednova(world: World, mu: float = 0.0) -> Book:
+    """x + (sum_j p_j a_j) sum_i p_i D_i / a_i; mu: of a proximal term, with which there is no momentum."""
+    rho = world.local.momentum
+    assert not (mu and rho), "the paper has a closed form for one of them"
+
+    def normaliser(steps: int, rate: float) -> float:
+        if mu:
+            return sum((1 - rate * mu) ** k for k in range(steps))
+        return (steps - rho * (1 - rho**steps) / (1 - rho)) / (1 - rho)
+
+    def rule(at: Cohort) -> Tensor:
+        rates = [world.local.lr * world.local.lr_decay**job.version for job in at.jobs]
+        a = [normaliser(len(job.batches), rate) for job, rate in zip(at.jobs, rates, strict=True)]
+        p = (at.weights / at.weights.sum()).tolist()
+        mean_steps = sum(share * steps for share, steps in zip(p, a, strict=True))
+        normalised = [share / steps * row for share, steps, row in zip(p, a, at.changes, strict=True)]
+        return at.x + mean_steps * sum(normalised[1:], normalised[0])
+
+    return stepped(world, rule, proximal(mu) if mu else cross_entropy)
+
+
+def proximal(mu: float) -> Loss:
+    """The cross-entropy and mu/2 |w - x|^2, with x the values at a job's first step."""
+    start: Params = {}
+
+    def loss(p: Params, step: int, x: Tensor, y: Tensor) -> Tensor:
+        if step == 0:
+            start.update({name: tensor.detach().clone() for name, tensor in p.items()})
+        pulls = [(t - start[name]).square().sum() for name, t in p.items() if t.requires_grad]
+        return cross_entropy(p, step, x, y) + mu / 2 * sum(pulls[1:], pulls[0])
+
+    return loss
