@@ -34,7 +34,7 @@ def test_fedasync_warns_of_rounds_in_which_the_last_result_counts_most(schedule:
 @pytest.mark.parametrize("name", ["ca2fl", "ace"])
 def test_a_cache_beside_scaffold_corrects_one_bias_twice(name: str) -> None:
     (sentence,) = warnings(f"method=[{name},scaffold]", *BUFFER)
-    assert sentence == f"methods 'scaffold' and '{name}' correct the same bias, so it is corrected twice: leave one out"
+    assert "'scaffold'" in sentence and f"'{name}'" in sentence and "twice" in sentence
     assert warnings(f"method=[{name}]", *BUFFER) == ()
 
 
@@ -48,7 +48,7 @@ def test_a_cache_beside_scaffold_corrects_one_bias_twice(name: str) -> None:
 def test_a_method_that_compares_results_warns_where_an_aggregation_has_one(name: str, local: Sequence[str]) -> None:
     for schedule in (ONE_BY_ONE, ONE_CLIENT):
         (sentence,) = warnings(f"method=[{name}]", *local, *schedule)
-        assert sentence.startswith(f"method '{name}' compares the results of an aggregation, and each has only one")
+        assert sentence.startswith(f"method '{name}' compares the updates of an aggregation")
     assert warnings(f"method=[{name}]", *local, *BUFFER) == ()
 
 
@@ -65,23 +65,18 @@ def test_a_method_sees_the_whole_list_and_what_the_schedule_aggregates(monkeypat
     from raysim.methods.fedprox import FedProx
 
     seen: list[Any] = []
-    monkeypatch.setattr(FedProx, "check", lambda self, setup: seen.append(setup) or ())
+    monkeypatch.setattr(FedProx, "setup", lambda self, run: seen.append(run))
     for schedule in (ROUNDS, BUFFER, ONE_BY_ONE, ONE_CLIENT):
         warnings("method=[fedprox,mixup]", *schedule)
-    assert [(setup.size, setup.stale) for setup in seen] == [(3, False), (3, True), (1, True), (1, False)]
-    assert [method.name for method in seen[0].methods] == ["fedprox", "mixup"]
+    settings = {(run.size, run.stale): [*run.methods] for run in seen}
+    assert settings == {key: ["fedprox", "mixup"] for key in [(3, False), (3, True), (1, True), (1, False)]}
 
 
-def test_a_run_whose_private_state_has_the_name_of_a_personal_tensor_does_not_start(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    from raysim.methods.fedbn import FedBN
-    from raysim.methods.fedprox import FedProx
-
-    monkeypatch.setattr(FedBN, "personal", lambda self, networks: ["model.head.bias"])
-    monkeypatch.setattr(FedProx, "state", lambda self, layout, samples: {"model.head.bias": torch.zeros(1)})
-    with pytest.raises(Refused, match=r"method 'fedprox' keeps 'model\.head\.bias', a name that a personal tensor"):
-        build([*DATA, *ROUNDS, "method=[fedbn,fedprox]"])
+def test_client_state_with_the_name_of_a_private_tensor_is_refused() -> None:
+    private = own("first", setup=lambda self, run: run.private_parameters(["model.head.bias"]))
+    clash = own("model", setup=lambda self, run: run.client_state("head.bias", run.zeros))
+    with pytest.raises(Refused, match=r"method 'model' keeps 'model\.head\.bias'"):
+        build([*DATA, *ROUNDS], methods=[private, clash])
 
 
 def test_the_median_of_two_is_told_to_be_their_mean() -> None:
@@ -113,19 +108,20 @@ def own(name: str = "mine", **attributes: Any) -> Method:
     ("method", "sentence"),
     [
         (
-            own(gradient=lambda self, ctx, grad: None),
-            r"^method 'mine' has the hook gradient\(ctx, grad\), which is called with \(ctx, grad, part\): "
-            r"write def gradient\(self, ctx, grad, part\)$",
+            own(gradient=lambda self, job, grad: None),
+            r"^method 'mine' has the hook gradient\(job, grad\), .* \(job, grad, at\)\. "
+            r"Write def gradient\(self, job, grad, at\)\.$",
         ),
         (
-            own(finish=lambda self, ctx, more: None),
-            r"finish\(ctx, more\), .* called with \(ctx\): write",
+            own(end=lambda self, job, more: None),
+            r"'mine' has the hook end\(job, more\), .* \(job\)\. Write",
         ),
         (
-            own(watch=lambda self, *, row: ""),
-            r"watch\(row\), .*: write def watch\(self, row\)",
+            own(begin=lambda self, *, job: None),
+            r"'mine' has the hook begin\(job\), .* Write def begin\(self, job\)",
         ),
-        (own(loss=0.5), "method 'mine' has loss=0.5, the name of a hook: rename it"),
+        (own(loss=0.5), "method 'mine' has loss=0.5, the name of a hook"),
+        (own(finish=lambda self, ctx: None), "method 'mine': the hook 'finish' was renamed to 'end'"),
     ],
 )
 def test_a_hook_that_cannot_be_called_is_refused_before_anything_starts(method: Method, sentence: str) -> None:
@@ -134,7 +130,7 @@ def test_a_hook_that_cannot_be_called_is_refused_before_anything_starts(method: 
 
 
 def test_a_hook_may_take_more_than_it_is_given() -> None:
-    fine = own(gradient=lambda self, ctx, grad, part, scale=2.0: None, finish=lambda *given: None)
+    fine = own(gradient=lambda self, job, grad, at, scale=2.0: None, end=lambda *given: None)
     assert not [text for text in build([*DATA, *ROUNDS], methods=[fine]).warnings if "'mine'" in text]
 
 
@@ -187,11 +183,11 @@ def test_a_run_of_which_nothing_will_be_scored_says_so_before_it_starts() -> Non
 
 
 def test_a_function_with_nearly_the_name_of_a_hook_is_pointed_at() -> None:
-    def finish(self: Any, ctx: Any) -> None:
-        self.gradients(ctx)
+    def end(self: Any, job: Any) -> None:
+        self.gradients(job)
 
-    helped = own("helped", finish=finish, gradients=lambda self, ctx: None, _terms=lambda self: None)
-    misspelt = own("misspelt", gradiant=lambda self, ctx, grad, part: None, norm=lambda self: 0.0)
+    helped = own("helped", end=end, gradients=lambda self, job: None, _losses=lambda self: None)
+    misspelt = own("misspelt", gradiant=lambda self, job, grad, at: None, norm=lambda self: 0.0)
     found = [
         text
         for text in build([*DATA, *ROUNDS], methods=[helped, misspelt, own("empty")]).warnings

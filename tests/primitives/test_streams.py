@@ -24,7 +24,7 @@ DRAWERS = {
     "conformance/parts.py": {"np.random.seed"},  # so that a part which draws from it is found
     "commands/bench/gpu.py": {"torch.randperm"},  # of a generator of its own, on the device
 }
-SEEDERS = {"training/trainer.py": 2, "training/run_spec.py": 2, "models/classifier.py": 1, "conformance/parts.py": 1}
+SEEDERS = {"training/trainer.py": 2, "api/declare.py": 2, "models/classifier.py": 1, "conformance/parts.py": 1}
 
 
 def test_a_name_gives_the_same_numbers_in_every_process() -> None:
