@@ -46,7 +46,9 @@ class Counter(TorchDispatchMode):
 def waits(name: str) -> int:
     """The most that the steps of one job wait for, in three rounds."""
     methods = [TABLE[name].make()] if name in TABLE else []
-    asked = run_spec(*methods, model=MLP if name != "inco" else TABLE[name].model, data=even(), local=Local(batch=8, epochs=2))
+    asked = run_spec(
+        *methods, model=MLP if name != "inco" else TABLE[name].model, data=even(), local=Local(batch=8, epochs=2)
+    )
     host = Host(asked)
     found: list[int] = []
     steps = host.trainer.steps
