@@ -195,7 +195,7 @@ class FedMix(Method):
     def batch(self, job: LocalJob, batch: Batch) -> Batch:
         """Return u, by which the loss is differentiated, or NaiveMix's x~."""
         pair = self._fresh_pair(job, batch) if self.fresh else self._pooled_pair(job, batch)
-        job.scratch["pair"] = pair
+        job.scratch["inputs"], job.scratch["targets"] = pair["inputs"], pair["targets"]
         scaled = (1 - self.lam) * batch.inputs
         if self.naive:
             return replace(batch, inputs=scaled + self.lam * pair["inputs"])
@@ -203,7 +203,8 @@ class FedMix(Method):
 
     def loss(self, job: LocalJob, out: Outputs, loss: Tensor) -> Tensor:
         """Return l1 + l2, and l3 unless the inputs were mixed themselves."""
-        batch, pair = out.batch, job.scratch["pair"]
+        batch = out.batch
+        pair = {name: job.scratch[name] for name in ("inputs", "targets")}
         if self.naive:
             local, mean_target = label_terms(out.logits, batch.targets, pair["targets"], self.lam)
             return local + mean_target

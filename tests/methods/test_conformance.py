@@ -309,11 +309,7 @@ TABLE: dict[str, Row] = {
     "norm_clipping": Row(lambda: NormClipping(0.1), {"a large bound": Plain(lambda: NormClipping(1e9))}),
     "dp_fedavg": Row(
         lambda: DPFedAvg(noise=0.3, clip=0.2),
-        {
-            "no noise, a large bound that stays": Plain(
-                lambda: DPFedAvg(0.0, 1e9, None), {"model": MLP}, UNIFORM
-            )
-        },
+        {"no noise, a large bound that stays": Plain(lambda: DPFedAvg(0.0, 1e9, None), {"model": MLP}, UNIFORM)},
         model=MLP,  # it refuses shared statistics
     ),
     "fedavgm": Row(
